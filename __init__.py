@@ -1,0 +1,47 @@
+"""NormAlign-LLaVA: vision-language models whose visual tokens enter the language model with the norm of text.
+
+Names are imported on first use, so that `import normalign_llava` and the command line start without torch. Importing
+`normalign_llava.modeling_normalign_llava` registers the architecture with transformers' Auto classes.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "NormAlignLlavaConfig": "configuration_normalign_llava",
+    "GlobalWeightCompensatedLayerNorm": "modeling_normalign_llava",
+    "GlobalWeightCompensatedRMSNorm": "modeling_normalign_llava",
+    "NormAlignLlavaForConditionalGeneration": "modeling_normalign_llava",
+    "NormAlignLlavaModel": "modeling_normalign_llava",
+    "mean_embedding_norm": "modeling_normalign_llava",
+    "build_checkpoint": "build",
+    "retrofit_checkpoint": "build",
+    "embedding_statistics": "gain",
+}
+
+__all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from .build import build_checkpoint, retrofit_checkpoint
+    from .configuration_normalign_llava import NormAlignLlavaConfig
+    from .gain import embedding_statistics
+    from .modeling_normalign_llava import (
+        GlobalWeightCompensatedLayerNorm,
+        GlobalWeightCompensatedRMSNorm,
+        NormAlignLlavaForConditionalGeneration,
+        NormAlignLlavaModel,
+        mean_embedding_norm,
+    )
+
+
+def __getattr__(name: str):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+
+
+def __dir__():
+    return sorted(__all__)

@@ -1,0 +1,66 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Configuration of NormAlign-LLaVA: LLaVA's, plus the norm that follows the projector.
+
+With `modeling_normalign_llava.py` this is all the code that a checkpoint of this architecture carries.
+"""
+
+from typing import ClassVar, Literal, get_args
+
+from transformers import LlavaConfig
+
+
+class NormAlignLlavaConfig(LlavaConfig):
+    """[`LlavaConfig`] with a gain-aligned norm after the projector (https://huggingface.co/papers/2512.08374).
+
+    Args:
+        projector_norm: kind of norm after the projector; `"none"` is the plain LLaVA projector.
+        projector_gain_init: what the gain starts from. `"text_norm"` gives visual tokens the mean norm of the text
+            embeddings, N_text / sqrt(d) (eq. 11); `"one"` is the paper's ablation.
+        gradient_compensation: `"global"` divides the gradient that reaches the normalised tokens by the mean
+            magnitude of the gain (Global Weight Compensation, eq. 12); `"none"` is a plain norm.
+        gain_floor: smallest mean |gain| that the compensation divides by.
+        projector_norm_eps: epsilon of the norm.
+        text_embedding_norm: N_text, the mean L2 norm with which text tokens enter the decoder, as last measured by
+            [`NormAlignLlavaForConditionalGeneration.align_projector_norm`]. `None` before any measurement.
+
+    The other arguments are [`LlavaConfig`]'s. A value outside those allowed is refused when the configuration is made.
+    """
+
+    model_type = "normalign_llava"
+    # Saving a class writes that class alone into auto_map; each of the three must be there after every save.
+    auto_map_entries: ClassVar[dict[str, str]] = {
+        "AutoConfig": "configuration_normalign_llava.NormAlignLlavaConfig",
+        "AutoModel": "modeling_normalign_llava.NormAlignLlavaModel",
+        "AutoModelForImageTextToText": "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration",
+    }
+    # Makes save_pretrained copy the code beside the weights.
+    _auto_class = "AutoConfig"
+
+    projector_norm: Literal["layer_norm", "rms_norm", "none"] = "layer_norm"
+    projector_gain_init: Literal["text_norm", "one"] = "text_norm"
+    gradient_compensation: Literal["global", "none"] = "global"
+    gain_floor: float = 1e-3
+    projector_norm_eps: float = 1e-5
+    text_embedding_norm: float | None = None
+
+    def __post_init__(self, **kwargs):
+        # A LLaVA folder says model_type "llava"; left there, it would be written on and the norm dropped on loading.
+        kwargs.pop("model_type", None)
+        kwargs.pop("auto_map", None)
+        super().__post_init__(**kwargs)
+        self.auto_map = dict(self.auto_map_entries)
+
+        for name in ("projector_norm", "projector_gain_init", "gradient_compensation"):
+            value, allowed = getattr(self, name), get_args(NormAlignLlavaConfig.__annotations__[name])
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+        for name in ("gain_floor", "projector_norm_eps", "text_embedding_norm"):
+            value = getattr(self, name)
+            if value is None and name == "text_embedding_norm":
+                continue
+            if not isinstance(value, int | float) or not 0.0 < value < float("inf"):
+                raise ValueError(f"{name} must be a positive finite number, got {value!r}.")
+
+
+__all__ = ["NormAlignLlavaConfig"]

@@ -1,0 +1,255 @@
+"""The norm against its references: torch's functions forward, the paper's hook form backward."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from normalign_llava.modeling_normalign_llava import (
+    GlobalWeightCompensatedLayerNorm,
+    GlobalWeightCompensatedRMSNorm,
+    compensation_factor,
+)
+from torch.utils.checkpoint import checkpoint
+
+
+NORMS = [GlobalWeightCompensatedLayerNorm, GlobalWeightCompensatedRMSNorm]
+
+
+def make_norm(cls, d, gain=0.0134, dtype=torch.float64, mixed_signs=False, **kwargs):
+    norm = cls(d, **kwargs).to(dtype)
+    with torch.no_grad():
+        values = torch.randn(d, dtype=torch.float64) * 0.3 + 1.0
+        values = values * torch.randn(d).sign() if mixed_signs else values
+        norm.weight.copy_(values * gain)
+        if cls is GlobalWeightCompensatedLayerNorm:
+            norm.bias.normal_()
+    return norm
+
+
+def hook_form(norm, x, floor):
+    """The paper's form: normalise, scale the gradient that reaches x_hat in a hook, then apply gain and bias."""
+    if isinstance(norm, GlobalWeightCompensatedLayerNorm):
+        x_hat = (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + norm.eps)
+    else:
+        x_hat = x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)
+    s = max(norm.weight.detach().abs().mean().item(), floor)
+    if x_hat.requires_grad:
+        x_hat.register_hook(lambda grad: grad / s)
+    return norm.weight * x_hat + (norm.bias if isinstance(norm, torch.nn.LayerNorm) else 0.0)
+
+
+def gradients(function, norm, x, upstream):
+    x = x.detach().requires_grad_()
+    norm.zero_grad()
+    (function(x) * upstream).sum().backward()
+    return [x.grad, *(p.grad for p in norm.parameters())]
+
+
+@pytest.mark.parametrize("cls", NORMS)
+@pytest.mark.parametrize("d", [1, 8, 576, 1152, 3584])
+@pytest.mark.parametrize("gain", [1e-5, 0.0134, 1.0, 7.0])
+@pytest.mark.parametrize("mixed_signs", [False, True])
+def test_gradients_equal_the_hook_form_in_float64(cls, d, gain, mixed_signs):
+    torch.manual_seed(0)
+    norm = make_norm(cls, d, gain, mixed_signs=mixed_signs)
+    x, upstream = torch.randn(2, 6, d, dtype=torch.float64), torch.randn(2, 6, d, dtype=torch.float64)
+    ours = gradients(norm, norm, x, upstream)
+    for got, expected in zip(ours, gradients(lambda v: hook_form(norm, v, 1e-3), norm, x, upstream), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10 * max(1.0, expected.abs().max().item()))
+
+
+@pytest.mark.parametrize("cls", NORMS)
+@pytest.mark.parametrize("shape", [(5, 16), (2, 5, 16), (2, 3, 5, 16), (0, 16), (2, 0, 16), (16,)])
+def test_any_number_of_leading_dimensions(cls, shape):
+    torch.manual_seed(0)
+    norm = make_norm(cls, 16)
+    x, upstream = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    ours = gradients(norm, norm, x, upstream)
+    for got, expected in zip(ours, gradients(lambda v: hook_form(norm, v, 1e-3), norm, x, upstream), strict=True):
+        assert got.shape == expected.shape
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("cls", NORMS)
+def test_non_contiguous_input_and_upstream(cls):
+    torch.manual_seed(0)
+    norm = make_norm(cls, 16)
+    x, upstream = torch.randn(16, 7, dtype=torch.float64).t(), torch.randn(7, 32, dtype=torch.float64)[:, ::2]
+    assert not x.is_contiguous() and not upstream.is_contiguous()
+    ours = gradients(norm, norm, x, upstream)
+    for got, expected in zip(ours, gradients(lambda v: hook_form(norm, v, 1e-3), norm, x, upstream), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.mark.parametrize("cls", NORMS)
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gain_dtype", [torch.float32, torch.bfloat16])
+def test_gradients_in_lower_precision_follow_float64(cls, x_dtype, gain_dtype):
+    torch.manual_seed(0)
+    norm = make_norm(cls, 576, dtype=gain_dtype)
+    x, upstream = torch.randn(12, 576).to(x_dtype), torch.randn(12, 576).to(x_dtype)
+    ours = gradients(norm, norm, x, upstream)
+    assert [g.dtype for g in ours] == [x_dtype] + [gain_dtype] * (len(ours) - 1)
+    wide = copy.deepcopy(norm).double()
+    expected = gradients(lambda v: hook_form(wide, v, 1e-3), wide, x.double(), upstream.double())
+    tolerance = max(TOLERANCE[x_dtype], TOLERANCE[gain_dtype])
+    for got, reference in zip(ours, expected, strict=True):
+        assert (got.double() - reference).norm() <= tolerance * reference.norm()
+
+
+@pytest.mark.parametrize("cls", NORMS)
+def test_gradients_under_autocast(cls):
+    torch.manual_seed(0)
+    norm = make_norm(cls, 64, dtype=torch.float32)
+    linear = torch.nn.Linear(64, 64)
+    x = torch.randn(5, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        projected = linear(x)
+        assert projected.dtype == torch.bfloat16
+        projected.retain_grad()
+        out = norm(projected)
+        out.float().square().sum().backward()
+    assert out.dtype == torch.bfloat16 and norm.weight.grad.dtype == torch.float32
+    wide = copy.deepcopy(norm).double()
+    leaf = projected.detach().double().requires_grad_()
+    hook_form(wide, leaf, 1e-3).square().sum().backward()
+    assert (projected.grad.double() - leaf.grad).norm() <= 2e-2 * leaf.grad.norm()
+
+
+def plain(norm, x):
+    """torch's own function on the same numbers; half-precision input with a wider gain goes through the gain's dtype."""
+    dtype = norm.weight.dtype if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    if isinstance(norm, torch.nn.LayerNorm):
+        return F.layer_norm(x.to(dtype), norm.normalized_shape, norm.weight, norm.bias, norm.eps).to(x.dtype)
+    return F.rms_norm(x.to(dtype), norm.normalized_shape, norm.weight, norm.eps).to(x.dtype)
+
+
+@pytest.mark.parametrize("cls", NORMS)
+@pytest.mark.parametrize("compensate", [True, False])
+@pytest.mark.parametrize(
+    "x_dtype, gain_dtype",
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_forward_is_torchs_bit_for_bit(cls, compensate, x_dtype, gain_dtype, requires_grad):
+    torch.manual_seed(0)
+    norm = make_norm(cls, 1152, dtype=gain_dtype, compensate=compensate)
+    x = (torch.randn(9, 1152) * 40).to(x_dtype).requires_grad_(requires_grad)
+    assert torch.equal(norm(x), plain(norm, x))
+
+
+@pytest.mark.parametrize("cls", NORMS)
+def test_without_compensation_gradients_are_torchs_exactly(cls):
+    torch.manual_seed(0)
+    norm = make_norm(cls, 576, dtype=torch.float32, compensate=False)
+    x, upstream = torch.randn(7, 576), torch.randn(7, 576)
+    ours = gradients(norm, norm, x, upstream)
+    expected = gradients(lambda v: plain(norm, v), norm, x, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("cls", NORMS)
+def test_gradcheck_without_compensation_and_the_documented_factor_with_it(cls):
+    torch.manual_seed(0)
+    norm = make_norm(cls, 6, gain=0.05, compensate=False)
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(norm, (x,))
+    (numerical,) = torch.autograd.functional.jacobian(norm, (x,))
+    norm.compensate = True
+    (compensated,) = torch.autograd.functional.jacobian(norm, (x,))
+    factor = 1.0 / norm.weight.abs().mean().item()
+    torch.testing.assert_close(compensated, numerical * factor, rtol=1e-6, atol=1e-9)
+
+
+def test_compensation_factor_stops_at_the_floor():
+    gain = torch.tensor([0.02, -0.04])
+    assert compensation_factor(gain, 1e-3).item() == pytest.approx(1 / 0.03)
+    assert compensation_factor(gain * 1e-4, 1e-3).item() == pytest.approx(1e3)
+
+
+@pytest.mark.parametrize("cls", NORMS)
+def test_nothing_is_kept_when_no_gradient_is_needed(cls):
+    norm = make_norm(cls, 32, dtype=torch.float32)
+    x = torch.randn(3, 32, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        with torch.no_grad():
+            assert norm(x).grad_fn is None
+        norm.requires_grad_(False)
+        assert norm(x.detach()).grad_fn is None
+    assert saved == []
+
+
+def saved_bytes(function, x):
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t, lambda t: t
+    ):
+        function(x)
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_more_is_saved_for_backward_than_by_layer_norm(dtype):
+    x = torch.randn(50, 576, dtype=dtype, requires_grad=True)
+    ours = make_norm(GlobalWeightCompensatedLayerNorm, 576, dtype=dtype)
+    theirs = torch.nn.LayerNorm(576, dtype=dtype)
+    assert saved_bytes(ours, x) <= saved_bytes(theirs, x)
+
+
+@pytest.mark.parametrize("cls", NORMS)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(cls, reentrant):
+    torch.manual_seed(0)
+    norm = make_norm(cls, 24)
+    x, upstream = torch.randn(5, 24, dtype=torch.float64), torch.randn(5, 24, dtype=torch.float64)
+    ours = gradients(lambda v: checkpoint(norm, v, use_reentrant=reentrant), norm, x, upstream)
+    expected = gradients(norm, norm, x, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("cls", NORMS)
+def test_used_twice_in_one_graph(cls):
+    torch.manual_seed(0)
+    norm = make_norm(cls, 24, gain=0.2)
+    x, upstream = torch.randn(5, 24, dtype=torch.float64), torch.randn(5, 24, dtype=torch.float64)
+    ours = gradients(lambda v: norm(norm(v) + v), norm, x, upstream)
+    expected = gradients(lambda v: hook_form(norm, hook_form(norm, v, 1e-3) + v, 1e-3), norm, x, upstream)
+    for got, reference in zip(ours, expected, strict=True):
+        torch.testing.assert_close(got, reference, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("cls", NORMS)
+@pytest.mark.parametrize("compensate", [True, False])
+def test_compiles_into_one_graph(cls, compensate):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    norm = make_norm(cls, 24, dtype=torch.float32, compensate=compensate)
+    x, upstream = torch.randn(5, 24), torch.randn(5, 24)
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), norm(x))
+    ours = gradients(compiled, norm, x, upstream)
+    for got, reference in zip(ours, gradients(norm, norm, x, upstream), strict=True):
+        torch.testing.assert_close(got, reference)
+
+
+@pytest.mark.parametrize("cls", NORMS)
+def test_parameters_are_float32_whatever_the_default(cls):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        norm = cls(8)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(p.dtype == torch.float32 for p in norm.parameters())
