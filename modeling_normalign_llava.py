@@ -213,7 +213,7 @@ def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:
         return float(config.scale_emb), 1.0
     if kind in ("biogpt", "xglm"):
         return root if config.scale_embedding else 1.0, 1.0
-    if kind == "recurrent_gemma" or (kind == "afmoe" and config.mup_enabled):
+    if kind == "afmoe" and config.mup_enabled:
         return 1.0, root
     if kind == "hrm_text":
         return 1.0, float(config.embedding_scale)
@@ -330,6 +330,8 @@ class NormAlignLlavaMixin:
         for name, tensor in state_dict.items():
             if "multi_modal_projector.norm." in name:
                 state_dict[name] = tensor.float()
+        for part in (self.config.text_config, self.config.vision_config):
+            part.dtype = self.dtype  # as loading would set it, so that saving again writes the same configuration
         kwargs.update(state_dict=state_dict, save_original_format=save_original_format)
         return super().save_pretrained(save_directory, *args, **kwargs)
 

@@ -1,0 +1,6 @@
+import os
+
+
+# Tests reach no model hub; huggingface_hub reads this when it is imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,0 +1,276 @@
+"""Checkpoints: from LLaVA and back, saved and loaded again, in every precision, with nothing lost silently."""
+
+import json
+
+import pytest
+import tiny
+import torch
+from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    LlavaForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+
+NORM = "model.multi_modal_projector.norm"
+CODE = {"configuration_normalign_llava.py", "modeling_normalign_llava.py"}
+
+
+def names_on_disk(folder):
+    names = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            names |= {name: file.get_slice(name).get_dtype() for name in file.keys()}
+    return names
+
+
+def assert_aligned(model):
+    n_text = tiny.reference_n_text(model.get_input_embeddings().weight)
+    gain = model.base_model.multi_modal_projector.norm.weight
+    torch.testing.assert_close(gain, torch.full_like(gain, n_text / tiny.WIDTH**0.5), rtol=1e-5, atol=0.0)
+    assert model.config.text_embedding_norm == pytest.approx(n_text, rel=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------- LLaVA's checkpoints
+@pytest.mark.parametrize("vision", ["clip", "siglip"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("original_names", [True, False])
+def test_a_llava_checkpoint_loads_with_every_tensor_equal(tmp_path, vision, tied, original_names):
+    stock = tiny.llava(vision=vision, tied=tied)
+    stock.save_pretrained(tmp_path, save_original_format=original_names)
+    ours = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path)
+    state = ours.state_dict()
+    for name, tensor in stock.state_dict().items():
+        assert torch.equal(state.pop(name), tensor), name
+    assert set(state) == {f"{NORM}.weight", f"{NORM}.bias"}
+    assert_aligned(ours)
+    assert ours.config.model_type == "normalign_llava"
+    assert (ours.lm_head.weight is ours.get_input_embeddings().weight) == tied
+
+    bare = NormAlignLlavaModel.from_pretrained(tmp_path)
+    assert all(torch.equal(bare.state_dict()[n], t) for n, t in stock.model.state_dict().items())
+    assert_aligned(bare)
+
+    ours.save_pretrained(tmp_path / "ours")
+    again = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    assert all(torch.equal(again.state_dict()[n], t) for n, t in ours.state_dict().items())
+
+
+def test_the_stock_class_lacks_exactly_the_norm(tmp_path):
+    ours = tiny.model()
+    ours.save_pretrained(tmp_path)
+    stock, info = LlavaForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(info["unexpected_keys"]) == {f"{NORM}.weight", f"{NORM}.bias"} and not info["missing_keys"]
+    assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in stock.state_dict().items())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("load", [NormAlignLlavaForConditionalGeneration, AutoModelForImageTextToText, AutoModel])
+def test_missing_tensors_are_an_error_that_lists_them(tmp_path, sharded, load):
+    model = tiny.model(tied=False)
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "5GB")
+    lost = ["model.language_model.layers.1.mlp.up_proj.weight", "model.multi_modal_projector.linear_1.bias"]
+    for path in tmp_path.glob("*.safetensors"):
+        save_file({k: v for k, v in load_file(path).items() if k not in lost}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError) as error:
+        load.from_pretrained(tmp_path)
+    assert "lacks 2 tensors" in str(error.value)
+    assert all(name.removeprefix("model.") in str(error.value) for name in lost)
+
+
+def test_an_untied_head_that_is_missing_is_an_error(tmp_path):
+    tiny.model(tied=False).model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
+        NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path)
+
+
+def test_missing_tensors_are_an_error_through_peft(tmp_path):
+    from peft import AutoPeftModel, LoraConfig, get_peft_model
+
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model = tiny.model(tied=False)
+    model.save_pretrained(base)
+    reloaded = NormAlignLlavaForConditionalGeneration.from_pretrained(base)
+    lora = LoraConfig(target_modules=r".*language_model.*q_proj")
+    get_peft_model(reloaded, lora).save_pretrained(adapter)
+    allowed = {"import_allowlist": ["normalign_llava.modeling_normalign_llava"]}
+    whole = AutoPeftModel.from_pretrained(adapter, **allowed)
+    assert whole.base_model.model.lm_head.weight.equal(model.lm_head.weight)
+    weights = base / "model.safetensors"
+    state = {k: v for k, v in load_file(weights).items() if k != "lm_head.weight"}
+    save_file(state, weights, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 tensors.*lm_head\.weight"):
+        AutoPeftModel.from_pretrained(adapter, **allowed)
+    with pytest.raises(ValueError, match=r"lacks 1 tensors.*lm_head\.weight"):
+        AutoModelForImageTextToText.from_pretrained(adapter)
+
+
+# ------------------------------------------------------------------------------------------------------- save and load
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_saving_is_stable(tmp_path, tied, shard):
+    model = tiny.model(tied=tied)
+    with torch.no_grad():
+        model.model.multi_modal_projector.norm.weight.normal_()
+    first, second = tmp_path / "first", tmp_path / "second"
+    model.save_pretrained(first, max_shard_size=shard)
+    loaded = AutoModelForImageTextToText.from_pretrained(first)
+    loaded.save_pretrained(second, max_shard_size=shard)
+    assert type(loaded) is NormAlignLlavaForConditionalGeneration
+    expected = set(model.state_dict()) - ({"lm_head.weight"} if tied else set())
+    assert set(names_on_disk(first)) == expected and names_on_disk(first) == names_on_disk(second)
+    assert all(torch.equal(loaded.state_dict()[n], t) for n, t in model.state_dict().items())
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (first, second)]
+    assert configs[0] == configs[1]
+    for folder in (first, second):
+        assert {path.name for path in folder.glob("*.py")} == CODE
+    assert configs[0]["auto_map"] == {
+        "AutoConfig": "configuration_normalign_llava.NormAlignLlavaConfig",
+        "AutoModel": "modeling_normalign_llava.NormAlignLlavaModel",
+        "AutoModelForImageTextToText": "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration",
+    }
+    assert configs[0]["model_type"] == "normalign_llava"
+    assert (len(list(first.glob("*.safetensors"))) > 1) == (shard == "20KB")
+
+
+def test_the_base_model_saves_code_and_auto_map_too(tmp_path):
+    tiny.model().model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForImageTextToText"}
+    assert {path.name for path in tmp_path.glob("*.py")} == CODE
+    assert type(AutoModel.from_pretrained(tmp_path)) is NormAlignLlavaModel
+
+
+def norm_of(model):
+    return model.base_model.multi_modal_projector.norm
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gain_and_bias_stay_float32(tmp_path, dtype):
+    model = tiny.model()
+    with torch.no_grad():
+        norm_of(model).weight.mul_(1.0001)
+    model.save_pretrained(tmp_path)
+    for loaded in (
+        AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=dtype),
+        AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=dtype, device_map="cpu"),
+        NormAlignLlavaModel.from_pretrained(tmp_path, dtype=dtype),
+    ):
+        assert loaded.get_input_embeddings().weight.dtype == dtype
+        assert norm_of(loaded).weight.dtype == norm_of(loaded).bias.dtype == torch.float32
+        assert torch.equal(norm_of(loaded).weight, norm_of(model).weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gain_and_bias_are_float32_from_a_config_and_without_a_norm_on_disk(tmp_path, dtype):
+    config = tiny.config()
+    config.dtype = dtype
+    made = AutoModelForImageTextToText.from_config(config)
+    assert made.lm_head.weight.dtype == dtype and norm_of(made).weight.dtype == torch.float32
+    stock = tiny.llava().to(dtype)
+    stock.save_pretrained(tmp_path)
+    loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype)
+    assert loaded.lm_head.weight.dtype == dtype and norm_of(loaded).weight.dtype == torch.float32
+    assert_aligned(loaded)
+
+
+def test_float32_in_every_checkpoint_even_of_a_cast_model(tmp_path):
+    model = tiny.model().to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "cast")
+    tiny.model().save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    for folder in (tmp_path / "cast", tmp_path / "sharded"):
+        names = names_on_disk(folder)
+        assert names[f"{NORM}.weight"] == names[f"{NORM}.bias"] == "F32"
+    assert names_on_disk(tmp_path / "cast")["model.language_model.norm.weight"] == "BF16"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_loading_leaves_projector_norm_tower_and_head_alone(tmp_path, bits):
+    import bitsandbytes as bnb
+
+    model = tiny.model(tied=False)
+    model.save_pretrained(tmp_path / "ours")
+    tiny.llava(tied=False).save_pretrained(tmp_path / "llava")
+    quantization = (
+        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+        if bits == 4
+        else BitsAndBytesConfig(load_in_8bit=True)
+    )
+    for folder in ("ours", "llava"):
+        loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(
+            tmp_path / folder, quantization_config=quantization, dtype=torch.bfloat16
+        )
+        kind = bnb.nn.Linear4bit if bits == 4 else bnb.nn.Linear8bitLt
+        quantized = {name for name, module in loaded.named_modules() if isinstance(module, kind)}
+        assert quantized and all(name.startswith("model.language_model.layers.") for name in quantized)
+        assert len(quantized) == 7 * 2
+        assert norm_of(loaded).weight.dtype == norm_of(loaded).bias.dtype == torch.float32
+        if folder == "ours":
+            assert torch.equal(norm_of(loaded).weight, norm_of(model).weight)
+        else:
+            assert_aligned(loaded)
+        assert loaded.lm_head.weight.dtype == loaded.model.multi_modal_projector.linear_1.weight.dtype == torch.bfloat16
+
+
+# --------------------------------------------------------------------------------------------------------- the Trainer
+def test_full_tuning_resumes_from_the_trained_weights(tmp_path):
+    """With LLaVA's names on disk the Trainer resumes from the initial weights without a word."""
+    rows = [
+        {**{k: v[0] for k, v in batch.items()}, "labels": batch["input_ids"][0]}
+        for batch in (tiny.inputs(seed=i) for i in range(16))
+    ]
+
+    def trainer(steps):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=steps, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-2,
+            report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no", lr_scheduler_type="constant",
+        )  # fmt: skip
+        return Trainer(tiny.model(), arguments, train_dataset=rows)
+
+    first = trainer(2)
+    initial = {k: v.clone() for k, v in first.model.state_dict().items()}
+    first.train()
+    trained = {k: v.clone() for k, v in first.model.state_dict().items()}
+    checkpoint = tmp_path / "checkpoint-2"
+    assert {path.name for path in checkpoint.glob("*.py")} == CODE
+    assert set(json.loads((checkpoint / "config.json").read_text())["auto_map"]) >= {"AutoModel", "AutoConfig"}
+    resumed, loaded = trainer(4), {}
+
+    class Snapshot(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            loaded.update({k: v.clone() for k, v in model.state_dict().items()})
+
+    resumed.add_callback(Snapshot())
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    moved = [name for name, value in trained.items() if not torch.equal(initial[name], value)]
+    assert f"{NORM}.weight" in moved and "model.language_model.layers.0.mlp.up_proj.weight" in moved
+    assert all(torch.equal(loaded[name], value) for name, value in trained.items())
+
+
+def test_device_map_auto_with_cpu_offload(tmp_path):
+    model, batch = tiny.model(), tiny.inputs()
+    model.save_pretrained(tmp_path / "ours", max_shard_size="20KB")
+    loaded = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "ours",
+        device_map={"model.vision_tower": "cpu", "model.multi_modal_projector": "cpu", "model.language_model": "disk",
+                    "lm_head": "disk"},
+        offload_folder=tmp_path / "offload",
+    )  # fmt: skip
+    assert norm_of(loaded).weight.dtype == torch.float32
+    torch.testing.assert_close(loaded(**batch).logits, model(**batch).logits)
+    automatic = AutoModelForImageTextToText.from_pretrained(tmp_path / "ours", device_map="auto", max_memory={"cpu": "1GB"})
+    torch.testing.assert_close(automatic(**batch).logits, model(**batch).logits)
+
+
+def test_a_config_read_from_a_llava_folder_is_ours(tmp_path):
+    tiny.llava().config.save_pretrained(tmp_path)
+    config = NormAlignLlavaConfig.from_pretrained(tmp_path)
+    config.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "normalign_llava"

@@ -1,0 +1,251 @@
+"""The model classes: where the norm stands, what aligns it, and what the decoder then receives."""
+
+import pytest
+import tiny
+import torch
+from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
+from normalign_llava.modeling_normalign_llava import (
+    GlobalWeightCompensatedLayerNorm,
+    GlobalWeightCompensatedRMSNorm,
+    embedding_row_norms,
+    embedding_scales,
+    mean_embedding_norm,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AfmoeConfig,
+    BitsAndBytesConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GraniteConfig,
+    LlavaForConditionalGeneration,
+    LlavaModel,
+    Qwen2Config,
+    RecurrentGemmaConfig,
+)
+
+
+
+# ---------------------------------------------------------------------------------------------------- configuration
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        ({"projector_norm": "batch_norm"}, ["projector_norm", "layer_norm", "rms_norm", "none", "batch_norm"]),
+        ({"projector_gain_init": "two"}, ["projector_gain_init", "text_norm", "one", "two"]),
+        ({"gradient_compensation": "local"}, ["gradient_compensation", "global", "none", "local"]),
+        ({"gain_floor": 0.0}, ["gain_floor", "0.0"]),
+        ({"projector_norm_eps": -1.0}, ["projector_norm_eps", "-1.0"]),
+        ({"text_embedding_norm": float("nan")}, ["text_embedding_norm", "nan"]),
+        ({"gain_floor": "much"}, ["gain_floor", "much"]),
+    ],
+)
+def test_wrong_values_are_refused_with_the_allowed_ones_named(kwargs, words):
+    with pytest.raises(ValueError) as error:
+        NormAlignLlavaConfig(**kwargs)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_defaults_and_types():
+    config = NormAlignLlavaConfig()
+    assert config.model_type == "normalign_llava"
+    assert (config.projector_norm, config.projector_gain_init) == ("layer_norm", "text_norm")
+    assert (config.gradient_compensation, config.gain_floor) == ("global", 1e-3)
+    assert config.projector_norm_eps == 1e-5 and config.text_embedding_norm is None
+    assert issubclass(NormAlignLlavaModel, LlavaModel)
+    assert issubclass(NormAlignLlavaForConditionalGeneration, LlavaForConditionalGeneration)
+
+
+# ------------------------------------------------------------------------------------------------------ the measure
+def test_mean_embedding_norm_is_the_float64_mean_over_rows_that_count():
+    torch.manual_seed(0)
+    weight = torch.randn(50, 12)
+    weight[7] = 0.0
+    expected = tiny.reference_n_text(weight, excluded=(3, 9))
+    assert mean_embedding_norm(weight, exclude_rows=(3, 9)) == pytest.approx(expected, rel=1e-14)
+    half = weight.bfloat16()
+    assert mean_embedding_norm(half) == pytest.approx(tiny.reference_n_text(half, excluded=()), rel=1e-14)
+    assert embedding_row_norms(half, chunk_rows=7).equal(embedding_row_norms(half))
+
+
+@pytest.mark.parametrize(
+    "weight, exclude, words",
+    [
+        (torch.zeros(4, 3), (), ["4", "zero"]),
+        (torch.ones(4, 3), (0, 1, 2, 3), ["excluded"]),
+        (torch.ones(4, 3), (4,), ["exclude_rows", "[4]", "4 rows"]),
+        (torch.tensor([[1.0], [float("nan")], [float("inf")]]), (), ["2 embedding rows", "1, 2"]),
+        (torch.ones(4, 3, device="meta"), (), ["meta"]),
+        (torch.ones(4, 3, dtype=torch.uint8), (), ["quantized", "uint8"]),
+        (torch.ones(4), (), ["(V, d)"]),
+    ],
+)
+def test_mean_embedding_norm_says_what_is_wrong(weight, exclude, words):
+    with pytest.raises(ValueError) as error:
+        mean_embedding_norm(weight, exclude)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_no_wide_copy_of_the_table_is_made():
+    sizes = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.dtype != weight.dtype)
+            return out
+
+    weight = torch.randn(60_000, 64).bfloat16()
+    with Recorder():
+        embedding_row_norms(weight)
+    assert 0 < max(sizes) < weight.numel() / 10
+
+
+# --------------------------------------------------------------------------------------------------------- alignment
+@pytest.mark.parametrize("vision", ["clip", "siglip"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_a_model_made_from_a_config_is_aligned(vision, tied, norm):
+    model = tiny.model(vision=vision, tied=tied, projector_norm=norm)
+    n_text = tiny.reference_n_text(model.get_input_embeddings().weight)
+    layer = model.model.multi_modal_projector.norm
+    assert isinstance(layer, {"layer_norm": GlobalWeightCompensatedLayerNorm}.get(norm, GlobalWeightCompensatedRMSNorm))
+    assert model.config.text_embedding_norm == pytest.approx(n_text, rel=1e-12)
+    torch.testing.assert_close(layer.weight, torch.full_like(layer.weight, n_text / tiny.WIDTH**0.5))
+    features = model.get_image_features(tiny.inputs()["pixel_values"]).pooler_output[0]
+    norms = features.norm(dim=-1)
+    torch.testing.assert_close(norms, torch.full_like(norms, n_text), rtol=2e-3, atol=0.0)
+
+
+def test_align_projector_norm_measures_again_and_leaves_padding_out():
+    model = tiny.model(tied=False)
+    norm = model.model.multi_modal_projector.norm
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight *= 3.0
+        weight[5] = 0.0
+        weight[98] = weight[tiny.IMAGE]  # padding repeats the image token's row
+        norm.weight.normal_()
+        norm.bias.normal_()
+    expected = tiny.reference_n_text(weight, excluded=(tiny.IMAGE, 98))
+    assert model.align_projector_norm() == pytest.approx(expected, rel=1e-12)
+    assert model.config.text_embedding_norm == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(norm.weight, torch.full_like(norm.weight, expected / tiny.WIDTH**0.5))
+    assert not norm.bias.any()
+    assert model.model.align_projector_norm() == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_papers_arms():
+    unit = tiny.model(projector_gain_init="one")
+    assert unit.model.multi_modal_projector.norm.weight.eq(1).all() and unit.config.text_embedding_norm > 0
+    assert unit.align_projector_norm() > 0 and unit.model.multi_modal_projector.norm.weight.eq(1).all()
+    plain = tiny.model(projector_norm="none")
+    assert not [name for name, _ in plain.named_parameters() if "projector.norm" in name]
+    with pytest.raises(ValueError, match='projector_norm="none"'):
+        plain.align_projector_norm()
+    assert tiny.model(gradient_compensation="none").model.multi_modal_projector.norm.compensate is False
+    floored = tiny.model(gain_floor=0.5, projector_norm_eps=1e-3).model.multi_modal_projector.norm
+    assert floored.compensate and floored.gain_floor == 0.5 and floored.eps == 1e-3
+
+
+SCALED = {
+    "gemma": (GemmaConfig, {}),
+    "gemma2": (Gemma2Config, {}),
+    "gemma3": (Gemma3TextConfig, {}),
+    "granite": (GraniteConfig, {"embedding_multiplier": 12.0}),
+    "qwen2": (Qwen2Config, {}),
+}
+
+
+@pytest.mark.parametrize("family", SCALED)
+def test_visual_tokens_enter_the_decoder_with_the_norm_of_text(family):
+    cls, extra = SCALED[family]
+    model = tiny.model(text=tiny.text_config(cls=cls, **extra))
+    seen = []
+    layer = model.model.language_model.layers[0]
+    layer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    ids = torch.tensor([[i for i in range(tiny.VOCABULARY) if i != tiny.IMAGE] + [tiny.IMAGE] * 4])
+    model(input_ids=ids, pixel_values=torch.randn(1, 3, 16, 16), use_cache=False)
+    norms = seen[0][0].double().norm(dim=-1)
+    text = norms[:-4]
+    n_text = text[text > 0].mean().item()
+    assert model.config.text_embedding_norm == pytest.approx(n_text, rel=1e-6)
+    torch.testing.assert_close(norms[-4:], torch.full_like(norms[-4:], n_text), rtol=2e-3, atol=0.0)
+
+
+def test_every_causal_language_model_that_scales_embeddings_is_known():
+    """A new family whose modelling code scales input embeddings must be looked at before it is trusted."""
+    import re
+    from pathlib import Path
+
+    import transformers
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    scaling = re.compile(
+        r"ScaledWordEmbedding\(|(inputs_embeds|hidden_states) = (inputs_embeds|hidden_states) \* "
+        r"(self\.embedding_|self\.normalizer|self\.embed_scale|\(?self\.config\.hidden_size)"
+    )
+    found = set()
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        module = model_type_to_module_name(model_type)
+        source = Path(transformers.__file__).parent / "models" / module / f"modeling_{module}.py"
+        if source.exists() and scaling.search(source.read_text()):
+            found.add(model_type)
+    known = {kind for kind in found if kind.startswith(("gemma", "vaultgemma", "granite"))}
+    known |= {"minicpm3", "biogpt", "xglm", "afmoe", "hrm_text", "hyperclovax"}
+    # Without a cache in its output it cannot stand behind LlavaModel at all.
+    known |= {"recurrent_gemma"}
+    # Encoder-decoder families, whose decoders cannot stand alone behind a projector.
+    known |= {"bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"}
+    known |= {"trocr", "whisper", "musicgen", "musicgen_melody"}
+    assert found <= known, f"unknown families that scale embeddings: {sorted(found - known)}"
+    assert {"gemma", "granite", "minicpm3"} <= found
+    assert embedding_scales(AfmoeConfig(hidden_size=64, mup_enabled=True)) == (1.0, 8.0)
+
+
+# ------------------------------------------------------------------------------------------------------- inside a model
+def test_only_the_gradient_behind_the_norm_differs_between_the_arms():
+    arms = {name: tiny.model(gradient_compensation=name).train() for name in ("global", "none")}
+    batch = tiny.inputs()
+    logits = {}
+    for name, model in arms.items():
+        out = model(**batch, labels=batch["input_ids"])
+        out.loss.backward()
+        logits[name] = out.logits
+    assert torch.equal(logits["global"], logits["none"])
+    ours, plain = (dict(arms[name].named_parameters()) for name in ("global", "none"))
+    factor = 1.0 / plain["model.multi_modal_projector.norm.weight"].abs().mean()
+    for name, parameter in plain.items():
+        if parameter.grad is None:
+            assert ours[name].grad is None
+            continue
+        behind = "vision_tower" in name or "projector.linear" in name
+        torch.testing.assert_close(ours[name].grad, parameter.grad * (factor if behind else 1.0), rtol=1e-3, atol=1e-6)
+
+
+def test_text_only_model_forward_equals_llavas():
+    ours, stock = tiny.model(), tiny.llava()
+    stock.load_state_dict({k: v for k, v in ours.state_dict().items() if "projector.norm" not in k})
+    batch = tiny.inputs(images=0)
+    torch.testing.assert_close(ours(**batch).logits, stock(**batch).logits, rtol=0.0, atol=0.0)
+
+
+def test_everything_cast_to_bfloat16_still_runs_right():
+    model, batch = tiny.model(), tiny.inputs()
+    expected = model(**batch).logits
+    cast = tiny.model().to(torch.bfloat16)
+    assert cast.model.multi_modal_projector.norm.weight.dtype == torch.bfloat16
+    batch["pixel_values"] = batch["pixel_values"].bfloat16()
+    got = cast(**batch).logits.float()
+    assert (got - expected).norm() <= 3e-2 * expected.norm()
+
+
+def test_bitsandbytes_config_of_the_caller_is_left_as_it_was(tmp_path):
+    tiny.model().save_pretrained(tmp_path)
+    wanted = BitsAndBytesConfig(load_in_8bit=True)
+    NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path, quantization_config=wanted)
+    assert wanted.llm_int8_skip_modules is None
