@@ -8,6 +8,7 @@ From "The Unseen Bias: How Norm Discrepancy in Pre-Norm MLLMs Leads to Visual In
 """
 
 import copy
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -247,18 +248,30 @@ class NormAlignLlavaMixin:
 
     _keep_in_fp32_modules_strict = ["multi_modal_projector.norm"]
 
+    def measure_text_embedding_norm(self) -> float:
+        """Measures N_text, the mean norm with which text embeddings enter the decoder (eq. 11), into the configuration.
+
+        The rows of the image token and of vocabulary padding, which repeats the image token's row, do not count.
+        Raises what [`mean_embedding_norm`] raises.
+        """
+        norms = embedding_row_norms(self.get_input_embeddings().weight)
+        added = norms[self.config.image_token_id : self.config.image_token_id + 1]
+        added_rows = torch.isin(norms, added).nonzero().flatten().tolist()
+        n_text = _mean_of_rows(norms, added_rows) * math.prod(embedding_scales(self.config.text_config))
+        self.config.text_embedding_norm = n_text
+        return n_text
+
     def align_projector_norm(self) -> float:
         """Measures N_text, sets the gain to N_text / sqrt(d) and the bias to 0, and writes N_text into the configuration.
 
-        The rows of the image token and of vocabulary padding, which repeats the image token's row, do not count. With
-        `projector_gain_init="one"` the gain is set to 1 instead. Where the language model scales every input embedding
-        (Granite), the gain allows for it, so that visual tokens enter the decoder with norm N_text.
+        With `projector_gain_init="one"` the gain is set to 1 instead. Where the language model scales every input
+        embedding (Granite), the gain allows for it, so that visual tokens enter the decoder with norm N_text.
 
         Returns:
-            N_text, the mean norm with which text embeddings enter the decoder (eq. 11).
+            N_text, as [`~NormAlignLlavaModel.measure_text_embedding_norm`] measures it.
 
         Raises:
-            ValueError: the model has no norm, or its embeddings cannot be measured (see [`mean_embedding_norm`]).
+            ValueError: the model has no norm, or its embeddings cannot be measured.
         """
         norm = self.base_model.multi_modal_projector.norm
         if isinstance(norm, nn.Identity):
@@ -270,15 +283,9 @@ class NormAlignLlavaMixin:
         return self.config.text_embedding_norm
 
     def _initial_gain(self) -> float:
-        config = self.config
-        norms = embedding_row_norms(self.get_input_embeddings().weight)
-        image_row = [config.image_token_id] if config.image_token_id < len(norms) else []
-        # Vocabulary padding repeats the image token's row, so its norm is the same to the last bit.
-        added_rows = torch.isin(norms, norms[image_row]).nonzero().flatten().tolist()
-        scale_text, scale_all = embedding_scales(config.text_config)
-        entering = _mean_of_rows(norms, added_rows) * scale_text
-        config.text_embedding_norm = entering * scale_all
-        return 1.0 if config.projector_gain_init == "one" else entering / config.text_config.hidden_size**0.5
+        _, scale_all = embedding_scales(self.config.text_config)
+        aligned = self.measure_text_embedding_norm() / scale_all / self.config.text_config.hidden_size**0.5
+        return 1.0 if self.config.projector_gain_init == "one" else aligned
 
     def _init_weights(self, module: nn.Module):
         if not isinstance(module, GlobalWeightCompensatedLayerNorm | GlobalWeightCompensatedRMSNorm):
@@ -358,6 +365,9 @@ class NormAlignLlavaForConditionalGeneration(NormAlignLlavaMixin, LlavaForCondit
         super(LlavaForConditionalGeneration, self).__init__(config)  # not LLaVA's, which would build both parts twice
         self.model = NormAlignLlavaModel(config)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        embeddings = self.get_input_embeddings()  # not every language model calls them embed_tokens
+        name = next(name for name, module in self.named_modules() if module is embeddings)
+        self._tied_weights_keys = {"lm_head.weight": f"{name}.weight"}
         self.post_init()
 
 

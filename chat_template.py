@@ -1,0 +1,256 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Chat templates that read images: the language model's own behind a preamble, or Vicuna's where it has none.
+
+A language model's template concatenates strings and fails on a message made of image and text parts. The preamble
+turns such messages into strings first, so the template itself stays as its authors wrote it and text-only
+conversations render as before. Assistant-only losses also need `{% generation %}` marks around what the model has to
+generate; they come from edits written for known families, and are kept only where rendering proves them right.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from importlib.resources import files
+from itertools import groupby
+from typing import Any
+
+import jinja2
+import yaml
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+
+_TEMPLATES = files(__package__) / "templates"
+_PREAMBLE = (_TEMPLATES / "multimodal_preamble.jinja").read_text(encoding="utf-8")
+_VICUNA = (_TEMPLATES / "vicuna.jinja").read_text(encoding="utf-8")
+_EDITS = yaml.safe_load((_TEMPLATES / "generation_marks.yaml").read_text(encoding="utf-8"))
+_CONVERSATIONS = yaml.safe_load((_TEMPLATES / "check_conversations.yaml").read_text(encoding="utf-8"))
+_STAND_INS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+Messages = list[dict[str, Any]]
+Renderer = Callable[..., str]  # (messages, tools=None, add_generation_prompt=False) -> text
+
+
+def _preamble(image_token: str, reads_lists: bool = False) -> str:
+    values = {"IMAGE_TOKEN": repr(image_token), "READS_LISTS": str(reads_lists).lower()}
+    return re.sub("|".join(values), lambda match: values[match[0]], _PREAMBLE)
+
+
+VICUNA_TEMPLATE = _preamble("<image>") + _VICUNA
+"""Vicuna v1.1 with images and generation marks, for models without a template: `USER: ... ASSISTANT: ...</s>`."""
+
+
+@dataclass(frozen=True)
+class MultimodalTemplate:
+    """A chat template for images and text.
+
+    Attributes:
+        template (`str`): The Jinja template, to be set on tokenizer and processor.
+        generation_marks (`bool`): Whether it marks what the model has to generate, so that
+            `return_assistant_tokens_mask=True` and `assistant_only_loss=True` work. Without marks it serves inference.
+        source (`str`): What was done, in words fit for a table or a log line.
+    """
+
+    template: str
+    generation_marks: bool
+    source: str
+
+
+def multimodal_chat_template(template: str | None, *, image_token: str = "<image>") -> MultimodalTemplate:
+    """Make a language model's chat template read images.
+
+    Args:
+        template (`str` or `None`): The language model's own template. `None`, for a model without one, gives
+            [`VICUNA_TEMPLATE`].
+        image_token (`str`): The token each `{"type": "image"}` part becomes. Text parts become their text; parts keep
+            their order and nothing is put between them.
+
+    Returns:
+        [`MultimodalTemplate`]: Text-only conversations render exactly as under `template`; one that prints
+        `image_token` for image parts already gets no preamble. Marks are claimed only if each marked span was seen to
+        be what follows the generation prompt, up to and including the end-of-turn token (for marks that are not ours,
+        but for white space around it).
+
+    Raises:
+        ValueError: `template` is not valid Jinja.
+    """
+    if template is None:
+        return MultimodalTemplate(_preamble(image_token) + _VICUNA, True, "Vicuna v1.1, as the model has none")
+    original = _renderer(template)
+    try:
+        original([{"role": "user", "content": "What is this?"}])
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(
+            f"The chat template is not valid Jinja: {error.message} (line {error.lineno}). Correct it, or give "
+            "another with `--chat-template`."
+        ) from error
+    except Exception:
+        pass  # a template may refuse a conversation; here it only has to compile
+    preamble = "" if _reads_images(original, image_token) else _preamble(image_token, _reads_lists(original))
+    whose = "the model's own, behind the image preamble" if preamble else "the model's own, which reads images"
+    for marked, words, exact in _candidates(template):
+        candidate = preamble + marked
+        if not _difference(candidate, template, _STAND_INS) and _marks_hold(candidate, exact):
+            return MultimodalTemplate(candidate, True, f"{whose}; {words}")
+    return MultimodalTemplate(preamble + template, False, f"{whose}; no generation marks")
+
+
+def check_chat_template(
+    tokenizer: PreTrainedTokenizerBase, template: MultimodalTemplate, original: str | None
+) -> None:
+    """Render a fixed set of conversations with a real tokenizer and compare.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer the template will live on, which supplies
+            the special tokens. Marks need a fast one.
+        template ([`MultimodalTemplate`]): What [`multimodal_chat_template`] gave.
+        original (`str` or `None`): The template it was made from. With `None` there is no text to compare.
+
+    Raises:
+        ValueError: A text-only conversation renders differently (where the original raises, the new one must raise
+            the same error), or marks are claimed and the masked tokens of some conversation do not decode to what
+            follows each generation prompt, up to and including the end-of-turn token. The conversation is named.
+    """
+    special_tokens = tokenizer.special_tokens_map
+    if original is not None and (difference := _difference(template.template, original, special_tokens)):
+        raise ValueError(
+            "The chat template renders the text-only conversation {!r} differently from the language model's own: "
+            "{!r} instead of {!r}. Give one that renders it alike with `--chat-template`.".format(*difference)
+        )
+    if not template.generation_marks:
+        return
+    render = _renderer(template.template, special_tokens)
+    if not (conversations := list(_markable(render))):
+        example = _outcome(render, _as_parts(_CONVERSATIONS["two questions and answers"]["messages"]))
+        raise ValueError(
+            f"The chat template prints no conversation with answers in full; one gave {example!r}. Give another with "
+            f"`--chat-template`, or set the tokenizer's eos_token (now {tokenizer.eos_token!r}) if it uses that."
+        )
+    for name, messages, tools in conversations:
+        how = {"chat_template": template.template, "return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = tokenizer.apply_chat_template(messages, tools=tools, **how)
+        tokens = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        runs = [[token for token, _ in run] for masked, run in groupby(tokens, key=lambda token: token[1]) if masked]
+        # Stripped, because SentencePiece drops the space at the start of whatever it decodes.
+        marked = [tokenizer.decode(run, clean_up_tokenization_spaces=False).strip() for run in runs]
+        text = render(messages, tools)
+        wanted = [text[start:stop].strip() for start, stop in _assistant_spans(render, messages, tools)]
+        if not wanted or marked != wanted:
+            raise ValueError(
+                f"The generation marks of the chat template cover {marked} in the conversation {name!r}, but the "
+                f"model has to generate {wanted or 'answers with an end-of-turn token'}. Correct the marks."
+            )
+
+
+def _renderer(template: str, special_tokens: dict[str, str] = _STAND_INS) -> Renderer:
+    def render(messages: Messages, tools: list | None = None, add_generation_prompt: bool = False) -> str:
+        how = {"chat_template": template, "add_generation_prompt": add_generation_prompt, **special_tokens}
+        return render_jinja_template([messages], tools=tools, **how)[0][0]
+
+    return render
+
+
+def _outcome(render: Renderer, *args: Any) -> str:
+    """The text, or the error in words: templates come from anywhere and refuse a conversation in any way they like."""
+    try:
+        return render(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _as_parts(messages: Messages, *images: dict[str, str]) -> Messages:
+    """The messages with lists of parts as content, as VLM training has them; images begin the first user turn."""
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    first_user = next(message for message in parts if message["role"] == "user")
+    first_user["content"] = [*images, *first_user["content"]]
+    return parts
+
+
+def _reads_images(render: Renderer, image_token: str) -> bool:
+    text = _outcome(render, _as_parts([{"role": "user", "content": "What is this?"}], {"type": "image"}))
+    return text.count(image_token) == 1 and "What is this?" in text
+
+
+def _reads_lists(render: Renderer) -> bool:
+    """Whether lists of text parts are the template's own business: it renders them like the strings."""
+    return all(
+        _outcome(render, chat["messages"], chat.get("tools"))
+        == _outcome(render, _as_parts(chat["messages"]), chat.get("tools"))
+        for chat in _CONVERSATIONS.values()
+    )
+
+
+def _difference(template: str, original: str, special_tokens: dict[str, str]) -> tuple[str, str, str] | None:
+    """The first text-only conversation that renders differently: its name, the text, the original's text."""
+    render, expect = _renderer(template, special_tokens), _renderer(original, special_tokens)
+    # Behind a preamble, lists are compared only where the original's own rendering of them was kept.
+    lists = not template.startswith(_PREAMBLE.partition("\n")[0]) or _reads_lists(expect)
+    for name, chat in _CONVERSATIONS.items():
+        for messages in [chat["messages"], *([_as_parts(chat["messages"])] if lists else [])]:
+            for add_generation_prompt in (False, True):
+                arguments = messages, chat.get("tools"), add_generation_prompt
+                if (text := _outcome(render, *arguments)) != (expected := _outcome(expect, *arguments)):
+                    return name, text, expected
+    return None
+
+
+def _candidates(template: str) -> Iterator[tuple[str, str, bool]]:
+    """Templates that may be `template` plus marks: the text, what was done, and whether the marks must be exact."""
+    if re.search(r"{%-?\s*generation\b", template):
+        yield template, "its own generation marks", False
+    for family, edits in _EDITS.items():
+        for line_break in ("\n", r"\n"):
+            pairs = [[edit[side].replace("NL", line_break) for side in ("find", "replace")] for edit in edits]
+            if all(find in template for find, _ in pairs):
+                yield reduce(lambda text, pair: text.replace(*pair), pairs, template), f"marks for {family}", True
+    for shipped in (files("trl") / "chat_templates").iterdir():
+        original = shipped.name.replace("_training.jinja", ".jinja")
+        if original != shipped.name and shipped.parent.joinpath(original).read_text(encoding="utf-8") == template:
+            yield shipped.read_text(encoding="utf-8"), f"marks from TRL's {shipped.name}", False
+
+
+def _markable(render: Renderer) -> Iterator[tuple[str, Messages, list | None]]:
+    """Name, messages and tools of the conversations whose answers the template prints; with parts and an image."""
+    for name, chat in _CONVERSATIONS.items():
+        answers = [message["content"].strip() for message in chat["messages"] if message["role"] == "assistant"]
+        messages, tools = _as_parts(chat["messages"], {"type": "image"}), chat.get("tools")
+        text = _outcome(render, messages, tools)
+        if answers and all(answer in text for answer in answers):
+            yield name, messages, tools
+
+
+def _assistant_spans(render: Renderer, messages: Messages, tools: list | None) -> list[tuple[int, int]]:
+    """What the model has to generate, in characters: from each generation prompt through the end-of-turn token.
+
+    Empty if some generation prompt does not begin the conversation, or nothing ends an answer.
+    """
+    exchange = [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": "A red kite."}]
+    end_of_turn = re.match(r"\s*(\S+)", render(_as_parts(exchange)).rpartition("A red kite.")[2])
+    text, spans = render(messages, tools), []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = render(messages[:index], tools, True)
+            stop = text.find(end_of_turn[1], len(prompt)) if end_of_turn else -1
+            if stop < 0 or not text.startswith(prompt):
+                return []
+            spans.append((len(prompt), stop + len(end_of_turn[1])))
+    return spans
+
+
+def _marks_hold(template: str, exact: bool) -> bool:
+    """Whether the marks are what the model has to generate, everywhere; if not `exact`, but for white space around."""
+    render = _renderer(template)
+    checked = 0
+    for _, messages, tools in _markable(render):
+        texts, marks = render_jinja_template(
+            [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **_STAND_INS
+        )
+        wanted = _assistant_spans(render, messages, tools)
+        if not exact:
+            wanted, marks[0] = ([texts[0][slice(*span)].strip() for span in spans] for spans in (wanted, marks[0]))
+        if not wanted or marks[0] != wanted:
+            return False
+        checked += 1
+    return checked > 0
