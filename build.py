@@ -3,6 +3,7 @@
 """Assembly: a vision encoder and a language model, or a LLaVA checkpoint, become a NormAlign-LLaVA checkpoint folder."""
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -26,15 +27,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
 
 from .chat_template import check_chat_template, multimodal_chat_template
 from .configuration_normalign_llava import NormAlignLlavaConfig
 from .modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
-from .processing import VISION_ENCODERS, additional_tokens, check_processor, make_processor
+from .processing import VISION_ENCODERS, check_processor, make_processor
 
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 ARMS = {
     "none": {"projector_norm": "none"},

@@ -47,10 +47,10 @@ class MultimodalTemplate:
     """A chat template for images and text.
 
     Attributes:
-        template (`str`): The Jinja template, to be set on tokenizer and processor.
-        generation_marks (`bool`): Whether it marks what the model has to generate, so that
-            `return_assistant_tokens_mask=True` and `assistant_only_loss=True` work. Without marks it serves inference.
-        source (`str`): What was done, in words fit for a table or a log line.
+        template: The Jinja template, to be set on tokenizer and processor.
+        generation_marks: Whether it marks what the model has to generate, so that `return_assistant_tokens_mask=True`
+            and `assistant_only_loss=True` work. Without marks it serves inference.
+        source: What was done, in words fit for a table or a log line.
     """
 
     template: str
@@ -62,16 +62,14 @@ def multimodal_chat_template(template: str | None, *, image_token: str = "<image
     """Make a language model's chat template read images.
 
     Args:
-        template (`str` or `None`): The language model's own template. `None`, for a model without one, gives
-            [`VICUNA_TEMPLATE`].
-        image_token (`str`): The token each `{"type": "image"}` part becomes. Text parts become their text; parts keep
-            their order and nothing is put between them.
+        template: The language model's own template. `None`, for a model without one, gives [`VICUNA_TEMPLATE`].
+        image_token: The token each `{"type": "image"}` part becomes. Text parts become their text; parts keep their
+            order and nothing is put between them.
 
     Returns:
-        [`MultimodalTemplate`]: Text-only conversations render exactly as under `template`; one that prints
-        `image_token` for image parts already gets no preamble. Marks are claimed only if each marked span was seen to
-        be what follows the generation prompt, up to and including the end-of-turn token (for marks that are not ours,
-        but for white space around it).
+        The template. Text-only conversations render exactly as before; one that prints `image_token` for image parts
+        already gets no preamble. Marks are claimed only if each marked span was seen to be what follows the generation
+        prompt, up to and including the end-of-turn token (for marks that are not ours, but for white space around it).
 
     Raises:
         ValueError: `template` is not valid Jinja.
@@ -103,10 +101,9 @@ def check_chat_template(
     """Render a fixed set of conversations with a real tokenizer and compare.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The tokenizer the template will live on, which supplies
-            the special tokens. Marks need a fast one.
-        template ([`MultimodalTemplate`]): What [`multimodal_chat_template`] gave.
-        original (`str` or `None`): The template it was made from. With `None` there is no text to compare.
+        tokenizer: The tokenizer the template will live on, which supplies the special tokens. Marks need a fast one.
+        template: What [`multimodal_chat_template`] gave.
+        original: The template it was made from. With `None` there is no text to compare.
 
     Raises:
         ValueError: A text-only conversation renders differently (where the original raises, the new one must raise
@@ -133,10 +130,13 @@ def check_chat_template(
         encoded = tokenizer.apply_chat_template(messages, tools=tools, **how)
         tokens = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
         runs = [[token for token, _ in run] for masked, run in groupby(tokens, key=lambda token: token[1]) if masked]
-        # Stripped, because SentencePiece drops the space at the start of whatever it decodes.
-        marked = [tokenizer.decode(run, clean_up_tokenization_spaces=False).strip() for run in runs]
         text = render(messages, tools)
-        wanted = [text[start:stop].strip() for start, stop in _assistant_spans(render, messages, tools)]
+        spans = [text[start:stop] for start, stop in _assistant_spans(render, messages, tools)]
+        # Both are decoded and stripped: a tokenizer may lose white space, SentencePiece does so in front.
+        marked, wanted = (
+            [tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip() for ids in each]
+            for each in (runs, [tokenizer.encode(span, add_special_tokens=False) for span in spans])
+        )
         if not wanted or marked != wanted:
             raise ValueError(
                 f"The generation marks of the chat template cover {marked} in the conversation {name!r}, but the "

@@ -237,7 +237,7 @@ def _gguf(path: Path) -> tuple[PreTrainedConfig | None, str, Tensor, int, TokenT
     width = int(tensor.shape[0])
     chunk = max(1, _CHUNK_BYTES // (4 * width))
     parts = (tensor.data[start : start + chunk] for start in range(0, len(tensor.data), chunk))
-    norms = [embedding_row_norms(torch.from_numpy(dequantize(part, tensor.tensor_type))) for part in parts]
+    norms = [embedding_row_norms(torch.tensor(dequantize(part, tensor.tensor_type))) for part in parts]
 
     architecture = reader.fields["general.architecture"].contents()
     try:

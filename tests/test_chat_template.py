@@ -18,7 +18,7 @@ from normalign_llava.chat_template import (
     multimodal_chat_template,
 )
 from normalign_llava.quickstart.convert import convert_language
-from normalign_llava.quickstart.parts import FetchError
+from normalign_llava.quickstart.fetch import FetchError
 
 
 # SmolLM2-135M-Instruct's, as its GGUF file has it (Apache-2.0).

@@ -3,8 +3,9 @@
 import pytest
 import tiny
 import torch
-from normalign_llava import NormAlignLlavaForConditionalGeneration
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
 
 
 OPTIONS = {

@@ -1,0 +1,6 @@
+"""`python -m normalign_llava`, the same as `normalign`."""
+
+from .cli import app
+
+
+app()

@@ -1,0 +1,121 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The command line, `normalign`. Commands import what they need when they run, so that `--help` is quick."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Vision-language models whose visual tokens enter the language model with the norm of text.",
+)
+
+
+@contextmanager
+def _errors_for_people() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        Console(stderr=True).print(f"[bold red]Error:[/] {type(error).__name__}:", end=" ")
+        Console(stderr=True).print(str(error), markup=False, highlight=False)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def build(
+    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    vision: Annotated[str | None, typer.Option(help="Vision encoder: folder or Hub id.")] = None,
+    language: Annotated[str | None, typer.Option(help="Causal language model: folder or Hub id.")] = None,
+    from_llava: Annotated[str | None, typer.Option(help="LLaVA checkpoint to retrofit, in place of the two.")] = None,
+    arm: Annotated[str, typer.Option(help="none, unit (gain 1), aligned (no compensation) or gwc.")] = "gwc",
+    norm: Annotated[str, typer.Option(help="layer_norm or rms_norm.")] = "layer_norm",
+    feature_layer: Annotated[
+        str | None, typer.Option(help="Hidden state(s) that the projector reads, such as -2 or -9,-4. [default: -2]")
+    ] = None,
+    select_strategy: Annotated[
+        str | None, typer.Option(help="default (no class token) or full; by default what suits the encoder.")
+    ] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="Jinja file to use as the chat template.")] = None,
+    dtype: Annotated[str, typer.Option(help="Precision of all weights but the norm's.")] = "auto",
+) -> None:
+    """Join a vision encoder and a language model, or retrofit a LLaVA checkpoint, into a checkpoint folder."""
+    joined = {
+        "--vision": vision, "--language": language, "--feature-layer": feature_layer,
+        "--select-strategy": select_strategy, "--chat-template": chat_template,
+    }  # fmt: skip
+    if from_llava and (given := [name for name, value in joined.items() if value is not None]):
+        raise typer.BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {', '.join(given)}.")
+    if not from_llava and not (vision and language):
+        raise typer.BadParameter("Give --vision and --language, or --from-llava.")
+
+    from .build import build_checkpoint, retrofit_checkpoint
+
+    with _errors_for_people():
+        if from_llava:
+            report = retrofit_checkpoint(from_llava, output, arm=arm, norm=norm, dtype=dtype)
+        else:
+            report = build_checkpoint(
+                vision, language, output, arm=arm, norm=norm, feature_layer=_layers(feature_layer or "-2"),
+                select_strategy=select_strategy, chat_template=chat_template, dtype=dtype,
+            )  # fmt: skip
+    table = Table(title="NormAlign-LLaVA checkpoint", show_header=False)
+    table.add_row("vision encoder", f"{report.vision} ({report.vision_parameters / 1e6:.1f} M parameters)")
+    table.add_row("projector and norm", f"{report.projector_parameters / 1e6:.2f} M parameters, {report.norm}")
+    table.add_row("language model", f"{report.language} ({report.language_parameters / 1e6:.1f} M parameters)")
+    table.add_row("hidden size, vocabulary", f"{report.hidden_size}, {report.vocabulary}")
+    table.add_row("arm", report.arm)
+    table.add_row("N_text", f"{report.n_text:.4g}")
+    table.add_row("gain", "no norm" if report.gain is None else f"{report.gain:.4g}")
+    table.add_row("visual tokens per image", str(report.tokens_per_image))
+    table.add_row("feature layer, strategy", f"{report.feature_layer}, {report.select_strategy}")
+    table.add_row("chat template", report.chat_template)
+    table.add_row("written to", str(output))
+    Console().print(table)
+
+
+def _layers(text: str) -> int | list[int]:
+    try:
+        layers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--feature-layer takes an integer or several, such as -2 or -9,-4; got {text!r}.") from None
+    return layers[0] if len(layers) == 1 else layers
+
+
+@app.command()
+def gain(
+    model: Annotated[str, typer.Argument(help="Folder, .gguf file or Hub id.")],
+    top: Annotated[int, typer.Option(min=0, help="How many tokens of largest norm to list.")] = 10,
+    revision: Annotated[str | None, typer.Option(help="Revision on the Hub.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure N_text and the gain of a model, reading nothing but its embedding tensor."""
+    from .gain import embedding_statistics
+
+    with _errors_for_people():
+        statistics = embedding_statistics(model, top=top, revision=revision)
+    if as_json:
+        typer.echo(statistics.to_json())
+    else:
+        Console().print(*statistics.tables(), sep="\n")
+
+
+@app.command()
+def quickstart(
+    output: Annotated[Path, typer.Option(help="Folder for the checkpoint, the figures and the picture.")] = Path(
+        "outputs/quickstart"
+    ),
+) -> None:
+    """Fetch real parts and data, build, train, evaluate and reload a small model: minutes on two CPU cores."""
+    from .quickstart.run import run_quickstart
+
+    with _errors_for_people():
+        run_quickstart(output)
