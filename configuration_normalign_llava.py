@@ -1,13 +1,10 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Configuration of NormAlign-LLaVA: LLaVA's, plus the norm that follows the projector.
-
-With `modeling_normalign_llava.py` this is all the code that a checkpoint of this architecture carries.
-"""
+"""Configuration of NormAlign-LLaVA: LLaVA's, plus the norm that follows the projector."""
 
 from typing import ClassVar, Literal, get_args
 
-from transformers import LlavaConfig
+from transformers import LlavaConfig, PreTrainedConfig
 
 
 class NormAlignLlavaConfig(LlavaConfig):
@@ -17,14 +14,13 @@ class NormAlignLlavaConfig(LlavaConfig):
         projector_norm: kind of norm after the projector; `"none"` is the plain LLaVA projector.
         projector_gain_init: what the gain starts from. `"text_norm"` gives visual tokens the mean norm of the text
             embeddings, N_text / sqrt(d) (eq. 11); `"one"` is the paper's ablation.
-        gradient_compensation: `"global"` divides the gradient that reaches the normalised tokens by the mean
-            magnitude of the gain (Global Weight Compensation, eq. 12); `"none"` is a plain norm.
+        gradient_compensation: `"global"` divides the gradient at the normalised tokens by the gain's mean magnitude
+            (Global Weight Compensation, eq. 12); `"none"` is a plain norm.
         gain_floor: smallest mean |gain| that the compensation divides by.
         projector_norm_eps: epsilon of the norm.
-        text_embedding_norm: N_text, the mean L2 norm with which text tokens enter the decoder, as last measured by
-            [`NormAlignLlavaForConditionalGeneration.align_projector_norm`]. `None` before any measurement.
+        text_embedding_norm: N_text, the mean L2 norm with which text enters the decoder; `None` until measured.
 
-    The other arguments are [`LlavaConfig`]'s. A value outside those allowed is refused when the configuration is made.
+    The other arguments are [`LlavaConfig`]'s. A value that is not allowed is refused when the configuration is made.
     """
 
     model_type = "normalign_llava"
@@ -63,4 +59,17 @@ class NormAlignLlavaConfig(LlavaConfig):
                 raise ValueError(f"{name} must be a positive finite number, got {value!r}.")
 
 
-__all__ = ["NormAlignLlavaConfig"]
+def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:
+    """What the language model of `config` multiplies embeddings by on their way into the decoder: `(text, all)`.
+
+    `text` acts inside the embedding layer, so on text tokens alone; `all` acts on every input embedding, visual tokens
+    included. The norm that enters the decoder is the row norm times both.
+    """
+    root, kind = config.hidden_size**0.5, config.model_type
+    if kind.startswith(("gemma", "vaultgemma")) or getattr(config, "scale_embedding", False):  # BioGPT, XGLM
+        return root, 1.0
+    if kind.startswith("granite") or kind == "hyperclovax":
+        return 1.0, float(config.embedding_multiplier)
+    if kind == "afmoe" and config.mup_enabled:
+        return 1.0, root
+    return float(getattr(config, "scale_emb", 1.0)), float(getattr(config, "embedding_scale", 1.0))  # MiniCPM3, HRM

@@ -8,28 +8,23 @@ From "The Unseen Bias: How Norm Discrepancy in Pre-Norm MLLMs Leads to Visual In
 """
 
 import copy
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, BitsAndBytesConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, BitsAndBytesConfig
 from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.models.llava.modeling_llava import (
-    LlavaForConditionalGeneration,
-    LlavaModel,
-    LlavaMultiModalProjector,
-)
+from transformers.models.llava import modeling_llava as llava
 
-from .configuration_normalign_llava import NormAlignLlavaConfig
+from .configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
 
 
-# ------------------------------------------------------------------------------------------------------------ norms
 def compensation_factor(gain: Tensor, gain_floor: float) -> Tensor:
     """What Global Weight Compensation multiplies gradients by (eq. 12): 1 / max(mean |gain|, gain_floor), 0-d."""
     wide = torch.promote_types(gain.dtype, torch.float32)
@@ -41,7 +36,7 @@ class _CompensatedLayerNorm(torch.autograd.Function):
     # LayerNorm's own backward with gain/s in place of the gain, and the gradients of gain and bias do not involve the
     # gain at all: one call of the fused kernel gives all three.
     @staticmethod
-    def forward(ctx, x, gain, bias, eps, gain_floor):
+    def forward(ctx, x, eps, gain_floor, gain, bias):
         dtype = torch.promote_types(x.dtype, gain.dtype)
         out, mean, rstd = torch.native_layer_norm(x.to(dtype), gain.shape, gain.to(dtype), bias.to(dtype), eps)
         ctx.save_for_backward(x, gain, bias, mean, rstd)
@@ -54,20 +49,14 @@ class _CompensatedLayerNorm(torch.autograd.Function):
         dtype = torch.promote_types(x.dtype, gain.dtype)
         scaled = (gain * compensation_factor(gain, ctx.gain_floor)).to(dtype)
         grad_x, grad_gain, grad_bias = torch.ops.aten.native_layer_norm_backward(
-            grad.to(dtype), x.to(dtype), gain.shape, mean, rstd, scaled, bias.to(dtype), ctx.needs_input_grad[:3]
+            grad.to(dtype), x.to(dtype), gain.shape, mean, rstd, scaled, bias.to(dtype), [True, True, True]
         )
-        return (
-            None if grad_x is None else grad_x.to(x.dtype),
-            None if grad_gain is None else grad_gain.to(gain.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+        return grad_x.to(x.dtype), None, None, grad_gain.to(gain.dtype), grad_bias.to(bias.dtype)
 
 
 class _CompensatedRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gain, eps, gain_floor):
+    def forward(ctx, x, eps, gain_floor, gain):
         dtype = torch.promote_types(x.dtype, gain.dtype)
         ctx.save_for_backward(x, gain)
         ctx.eps, ctx.gain_floor = eps, gain_floor
@@ -82,104 +71,76 @@ class _CompensatedRMSNorm(torch.autograd.Function):
         x_hat = wide * rstd
         grad_x_hat = grad * (gain * compensation_factor(gain, ctx.gain_floor)).to(dtype)
         grad_x = rstd * (grad_x_hat - x_hat * (grad_x_hat * x_hat).mean(-1, keepdim=True))
-        grad_gain = (grad * x_hat).sum_to_size(gain.shape)
-        return grad_x.to(x.dtype), grad_gain.to(gain.dtype), None, None
+        return grad_x.to(x.dtype), None, None, (grad * x_hat).sum_to_size(gain.shape).to(gain.dtype)
 
 
-class GlobalWeightCompensatedLayerNorm(nn.LayerNorm):
+class _CompensatedNorm:
+    def __init__(self, hidden_size: int, eps: float = 1e-5, gain_floor: float = 1e-3, compensate: bool = True):
+        super().__init__(hidden_size, eps=eps, dtype=torch.float32)
+        self.gain_floor, self.compensate = gain_floor, compensate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.compensate and x.requires_grad and torch.is_grad_enabled():
+            return self._compensated.apply(x, self.eps, self.gain_floor, *self.parameters())
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        parameters = (parameter.to(dtype) for parameter in self.parameters())
+        return self._plain(x.to(dtype), self.normalized_shape, *parameters, eps=self.eps).to(x.dtype)
+
+
+class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
     """LayerNorm whose backward pass does not shrink with its gain (Global Weight Compensation, eqs. 12, 24-26).
 
-    Forward: `gain * (x - mean) / sqrt(var + eps) + bias`, as [`torch.nn.functional.layer_norm`], bit for bit. Backward:
-    the gradient that reaches the normalised `x` is divided by `max(mean |gain|, gain_floor)`; the gradients of gain and
-    bias are LayerNorm's own. Gain and bias are float32 whatever the default dtype, because a gain of 0.0134 in bfloat16
-    moves in steps of 6e-5; half-precision input is normalised in float32 and returned in its own dtype.
+    Forward: `gain * (x - mean) / sqrt(var + eps) + bias`, [`torch.nn.functional.layer_norm`] bit for bit. Backward:
+    the gradient that reaches the normalised `x` is divided by `max(mean |gain|, gain_floor)`; the gradients of gain
+    and bias are LayerNorm's own. Gain and bias are made float32, because a gain of 0.0134 in bfloat16 moves in steps
+    of 6e-5; half-precision input is normalised in float32 and returned in its own dtype. Shape: `(..., d)`.
 
     Args:
         hidden_size (`int`): size d of the last dimension.
         eps (`float`): added to the variance.
         gain_floor (`float`): smallest mean |gain| to divide by.
         compensate (`bool`): `False` is a plain LayerNorm.
-
-    Shape: `(..., d)` to `(..., d)`.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, gain_floor: float = 1e-3, compensate: bool = True):
-        super().__init__(hidden_size, eps=eps, dtype=torch.float32)
-        self.gain_floor = gain_floor
-        self.compensate = compensate
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.compensate and x.requires_grad and torch.is_grad_enabled():
-            return _CompensatedLayerNorm.apply(x, self.weight, self.bias, self.eps, self.gain_floor)
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        gain, bias = self.weight.to(dtype), self.bias.to(dtype)
-        return F.layer_norm(x.to(dtype), self.normalized_shape, gain, bias, self.eps).to(x.dtype)
+    _compensated, _plain = _CompensatedLayerNorm, staticmethod(F.layer_norm)
 
 
-class GlobalWeightCompensatedRMSNorm(nn.RMSNorm):
-    """RMSNorm counterpart of [`GlobalWeightCompensatedLayerNorm`]: `gain * x / sqrt(mean(x^2) + eps)` (eq. 3), no bias.
+class GlobalWeightCompensatedRMSNorm(_CompensatedNorm, nn.RMSNorm):
+    """The same for `gain * x / sqrt(mean(x^2) + eps)` (eq. 3), without bias; a normalised token has norm sqrt(d)."""
 
-    A normalised token has L2 norm sqrt(d) here too, so the same gain N_text / sqrt(d) aligns it. Arguments and shape
-    are those of the LayerNorm.
-    """
-
-    def __init__(self, hidden_size: int, eps: float = 1e-5, gain_floor: float = 1e-3, compensate: bool = True):
-        super().__init__(hidden_size, eps=eps, dtype=torch.float32)
-        self.gain_floor = gain_floor
-        self.compensate = compensate
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.compensate and x.requires_grad and torch.is_grad_enabled():
-            return _CompensatedRMSNorm.apply(x, self.weight, self.eps, self.gain_floor)
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps).to(x.dtype)
+    _compensated, _plain = _CompensatedRMSNorm, staticmethod(F.rms_norm)
 
 
-# ----------------------------------------------------------------------------------------------------------- N_text
 @contextmanager
 def _gathered(*parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    if is_deepspeed_zero3_enabled():
-        try:  # an import outside try would make deepspeed a requirement of every checkpoint's remote code
-            from deepspeed.zero import GatheredParameters
-        except ImportError as error:
-            raise ImportError("DeepSpeed ZeRO-3 is enabled but deepspeed cannot be imported.") from error
-        with GatheredParameters(list(parameters), modifier_rank=0):
-            yield parameters
-    else:
+    if not is_deepspeed_zero3_enabled():
         yield tuple(p.full_tensor() if isinstance(p, DTensor) else p for p in parameters)
+        return
+    # Not by `import`, which would make deepspeed a requirement of every checkpoint's remote code.
+    with import_module("deepspeed.zero").GatheredParameters(list(parameters), modifier_rank=0):
+        yield parameters
 
 
 @torch.no_grad()
 def embedding_row_norms(weight: Tensor, chunk_rows: int = 4096) -> Tensor:
     """L2 norm of every row of an embedding matrix `(V, d)`: `(V,)`, float64, on the CPU.
 
-    Rows are widened in chunks, so that no wider copy of the table exists at any time. Sharded matrices (DTensor,
-    DeepSpeed ZeRO-3) are gathered, which every rank must take part in.
-
-    Raises:
-        ValueError: the matrix is on the meta device, quantized, or not a matrix.
+    Rows are widened in chunks: no wider copy of the table exists at any time. Sharded matrices (DTensor, DeepSpeed
+    ZeRO-3) are gathered, which every rank must take part in. Raises ValueError on a meta or quantized matrix.
     """
     with _gathered(weight) as (whole,):
         if whole.is_meta:
             raise ValueError("The embedding matrix is on the meta device. Load its weights before measuring N_text.")
         if whole.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"The embedding matrix is quantized ({whole.dtype}). Measure N_text before quantization.")
-        if whole.ndim != 2:
-            raise ValueError(f"An embedding matrix has shape (V, d), got {tuple(whole.shape)}.")
-        chunks = whole.detach().split(chunk_rows)
-        return torch.cat([chunk.cpu().double().norm(dim=-1) for chunk in chunks])
+        return torch.cat([chunk.cpu().double().norm(dim=-1) for chunk in whole.detach().split(chunk_rows)])
 
 
 def mean_embedding_norm(weight: Tensor, exclude_rows: Iterable[int] = ()) -> float:
     """N_text: mean L2 norm of the rows of an embedding matrix `(V, d)` that are not all zero (eq. 11), in float64.
 
-    Args:
-        weight: embedding matrix; see [`embedding_row_norms`] for what is gathered and refused.
-        exclude_rows: rows that do not count, such as an added image token and vocabulary padding.
-
-    Raises:
-        ValueError: as [`embedding_row_norms`]; a row in `exclude_rows` does not exist; a row that counts has NaN or
-            infinite values; no row is left.
+    `exclude_rows` do not count: an added image token, vocabulary padding. Raises ValueError where `weight` is on meta
+    or quantized, such a row does not exist, a row that counts is NaN or infinite, or no row is left.
     """
     return _mean_of_rows(embedding_row_norms(weight), exclude_rows)
 
@@ -191,53 +152,23 @@ def _mean_of_rows(norms: Tensor, exclude_rows: Iterable[int]) -> float:
     counts = norms != 0
     counts[excluded] = False
     if bad := (counts & ~norms.isfinite()).nonzero().flatten().tolist():
-        rows = f"{', '.join(map(str, bad[:10]))}{', ...' if len(bad) > 10 else ''}"
-        raise ValueError(f"{len(bad)} embedding rows have NaN or infinite values: {rows}. The weights are damaged.")
+        raise ValueError(f"{len(bad)} embedding rows have NaN or infinite values, the first of them {bad[:10]}.")
     if not counts.any():
         raise ValueError(f"None of {len(norms)} embedding rows counts: each is zero or excluded. Are weights loaded?")
     return norms[counts].mean().item()
 
 
-def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:
-    """What a language model multiplies embeddings by on their way into the decoder: `(text, all)`.
-
-    `text` acts inside the embedding layer, so on text tokens alone; `all` acts on every input embedding, visual tokens
-    included. The norm that enters the decoder is the row norm times both.
-
-    Args:
-        config: configuration of the language model.
-    """
-    root, kind = config.hidden_size**0.5, config.model_type
-    if kind.startswith(("gemma", "vaultgemma")):
-        return root, 1.0
-    if kind == "minicpm3":
-        return float(config.scale_emb), 1.0
-    if kind in ("biogpt", "xglm"):
-        return root if config.scale_embedding else 1.0, 1.0
-    if kind == "afmoe" and config.mup_enabled:
-        return 1.0, root
-    if kind == "hrm_text":
-        return 1.0, float(config.embedding_scale)
-    if kind.startswith("granite") or kind == "hyperclovax":
-        return 1.0, float(config.embedding_multiplier)
-    return 1.0, 1.0
-
-
-# ----------------------------------------------------------------------------------------------------------- models
-class NormAlignLlavaMultiModalProjector(LlavaMultiModalProjector):
-    """LLaVA's two-layer projector, then the norm that sets the scale of visual tokens: `(..., d_vision) -> (..., d)`."""
+class NormAlignLlavaMultiModalProjector(llava.LlavaMultiModalProjector):
+    """LLaVA's two-layer projector, then the norm: visual features `(..., d_vision)` to visual tokens `(..., d)`."""
 
     def __init__(self, config: NormAlignLlavaConfig):
         super().__init__(config)
         norms = {"layer_norm": GlobalWeightCompensatedLayerNorm, "rms_norm": GlobalWeightCompensatedRMSNorm}
         self.norm = nn.Identity()
         if config.projector_norm != "none":
-            self.norm = norms[config.projector_norm](
-                config.text_config.hidden_size,
-                eps=config.projector_norm_eps,
-                gain_floor=config.gain_floor,
-                compensate=config.gradient_compensation == "global",
-            )
+            compensate = config.gradient_compensation == "global"
+            hidden_size, eps = config.text_config.hidden_size, config.projector_norm_eps
+            self.norm = norms[config.projector_norm](hidden_size, eps, config.gain_floor, compensate)
 
     def forward(self, image_features: Tensor) -> Tensor:
         return self.norm(super().forward(image_features))
@@ -249,29 +180,24 @@ class NormAlignLlavaMixin:
     _keep_in_fp32_modules_strict = ["multi_modal_projector.norm"]
 
     def measure_text_embedding_norm(self) -> float:
-        """Measures N_text, the mean norm with which text embeddings enter the decoder (eq. 11), into the configuration.
+        """N_text, the mean norm with which text embeddings enter the decoder (eq. 11); also written into the config.
 
         The rows of the image token and of vocabulary padding, which repeats the image token's row, do not count.
         Raises what [`mean_embedding_norm`] raises.
         """
         norms = embedding_row_norms(self.get_input_embeddings().weight)
-        added = norms[self.config.image_token_id : self.config.image_token_id + 1]
-        added_rows = torch.isin(norms, added).nonzero().flatten().tolist()
-        n_text = _mean_of_rows(norms, added_rows) * math.prod(embedding_scales(self.config.text_config))
+        added = torch.isin(norms, norms[self.config.image_token_id : self.config.image_token_id + 1])
+        scale_text, scale_all = embedding_scales(self.config.text_config)
+        n_text = _mean_of_rows(norms, added.nonzero().flatten().tolist()) * scale_text * scale_all
         self.config.text_embedding_norm = n_text
         return n_text
 
     def align_projector_norm(self) -> float:
-        """Measures N_text, sets the gain to N_text / sqrt(d) and the bias to 0, and writes N_text into the configuration.
+        """Sets the gain to N_text / sqrt(d) and the bias to 0, writes N_text into the config and returns it (eq. 11).
 
         With `projector_gain_init="one"` the gain is set to 1 instead. Where the language model scales every input
-        embedding (Granite), the gain allows for it, so that visual tokens enter the decoder with norm N_text.
-
-        Returns:
-            N_text, as [`~NormAlignLlavaModel.measure_text_embedding_norm`] measures it.
-
-        Raises:
-            ValueError: the model has no norm, or its embeddings cannot be measured.
+        embedding (Granite), the gain allows for it, so that visual tokens enter the decoder with norm N_text. Raises
+        ValueError if the model has no norm, and what [`mean_embedding_norm`] raises.
         """
         norm = self.base_model.multi_modal_projector.norm
         if isinstance(norm, nn.Identity):
@@ -288,18 +214,17 @@ class NormAlignLlavaMixin:
         return 1.0 if self.config.projector_gain_init == "one" else aligned
 
     def _init_weights(self, module: nn.Module):
-        if not isinstance(module, GlobalWeightCompensatedLayerNorm | GlobalWeightCompensatedRMSNorm):
-            return super()._init_weights(module)
-        # Models of no weights (meta) have nothing to set; the language model comes before, so its weights are there.
-        if not module.weight.is_meta:
+        if not isinstance(module, _CompensatedNorm):
+            super()._init_weights(module)
+        elif not module.weight.is_meta:  # the language model is there by now, made or loaded before the projector
             init.constant_(module.weight, self._initial_gain())
-            if isinstance(module, nn.LayerNorm):
-                init.zeros_(module.bias)
+            for bias in list(module.parameters())[1:]:
+                init.zeros_(bias)
 
     def _adjust_missing_and_unexpected_keys(self, loading_info):
         # transformers leaves a missing tensor at random with a line in a report. Only the norm has a meaningful start.
         super()._adjust_missing_and_unexpected_keys(loading_info)
-        if missing := sorted(k for k in loading_info.missing_keys if ".norm." not in k.split("projector")[-1]):
+        if missing := sorted(k for k in loading_info.missing_keys if "multi_modal_projector.norm." not in k):
             raise ValueError(
                 f"The checkpoint lacks {len(missing)} tensors of {type(self).__name__}, which would stay at random: "
                 f"{', '.join(missing)}. Load a complete checkpoint, or the class that it was saved from."
@@ -307,12 +232,10 @@ class NormAlignLlavaMixin:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """[`~transformers.PreTrainedModel.from_pretrained`], which also loads checkpoints of LLaVA and aligns their norm.
+        """[`~transformers.PreTrainedModel.from_pretrained`], for LLaVA's checkpoints too, whose norm it aligns.
 
-        bitsandbytes quantizes the decoder's layers alone, unless `llm_int8_skip_modules` says otherwise.
-
-        Raises:
-            ValueError: the checkpoint lacks tensors other than the norm's; all of them are named.
+        bitsandbytes quantizes the decoder's layers alone, unless `llm_int8_skip_modules` says otherwise. Raises
+        ValueError if the checkpoint lacks tensors other than the norm's, and names them all.
         """
         quantization = kwargs.get("quantization_config")
         if isinstance(quantization, BitsAndBytesConfig) and quantization.llm_int8_skip_modules is None:
@@ -320,12 +243,9 @@ class NormAlignLlavaMixin:
             whole = ["vision_tower", "multi_modal_projector"]
             quantization.llm_int8_skip_modules = ["lm_head", *whole, *(f"model.{name}" for name in whole)]
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        for module in model.modules():
-            if type(module).__name__ == "Linear4bit":
-                # On AVX512 processors the first forward in eval mode repacks the weight for good; gradients computed
-                # after that are wrong or None.
-                module.support_avx512bf16_for_cpu = False
+        for module in (loaded[0] if isinstance(loaded, tuple) else loaded).modules():
+            if type(module).__name__ == "Linear4bit":  # On AVX512 it would repack its weight in the first forward in
+                module.support_avx512bf16_for_cpu = False  # eval mode, for good, and later gradients be wrong or None.
         return loaded
 
     def save_pretrained(self, save_directory, *args, state_dict=None, save_original_format=False, **kwargs):
@@ -334,16 +254,15 @@ class NormAlignLlavaMixin:
         `save_original_format=True` writes LLaVA's older names, from which the Trainer cannot resume.
         """
         state_dict = self.state_dict() if state_dict is None else dict(state_dict)
-        for name, tensor in state_dict.items():
-            if "multi_modal_projector.norm." in name:
-                state_dict[name] = tensor.float()
+        for name in [name for name in state_dict if "multi_modal_projector.norm." in name]:
+            state_dict[name] = state_dict[name].float()
         for part in (self.config.text_config, self.config.vision_config):
             part.dtype = self.dtype  # as loading would set it, so that saving again writes the same configuration
         kwargs.update(state_dict=state_dict, save_original_format=save_original_format)
         return super().save_pretrained(save_directory, *args, **kwargs)
 
 
-class NormAlignLlavaModel(NormAlignLlavaMixin, LlavaModel):
+class NormAlignLlavaModel(NormAlignLlavaMixin, llava.LlavaModel):
     """[`LlavaModel`] whose projector ends in the norm: `multi_modal_projector.norm`."""
 
     config: NormAlignLlavaConfig
@@ -355,14 +274,14 @@ class NormAlignLlavaModel(NormAlignLlavaMixin, LlavaModel):
         self.post_init()
 
 
-class NormAlignLlavaForConditionalGeneration(NormAlignLlavaMixin, LlavaForConditionalGeneration):
+class NormAlignLlavaForConditionalGeneration(NormAlignLlavaMixin, llava.LlavaForConditionalGeneration):
     """[`LlavaForConditionalGeneration`] whose projector ends in the norm: `model.multi_modal_projector.norm`."""
 
     config: NormAlignLlavaConfig
     _auto_class = "AutoModelForImageTextToText"
 
     def __init__(self, config: NormAlignLlavaConfig):
-        super(LlavaForConditionalGeneration, self).__init__(config)  # not LLaVA's, which would build both parts twice
+        super(llava.LlavaForConditionalGeneration, self).__init__(config)  # LLaVA's own would build both parts twice
         self.model = NormAlignLlavaModel(config)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         embeddings = self.get_input_embeddings()  # not every language model calls them embed_tokens
@@ -371,29 +290,11 @@ class NormAlignLlavaForConditionalGeneration(NormAlignLlavaMixin, LlavaForCondit
         self.post_init()
 
 
-# Checkpoints that transformers wrote for LLaVA keep their names; by class, since a configuration read from such a folder
-# says model_type "llava".
-register_checkpoint_conversion_mapping(
-    "NormAlignLlavaForConditionalGeneration", get_checkpoint_conversion_mapping("llava"), overwrite=True
-)
-register_checkpoint_conversion_mapping(
-    "NormAlignLlavaModel", get_checkpoint_conversion_mapping("LlavaModel"), overwrite=True
-)
+# LLaVA's older names, by class, because a configuration read from a LLaVA folder says model_type "llava".
+for ours, theirs in ((NormAlignLlavaForConditionalGeneration, "llava"), (NormAlignLlavaModel, "LlavaModel")):
+    register_checkpoint_conversion_mapping(ours.__name__, get_checkpoint_conversion_mapping(theirs), overwrite=True)
 # A registered class wins over remote code, so code that came with a checkpoint must not register itself.
 if not __name__.startswith("transformers_modules."):
     AutoConfig.register("normalign_llava", NormAlignLlavaConfig)
     AutoModel.register(NormAlignLlavaConfig, NormAlignLlavaModel)
     AutoModelForImageTextToText.register(NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration)
-
-
-__all__ = [
-    "GlobalWeightCompensatedLayerNorm",
-    "GlobalWeightCompensatedRMSNorm",
-    "NormAlignLlavaForConditionalGeneration",
-    "NormAlignLlavaModel",
-    "NormAlignLlavaMultiModalProjector",
-    "compensation_factor",
-    "embedding_row_norms",
-    "embedding_scales",
-    "mean_embedding_norm",
-]

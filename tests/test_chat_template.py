@@ -41,6 +41,40 @@ ZEPHYR = r"""{% for message in messages %}
 {{ '<|assistant|>' }}
 {% endif %}
 {% endfor %}"""
+# The patterns of Llama 2, Mistral 7B and Granite 3: how they print turns, without tools and default system turns.
+LLAMA_2 = (
+    "{% for message in messages %}{% set content = message['content'] %}"
+    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token}}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+GRANITE_30 = r"""{%- for message in messages %}
+    {%- if message['role'] == 'user' %}
+    {{- '<|start_of_role|>user<|end_of_role|>' + message['content'] + '<|end_of_text|>\n' }}
+    {%- elif message['role'] == 'assistant' %}
+    {{- '<|start_of_role|>assistant<|end_of_role|>'  + message['content'] + '<|end_of_text|>\n' }}
+    {%- endif %}
+    {%- if loop.last and add_generation_prompt %}
+    {{- '<|start_of_role|>assistant<|end_of_role|>' }}
+    {%- endif %}
+{%- endfor %}"""
+GRANITE_31 = """{%- for message in messages %}
+    {{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] + '<|end_of_text|>
+' }}
+    {%- if loop.last and add_generation_prompt %}
+        {{- '<|start_of_role|>assistant' }}
+            {%- if controls %}
+                {{- ' ' + controls | tojson()}}
+            {%- endif %}
+        {{- '<|end_of_role|>' }}
+    {%- endif %}
+{%- endfor %}"""
 # The pattern of llava-hf checkpoints: reads nothing but lists of parts, and prints the image token itself.
 LLAVA_15 = (
     "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
@@ -53,7 +87,16 @@ SHIPPED = {
     for path in (files("trl") / "chat_templates").iterdir()
     if path.name.endswith(".jinja") and not path.name.endswith("_training.jinja")
 }
-TEMPLATES = {**SHIPPED, "smollm2": SMOLLM2, "zephyr": ZEPHYR, "llava_1_5": LLAVA_15}
+TEMPLATES = {
+    **SHIPPED,
+    "smollm2": SMOLLM2,
+    "zephyr": ZEPHYR,
+    "llama2": LLAMA_2,
+    "mistral": MISTRAL,
+    "granite3_0": GRANITE_30,
+    "granite3_1": GRANITE_31,
+    "llava_1_5": LLAVA_15,
+}
 END_OF_TURN = {
     "smollm2": "<|im_end|>",
     "qwen2_5": "<|im_end|>",
@@ -67,6 +110,10 @@ END_OF_TURN = {
     "phi3": "<|end|>",
     "phi3_5": "<|end|>",
     "zephyr": "</s>",
+    "llama2": "</s>",
+    "mistral": "</s>",
+    "granite3_0": "<|end_of_text|>",
+    "granite3_1": "<|end_of_text|>",
 }
 TRIMS = ("llama3", "llama3_1", "llama3_2", "gemma", "gemma3")
 WEATHER = {
@@ -272,6 +319,8 @@ def test_marks_hold_each_answer_and_its_end_of_turn_and_nothing_else(name):
     end = END_OF_TURN[name]
     answers = ["A kite.", "  Two\nlines "] if name not in TRIMS else ["A kite.", "Two\nlines"]
     expected = [answer + end for answer in answers]
+    if name == "llama2":  # sets its answers apart with spaces, and ends its generation prompt before the first
+        expected = [" A kite. </s>", " Two\nlines </s>"]
     if name == "qwen3":  # its template opens the last answer with an empty thought, which the model has to generate
         expected[1] = "<think>\n\n</think>\n\n" + expected[1]
     messages = chat("What?", "A kite.", "And?", "  Two\nlines ")
@@ -400,7 +449,7 @@ def test_check_compares_the_marked_tokens(old, new):
 
 def test_check_refuses_marks_that_are_not_there():
     claimed = multimodal_chat_template(SHIPPED["glm4moe"]).template
-    with pytest.raises(ValueError, match=r"cover \[\] in the conversation"):
+    with pytest.raises(ValueError, match="cover '' in the conversation"):
         check_chat_template(byte_tokenizer(), MultimodalTemplate(claimed, True, "claimed"), None)
     with pytest.raises(ValueError, match="prints no conversation with answers"):
         check_chat_template(byte_tokenizer(), MultimodalTemplate(SMOLLM2, True, "without preamble"), None)

@@ -291,59 +291,71 @@ def test_folders_without_readable_weights(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------- Hub
-def ask_hub(hub: HubServer, home, *arguments: str) -> subprocess.CompletedProcess:
-    code = (
-        "import sys; from normalign_llava.gain import embedding_statistics as f\n"
-        "try: print(f(sys.argv[1], top=3, revision=dict(enumerate(sys.argv)).get(2)).to_json())\n"
-        "except ValueError as error: sys.exit(str(error))"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=hub.environment(home)
-    )
+CLIENT = """
+import json, sys
+from normalign_llava.gain import embedding_statistics
+answers = []
+for model, revision in json.load(sys.stdin):
+    try:
+        answers.append(json.loads(embedding_statistics(model, top=3, revision=revision).to_json()))
+    except ValueError as error:
+        answers.append(str(error))
+print(json.dumps(answers))
+"""
+PINNED = "acme/pinned.v1"
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
+    """A hub that one client process has asked about every repository, and what the client was told."""
     root = tmp_path_factory.mktemp("hub")
     torch.manual_seed(0)
     sizes = dict(vocab_size=997, hidden_size=64, intermediate_size=4096, num_hidden_layers=3)
     model = LlamaForCausalLM(tiny.text_config(**sizes))
     model.save_pretrained(root / "whole")
     model.to(torch.bfloat16).save_pretrained(root / "sharded", max_shard_size="1MB")
-    (root / "pickled").mkdir()
+    for name in ("pickled", "gguf"):
+        (root / name).mkdir()
     torch.save({}, root / "pickled" / "pytorch_model.bin")
-    write_gguf(root / "pickled" / "x.gguf", table().numpy())
-    (root / "pickled" / "x.gguf").rename(root / "x.gguf")
-    (root / "gguf").mkdir()
-    (root / "x.gguf").rename(root / "gguf" / "x.gguf")
-    with HubServer({f"acme/{name}.v1": root / name for name in ("whole", "sharded", "pickled", "gguf")}) as server:
-        yield server
+    write_gguf(root / "gguf" / "x.gguf", table().numpy())
+    folders = {f"acme/{folder.name}.v1": folder for folder in root.iterdir()} | {PINNED: root / "whole"}
+    with HubServer(folders) as server:
+        questions = [(name, None) for name in folders if name != PINNED]
+        questions += [("acme/nothing", None), ("./acme/model/deep", None)]
+        questions += [(PINNED, server.repositories[PINNED].commit), (PINNED, "v9")]
+        client = subprocess.run(
+            [sys.executable, "-c", CLIENT],
+            input=json.dumps(questions),
+            capture_output=True,
+            text=True,
+            env=server.environment(root.parent / "hub_client_home"),
+        )
+    assert client.returncode == 0, client.stderr
+    return server, dict(zip(questions, json.loads(client.stdout), strict=True))
 
 
 @pytest.mark.parametrize("name", ["whole", "sharded"])
-def test_hub_sends_only_the_header_and_the_tensor(hub, tmp_path, name):
-    repository = hub.repositories[f"acme/{name}.v1"]
-    hub.sent.clear()
-    answer = ask_hub(hub, tmp_path, f"acme/{name}.v1")
-    assert answer.returncode == 0, answer.stderr
+def test_hub_sends_only_the_header_and_the_tensor(hub, name):
+    server, told = hub
+    repository = server.repositories[f"acme/{name}.v1"]
     local = json.loads(embedding_statistics(str(repository.folder), top=3).to_json())
-    assert json.loads(answer.stdout) == {**local, "model": f"acme/{name}.v1"}
+    assert told[f"acme/{name}.v1", None] == {**local, "model": f"acme/{name}.v1"}
 
     weights = {path: size for path, size in repository.files().items() if path.endswith(".safetensors")}
     assert (len(weights) > 1) == (name == "sharded")
-    sent = {path.removeprefix(f"acme/{name}.v1/"): count for path, count in hub.sent.items()}
+    prefix = f"acme/{name}.v1/"
+    sent = {path.removeprefix(prefix): count for path, count in server.sent.items() if path.startswith(prefix)}
     (holder,) = [path for path in sent if path in weights]
-    data = (repository.folder / holder).read_bytes()
-    header = int.from_bytes(data[:8], "little")
+    header = int.from_bytes((repository.folder / holder).read_bytes()[:8], "little")
     assert sent[holder] == 8 + header + 997 * 64 * (4 if name == "whole" else 2)
     assert sent[holder] < 0.2 * sum(weights.values())
 
 
-def test_hub_revisions(hub, tmp_path):
-    commit = hub.repositories["acme/whole.v1"].commit
-    assert ask_hub(hub, tmp_path, "acme/whole.v1", commit).returncode == 0
-    answer = ask_hub(hub, tmp_path, "acme/whole.v1", "v9")
-    assert answer.returncode == 1 and "v9" in answer.stderr and "Check the name, the revision" in answer.stderr
+def test_hub_revisions(hub):
+    server, told = hub
+    commit = server.repositories[PINNED].commit
+    assert told[PINNED, commit]["n_text"] == told["acme/whole.v1", None]["n_text"]
+    assert "v9" in told[PINNED, "v9"] and "Check the name, the revision" in told[PINNED, "v9"]
 
 
 @pytest.mark.parametrize(
@@ -355,10 +367,8 @@ def test_hub_revisions(hub, tmp_path):
         ("acme/gguf.v1", "GGUF weights only, which cannot be read in part. Download x.gguf"),
     ],
 )
-def test_hub_errors(hub, tmp_path, name, said):
-    answer = ask_hub(hub, tmp_path, name)
-    assert answer.returncode == 1
-    assert said in answer.stderr and "Traceback" not in answer.stderr
+def test_hub_errors(hub, name, said):
+    assert said in hub[1][name, None]
 
 
 # ---------------------------------------------------------------------------------------------------------- the real

@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
 from normalign_llava.modeling_normalign_llava import (
     GlobalWeightCompensatedLayerNorm,
     GlobalWeightCompensatedRMSNorm,
     compensation_factor,
 )
-from torch.utils.checkpoint import checkpoint
 
 
 NORMS = [GlobalWeightCompensatedLayerNorm, GlobalWeightCompensatedRMSNorm]

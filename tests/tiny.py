@@ -1,8 +1,9 @@
 """Tiny real models, made in code: every family that the tests need, in a few thousand parameters."""
 
 import torch
-from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
+
+from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
 
 
 IMAGE = 97  # id of the image token

@@ -1,0 +1,49 @@
+"""Run by torchrun in test_sharded.py: aligns a model whose embeddings are sharded and writes what each rank found."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+mode, checkpoint, output = sys.argv[1:4]
+if mode == "zero3":
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    deepspeed.init_distributed("gloo")
+    configuration = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+else:
+    dist.init_process_group("gloo")
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration  # noqa: E402
+
+
+model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+embeddings = model.get_input_embeddings()
+norm = model.model.multi_modal_projector.norm
+found = {"world": dist.get_world_size(), "loaded": model.config.text_embedding_norm}
+if mode == "dtensor":
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(embeddings)
+    fully_shard(norm)
+    found["kind"] = type(embeddings.weight).__name__
+    found["rows here"] = len(embeddings.weight.to_local())
+else:
+    found["kind"] = "ds" if hasattr(embeddings.weight, "ds_id") else "whole"
+    found["rows here"] = len(embeddings.weight)
+    with deepspeed.zero.GatheredParameters([norm.weight]):
+        found["gain loaded"] = norm.weight.tolist()
+    with deepspeed.zero.GatheredParameters(list(norm.parameters()), modifier_rank=0):
+        torch.nn.init.normal_(norm.weight)
+found["aligned"] = model.align_projector_norm()
+if mode == "dtensor":
+    found["gain"] = norm.weight.full_tensor().tolist()
+else:
+    with deepspeed.zero.GatheredParameters([norm.weight]):
+        found["gain"] = norm.weight.tolist()
+Path(f"{output}.{dist.get_rank()}").write_text(json.dumps(found))
+dist.destroy_process_group()

@@ -1,0 +1,119 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The whole quickstart on the real parts, a few steps long: killed, started again, and scored."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from normalign_llava.quickstart.data import KINDS, OVERALL, Question
+from normalign_llava.quickstart.evaluate import evaluate, majority, score
+from normalign_llava.quickstart.fetch import FetchError, fetch
+from normalign_llava.quickstart.parts import PARTS
+from normalign_llava.quickstart.report import shortfalls
+from normalign_llava.quickstart.run import Journal, Settings, first_of_each_kind, run_quickstart
+from normalign_llava.quickstart.train import Stage
+
+
+SHORT = Settings(
+    stage1=Stage(steps=2, learning_rate=1e-3, batch_size=2, save_steps=1),
+    stage2=Stage(steps=2, learning_rate=1e-3, lora_rank=2, batch_size=2, save_steps=1),
+    emoji_count=4,
+    per_kind=2,
+    shown_per_kind=1,
+)
+START = """
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, {tests!r})
+    from test_quickstart_run import SHORT, run_quickstart
+    run_quickstart(Path({output!r}), SHORT)
+"""
+QUESTIONS = [
+    Question("shape", "what shape is present?", "circle", None),
+    Question("colour", "what color is the shape?", "teal", None),
+    Question("colour", "what color is the shape?", "red", None),
+    Question("yes/no", "is there a circle?", "no", None),
+    Question("emoji", "what is this?", "cat", None),
+]
+
+
+@pytest.fixture(scope="module")
+def archives():
+    try:
+        for part in PARTS:
+            fetch(part)
+    except FetchError as error:
+        pytest.skip(f"the real parts cannot be fetched: {error}")
+
+
+def test_a_killed_quickstart_goes_on_to_its_end(archives, tmp_path):
+    output = tmp_path / "quickstart"
+    source = textwrap.dedent(START).format(tests=os.path.dirname(__file__), output=str(output))
+    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list((output / "stage1-trainer").glob("checkpoint-*/trainer_state.json")):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (output / "stage1").exists() and not (output / "results.json").exists()
+    before = {path: path.stat().st_mtime_ns for path in (output / "untrained").iterdir()}
+    assert (output / "evaluation" / "before.json").exists()
+
+    console = Console(record=True, width=120)
+    results = run_quickstart(output, SHORT, console=console)
+    assert {path: path.stat().st_mtime_ns for path in (output / "untrained").iterdir()} == before
+    assert results == json.loads((output / "results.json").read_text())
+    assert results["reloaded_answers_identical"] and results["reloaded_answers"] == 4
+    assert results["count"] == {**dict.fromkeys(KINDS, 2), OVERALL: 6, "emoji": 4}
+    assert list(results["steps"])[:4] == ["fetch", "convert", "build", "evaluate before"]
+    assert {path.name for path in output.iterdir()} == {
+        "untrained", "stage1", "model", "evaluation", "journal.json", "pictures.png", "results.json",
+    }  # fmt: skip
+    with Image.open(output / "pictures.png") as picture:
+        assert min(picture.size) > 200
+    shown = console.export_text()
+    for word in (*KINDS, "blank picture", "majority answer", "the same answers", "peak memory"):
+        assert word in shown
+
+    assert run_quickstart(output, SHORT, console=Console(quiet=True))["steps"] == results["steps"]
+    with pytest.raises(ValueError, match=r"other settings \(seed\)"):
+        run_quickstart(output, replace(SHORT, seed=1))
+
+
+def test_accuracy_is_by_kind_and_over_easy_vqa():
+    answers = ["Circle", "teal", "blue", "yes", "cat"]
+    assert score(QUESTIONS, answers) == {"shape": 1.0, "colour": 0.5, "yes/no": 0.0, OVERALL: 0.5, "emoji": 1.0}
+    assert majority(QUESTIONS) == {"shape": 1.0, "colour": 0.5, "yes/no": 1.0, OVERALL: 0.25, "emoji": 1.0}
+    assert first_of_each_kind(QUESTIONS, 1) == [0, 1, 3, 4]
+
+
+def test_targets_that_are_missed_are_named():
+    reached = {"shape": 0.9, "colour": 0.8, "yes/no": 0.7, OVERALL: 0.8}
+    blank = {"shape": 0.3, "colour": 0.1, "yes/no": 0.5, OVERALL: 0.3}
+    assert shortfalls({"after": {"accuracy": reached, "blank": blank}}) == []
+    missed = {**reached, OVERALL: 0.7, "yes/no": 0.6}
+    lines = shortfalls({"after": {"accuracy": missed, "blank": blank}})
+    assert len(lines) == 2 and "0.70" in lines[0] and "yes/no is 10 points" in lines[1]
+
+
+def test_the_journal_keeps_the_first_time_of_a_step(tmp_path):
+    journal = Journal(tmp_path, SHORT)
+    with journal.step("convert"):
+        time.sleep(0.2)
+    first = journal.steps["convert"]
+    again = Journal(tmp_path, SHORT)
+    with again.step("convert"):
+        pass
+    assert again.steps["convert"] == first and again.bf16 == journal.bf16
+    with pytest.raises(RuntimeError), again.step("build"):
+        raise RuntimeError
+    assert "build" not in Journal(tmp_path, SHORT).steps
