@@ -7,6 +7,7 @@ Local or on the Hub, a safetensors file is asked for its header and for the byte
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -77,8 +78,7 @@ class EmbeddingStatistics:
             ("language model", self.model_type or "unknown"),
             ("N_text, entering the decoder", f"{self.n_text:.3f}"),
             ("scale on the way in", scale),
-            ("row norm as stored, mean", f"{self.raw_mean:.4g}"),
-            ("row norm as stored, standard deviation", f"{self.std:.4g}"),
+            ("row norm as stored, mean and std", f"{self.raw_mean:.4g}, {self.std:.4g}"),
             ("rows (all zero; excluded)", f"{self.rows:,} ({self.zero_rows:,}; {self.excluded_rows:,})"),
             ("d", f"{self.hidden_size:,}"),
             ("gain", f"{self.gain:.4f}"),
@@ -116,7 +116,7 @@ def embedding_statistics(model: str, *, top: int = 10, revision: str | None = No
 
     text_config = None if config is None else config.get_text_config()
     scale_text, scale_all = (1.0, 1.0) if text_config is None else embedding_scales(text_config)
-    image_token = getattr(config, "image_token_id", None)
+    image_token = getattr(config, "image_token_id", None)  # of a vision-language model
     # As in align_projector_norm: padding repeats the image token's row, so its norm is the same to the last bit.
     excluded = torch.isin(norms, norms[image_token : image_token + 1] if image_token is not None else norms[:0])
     raw_mean = _mean_of_rows(norms, excluded.nonzero().flatten().tolist())
@@ -145,7 +145,7 @@ def _local(path: Path) -> tuple[str, None, list[str], Opener]:
     return str(folder), None, files, lambda name: (folder / name).open("rb")
 
 
-def _hub(model: str, revision: str | None) -> tuple[str, str, list[str], Opener]:
+def _hub(model: str, revision: str | None) -> tuple[str, str | None, list[str], Opener]:
     try:
         info = HfApi().model_info(model, revision=revision)
     except Exception as error:  # whatever the reason, two places were tried and the user has to know both
@@ -155,7 +155,7 @@ def _hub(model: str, revision: str | None) -> tuple[str, str, list[str], Opener]
         ) from error
     # By commit, so that every later request sees the same files; without a cache, so that it is for what is read only.
     system, commit = HfFileSystem(), info.sha
-    files = [sibling.rfilename for sibling in info.siblings]
+    files = [sibling.rfilename for sibling in info.siblings or []]
     return model, commit, files, lambda name: system.open(f"{model}/{name}", revision=commit, cache_type="none")
 
 
@@ -240,11 +240,9 @@ def _gguf(path: Path) -> tuple[PreTrainedConfig | None, str, Tensor, int, TokenT
     norms = [embedding_row_norms(torch.tensor(dequantize(part, tensor.tensor_type))) for part in parts]
 
     architecture = reader.fields["general.architecture"].contents()
-    try:
+    config: PreTrainedConfig | None = None
+    with suppress(ValueError):  # names that only llama.cpp knows
         config = AutoConfig.for_model(architecture)
-    except ValueError:  # a name that only llama.cpp knows
-        config = None
-    else:
         config.get_text_config().hidden_size = width
         if multiplier := reader.fields.get(f"{architecture}.embedding_scale"):
             config.get_text_config().embedding_multiplier = multiplier.contents()
@@ -264,4 +262,4 @@ def _tokenizer(source: str, revision: str | None) -> TokenText:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception:  # one fails to load in many ways, and only the texts of a few tokens hang on it
         return lambda row: None
-    return lambda row: tokenizer.decode([row]) if row < len(tokenizer) else None
+    return lambda row: str(tokenizer.decode([row])) if row < len(tokenizer) else None

@@ -117,7 +117,7 @@ def _gathered(*parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(p.full_tensor() if isinstance(p, DTensor) else p for p in parameters)
         return
     # Not by `import`, which would make deepspeed a requirement of every checkpoint's remote code.
-    with import_module("deepspeed.zero").GatheredParameters(list(parameters), modifier_rank=0):
+    with import_module("deepspeed").zero.GatheredParameters(list(parameters), modifier_rank=0):
         yield parameters
 
 
