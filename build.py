@@ -1,9 +1,8 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Assembly: a vision encoder and a language model, or a LLaVA checkpoint, become a NormAlign-LLaVA checkpoint folder."""
+"""Assembly: a vision encoder and a language model, or a LLaVA checkpoint, become a checkpoint folder."""
 
 import json
-import logging
 import os
 import shutil
 import tempfile
@@ -13,28 +12,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
     AutoImageProcessor,
-    AutoModelForCausalLM,
     AutoProcessor,
     AutoTokenizer,
     LlavaProcessor,
-    PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
-from .chat_template import check_chat_template, multimodal_chat_template
 from .configuration_normalign_llava import NormAlignLlavaConfig
 from .modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
-from .processing import VISION_ENCODERS, check_processor, make_processor
+from .parts import (
+    add_image_token,
+    check_feature_layer,
+    check_language_model,
+    check_text_logits,
+    load_language_model,
+    load_part,
+    set_chat_template,
+    text_logits,
+    vision_config,
+)
+from .processing import check_processor, make_processor
 
-
-logger = logging.getLogger(__name__)
 
 ARMS = {
     "none": {"projector_norm": "none"},
@@ -43,9 +45,6 @@ ARMS = {
     "gwc": {},
 }
 """The paper's four arms as configuration: no norm; gain 1; aligned without compensation; aligned with it (default)."""
-
-IMAGE_TOKEN = "<image>"
-VOCABULARY_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
@@ -108,32 +107,33 @@ def build_checkpoint(
         ValueError: a part or an option does not fit; nothing is written.
     """
     arguments = _norm_arguments(arm, norm)
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f'dtype must be "auto" or a torch dtype such as "bfloat16", got {dtype!r}.')
     with _new_folder(output) as folder:
-        vision_config = _vision_config(vision)
-        text_config = _text_config(language)
-        _check_feature_layer(feature_layer, vision_config)
+        encoder = vision_config(vision)
+        check_language_model(language)
+        check_feature_layer(feature_layer, encoder)
         tokenizer = AutoTokenizer.from_pretrained(language)
-        template = _set_chat_template(tokenizer, chat_template)
-        processor = make_processor(AutoImageProcessor.from_pretrained(vision), tokenizer, vision_config, select_strategy)
-        if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f'dtype must be "auto" or a torch dtype such as "bfloat16", got {dtype!r}.')
+        template = set_chat_template(tokenizer, chat_template)
+        processor = make_processor(AutoImageProcessor.from_pretrained(vision), tokenizer, encoder, select_strategy)
+        tokens_per_image = check_processor(processor)
 
-        language_model = _load_language_model(language, dtype)
-        tower = _load_part(MODEL_MAPPING[type(vision_config)], vision, language_model.dtype, config=vision_config)
-        reference = _text_logits(language_model)
-        _add_image_token(language_model, tokenizer)
+        language_model = load_language_model(language, dtype)
+        tower = load_part(MODEL_MAPPING[type(encoder)], vision, language_model.dtype, config=encoder)
+        logits = text_logits(language_model)
+        add_image_token(language_model, tokenizer)
         config = NormAlignLlavaConfig(
             vision_config=tower.config,
-            text_config=language_model.config.get_text_config(),
+            text_config=language_model.config,
             image_token_index=processor.image_token_id,
-            image_seq_length=check_processor(processor, None),
+            image_seq_length=tokens_per_image,
             vision_feature_layer=feature_layer,
             vision_feature_select_strategy=processor.vision_feature_select_strategy,
             tie_word_embeddings=language_model.config.tie_word_embeddings,
             **arguments,
         )
         model = _assemble(config, tower, language_model)
-        _check_text_logits(model, reference, language)
+        check_text_logits(model, logits, language)
         return _finish(model, processor, folder, output, vision, language, arm, template)
 
 
@@ -148,106 +148,29 @@ def retrofit_checkpoint(
     with _new_folder(output) as folder:
         config = AutoConfig.from_pretrained(llava)
         if config.model_type != "llava":
-            raise ValueError(f"{llava} is a {config.model_type!r} model. --from-llava takes LLaVA checkpoints ('llava').")
+            raise ValueError(
+                f"{llava} is a {config.model_type!r} model. --from-llava takes LLaVA checkpoints ('llava')."
+            )
         model = NormAlignLlavaForConditionalGeneration.from_pretrained(llava, dtype=dtype, **arguments)
         stock = AutoProcessor.from_pretrained(llava)
         processor = make_processor(
-            stock.image_processor, stock.tokenizer, model.config.vision_config,
-            model.config.vision_feature_select_strategy, chat_template=stock.chat_template, image_token=stock.image_token,
-        )  # fmt: skip
+            stock.image_processor,
+            stock.tokenizer,
+            model.config.vision_config,
+            model.config.vision_feature_select_strategy,
+            chat_template=stock.chat_template,
+            image_token=stock.image_token,
+        )
         template = ("LLaVA's own", "{% generation" in (stock.chat_template or ""))
         return _finish(model, processor, folder, output, llava, llava, arm, template)
 
 
-# ------------------------------------------------------------------------------------------------------------ parts
 def _norm_arguments(arm: str, norm: str) -> dict[str, str]:
     if arm not in ARMS:
         raise ValueError(f"arm must be one of {', '.join(map(repr, ARMS))}, got {arm!r}.")
     if norm not in ("layer_norm", "rms_norm"):
         raise ValueError(f"norm must be 'layer_norm' or 'rms_norm', got {norm!r}. For no norm, use arm 'none'.")
     return {"projector_norm": norm, **ARMS[arm]}
-
-
-def _vision_config(vision: str) -> PreTrainedConfig:
-    config = AutoConfig.from_pretrained(vision)
-    if config.model_type.startswith("siglip2"):
-        raise ValueError(
-            f"{vision} is a SigLIP 2 NaFlex encoder, whose images have any number of patches. LLaVA needs a fixed number: "
-            "use a SigLIP 2 checkpoint of fixed resolution."
-        )
-    config = getattr(config, "vision_config", config)
-    if config.model_type not in VISION_ENCODERS:
-        raise ValueError(
-            f"{vision} is a {config.model_type!r} model. Vision encoders that can be built in: "
-            f"{', '.join(VISION_ENCODERS)}."
-        )
-    if config.model_type == "siglip_vision_model":
-        config.vision_use_head = False  # the pooling head is not read
-    return config
-
-
-def _text_config(language: str) -> PreTrainedConfig:
-    config = AutoConfig.from_pretrained(language)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{language} is a {config.model_type!r} model, not a causal language model of transformers.")
-    return config
-
-
-def _check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
-    states = config.num_hidden_layers + 1
-    for layer in [feature_layer] if isinstance(feature_layer, int) else feature_layer:
-        if not -states <= layer < states:
-            raise ValueError(f"feature_layer {layer} does not exist: the encoder has {states} hidden states, the first 0.")
-
-
-def _set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> tuple[str, bool]:
-    original = tokenizer.chat_template
-    if isinstance(original, dict):  # several named templates; the one that apply_chat_template takes
-        original = original["default"]
-    made = multimodal_chat_template(Path(path).read_text() if path else original, image_token=IMAGE_TOKEN)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "left"
-    if IMAGE_TOKEN not in tokenizer.get_vocab():
-        tokenizer.add_tokens(transformers.AddedToken(IMAGE_TOKEN, special=True, normalized=False), special_tokens=True)
-    check_chat_template(tokenizer, made, Path(path).read_text() if path else original)
-    tokenizer.chat_template = made.template
-    if not made.generation_marks:
-        logger.warning(
-            "The chat template has no {% generation %} marks, so this checkpoint is for inference only. Training on "
-            "assistant turns needs them: pass a template that has them with --chat-template."
-        )
-    return made.source, made.generation_marks
-
-
-def _load_part(cls: type[PreTrainedModel], name: str, dtype: torch.dtype | str, **kwargs) -> PreTrainedModel:
-    model, info = cls.from_pretrained(name, dtype=dtype, output_loading_info=True, **kwargs)
-    # A ViT without its pooling layer is whole: LLaVA reads hidden states.
-    if missing := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
-        raise ValueError(f"{name} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing[:10])}.")
-    return model
-
-
-def _load_language_model(language: str, dtype: str) -> PreTrainedModel:
-    model = _load_part(AutoModelForCausalLM, language, dtype)
-    head = model.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
-        raise ValueError(f"The head of {language} has a bias, which LLaVA's head cannot hold. Use another language model.")
-    if type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
-        raise ValueError(f"{language} has no base model that transformers' AutoModel can make; LLaVA cannot hold it.")
-    return model
-
-
-@torch.no_grad()
-def _add_image_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Grows the vocabulary where the image token does not fit; added rows are the mean row, whose logit is never the top."""
-    old = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) <= old:
-        return
-    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=VOCABULARY_MULTIPLE, mean_resizing=False)
-    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
-        weight = table.weight
-        weight[old:] = weight[:old].mean(dim=0, dtype=torch.float32).to(weight.dtype)
 
 
 def _assemble(config, tower: PreTrainedModel, language_model: PreTrainedModel):
@@ -265,27 +188,6 @@ def _assemble(config, tower: PreTrainedModel, language_model: PreTrainedModel):
     return model.eval()
 
 
-# ----------------------------------------------------------------------------------------------------------- checks
-@torch.no_grad()
-def _text_logits(model: PreTrainedModel) -> torch.Tensor:
-    vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.arange(3, 3 + 8).remainder(vocabulary)[None]
-    return model.eval()(input_ids=ids, use_cache=False).logits.float()
-
-
-def _check_text_logits(model: PreTrainedModel, expected: torch.Tensor, language: str) -> None:
-    got = _text_logits(model)[..., : expected.shape[-1]]
-    if torch.allclose(got, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item()):
-        return
-    if not torch.equal(got.argmax(-1), expected.argmax(-1)):
-        raise ValueError(f"Inside LLaVA, {language} computes other logits than by itself. This family cannot be built in.")
-    logger.warning(
-        f"{language} transforms its logits after the head (scaling or soft-capping), which LLaVA does not: the most "
-        "likely token is the same, sampling temperatures and losses differ."
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------- writing
 @contextmanager
 def _new_folder(output: str | os.PathLike) -> Iterator[Path]:
     """A temporary folder beside `output` that takes its place when all has gone well, and vanishes otherwise."""

@@ -54,19 +54,19 @@ def build(
     }  # fmt: skip
     if from_llava and (given := [name for name, value in joined.items() if value is not None]):
         raise typer.BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {', '.join(given)}.")
-    if not from_llava and not (vision and language):
-        raise typer.BadParameter("Give --vision and --language, or --from-llava.")
 
     from .build import build_checkpoint, retrofit_checkpoint
 
     with _errors_for_people():
         if from_llava:
             report = retrofit_checkpoint(from_llava, output, arm=arm, norm=norm, dtype=dtype)
-        else:
+        elif vision and language:
             report = build_checkpoint(
                 vision, language, output, arm=arm, norm=norm, feature_layer=_layers(feature_layer or "-2"),
                 select_strategy=select_strategy, chat_template=chat_template, dtype=dtype,
             )  # fmt: skip
+        else:
+            raise ValueError("Give --vision and --language, or --from-llava.")
     table = Table(title="NormAlign-LLaVA checkpoint", show_header=False)
     table.add_row("vision encoder", f"{report.vision} ({report.vision_parameters / 1e6:.1f} M parameters)")
     table.add_row("projector and norm", f"{report.projector_parameters / 1e6:.2f} M parameters, {report.norm}")

@@ -25,10 +25,10 @@ from transformers.models.llava import modeling_llava as llava
 from .configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
 
 
-def compensation_factor(gain: Tensor, gain_floor: float) -> Tensor:
-    """What Global Weight Compensation multiplies gradients by (eq. 12): 1 / max(mean |gain|, gain_floor), 0-d."""
+def gain_magnitude(gain: Tensor, gain_floor: float) -> Tensor:
+    """s = max(mean |gain|, gain_floor), what Global Weight Compensation divides gradients by (eq. 12); 0-d."""
     wide = torch.promote_types(gain.dtype, torch.float32)
-    return gain.detach().to(wide).abs().mean().clamp(min=gain_floor).reciprocal()
+    return (torch.linalg.vector_norm(gain.detach(), 1, dtype=wide) / gain.numel()).clamp(min=gain_floor)
 
 
 class _CompensatedLayerNorm(torch.autograd.Function):
@@ -47,7 +47,7 @@ class _CompensatedLayerNorm(torch.autograd.Function):
     def backward(ctx, grad):
         x, gain, bias, mean, rstd = ctx.saved_tensors
         dtype = torch.promote_types(x.dtype, gain.dtype)
-        scaled = (gain * compensation_factor(gain, ctx.gain_floor)).to(dtype)
+        scaled = (gain / gain_magnitude(gain, ctx.gain_floor)).to(dtype)
         grad_x, grad_gain, grad_bias = torch.ops.aten.native_layer_norm_backward(
             grad.to(dtype), x.to(dtype), gain.shape, mean, rstd, scaled, bias.to(dtype), [True, True, True]
         )
@@ -69,21 +69,21 @@ class _CompensatedRMSNorm(torch.autograd.Function):
         wide, grad = x.to(dtype), grad.to(dtype)
         rstd = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
         x_hat = wide * rstd
-        grad_x_hat = grad * (gain * compensation_factor(gain, ctx.gain_floor)).to(dtype)
+        grad_x_hat = grad * (gain / gain_magnitude(gain, ctx.gain_floor)).to(dtype)
         grad_x = rstd * (grad_x_hat - x_hat * (grad_x_hat * x_hat).mean(-1, keepdim=True))
         return grad_x.to(x.dtype), None, None, (grad * x_hat).sum_to_size(gain.shape).to(gain.dtype)
 
 
-class _CompensatedNorm:
+class _CompensatedNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float = 1e-5, gain_floor: float = 1e-3, compensate: bool = True):
         super().__init__(hidden_size, eps=eps, dtype=torch.float32)
         self.gain_floor, self.compensate = gain_floor, compensate
 
     def forward(self, x: Tensor) -> Tensor:
         if self.compensate and x.requires_grad and torch.is_grad_enabled():
-            return self._compensated.apply(x, self.eps, self.gain_floor, *self.parameters())
+            return self._compensated.apply(x, self.eps, self.gain_floor, *self._parameters.values())
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        parameters = (parameter.to(dtype) for parameter in self.parameters())
+        parameters = (parameter.to(dtype) for parameter in self._parameters.values())
         return self._plain(x.to(dtype), self.normalized_shape, *parameters, eps=self.eps).to(x.dtype)
 
 
@@ -174,7 +174,7 @@ class NormAlignLlavaMultiModalProjector(llava.LlavaMultiModalProjector):
         return self.norm(super().forward(image_features))
 
 
-class NormAlignLlavaMixin:
+class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
     """What both model classes add to LLaVA's: gain alignment, and loading and saving that lose nothing silently."""
 
     _keep_in_fp32_modules_strict = ["multi_modal_projector.norm"]
@@ -262,7 +262,7 @@ class NormAlignLlavaMixin:
         return super().save_pretrained(save_directory, *args, **kwargs)
 
 
-class NormAlignLlavaModel(NormAlignLlavaMixin, llava.LlavaModel):
+class NormAlignLlavaModel(NormAlignLlavaPreTrainedModel, llava.LlavaModel):
     """[`LlavaModel`] whose projector ends in the norm: `multi_modal_projector.norm`."""
 
     config: NormAlignLlavaConfig
@@ -274,7 +274,7 @@ class NormAlignLlavaModel(NormAlignLlavaMixin, llava.LlavaModel):
         self.post_init()
 
 
-class NormAlignLlavaForConditionalGeneration(NormAlignLlavaMixin, llava.LlavaForConditionalGeneration):
+class NormAlignLlavaForConditionalGeneration(NormAlignLlavaPreTrainedModel, llava.LlavaForConditionalGeneration):
     """[`LlavaForConditionalGeneration`] whose projector ends in the norm: `model.multi_modal_projector.norm`."""
 
     config: NormAlignLlavaConfig

@@ -47,8 +47,8 @@ def make_processor(
         raise ValueError(f"select_strategy must be 'default' or 'full', got {select_strategy!r}.")
     if strategy == "default" and not class_tokens:
         raise ValueError(
-            f"select_strategy 'default' drops the first token, and a {vision_config.model_type} encoder has no class token: "
-            "a patch of the picture would be lost. Use 'full'."
+            f"select_strategy 'default' drops the first token, and {vision_config.model_type} has no class token: a "
+            "patch of the picture would be lost. Use 'full'."
         )
     if not image_processor.crop_size:
         size = image_processor.size
@@ -66,7 +66,7 @@ def make_processor(
     )
 
 
-def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None) -> int:
+def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = None) -> int:
     """Placeholders per image, checked against the features that `model` computes for a picture.
 
     Raises:
@@ -84,5 +84,7 @@ def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None) ->
             counts["the model"] = sum(len(image) for image in model.get_image_features(pixels).pooler_output)
     if len(set(counts.values())) > 1:
         found = ", ".join(f"{count} in {where}" for where, count in counts.items())
-        raise ValueError(f"The number of image tokens does not agree: {found}. Is the image size a multiple of the patch?")
+        raise ValueError(
+            f"The number of image tokens does not agree: {found}. Is the image size a multiple of the patch?"
+        )
     return counts["the prompt"]

@@ -2,9 +2,9 @@
 
 import json
 
-import parts
 import pytest
 import tiny
+import tiny_parts as parts
 import torch
 from PIL import Image
 from transformers import (
@@ -187,9 +187,7 @@ def test_a_template_without_marks_makes_an_inference_checkpoint_with_a_warning(t
         "<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}[assistant] {% endif %}"
     )
-    report = build_checkpoint(
-        parts.vision(tmp_path / "vision2"), language, tmp_path / "built2", chat_template=marked
-    )
+    report = build_checkpoint(parts.vision(tmp_path / "vision2"), language, tmp_path / "built2", chat_template=marked)
     assert report.generation_marks is True
 
 
@@ -200,14 +198,20 @@ def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm):
     tokenizer = parts.tokenizer(extra=("<image>",))
     stock.save_pretrained(tmp_path / "llava")
     LlavaProcessor(
-        image_processor=parts.image_processor("clip"), tokenizer=tokenizer, patch_size=8, num_additional_image_tokens=1,
-        vision_feature_select_strategy="default", chat_template=parts.CHATML,
-    ).save_pretrained(tmp_path / "llava")  # fmt: skip
+        image_processor=parts.image_processor("clip"),
+        tokenizer=tokenizer,
+        patch_size=8,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+        chat_template=parts.CHATML,
+    ).save_pretrained(tmp_path / "llava")
     report = retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built", arm=arm)
     ours = AutoModelForImageTextToText.from_pretrained(tmp_path / "built").state_dict()
     original = LlavaForConditionalGeneration.from_pretrained(tmp_path / "llava").state_dict()
     assert all(torch.equal(ours.pop(name), tensor) for name, tensor in original.items())
-    assert set(ours) == (set() if arm == "none" else {f"model.multi_modal_projector.norm.{n}" for n in ("weight", "bias")})
+    assert set(ours) == (
+        set() if arm == "none" else {f"model.multi_modal_projector.norm.{n}" for n in ("weight", "bias")}
+    )
     assert report.tokens_per_image == 4
     processor = AutoProcessor.from_pretrained(tmp_path / "built")
     assert processor.chat_template == parts.CHATML

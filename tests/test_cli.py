@@ -4,10 +4,11 @@ import json
 import subprocess
 import sys
 
-import parts
 import pytest
-from normalign_llava.cli import app
+import tiny_parts as parts
 from typer.testing import CliRunner
+
+from normalign_llava.cli import app
 
 
 def invoke(*arguments):
@@ -37,13 +38,15 @@ def test_importing_the_package_is_lazy_and_complete():
 
 def test_build_prints_what_was_built(tmp_path):
     vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
-    done = invoke("build", "--vision", vision, "--language", language, "--output", tmp_path / "out", "--arm", "aligned",
-                  "--feature-layer", "-3,-1")  # fmt: skip
+    options = ["--output", tmp_path / "out", "--arm", "aligned", "--feature-layer", "-3,-1"]
+    done = invoke("build", "--vision", vision, "--language", language, *options)
     assert done.exit_code == 0, done.output
     for words in ("N_text", "gain", "visual tokens per image", "aligned", "[-3, -1]", "M parameters"):
         assert words in done.output
     measured = invoke("gain", tmp_path / "out", "--json", "--top", 2)
-    assert json.loads(measured.output)["n_text"] == pytest.approx(json.loads((tmp_path / "out/build.json").read_text())["n_text"])
+    assert json.loads(measured.output)["n_text"] == pytest.approx(
+        json.loads((tmp_path / "out/build.json").read_text())["n_text"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,10 @@ def test_build_prints_what_was_built(tmp_path):
     [
         (["build", "--output", "x"], ["--vision and --language, or --from-llava"]),
         (["build", "--output", "x", "--from-llava", "a", "--vision", "b"], ["leave out --vision"]),
-        (["build", "--output", "x", "--vision", "v", "--language", "l", "--feature-layer", "last"], ["--feature-layer", "last"]),
+        (
+            ["build", "--output", "x", "--vision", "v", "--language", "l", "--feature-layer", "last"],
+            ["--feature-layer", "last"],
+        ),
         (["build", "--output", "x", "--vision", "v", "--language", "l", "--arm", "best"], ["arm", "'gwc'", "'best'"]),
         (["gain", "/no/such/folder"], ["/no/such/folder"]),
     ],

@@ -63,7 +63,9 @@ def test_left_padded_batch_equals_one_by_one(model):
     width = max(b["input_ids"].shape[1] for b in singles)
     pad = [width - b["input_ids"].shape[1] for b in singles]
     batch = {
-        "input_ids": torch.cat([torch.nn.functional.pad(b["input_ids"], (p, 0)) for b, p in zip(singles, pad, strict=True)]),
+        "input_ids": torch.cat(
+            [torch.nn.functional.pad(b["input_ids"], (p, 0)) for b, p in zip(singles, pad, strict=True)]
+        ),
         "attention_mask": torch.cat(
             [torch.nn.functional.pad(b["attention_mask"], (p, 0)) for b, p in zip(singles, pad, strict=True)]
         ),
@@ -144,7 +146,9 @@ def test_quantized_models_train_rightly_after_a_generate(tmp_path, bits):
             if type(module).__name__ == "Linear4bit":
                 import bitsandbytes.functional as bnb
 
-                reference.get_submodule(name).weight.copy_(bnb.dequantize_4bit(module.weight, module.weight.quant_state))
+                reference.get_submodule(name).weight.copy_(
+                    bnb.dequantize_4bit(module.weight, module.weight.quant_state)
+                )
             elif type(module).__name__ == "Linear8bitLt":
                 scale = module.weight.SCB.view(-1, 1) / 127.0
                 reference.get_submodule(name).weight.copy_(module.weight.data.float() * scale)

@@ -28,7 +28,7 @@ def names_on_disk(folder):
     names = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            names |= {name: file.get_slice(name).get_dtype() for name in file.keys()}
+            names |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     return names
 
 
@@ -217,7 +217,9 @@ def test_quantized_loading_leaves_projector_norm_tower_and_head_alone(tmp_path, 
             assert torch.equal(norm_of(loaded).weight, norm_of(model).weight)
         else:
             assert_aligned(loaded)
-        assert loaded.lm_head.weight.dtype == loaded.model.multi_modal_projector.linear_1.weight.dtype == torch.bfloat16
+        assert (
+            loaded.lm_head.weight.dtype == loaded.model.multi_modal_projector.linear_1.weight.dtype == torch.bfloat16
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- the Trainer
@@ -266,7 +268,9 @@ def test_device_map_auto_with_cpu_offload(tmp_path):
     )  # fmt: skip
     assert norm_of(loaded).weight.dtype == torch.float32
     torch.testing.assert_close(loaded(**batch).logits, model(**batch).logits)
-    automatic = AutoModelForImageTextToText.from_pretrained(tmp_path / "ours", device_map="auto", max_memory={"cpu": "1GB"})
+    automatic = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "ours", device_map="auto", max_memory={"cpu": "1GB"}
+    )
     torch.testing.assert_close(automatic(**batch).logits, model(**batch).logits)
 
 

@@ -91,7 +91,9 @@ def test_no_wide_copy_of_the_table_is_made():
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            sizes.extend(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.dtype != weight.dtype)
+            sizes.extend(
+                t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.dtype != weight.dtype
+            )
             return out
 
     weight = torch.randn(60_000, 64).bfloat16()
@@ -108,7 +110,9 @@ def test_a_model_made_from_a_config_is_aligned(vision, tied, norm):
     model = tiny.model(vision=vision, tied=tied, projector_norm=norm)
     n_text = tiny.reference_n_text(model.get_input_embeddings().weight)
     layer = model.model.multi_modal_projector.norm
-    assert isinstance(layer, {"layer_norm": GlobalWeightCompensatedLayerNorm}.get(norm, GlobalWeightCompensatedRMSNorm))
+    assert isinstance(
+        layer, {"layer_norm": GlobalWeightCompensatedLayerNorm}.get(norm, GlobalWeightCompensatedRMSNorm)
+    )
     assert model.config.text_embedding_norm == pytest.approx(n_text, rel=1e-12)
     torch.testing.assert_close(layer.weight, torch.full_like(layer.weight, n_text / tiny.WIDTH**0.5))
     features = model.get_image_features(tiny.inputs()["pixel_values"]).pooler_output[0]
@@ -198,14 +202,24 @@ def test_every_causal_language_model_that_scales_embeddings_is_known():
     # Without a cache in its output it cannot stand behind LlavaModel at all.
     known |= {"recurrent_gemma"}
     # Encoder-decoder families, whose decoders cannot stand alone behind a projector.
-    known |= {"bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"}
+    known |= {
+        "bart",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "marian",
+        "mbart",
+        "mvp",
+        "pegasus",
+        "plbart",
+    }
     known |= {"trocr", "whisper", "musicgen", "musicgen_melody"}
     assert found <= known, f"unknown families that scale embeddings: {sorted(found - known)}"
     assert {"gemma", "granite", "minicpm3"} <= found
     assert embedding_scales(AfmoeConfig(hidden_size=64, mup_enabled=True)) == (1.0, 8.0)
 
 
-# ------------------------------------------------------------------------------------------------------- inside a model
+# ------------------------------------------------------------------------------------------------------ inside a model
 def test_only_the_gradient_behind_the_norm_differs_between_the_arms():
     arms = {name: tiny.model(gradient_compensation=name).train() for name in ("global", "none")}
     batch = tiny.inputs()

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from normalign_llava.modeling_normalign_llava import (
     GlobalWeightCompensatedLayerNorm,
     GlobalWeightCompensatedRMSNorm,
-    compensation_factor,
+    gain_magnitude,
 )
 
 
@@ -122,7 +122,7 @@ def test_gradients_under_autocast(cls):
 
 
 def plain(norm, x):
-    """torch's own function on the same numbers; half-precision input with a wider gain goes through the gain's dtype."""
+    """torch's own function on the same numbers; half-precision input goes through the gain's dtype."""
     dtype = norm.weight.dtype if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
     if isinstance(norm, torch.nn.LayerNorm):
         return F.layer_norm(x.to(dtype), norm.normalized_shape, norm.weight, norm.bias, norm.eps).to(x.dtype)
@@ -173,10 +173,10 @@ def test_gradcheck_without_compensation_and_the_documented_factor_with_it(cls):
     torch.testing.assert_close(compensated, numerical * factor, rtol=1e-6, atol=1e-9)
 
 
-def test_compensation_factor_stops_at_the_floor():
+def test_gain_magnitude_stops_at_the_floor():
     gain = torch.tensor([0.02, -0.04])
-    assert compensation_factor(gain, 1e-3).item() == pytest.approx(1 / 0.03)
-    assert compensation_factor(gain * 1e-4, 1e-3).item() == pytest.approx(1e3)
+    assert gain_magnitude(gain, 1e-3).item() == pytest.approx(0.03)
+    assert gain_magnitude(gain * 1e-4, 1e-3).item() == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("cls", NORMS)

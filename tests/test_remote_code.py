@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 
-import parts
 import pytest
+import tiny_parts as parts
 import torch
-from normalign_llava.build import build_checkpoint
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
+
+from normalign_llava.build import build_checkpoint
 
 
 BLOCK = """

@@ -18,7 +18,12 @@ def test_sharded_embeddings_are_gathered(tmp_path, mode):
     llava = tiny.llava(tied=False)
     llava.save_pretrained(tmp_path / "llava")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    worker = [str(Path(__file__).with_name("sharded_worker.py")), mode, str(tmp_path / "llava"), str(tmp_path / "found")]
+    worker = [
+        str(Path(__file__).with_name("sharded_worker.py")),
+        mode,
+        str(tmp_path / "llava"),
+        str(tmp_path / "found"),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([*launch, *worker], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

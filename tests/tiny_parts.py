@@ -25,15 +25,18 @@ from transformers import (
 
 
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
+    " + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-SIZES = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, image_size=16, patch_size=8)
+SIZES = dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, image_size=16, patch_size=8
+)
 ENCODERS = {
     "clip": lambda: CLIPVisionModel(tiny.vision_config("clip")),
     "clip_full": lambda: CLIPModel(
         CLIPConfig(
-            vision_config=SIZES, text_config=dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+            vision_config=SIZES,
+            text_config=dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=50),
         )
     ),
     "siglip": lambda: SiglipVisionModel(tiny.vision_config("siglip")),
@@ -41,7 +44,14 @@ ENCODERS = {
     "registers": lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**SIZES, num_register_tokens=4)),
     "vit": lambda: ViTModel(ViTConfig(**SIZES), add_pooling_layer=False),
 }
-FEATURES = {"clip": 4, "clip_full": 4, "siglip": 4, "dinov2": 4, "registers": 8, "vit": 4}  # 2 x 2 patches, 4 registers
+FEATURES = {
+    "clip": 4,
+    "clip_full": 4,
+    "siglip": 4,
+    "dinov2": 4,
+    "registers": 8,
+    "vit": 4,
+}  # 2 x 2 patches, 4 registers
 
 
 def image_processor(kind):

