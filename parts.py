@@ -122,7 +122,7 @@ def load_language_model(language: str, dtype: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def add_image_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Grows the vocabulary where the image token does not fit. New rows are the mean row, whose logit is no maximum."""
+    """Grows the vocabulary where the image token does not fit. New rows are the mean row: its logit is no maximum."""
     old = model.get_input_embeddings().num_embeddings
     if len(tokenizer) <= old:
         return

@@ -1,0 +1,57 @@
+"""The wheel and the sdist contain the package, its data and what builds it, and nothing else."""
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """The sources that a clone would have, away from anything that lies about in the working tree."""
+    copy = tmp_path_factory.mktemp("tree") / "normalign"
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode != 0:
+        pytest.skip("needs a git checkout")
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).exists():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, copy / name)
+    return copy
+
+
+def sources(tree):
+    patterns = ["*.py", "py.typed", "quickstart/*.py", "templates/*"]
+    return {str(path.relative_to(tree)) for pattern in patterns for path in tree.glob(pattern)}
+
+
+def test_wheel(tree, tmp_path):
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(tree)]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    package = {name.removeprefix("normalign_llava/") for name in names if name.startswith("normalign_llava/")}
+    assert package == sources(tree)
+    others = {name.split("/")[0] for name in names if not name.startswith("normalign_llava/")}
+    assert others == {f"{wheel.name.split('-py3')[0]}.dist-info"}
+
+
+def test_sdist(tree, tmp_path):
+    code = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=tree, check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        files = {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
+    files = {name for name in files if not name.startswith("normalign_llava.egg-info/")}
+    tests = {str(path.relative_to(tree)) for folder in ("tests", "benchmarks") for path in tree.glob(f"{folder}/*.py")}
+    project = {"pyproject.toml", "setup.cfg", "MANIFEST.in", "PKG-INFO", "README.md", "LICENSE", "Makefile"}
+    assert files == sources(tree) | tests | project | {"CHANGELOG.md", "CITATION.cff"}
