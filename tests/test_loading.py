@@ -222,6 +222,47 @@ def test_quantized_loading_leaves_projector_norm_tower_and_head_alone(tmp_path, 
         )
 
 
+def test_a_quantized_checkpoint_keeps_the_norm_in_float32(tmp_path):
+    tiny.model(tied=False).save_pretrained(tmp_path / "ours")
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "ours", quantization_config=quantization)
+    loaded.save_pretrained(tmp_path / "quantized")
+    assert names_on_disk(tmp_path / "quantized")[f"{NORM}.weight"] == "F32"
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "quantized")
+    assert torch.equal(norm_of(again).weight, norm_of(loaded).weight)
+    assert not any(m.support_avx512bf16_for_cpu for m in again.modules() if type(m).__name__ == "Linear4bit")
+    torch.testing.assert_close(again(**tiny.inputs()).logits, loaded(**tiny.inputs()).logits)
+
+
+def test_a_merged_adapter_saves_a_complete_checkpoint(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(
+        target_modules=r".*language_model.*(q_proj|down_proj)",
+        modules_to_save=["multi_modal_projector"],
+        init_lora_weights=False,
+    )
+    adapted = get_peft_model(tiny.model(tied=False), lora).eval()
+    batch = tiny.inputs()
+    expected = adapted(**batch).logits
+    adapted.merge_and_unload().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForImageTextToText"}
+    assert {path.name for path in tmp_path.glob("*.py")} == CODE
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    torch.testing.assert_close(merged(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_serving_engines_look_for():
+    """Requirements of vLLM's and SGLang's Transformers backends on the base model."""
+    import inspect
+
+    assert NormAlignLlavaModel._supports_attention_backend and NormAlignLlavaForConditionalGeneration.base_model_prefix
+    assert next(iter(inspect.signature(NormAlignLlavaModel.get_image_features).parameters)) == "self"
+    assert "pixel_values" in inspect.signature(NormAlignLlavaModel.get_image_features).parameters
+    assert inspect.signature(NormAlignLlavaModel.forward).parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
+
+
 # --------------------------------------------------------------------------------------------------------- the Trainer
 def test_full_tuning_resumes_from_the_trained_weights(tmp_path):
     """With LLaVA's names on disk the Trainer resumes from the initial weights without a word."""
