@@ -21,12 +21,14 @@ app = typer.Typer(
 
 
 @contextmanager
-def _errors_for_people() -> Iterator[None]:
+def _errors_for_people(extra: str | None = None) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
+        remedy = f" Install it with: pip install 'normalign-llava[{extra}]'"
+        message = f"{error}{remedy if extra and isinstance(error, ModuleNotFoundError) else ''}"
         Console(stderr=True).print(f"[bold red]Error:[/] {type(error).__name__}:", end=" ")
-        Console(stderr=True).print(str(error), markup=False, highlight=False)
+        Console(stderr=True).print(message, markup=False, highlight=False)
         raise typer.Exit(1) from error
 
 
@@ -115,7 +117,7 @@ def quickstart(
     ),
 ) -> None:
     """Fetch real parts and data, build, train, evaluate and reload a small model: minutes on two CPU cores."""
-    from .quickstart.run import run_quickstart
+    with _errors_for_people(extra="quickstart"):
+        from .quickstart.run import run_quickstart
 
-    with _errors_for_people():
         run_quickstart(output)
