@@ -10,9 +10,9 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, Dinov2Model
 
 from normalign_llava import mean_embedding_norm
-from normalign_llava.quickstart.convert import convert_language, convert_vision, finished_folder
+from normalign_llava.quickstart.convert import convert_language, convert_vision
 from normalign_llava.quickstart.data import emoji, load_picture
-from normalign_llava.quickstart.fetch import FetchError, unpack
+from normalign_llava.quickstart.fetch import FetchError, finished_folder, unpack
 from normalign_llava.quickstart.parts import LANGUAGE, VISION
 
 

@@ -3,6 +3,7 @@
 """The quickstart's questions, from the real archives: what is held out, what is balanced, what the loss is on."""
 
 from collections import Counter, defaultdict
+from functools import cache
 
 import numpy as np
 import pytest
@@ -37,6 +38,11 @@ def archives():
         pytest.skip(f"the real parts cannot be fetched: {error}")
 
 
+@cache
+def file_shown(path):
+    return png(load_picture(path))
+
+
 def test_no_picture_of_the_test_split_is_trained_on():
     trained = {question.picture.read_bytes() for question in easy_vqa("train", 0)}
     held = {question.picture.read_bytes() for question in easy_vqa("test", 0)}
@@ -45,8 +51,8 @@ def test_no_picture_of_the_test_split_is_trained_on():
 
 def test_training_rows_show_training_pictures_and_google_drawings_only():
     google, fluent = emoji(40, 0)
-    of_train = {png(load_picture(question.picture)) for question in [*easy_vqa("train", 0), *google]}
-    of_test = {png(load_picture(question.picture)) for question in held_out(100, 40)}
+    of_train = {file_shown(question.picture) for question in [*easy_vqa("train", 0), *google]}
+    of_test = {file_shown(question.picture) for question in held_out(100, 40)}
     shown = {png(row["images"][0]) for row in training_data(200, 40)}
     assert len(shown) > 100
     assert shown <= of_train and not shown & of_test
@@ -89,12 +95,34 @@ def test_the_seed_decides_what_is_drawn():
 def test_questions_of_a_row_are_about_its_picture():
     true = defaultdict(set)
     for question in easy_vqa("train", 0):
-        true[png(load_picture(question.picture))].add((question.text, question.answer))
+        true[file_shown(question.picture)].add((question.text, question.taught))
     for row in training_data(60, 40, emoji_share=0.0):
         user, assistant = (
             [m["content"][-1]["text"] for m in row["messages"] if m["role"] == r] for r in ("user", "assistant")
         )
         assert set(zip(user, assistant, strict=True)) <= true[png(row["images"][0])]
+
+
+def test_what_is_taught_begins_with_what_is_seen():
+    by_picture = defaultdict(list)
+    for question in easy_vqa("train", 0):
+        by_picture[question.picture].append(question)
+    checked = 0
+    for questions in by_picture.values():
+        told = {q.answer for q in questions if q.kind != "yes/no"}
+        for question in questions:
+            if question.kind != "yes/no":
+                assert question.taught == question.answer
+            elif question.taught:
+                seen, answer = question.taught.split(", ")
+                colour, shape = seen.split()
+                assert answer == question.answer and colour in COLOURS and shape in SHAPES
+                assert told <= {colour, shape}
+                named = colour in question.text or shape in question.text
+                negated = " not " in question.text or " no " in question.text
+                assert (answer == "yes") == (named != negated)
+                checked += 1
+    assert checked > 5000
 
 
 def test_transparency_becomes_white(tmp_path):
@@ -118,4 +146,6 @@ def test_the_loss_is_on_answers_and_end_of_turn_only(tmp_path):
         assert tokenizer.decode(labels[labels != -100]) == "".join(f"{answer}<|im_end|>" for answer in answers)
         assert (tokens == image).sum() == (56 // 14) ** 2
         assert (labels[labels != -100] == tokens[labels != -100]).all()
-        assert tokenizer.decode(tokens).startswith(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n<image>")
+        assert tokenizer.decode(tokens).startswith(
+            f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n<image>"
+        )

