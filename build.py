@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,11 +28,13 @@ from .parts import (
     add_image_token,
     check_feature_layer,
     check_language_model,
-    check_text_logits,
+    check_text_outputs,
+    check_vision_encoder,
+    describe_chat_template,
     load_language_model,
     load_part,
     set_chat_template,
-    text_logits,
+    text_outputs,
     vision_config,
 )
 from .processing import check_processor, make_processor
@@ -81,10 +83,10 @@ def build_checkpoint(
     *,
     arm: str = "gwc",
     norm: str = "layer_norm",
-    feature_layer: int | list[int] = -2,
+    feature_layer: int | Sequence[int] = -2,
     select_strategy: str | None = None,
     chat_template: str | os.PathLike | None = None,
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
 ) -> BuildReport:
     """Joins a vision encoder and a language model into an untrained NormAlign-LLaVA checkpoint.
 
@@ -94,11 +96,11 @@ def build_checkpoint(
         output: folder to make; it must not exist or be empty.
         arm: one of the paper's arms, see `ARMS`.
         norm: `"layer_norm"` or `"rms_norm"`.
-        feature_layer: hidden state(s) of the encoder that the projector reads; 0 is the embeddings, -1 the last.
+        feature_layer: hidden state(s) of the encoder that the projector reads; -1 is the last layer's output.
         select_strategy: `"default"` drops the class token, `"full"` keeps every token. Default: `"default"` where the
             encoder has a class token, `"full"` for SigLIP, which has none.
         chat_template: file with a Jinja template to use in place of the language model's own.
-        dtype: of all weights but the norm's, which is float32; `"auto"` is the language model's.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the language model's. The norm is always float32.
 
     Returns:
         What was built, also written to `output/build.json`.
@@ -107,8 +109,8 @@ def build_checkpoint(
         ValueError: a part or an option does not fit; nothing is written.
     """
     arguments = _norm_arguments(arm, norm)
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f'dtype must be "auto" or a torch dtype such as "bfloat16", got {dtype!r}.')
+    dtype = _dtype(dtype)
+    feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
     with _new_folder(output) as folder:
         encoder = vision_config(vision)
         check_language_model(language)
@@ -120,7 +122,7 @@ def build_checkpoint(
 
         language_model = load_language_model(language, dtype)
         tower = load_part(MODEL_MAPPING[type(encoder)], vision, language_model.dtype, config=encoder)
-        logits = text_logits(language_model)
+        outputs = text_outputs(language_model)
         add_image_token(language_model, tokenizer)
         config = NormAlignLlavaConfig(
             vision_config=tower.config,
@@ -133,7 +135,7 @@ def build_checkpoint(
             **arguments,
         )
         model = _assemble(config, tower, language_model)
-        check_text_logits(model, logits, language)
+        check_text_outputs(model, outputs, language)
         return _finish(model, processor, folder, output, vision, language, arm, template)
 
 
@@ -145,12 +147,14 @@ def retrofit_checkpoint(
     Every tensor of the checkpoint is kept. Arguments, result and errors are those of [`build_checkpoint`].
     """
     arguments = _norm_arguments(arm, norm)
+    dtype = _dtype(dtype)
     with _new_folder(output) as folder:
         config = AutoConfig.from_pretrained(llava)
         if config.model_type != "llava":
             raise ValueError(
                 f"{llava} is a {config.model_type!r} model. --from-llava takes LLaVA checkpoints ('llava')."
             )
+        check_vision_encoder(llava, config.vision_config)
         model = NormAlignLlavaForConditionalGeneration.from_pretrained(llava, dtype=dtype, **arguments)
         stock = AutoProcessor.from_pretrained(llava)
         processor = make_processor(
@@ -161,7 +165,7 @@ def retrofit_checkpoint(
             chat_template=stock.chat_template,
             image_token=stock.image_token,
         )
-        template = ("LLaVA's own", "{% generation" in (stock.chat_template or ""))
+        template = describe_chat_template(stock.chat_template)
         return _finish(model, processor, folder, output, llava, llava, arm, template)
 
 
@@ -188,20 +192,27 @@ def _assemble(config, tower: PreTrainedModel, language_model: PreTrainedModel):
     return model.eval()
 
 
+def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    allowed = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype in allowed.values():
+        return dtype
+    if dtype not in allowed:
+        raise ValueError(f"dtype must be one of {', '.join(allowed)}, got {dtype!r}.")
+    return allowed[dtype]
+
+
 @contextmanager
 def _new_folder(output: str | os.PathLike) -> Iterator[Path]:
-    """A temporary folder beside `output` that takes its place when all has gone well, and vanishes otherwise."""
-    output = Path(output).absolute()
+    """A temporary folder whose content becomes `output` when all has gone well, and vanishes otherwise."""
+    output = Path(output).resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"The output {output} exists and is not an empty folder. Choose another, or remove it first.")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as temporary:
-        folder = Path(temporary) / "checkpoint"
-        folder.mkdir()
-        yield folder
-        if output.exists():
-            output.rmdir()
-        shutil.move(folder, output)
+    ancestor = next(parent for parent in output.parents if parent.exists())
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=ancestor) as temporary:
+        yield Path(temporary)
+        output.mkdir(parents=True, exist_ok=True)
+        for path in Path(temporary).iterdir():
+            shutil.move(path, output / path.name)
 
 
 def _finish(model, processor: LlavaProcessor, folder: Path, output, vision: str, language: str, arm: str, template):
@@ -231,6 +242,8 @@ def _finish(model, processor: LlavaProcessor, folder: Path, output, vision: str,
         chat_template=template[0],
         generation_marks=template[1],
     )
+    for part in (config.text_config, config.vision_config):
+        part._name_or_path = _public_name(part._name_or_path)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     kept = {key: value for key, value in asdict(report).items() if key != "output"}

@@ -60,12 +60,13 @@ def build(
     from .build import build_checkpoint, retrofit_checkpoint
 
     with _errors_for_people():
+        layers = -2 if feature_layer is None else _layers(feature_layer)
         if from_llava:
             report = retrofit_checkpoint(from_llava, output, arm=arm, norm=norm, dtype=dtype)
         elif vision and language:
             report = build_checkpoint(
-                vision, language, output, arm=arm, norm=norm, feature_layer=_layers(feature_layer or "-2"),
-                select_strategy=select_strategy, chat_template=chat_template, dtype=dtype,
+                vision, language, output, arm=arm, norm=norm, feature_layer=layers, select_strategy=select_strategy,
+                chat_template=chat_template, dtype=dtype,
             )  # fmt: skip
         else:
             raise ValueError("Give --vision and --language, or --from-llava.")

@@ -1,9 +1,7 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# Copyright 2026 The NormAlign-LLaVA authors. Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """NormAlign-LLaVA: LLaVA with a norm after the projector whose gain gives visual tokens the norm of text embeddings.
 
-From "The Unseen Bias: How Norm Discrepancy in Pre-Norm MLLMs Leads to Visual Information Loss"
-(https://huggingface.co/papers/2512.08374); equation numbers are that paper's. Read it as a diff against
+Method and equation numbers: "The Unseen Bias", https://huggingface.co/papers/2512.08374. Read it as a diff against
 `transformers/models/llava/modeling_llava.py`: the norms, the measurement of N_text, and two subclasses.
 """
 
@@ -21,6 +19,7 @@ from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.llava import modeling_llava as llava
+from transformers.quantizers import AutoQuantizationConfig
 
 from .configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
 
@@ -80,11 +79,12 @@ class _CompensatedNorm(nn.Module):
         self.gain_floor, self.compensate = gain_floor, compensate
 
     def forward(self, x: Tensor) -> Tensor:
+        affine = [getattr(self, name) for name in self._affine]
         if self.compensate and x.requires_grad and torch.is_grad_enabled():
-            return self._compensated.apply(x, self.eps, self.gain_floor, *self._parameters.values())
+            return self._compensated.apply(x, self.eps, self.gain_floor, *affine)
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        parameters = (parameter.to(dtype) for parameter in self._parameters.values())
-        return self._plain(x.to(dtype), self.normalized_shape, *parameters, eps=self.eps).to(x.dtype)
+        affine = [parameter.to(dtype) for parameter in affine]
+        return self._plain(x.to(dtype), self.normalized_shape, *affine, eps=self.eps).to(x.dtype)
 
 
 class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
@@ -102,13 +102,13 @@ class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
         compensate (`bool`): `False` is a plain LayerNorm.
     """
 
-    _compensated, _plain = _CompensatedLayerNorm, staticmethod(F.layer_norm)
+    _compensated, _plain, _affine = _CompensatedLayerNorm, staticmethod(F.layer_norm), ("weight", "bias")
 
 
 class GlobalWeightCompensatedRMSNorm(_CompensatedNorm, nn.RMSNorm):
     """The same for `gain * x / sqrt(mean(x^2) + eps)` (eq. 3), without bias; a normalised token has norm sqrt(d)."""
 
-    _compensated, _plain = _CompensatedRMSNorm, staticmethod(F.rms_norm)
+    _compensated, _plain, _affine = _CompensatedRMSNorm, staticmethod(F.rms_norm), ("weight",)
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def embedding_row_norms(weight: Tensor, chunk_rows: int = 4096) -> Tensor:
     """
     with _gathered(weight) as (whole,):
         if whole.is_meta:
-            raise ValueError("The embedding matrix is on the meta device. Load its weights before measuring N_text.")
+            raise ValueError("The embedding matrix is on meta (not loaded, or offloaded to disk). Load it first.")
         if whole.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"The embedding matrix is quantized ({whole.dtype}). Measure N_text before quantization.")
         return torch.cat([chunk.cpu().double().norm(dim=-1) for chunk in whole.detach().split(chunk_rows)])
@@ -182,22 +182,20 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
     def measure_text_embedding_norm(self) -> float:
         """N_text, the mean norm with which text embeddings enter the decoder (eq. 11); also written into the config.
 
-        The rows of the image token and of vocabulary padding, which repeats the image token's row, do not count.
-        Raises what [`mean_embedding_norm`] raises.
+        The image token's row and padding that repeats it do not count. Raises what [`mean_embedding_norm`] raises.
         """
         norms = embedding_row_norms(self.get_input_embeddings().weight)
         added = torch.isin(norms, norms[self.config.image_token_id : self.config.image_token_id + 1])
         scale_text, scale_all = embedding_scales(self.config.text_config)
-        n_text = _mean_of_rows(norms, added.nonzero().flatten().tolist()) * scale_text * scale_all
-        self.config.text_embedding_norm = n_text
-        return n_text
+        mean = _mean_of_rows(norms, added.nonzero().flatten().tolist())
+        self.config.text_embedding_norm = mean * scale_text * scale_all
+        return self.config.text_embedding_norm
 
     def align_projector_norm(self) -> float:
         """Sets the gain to N_text / sqrt(d) and the bias to 0, writes N_text into the config and returns it (eq. 11).
 
-        With `projector_gain_init="one"` the gain is set to 1 instead. Where the language model scales every input
-        embedding (Granite), the gain allows for it, so that visual tokens enter the decoder with norm N_text. Raises
-        ValueError if the model has no norm, and what [`mean_embedding_norm`] raises.
+        With `projector_gain_init="one"` the gain is set to 1. Where the language model scales every input embedding
+        (Granite), the gain allows for it. Raises ValueError without a norm, and what [`mean_embedding_norm`] raises.
         """
         norm = self.base_model.multi_modal_projector.norm
         if isinstance(norm, nn.Identity):
@@ -238,17 +236,19 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         ValueError if the checkpoint lacks tensors other than the norm's, and names them all.
         """
         quantization = kwargs.get("quantization_config")
+        if isinstance(quantization, dict):
+            kwargs["quantization_config"] = quantization = AutoQuantizationConfig.from_dict(quantization)
         if isinstance(quantization, BitsAndBytesConfig) and quantization.llm_int8_skip_modules is None:
             kwargs["quantization_config"] = quantization = copy.copy(quantization)
-            whole = ["vision_tower", "multi_modal_projector"]
-            quantization.llm_int8_skip_modules = ["lm_head", *whole, *(f"model.{name}" for name in whole)]
+            parts = ("vision_tower", "multi_modal_projector", "model.vision_tower", "model.multi_modal_projector")
+            quantization.llm_int8_skip_modules = ["lm_head", *parts]
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         for module in (loaded[0] if isinstance(loaded, tuple) else loaded).modules():
             if type(module).__name__ == "Linear4bit":  # On AVX512 it would repack its weight in the first forward in
                 module.support_avx512bf16_for_cpu = False  # eval mode, for good, and later gradients be wrong or None.
         return loaded
 
-    def save_pretrained(self, save_directory, *args, state_dict=None, save_original_format=False, **kwargs):
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs):
         """[`~transformers.PreTrainedModel.save_pretrained`] under the module's own names, gain and bias in float32.
 
         `save_original_format=True` writes LLaVA's older names, from which the Trainer cannot resume.
@@ -258,8 +258,8 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
             state_dict[name] = state_dict[name].float()
         for part in (self.config.text_config, self.config.vision_config):
             part.dtype = self.dtype  # as loading would set it, so that saving again writes the same configuration
-        kwargs.update(state_dict=state_dict, save_original_format=save_original_format)
-        return super().save_pretrained(save_directory, *args, **kwargs)
+        kwargs.setdefault("save_original_format", False)
+        return super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
 
 
 class NormAlignLlavaModel(NormAlignLlavaPreTrainedModel, llava.LlavaModel):

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The two parts of a model: which vision encoders and language models fit, how they are loaded and made ready."""
 
+import inspect
 import logging
 import os
 from pathlib import Path
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 IMAGE_TOKEN = "<image>"
 VOCABULARY_MULTIPLE = 64
+NO_MARKS = (
+    "The chat template has no {% generation %} marks, so this checkpoint is for inference only. Training on assistant "
+    "turns needs them: pass a template that has them with --chat-template."
+)
 
 
 def vision_config(vision: str) -> PreTrainedConfig:
@@ -37,31 +42,46 @@ def vision_config(vision: str) -> PreTrainedConfig:
             "number: use a SigLIP 2 checkpoint of fixed resolution."
         )
     config = getattr(config, "vision_config", config)
-    if config.model_type not in VISION_ENCODERS:
-        raise ValueError(
-            f"{vision} is a {config.model_type!r} model. Vision encoders that can be built in: "
-            f"{', '.join(VISION_ENCODERS)}."
-        )
+    check_vision_encoder(vision, config)
     if config.model_type == "siglip_vision_model":
         config.vision_use_head = False  # the pooling head is not read
     return config
 
 
+def check_vision_encoder(name: str, config: PreTrainedConfig) -> None:
+    """Raises ValueError if the vision encoder of this configuration is none that can be built in."""
+    if config.model_type not in VISION_ENCODERS:
+        raise ValueError(
+            f"The vision encoder of {name} is a {config.model_type!r} model. Those that can be built in: "
+            f"{', '.join(VISION_ENCODERS)}."
+        )
+
+
 def check_language_model(language: str) -> None:
-    """Raises ValueError if `language` is not a causal language model of transformers."""
+    """Raises ValueError if `language` is not a causal language model of transformers that takes LLaVA's inputs."""
     config = AutoConfig.from_pretrained(language)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{language} is a {config.model_type!r} model, not a causal language model of transformers.")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.get_text_config() is not config:
+        raise ValueError(
+            f"{language} is a {config.model_type!r} model, not a causal language model of transformers for text."
+        )
+    if "past_key_values" not in inspect.signature(MODEL_MAPPING[type(config)].forward).parameters:
+        raise ValueError(
+            f"{language} is a {config.model_type!r} model, which has no key-value cache as LLaVA needs one."
+        )
+    if config.model_type == "bloom":
+        logger.warning("Bloom normalises its embeddings, visual tokens too: the gain has no effect on it.")
 
 
 def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
-    """Raises ValueError if the encoder has no such hidden state; 0 is the embeddings, -1 the last layer's output."""
+    """Raises ValueError if the encoder has no such hidden state; -1 is the last layer's output."""
     states = config.num_hidden_layers + 1
+    if feature_layer == 0:
+        raise ValueError(f"feature_layer 0 is read as none at all by LLaVA. The embeddings are {-states}.")
+    if feature_layer == []:
+        raise ValueError("feature_layer names no hidden state. Give one, such as -2, or several.")
     for layer in [feature_layer] if isinstance(feature_layer, int) else feature_layer:
         if not -states <= layer < states:
-            raise ValueError(
-                f"feature_layer {layer} does not exist: the encoder has {states} hidden states, the first 0."
-            )
+            raise ValueError(f"feature_layer {layer} does not exist: the encoder has {states} hidden states.")
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> tuple[str, bool]:
@@ -91,11 +111,16 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
     check_chat_template(tokenizer, made, original)
     tokenizer.chat_template = made.template
     if not made.generation_marks:
-        logger.warning(
-            "The chat template has no {% generation %} marks, so this checkpoint is for inference only. Training on "
-            "assistant turns needs them: pass a template that has them with --chat-template."
-        )
+        logger.warning(NO_MARKS)
     return made.source, made.generation_marks
+
+
+def describe_chat_template(template: str | None) -> tuple[str, bool]:
+    """What [`set_chat_template`] returns, for a template that is kept as it is; warns where it has no marks."""
+    marks = "{% generation" in (template or "")
+    if not marks:
+        logger.warning(NO_MARKS)
+    return "the checkpoint's own" if template else "none", marks
 
 
 def load_part(cls: type[PreTrainedModel], name: str, dtype: torch.dtype | str, **kwargs) -> PreTrainedModel:
@@ -117,6 +142,11 @@ def load_language_model(language: str, dtype: str) -> PreTrainedModel:
         )
     if type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
         raise ValueError(f"{language} has no base model that transformers' AutoModel can make; LLaVA cannot hold it.")
+    width = model.get_input_embeddings().embedding_dim
+    if width != model.config.hidden_size:
+        raise ValueError(
+            f"{language} projects embeddings of {width} to its hidden size of {model.config.hidden_size}."
+        )
     return model
 
 
@@ -133,26 +163,32 @@ def add_image_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 
 
 @torch.no_grad()
-def text_logits(model: PreTrainedModel) -> torch.Tensor:
-    """Logits `(1, 8, V)`, float32, of a fixed text."""
+def text_outputs(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states `(1, 8, d)` and logits `(1, 8, V)`, float32, of a fixed text."""
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.arange(3, 3 + 8).remainder(vocabulary)[None]
-    return model.eval()(input_ids=ids, use_cache=False).logits.float()
+    hidden = model.eval().base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return hidden.float(), model(input_ids=ids, use_cache=False).logits.float()
 
 
-def check_text_logits(model: PreTrainedModel, expected: torch.Tensor, language: str) -> None:
-    """Compares an assembled model with its language model on text; see [`text_logits`].
+def check_text_outputs(model: PreTrainedModel, expected: tuple[torch.Tensor, torch.Tensor], language: str) -> None:
+    """Compares an assembled model with what its language model computed on text; see [`text_outputs`].
 
-    Raises ValueError where the most likely tokens differ. Families that transform logits after the head get a warning.
+    Raises ValueError where hidden states differ. Families that transform logits after the head get a warning.
     """
-    got = text_logits(model)[..., : expected.shape[-1]]
-    if torch.allclose(got, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item()):
-        return
-    if not torch.equal(got.argmax(-1), expected.argmax(-1)):
+    if not all(tensor.isfinite().all() for tensor in expected):
+        raise ValueError(f"{language} computes NaN or infinite values on text. Its weights are damaged.")
+    hidden, logits = text_outputs(model)
+    if not _close(hidden, expected[0]):
         raise ValueError(
-            f"Inside LLaVA, {language} computes other logits than by itself. This family cannot be built in."
+            f"Inside LLaVA, {language} computes other hidden states than by itself. This family cannot be built in."
         )
-    logger.warning(
-        f"{language} transforms its logits after the head (scaling or soft-capping), which LLaVA does not: the most "
-        "likely token is the same, sampling temperatures and losses differ."
-    )
+    if not _close(logits[..., : expected[1].shape[-1]], expected[1]):
+        logger.warning(
+            f"{language} transforms its logits after the head (scaling or soft-capping), which LLaVA does not: the "
+            "most likely token is the same, sampling temperatures and losses differ."
+        )
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(got, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item())

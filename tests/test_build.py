@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
+    FalconH1Config,
     Gemma2Config,
     GemmaConfig,
     GPT2Config,
@@ -18,6 +19,8 @@ from transformers import (
     LlamaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    MambaConfig,
+    OPTConfig,
     Siglip2VisionConfig,
     Siglip2VisionModel,
 )
@@ -91,8 +94,15 @@ def test_arms(folders, arm, norm):
     torch.testing.assert_close(norm_layer.weight, torch.full((32,), gain))
     assert report.gain == pytest.approx(gain, rel=1e-6)
     assert norm_layer.compensate == (arm == "gwc") and model.config.projector_norm == norm
-    kept = json.loads((output / "build.json").read_text())
-    assert kept["arm"] == arm and str(output.parent) not in (output / "build.json").read_text()
+    assert json.loads((output / "build.json").read_text())["arm"] == arm
+
+
+def test_no_local_path_travels_with_a_checkpoint(folders):
+    vision, language, output = folders
+    build_checkpoint(vision, language, output)
+    AutoModelForImageTextToText.from_pretrained(output).save_pretrained(output.parent / "again")
+    for path in [*output.glob("*.js*"), *(output.parent / "again").glob("*.js*")]:
+        assert str(output.parent) not in path.read_text(), path
 
 
 def test_spare_rows_of_the_vocabulary_are_used_first(tmp_path):
@@ -118,6 +128,8 @@ def test_several_feature_layers(folders):
         ({"arm": "best"}, ["arm", "'none', 'unit', 'aligned', 'gwc'", "'best'"]),
         ({"norm": "batch"}, ["norm", "rms_norm", "'batch'"]),
         ({"feature_layer": 9}, ["feature_layer 9", "4 hidden states"]),
+        ({"feature_layer": 0}, ["feature_layer 0", "-4"]),
+        ({"feature_layer": ()}, ["feature_layer names no hidden state"]),
         ({"select_strategy": "cls"}, ["select_strategy", "'default' or 'full'", "'cls'"]),
         ({"dtype": "int7"}, ["dtype", "int7"]),
         ({"vision": "language"}, ["'llama'", "siglip_vision_model"]),
@@ -147,6 +159,44 @@ def test_naflex_is_refused_by_name(tmp_path):
     Siglip2VisionModel(Siglip2VisionConfig(**sizes)).save_pretrained(tmp_path / "naflex")
     with pytest.raises(ValueError, match="NaFlex"):
         build_checkpoint(str(tmp_path / "naflex"), parts.language(tmp_path / "l"), tmp_path / "built")
+
+
+def test_language_models_that_llava_would_change_or_cannot_hold_are_refused(tmp_path):
+    vision = parts.vision(tmp_path / "vision")
+    half = parts.language(tmp_path / "opt", cls=OPTConfig, word_embed_proj_dim=16, ffn_dim=48)
+    with pytest.raises(ValueError, match="projects embeddings of 16 to its hidden size of 32"):
+        build_checkpoint(vision, half, tmp_path / "built")
+    state = parts.language(tmp_path / "mamba", cls=MambaConfig, state_size=4)
+    with pytest.raises(ValueError, match="'mamba' model, which has no key-value cache"):
+        build_checkpoint(vision, state, tmp_path / "built")
+    # Falcon-H1 multiplies embeddings only where it looks them up itself, which LLaVA does in its place.
+    sizes = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8)
+    moved = parts.language(tmp_path / "falcon", cls=FalconH1Config, embedding_multiplier=5.65, **sizes)
+    with pytest.raises(ValueError, match="computes other hidden states than by itself"):
+        build_checkpoint(vision, moved, tmp_path / "built")
+    assert not (tmp_path / "built").exists()
+
+
+def test_damaged_weights_are_named(tmp_path):
+    language = parts.language(tmp_path / "language")
+    model = AutoModelForCausalLM.from_pretrained(language)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.fill_(float("nan"))
+    model.save_pretrained(language)
+    with pytest.raises(ValueError, match="NaN or infinite values on text"):
+        build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
+
+
+def test_an_empty_output_is_filled_even_through_a_link(folders):
+    vision, language, output = folders
+    (output.parent / "disk").mkdir()
+    output.symlink_to(output.parent / "disk", target_is_directory=True)
+    build_checkpoint(vision, language, output)
+    assert output.is_symlink() and (output.parent / "disk" / "config.json").exists()
+    deep = output.parent / "a" / "b"
+    with pytest.raises(ValueError):
+        build_checkpoint(vision, language, deep, feature_layer=9)
+    assert not deep.parent.exists()
 
 
 def test_an_output_with_files_is_left_alone(folders):

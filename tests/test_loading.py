@@ -192,6 +192,14 @@ def test_float32_in_every_checkpoint_even_of_a_cast_model(tmp_path):
     assert names_on_disk(tmp_path / "cast")["model.language_model.norm.weight"] == "BF16"
 
 
+def test_a_quantization_config_as_a_dict_leaves_the_tower_alone_too(tmp_path):
+    tiny.model().save_pretrained(tmp_path)
+    wanted = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path, quantization_config=wanted)
+    quantized = {name for name, module in loaded.named_modules() if type(module).__name__ == "Linear8bitLt"}
+    assert quantized and all(name.startswith("model.language_model.layers.") for name in quantized)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_loading_leaves_projector_norm_tower_and_head_alone(tmp_path, bits):
     import bitsandbytes as bnb

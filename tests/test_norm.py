@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch.utils.checkpoint import checkpoint
 
 from normalign_llava.modeling_normalign_llava import (
@@ -246,6 +247,21 @@ def test_compiles_into_one_graph(cls, compensate, backend):
     ours = gradients(compiled, norm, x, upstream)
     for got, reference in zip(ours, gradients(norm, norm, x, upstream), strict=True):
         torch.testing.assert_close(got, reference)
+
+
+@pytest.mark.parametrize("cls", NORMS)
+def test_parameters_are_found_by_name(cls):
+    """DataParallel's replicas and FSDP keep them as plain attributes; pruning changes their order."""
+    torch.manual_seed(0)
+    norm = make_norm(cls, 8, dtype=torch.float32)
+    x = torch.randn(3, 8, requires_grad=True)
+    expected = norm(x)
+    replica = norm._replicate_for_data_parallel()
+    for name, parameter in norm.named_parameters():
+        setattr(replica, name, parameter.clone())
+    assert torch.equal(replica(x), expected)
+    torch.nn.utils.prune.identity(norm, "weight")
+    assert torch.equal(norm(x), expected)
 
 
 @pytest.mark.parametrize("cls", NORMS)
