@@ -85,7 +85,7 @@ def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = N
     if len(set(counts.values())) > 1:
         found = ", ".join(f"{count} in {where}" for where, count in counts.items())
         raise ValueError(
-            f"The number of image tokens does not agree: {found}. Pictures must leave the image processor in one size, "
-            "a multiple of the encoder's patch."
+            f"The number of image tokens does not agree: {found}. Pictures must leave the image processor in one "
+            "size, a multiple of the patch."
         )
     return counts["the prompt"]

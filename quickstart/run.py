@@ -50,7 +50,7 @@ class Settings:
     image_size: int = 56
     feature_layer: int | tuple[int, ...] = -4
     stage1: Stage = field(default_factory=lambda: Stage(steps=40, learning_rate=1e-3))
-    stage2: Stage = field(default_factory=lambda: Stage(steps=160, learning_rate=1e-3, lora_rank=16))
+    stage2: Stage = field(default_factory=lambda: Stage(steps=140, learning_rate=1e-3, lora_rank=16))
     emoji_count: int = 40
     emoji_share: float = 0.25
     per_kind: int = 100
