@@ -62,7 +62,7 @@ def easy_vqa(split: str, seed: int, cache: Path | None = None) -> list[Question]
     kept; their answers are about even.
 
     What is taught as the answer to a yes/no question begins with what is seen, "red circle, no": in trials the model
-    learned to compare a question with its own words, and in the same time not with the picture directly. Colour and
+    learned to compare a question with its own words, and in as many steps not with the picture directly. Colour and
     shape come from the split's other questions about the picture; a yes/no question about a picture whose other
     questions do not give both is not trained on.
     """
@@ -74,7 +74,8 @@ def easy_vqa(split: str, seed: int, cache: Path | None = None) -> list[Question]
     for text, answer, image in triples:
         if answer not in ("yes", "no"):
             seen[image].update(text.rstrip("?").split(), [answer])
-    kept, by_wording = [], defaultdict(lambda: {"yes": [], "no": []})
+    kept: list[Question] = []
+    by_wording: dict[str, dict[str, list[Question]]] = defaultdict(lambda: {"yes": [], "no": []})
     for text, answer, image in triples:
         kind = "shape" if answer in SHAPES else "colour" if answer in COLOURS else "yes/no"
         taught = answer

@@ -59,7 +59,7 @@ def main(request: Path, reply: Path) -> None:
     """Loads the checkpoint with its own code and writes its answers."""
     here = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]  # its names would hide others'
-    sys.modules[PACKAGE] = None  # an import of the package fails from here on
+    sys.modules[PACKAGE] = None  # type: ignore[assignment]  # an import of it fails from here on
 
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
