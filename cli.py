@@ -25,7 +25,7 @@ def _errors_for_people(extra: str | None = None) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
-        remedy = f" Install it with: pip install 'normalign-llava[{extra}]'"
+        remedy = f". Install it with: pip install 'normalign-llava[{extra}]'"
         message = f"{error}{remedy if extra and isinstance(error, ModuleNotFoundError) else ''}"
         Console(stderr=True).print(f"[bold red]Error:[/] {type(error).__name__}:", end=" ")
         Console(stderr=True).print(message, markup=False, highlight=False)

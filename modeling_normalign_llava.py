@@ -47,7 +47,7 @@ class _CompensatedLayerNorm(torch.autograd.Function):
         x, gain, bias, mean, rstd = ctx.saved_tensors
         dtype = torch.promote_types(x.dtype, gain.dtype)
         scaled = (gain / gain_magnitude(gain, ctx.gain_floor)).to(dtype)
-        grad_x, grad_gain, grad_bias = torch.ops.aten.native_layer_norm_backward(
+        grad_x, grad_gain, grad_bias = torch.ops.aten.native_layer_norm_backward.default(
             grad.to(dtype), x.to(dtype), gain.shape, mean, rstd, scaled, bias.to(dtype), [True, True, True]
         )
         return grad_x.to(x.dtype), None, None, grad_gain.to(gain.dtype), grad_bias.to(bias.dtype)
