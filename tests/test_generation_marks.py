@@ -29,15 +29,11 @@ from normalign_llava.chat_template import (
     multimodal_chat_template,
 )
 from normalign_llava.quickstart.convert import convert_language
-from normalign_llava.quickstart.fetch import FetchError
 
 
 @pytest.fixture(scope="session")
-def smollm2_tokenizer():
-    try:
-        return AutoTokenizer.from_pretrained(convert_language())
-    except FetchError as error:
-        pytest.skip(str(error))
+def smollm2_tokenizer(archives):
+    return AutoTokenizer.from_pretrained(convert_language())
 
 
 # ------------------------------------------------------------------------------------------------------------- marks

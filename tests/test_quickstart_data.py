@@ -24,18 +24,10 @@ from normalign_llava.quickstart.data import (
     png,
     training_data,
 )
-from normalign_llava.quickstart.fetch import FetchError, fetch
-from normalign_llava.quickstart.parts import PARTS
 from normalign_llava.quickstart.train import Stage, make_trainer
 
 
-@pytest.fixture(scope="module", autouse=True)
-def archives():
-    try:
-        for part in PARTS:
-            fetch(part)
-    except FetchError as error:
-        pytest.skip(f"the real parts cannot be fetched: {error}")
+pytestmark = pytest.mark.usefixtures("archives")
 
 
 @cache

@@ -17,8 +17,6 @@ from rich.console import Console
 
 from normalign_llava.quickstart.data import KINDS, OVERALL, Question
 from normalign_llava.quickstart.evaluate import majority, score
-from normalign_llava.quickstart.fetch import FetchError, fetch
-from normalign_llava.quickstart.parts import PARTS
 from normalign_llava.quickstart.report import shortfalls
 from normalign_llava.quickstart.run import Journal, Settings, first_of_each_kind, run_quickstart
 from normalign_llava.quickstart.train import Stage
@@ -45,15 +43,6 @@ QUESTIONS = [
     Question("yes/no", "is there a circle?", "no", None, None),
     Question("emoji", "what is this?", "cat", None, None),
 ]
-
-
-@pytest.fixture(scope="module")
-def archives():
-    try:
-        for part in PARTS:
-            fetch(part)
-    except FetchError as error:
-        pytest.skip(f"the real parts cannot be fetched: {error}")
 
 
 def test_a_killed_quickstart_goes_on_to_its_end(archives, tmp_path):
