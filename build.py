@@ -4,10 +4,7 @@
 
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from transformers import (
 )
 
 from .configuration_normalign_llava import NormAlignLlavaConfig
+from .folders import new_folder
 from .modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
 from .parts import (
     add_image_token,
@@ -109,9 +107,9 @@ def build_checkpoint(
         ValueError: a part or an option does not fit; nothing is written.
     """
     arguments = _norm_arguments(arm, norm)
-    dtype = _dtype(dtype)
+    dtype = torch_dtype(dtype)
     feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
-    with _new_folder(output) as folder:
+    with new_folder(output) as folder:
         encoder = vision_config(vision)
         check_language_model(language)
         check_feature_layer(feature_layer, encoder)
@@ -147,8 +145,8 @@ def retrofit_checkpoint(
     Every tensor of the checkpoint is kept. Arguments, result and errors are those of [`build_checkpoint`].
     """
     arguments = _norm_arguments(arm, norm)
-    dtype = _dtype(dtype)
-    with _new_folder(output) as folder:
+    dtype = torch_dtype(dtype)
+    with new_folder(output) as folder:
         config = AutoConfig.from_pretrained(llava)
         if config.model_type != "llava":
             raise ValueError(
@@ -192,27 +190,14 @@ def _assemble(config, tower: PreTrainedModel, language_model: PreTrainedModel):
     return model.eval()
 
 
-def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """The dtype of that name; `"auto"` stays. Raises ValueError on another name."""
     allowed = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype in allowed.values():
         return dtype
     if dtype not in allowed:
         raise ValueError(f"dtype must be one of {', '.join(allowed)}, got {dtype!r}.")
     return allowed[dtype]
-
-
-@contextmanager
-def _new_folder(output: str | os.PathLike) -> Iterator[Path]:
-    """A temporary folder whose content becomes `output` when all has gone well, and vanishes otherwise."""
-    output = Path(output).resolve()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"The output {output} exists and is not an empty folder. Choose another, or remove it first.")
-    ancestor = next(parent for parent in output.parents if parent.exists())
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=ancestor) as temporary:
-        yield Path(temporary)
-        output.mkdir(parents=True, exist_ok=True)
-        for path in Path(temporary).iterdir():
-            shutil.move(path, output / path.name)
 
 
 def _finish(model, processor: LlavaProcessor, folder: Path, output, vision: str, language: str, arm: str, template):

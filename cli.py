@@ -111,6 +111,52 @@ def gain(
         Console().print(*statistics.tables(), sep="\n")
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def train(
+    context: typer.Context,
+    accelerate_config: Annotated[str | None, typer.Option("--accelerate_config")] = None,
+    num_processes: Annotated[int, typer.Option("--num_processes", min=1)] = 1,
+) -> None:
+    """Train a checkpoint as RECIPE.yaml and options say: `normalign train RECIPE.yaml [--any_option value]`.
+
+    RECIPE is a file or the name of one that the package brings; `--help` lists every option. With --accelerate_config
+    (ddp, fsdp2, zero2, zero3 or a file) and --num_processes the run is started by `accelerate launch`.
+    """
+    with _errors_for_people():
+        if accelerate_config:
+            from .train.launch import launch
+
+            launch(accelerate_config, num_processes, context.args)
+        else:
+            from .train.run import main
+
+            main(context.args)
+
+
+@app.command()
+def merge(
+    adapter: Annotated[str, typer.Argument(help="Folder of an adapter that `normalign train` wrote.")],
+    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    base: Annotated[str | None, typer.Option(help="Checkpoint it was trained on, where it has moved.")] = None,
+    dtype: Annotated[str, typer.Option(help="Precision of all weights but the norm's; auto is the base's.")] = "auto",
+) -> None:
+    """Merge a LoRA adapter into its base: a checkpoint folder that needs no PEFT."""
+    with _errors_for_people(extra="qlora"):
+        from .train.merge import merge_adapter
+
+        report = merge_adapter(adapter, output, base=base, dtype=dtype)
+    table = Table(title="Merged checkpoint", show_header=False)
+    table.add_row("adapter", f"{report.adapter} ({report.kind}, rank {report.rank})")
+    table.add_row("base", f"{report.base} ({report.quantization or 'not quantized'} in training)")
+    table.add_row("parameters, dtype", f"{report.parameters / 1e6:.1f} M, {report.dtype}, norm float32")
+    table.add_row("largest difference of logits", f"{report.difference:.2g}")
+    table.add_row("written to", report.output)
+    Console().print(table)
+
+
 @app.command()
 def quickstart(
     output: Annotated[Path, typer.Option(help="Folder for the checkpoint, the figures and the picture.")] = Path(

@@ -31,9 +31,8 @@ def gain_magnitude(gain: Tensor, gain_floor: float) -> Tensor:
 
 
 class _CompensatedLayerNorm(torch.autograd.Function):
-    # LayerNorm's backward is linear in the gradient at the normalised tokens. Scaling that gradient by 1/s is thus
-    # LayerNorm's own backward with gain/s in place of the gain, and the gradients of gain and bias do not involve the
-    # gain at all: one call of the fused kernel gives all three.
+    # LayerNorm's backward is linear in the gradient at the normalised tokens; scaled by 1/s, it is that backward with
+    # gain/s as gain. The gradients of gain and bias do not involve the gain: one fused kernel gives all three.
     @staticmethod
     def forward(ctx, x, eps, gain_floor, gain, bias):
         dtype = torch.promote_types(x.dtype, gain.dtype)
@@ -79,10 +78,9 @@ class _CompensatedNorm(nn.Module):
         self.gain_floor, self.compensate = gain_floor, compensate
 
     def forward(self, x: Tensor) -> Tensor:
-        affine = [getattr(self, name) for name in self._affine]
+        affine, dtype = [getattr(self, name) for name in self._affine], torch.promote_types(x.dtype, self.weight.dtype)
         if self.compensate and x.requires_grad and torch.is_grad_enabled():
             return self._compensated.apply(x, self.eps, self.gain_floor, *affine)
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
         affine = [parameter.to(dtype) for parameter in affine]
         return self._plain(x.to(dtype), self.normalized_shape, *affine, eps=self.eps).to(x.dtype)
 
@@ -164,11 +162,9 @@ class NormAlignLlavaMultiModalProjector(llava.LlavaMultiModalProjector):
     def __init__(self, config: NormAlignLlavaConfig):
         super().__init__(config)
         norms = {"layer_norm": GlobalWeightCompensatedLayerNorm, "rms_norm": GlobalWeightCompensatedRMSNorm}
-        self.norm = nn.Identity()
-        if config.projector_norm != "none":
-            compensate = config.gradient_compensation == "global"
-            hidden_size, eps = config.text_config.hidden_size, config.projector_norm_eps
-            self.norm = norms[config.projector_norm](hidden_size, eps, config.gain_floor, compensate)
+        arguments = config.text_config.hidden_size, config.projector_norm_eps, config.gain_floor
+        compensate, kind = config.gradient_compensation == "global", config.projector_norm
+        self.norm = nn.Identity() if kind == "none" else norms[kind](*arguments, compensate)
 
     def forward(self, image_features: Tensor) -> Tensor:
         return self.norm(super().forward(image_features))
@@ -248,14 +244,18 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
                 module.support_avx512bf16_for_cpu = False  # eval mode, for good, and later gradients be wrong or None.
         return loaded
 
+    def enable_input_require_grads(self):
+        # Of text alone: transformers hooks each submodule's embeddings, so that a frozen tower would carry gradients.
+        hook = self.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_(True))
+        self._require_grads_hooks = [hook]
+
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs):
         """[`~transformers.PreTrainedModel.save_pretrained`] under the module's own names, gain and bias in float32.
 
         `save_original_format=True` writes LLaVA's older names, from which the Trainer cannot resume.
         """
         state_dict = self.state_dict() if state_dict is None else dict(state_dict)
-        for name in [name for name in state_dict if "multi_modal_projector.norm." in name]:
-            state_dict[name] = state_dict[name].float()
+        state_dict |= {name: value.float() for name, value in state_dict.items() if "projector.norm." in name}
         for part in (self.config.text_config, self.config.vision_config):
             part.dtype = self.dtype  # as loading would set it, so that saving again writes the same configuration
         kwargs.setdefault("save_original_format", False)
@@ -284,8 +284,8 @@ class NormAlignLlavaForConditionalGeneration(NormAlignLlavaPreTrainedModel, llav
         super(llava.LlavaForConditionalGeneration, self).__init__(config)  # LLaVA's own would build both parts twice
         self.model = NormAlignLlavaModel(config)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
-        embeddings = self.get_input_embeddings()  # not every language model calls them embed_tokens
-        name = next(name for name, module in self.named_modules() if module is embeddings)
+        # Not every language model calls its embeddings embed_tokens.
+        name = next(name for name, module in self.named_modules() if module is self.get_input_embeddings())
         self._tied_weights_keys = {"lm_head.weight": f"{name}.weight"}
         self.post_init()
 

@@ -3,6 +3,6 @@
 """`normalign quickstart`: a first checkpoint from real parts, with no account and no GPU.
 
 `parts` pins the archives, `fetch` downloads them, `convert` turns two of them into Hugging Face model folders, `data`
-makes the questions, `train` runs the two stages, `evaluate` asks held-out questions, `reload` asks again in a process
-that has the checkpoint alone, `report` shows it all, and `run` strings them together.
+makes the questions, `train` runs two recipes of the training room, `evaluate` asks held-out questions, `reload` asks
+again in a process that has the checkpoint alone, `report` shows it all, and `run` strings them together.
 """

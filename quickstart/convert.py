@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Config, Dinov2Model
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
-from .fetch import cache_dir, finished_folder, unpack
+from ..folders import finished_folder
+from .fetch import cache_dir, unpack
 from .parts import LANGUAGE, VISION
 
 

@@ -15,18 +15,16 @@ import ssl
 import subprocess
 import sys
 import tarfile
-import tempfile
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
 from filelock import FileLock
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from ..folders import finished_folder
 from .parts import Part
 
 
@@ -81,21 +79,6 @@ def unpack(part: Part, cache: Path | None = None) -> Path:
             with tarfile.open(archive) as tarball:
                 tarball.extractall(staging, [m for m in tarball if _wanted(part, m.name)], filter="data")
     return folder
-
-
-@contextmanager
-def finished_folder(target: Path) -> Iterator[Path]:
-    """Yields a temporary folder that becomes `target` when the block ends without an error.
-
-    Where another process has made `target` in the meantime, that one stays.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as name:
-        staging = Path(name) / target.name
-        staging.mkdir()
-        yield staging
-        if not target.exists():
-            os.replace(staging, target)
 
 
 def resolve(part: Part, folder: Path) -> str:

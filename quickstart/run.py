@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The quickstart from start to end: fetch, convert, build, ask, train twice, ask again, reload elsewhere, report.
+"""The quickstart from start to end: fetch, convert, build, ask, train twice, merge, ask again, reload, report.
 
 Every step leaves a finished artefact that appears whole or not at all, and is skipped where its artefact lies already:
 a run that was stopped goes on when it is started again.
@@ -20,7 +20,9 @@ from rich.console import Console
 from transformers import AutoProcessor, set_seed
 
 from ..build import build_checkpoint
+from ..folders import finished_folder
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..train.merge import merge_adapter
 from .convert import convert_language, convert_vision
 from .data import Question, held_out, load_picture, png, prompt, training_data
 from .evaluate import evaluate, write_json
@@ -28,7 +30,7 @@ from .fetch import cache_dir, fetch
 from .parts import PARTS
 from .reload import answer_each, answer_elsewhere
 from .report import draw_pictures, peak_rss_gib, print_parts, print_results, versions
-from .train import Stage, bfloat16_pays, train_stage
+from .train import bfloat16_pays, rows_of, stage, train_stage
 
 
 @dataclass(frozen=True)
@@ -38,19 +40,19 @@ class Settings:
     Attributes:
         image_size: Side of the pictures in pixels; 14 pixels make one visual token.
         feature_layer: Hidden state, or states, of the vision encoder that the projector reads.
-        stage1: Projector and norm alone.
-        stage2: Adapters on the language model, with projector and norm.
+        stage1: Options of training projector and norm alone.
+        stage2: Options of training adapters on the language model, with projector and norm.
         emoji_count: Number of different emoji to name.
         emoji_share: Share of training rows about emoji.
         per_kind: Held-out easy-VQA questions of each kind; even.
         shown_per_kind: Questions of each kind in the picture, which are also those asked again after reloading.
-        seed: Of everything drawn.
+        seed: Of everything drawn; the order of training rows is the recipes'.
     """
 
     image_size: int = 56
     feature_layer: int | tuple[int, ...] = -4
-    stage1: Stage = field(default_factory=lambda: Stage(steps=40, learning_rate=1e-3))
-    stage2: Stage = field(default_factory=lambda: Stage(steps=140, learning_rate=1e-3, lora_rank=16))
+    stage1: dict[str, Any] = field(default_factory=lambda: stage("quickstart-align"))
+    stage2: dict[str, Any] = field(default_factory=lambda: stage("quickstart-tune"))
     emoji_count: int = 40
     emoji_share: float = 0.25
     per_kind: int = 100
@@ -81,7 +83,8 @@ def run_quickstart(
     for unfinished in output.glob(".*"):  # what a killed run was writing
         if unfinished.is_dir():
             shutil.rmtree(unfinished)
-    untrained, stage1, model = output / "untrained", output / "stage1", output / "model"
+    untrained, model, data = output / "untrained", output / "model", output / "data"
+    stage1, stage2 = output / "stage1", output / "stage2"
     seed, bf16 = settings.seed, journal.bf16
 
     with journal.step("fetch"):
@@ -97,14 +100,14 @@ def run_quickstart(
     questions = held_out(settings.per_kind, settings.emoji_count, seed, cache)
     with journal.step("evaluate before"):
         before = evaluate_once(untrained, questions, output / "evaluation" / "before.json", bf16)
-    rows = settings.stage1.rows + settings.stage2.rows
-    dataset = training_data(rows, settings.emoji_count, settings.emoji_share, seed, cache)
+    write_data(data, settings, cache)
     with journal.step("stage 1"):
-        first = dataset.select(range(settings.stage1.rows))
-        train_stage(settings.stage1, untrained, stage1, first, bf16=bf16, seed=seed)
+        train_stage(settings.stage1, untrained, data / "stage1", stage1, bf16=bf16)
     with journal.step("stage 2"):
-        second = dataset.select(range(settings.stage1.rows, rows))
-        train_stage(settings.stage2, stage1, model, second, bf16=bf16, seed=seed)
+        train_stage(settings.stage2, stage1, data / "stage2", stage2, bf16=bf16)
+    with journal.step("merge"):
+        if not model.exists():
+            merge_adapter(stage2, model, base=str(stage1))
     with journal.step("evaluate after"):
         after = evaluate_once(model, questions, output / "evaluation" / "after.json", bf16)
 
@@ -179,6 +182,17 @@ def build(vision: Path, language: Path, output: Path, settings: Settings) -> Non
     layer = settings.feature_layer if isinstance(settings.feature_layer, int) else list(settings.feature_layer)
     set_seed(settings.seed)  # of the projector's initial weights
     build_checkpoint(str(vision), str(language), output, arm="gwc", feature_layer=layer)
+
+
+def write_data(output: Path, settings: Settings, cache: Path) -> None:
+    """Writes the conversations of both stages, which share none."""
+    if output.exists():
+        return
+    first, second = rows_of(settings.stage1), rows_of(settings.stage2)
+    rows = training_data(first + second, settings.emoji_count, settings.emoji_share, settings.seed, cache)
+    with finished_folder(output) as folder:
+        rows.select(range(first)).save_to_disk(folder / "stage1")
+        rows.select(range(first, first + second)).save_to_disk(folder / "stage2")
 
 
 def evaluate_once(checkpoint: Path, questions: list[Question], output: Path, bf16: bool) -> dict[str, Any]:

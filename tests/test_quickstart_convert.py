@@ -10,9 +10,10 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, Dinov2Model
 
 from normalign_llava import mean_embedding_norm
+from normalign_llava.folders import finished_folder
 from normalign_llava.quickstart.convert import convert_language, convert_vision
 from normalign_llava.quickstart.data import emoji, load_picture
-from normalign_llava.quickstart.fetch import finished_folder, unpack
+from normalign_llava.quickstart.fetch import unpack
 from normalign_llava.quickstart.parts import LANGUAGE, VISION
 
 

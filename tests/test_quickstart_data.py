@@ -24,7 +24,9 @@ from normalign_llava.quickstart.data import (
     png,
     training_data,
 )
-from normalign_llava.quickstart.train import Stage, make_trainer
+from normalign_llava.train.arguments import DataArguments
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.dataset import load_data
 
 
 pytestmark = pytest.mark.usefixtures("archives")
@@ -129,9 +131,12 @@ def test_the_loss_is_on_answers_and_end_of_turn_only(tmp_path):
     untrained = tmp_path / "untrained"
     build_checkpoint(str(convert_vision(56)), str(convert_language()), untrained, feature_layer=-4)
     dataset = training_data(12, 40, seed=5)
-    trainer = make_trainer(Stage(steps=1, learning_rate=1e-3, batch_size=12), untrained, tmp_path / "t", dataset)
-    batch = trainer.data_collator([dataset[number] for number in range(12)])
-    tokenizer = AutoProcessor.from_pretrained(untrained).tokenizer
+    dataset.save_to_disk(tmp_path / "data")
+    processor = AutoProcessor.from_pretrained(untrained)
+    arguments = DataArguments(dataset_name=str(tmp_path / "data"))
+    rows = load_data(arguments, processor, max_length=2048, seed=0, with_eval=False).train
+    batch = ConversationCollator(processor)(list(rows))
+    tokenizer = processor.tokenizer
     image = tokenizer.convert_tokens_to_ids("<image>")
     for tokens, labels, row in zip(batch["input_ids"], batch["labels"], dataset, strict=True):
         answers = [m["content"][0]["text"] for m in row["messages"] if m["role"] == "assistant"]

@@ -19,12 +19,13 @@ from normalign_llava.quickstart.data import KINDS, OVERALL, Question
 from normalign_llava.quickstart.evaluate import majority, score
 from normalign_llava.quickstart.report import shortfalls
 from normalign_llava.quickstart.run import Journal, Settings, first_of_each_kind, run_quickstart
-from normalign_llava.quickstart.train import Stage
+from normalign_llava.quickstart.train import stage
 
 
+STEPS = {"max_steps": 2, "global_batch_size": 4, "per_device_train_batch_size": 2, "save_steps": 1}
 SHORT = Settings(
-    stage1=Stage(steps=2, learning_rate=1e-3, batch_size=2, save_steps=1),
-    stage2=Stage(steps=2, learning_rate=1e-3, lora_rank=2, batch_size=2, save_steps=1),
+    stage1=stage("quickstart-align", **STEPS),
+    stage2=stage("quickstart-tune", **STEPS, lora_r=2),
     emoji_count=4,
     per_kind=2,
     shown_per_kind=1,
@@ -49,24 +50,27 @@ def test_a_killed_quickstart_goes_on_to_its_end(archives, tmp_path):
     output = tmp_path / "quickstart"
     source = textwrap.dedent(START).format(tests=os.path.dirname(__file__), output=str(output))
     process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not list((output / "stage1-trainer").glob("checkpoint-*/trainer_state.json")):
+    while process.poll() is None and not list((output / "stage2-trainer").glob("checkpoint-*/trainer_state.json")):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert not (output / "stage1").exists() and not (output / "results.json").exists()
-    before = {path: path.stat().st_mtime_ns for path in (output / "untrained").iterdir()}
+    assert not (output / "stage2").exists() and not (output / "results.json").exists()
+    finished = [path for folder in ("untrained", "stage1") for path in (output / folder).iterdir()]
+    before = {path: path.stat().st_mtime_ns for path in finished}
     assert (output / "evaluation" / "before.json").exists()
 
     console = Console(record=True, width=120)
     results = run_quickstart(output, SHORT, console=console)
-    assert {path: path.stat().st_mtime_ns for path in (output / "untrained").iterdir()} == before
+    assert {path: path.stat().st_mtime_ns for path in finished} == before
     assert results == json.loads((output / "results.json").read_text())
     assert results["reloaded_answers_identical"] and results["reloaded_answers"] == 4
     assert results["count"] == {**dict.fromkeys(KINDS, 2), OVERALL: 6, "emoji": 4}
     assert list(results["steps"])[:4] == ["fetch", "convert", "build", "evaluate before"]
     assert {path.name for path in output.iterdir()} == {
-        "untrained", "stage1", "model", "evaluation", "journal.json", "pictures.png", "results.json",
+        "untrained", "data", "stage1", "stage2", "model", "evaluation", "journal.json", "pictures.png", "results.json",
     }  # fmt: skip
+    assert not [path for folder in ("stage1", "stage2", "model") for path in (output / folder).glob("checkpoint-*")]
+    assert json.loads((output / "model" / "training.json").read_text())["options"]["max_steps"] == 2
     with Image.open(output / "pictures.png") as picture:
         assert min(picture.size) > 200
     shown = console.export_text()

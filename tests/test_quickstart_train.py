@@ -1,7 +1,8 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The two stages on tiny real models: what changes and what does not, and going on after a kill."""
+"""The quickstart's recipes on a tiny real model: what changes and what does not, and going on after a kill."""
 
+import json
 import os
 import signal
 import subprocess
@@ -16,20 +17,17 @@ import torch
 from datasets import Dataset
 from PIL import Image
 from safetensors.torch import load_file
-from trl import SFTTrainer
 
 from normalign_llava.build import build_checkpoint
 from normalign_llava.quickstart.data import FEATURES, png
-from normalign_llava.quickstart.train import (
-    AnswerLossTrainer,
-    Stage,
-    last_complete_checkpoint,
-    make_trainer,
-    train_stage,
-)
+from normalign_llava.quickstart.train import rows_of, stage, train_stage
+from normalign_llava.train.merge import merge_adapter
+from normalign_llava.train.run import main
 
 
 COLOURS = ("red", "green", "blue")
+SHORT = {"max_steps": 3, "global_batch_size": 8, "per_device_train_batch_size": 4, "save_steps": 2}
+RECIPES = ("quickstart-align", "quickstart-tune")
 
 
 @pytest.fixture(scope="module")
@@ -40,122 +38,96 @@ def untrained(tmp_path_factory):
     return folder / "untrained"
 
 
-def colours(rows: int) -> Dataset:
-    def row(number):
-        colour = COLOURS[number % 3]
-        user = [{"type": "image"}, {"type": "text", "text": "which colour"}]
-        answer = [{"type": "text", "text": colour}]
-        messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
-        return {"images": [{"bytes": png(Image.new("RGB", (16, 16), colour))}], "messages": messages}
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    Dataset.from_list([row(number) for number in range(48)], features=FEATURES).save_to_disk(folder / "colours")
+    return folder / "colours"
 
-    return Dataset.from_list([row(number) for number in range(rows)], features=FEATURES)
+
+def row(number):
+    colour = COLOURS[number % 3]
+    user = [{"type": "image"}, {"type": "text", "text": "which colour"}]
+    answer = [{"type": "text", "text": colour}]
+    messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+    return {"images": [{"bytes": png(Image.new("RGB", (16, 16), colour))}], "messages": messages}
 
 
 def changed(before: Path, after: Path) -> set[str]:
-    old, new = (load_file(folder / "model.safetensors") for folder in (before, after))
+    old, new = (load_file(next(folder.glob("*model.safetensors"))) for folder in (before, after))
     assert old.keys() == new.keys()
     return {name for name in old if not torch.equal(old[name], new[name])}
 
 
+def test_a_stage_is_its_recipe_with_changes():
+    recipe = stage("quickstart-align")
+    assert recipe["stage"] == "align" and rows_of(recipe) == 640
+    assert stage("quickstart-align", max_steps=3) == {**recipe, "max_steps": 3}
+    assert rows_of(stage("quickstart-tune")) == 2240
+    with pytest.raises(ValueError, match="no recipe of that name"):
+        stage("quickstart-rest")
+
+
 @pytest.mark.parametrize("bf16", [False, True])
-def test_stage_1_changes_the_projector_and_nothing_else(untrained, tmp_path, bf16):
-    stage = Stage(steps=3, learning_rate=1e-2, batch_size=4)
-    trained = train_stage(stage, untrained, tmp_path / "stage1", colours(12), bf16=bf16)
+def test_stage_1_changes_the_projector_and_nothing_else(untrained, data, tmp_path, bf16):
+    trained = tmp_path / "stage1"
+    train_stage(stage("quickstart-align", **SHORT), untrained, data, trained, bf16=bf16)
     names = changed(untrained, trained)
     assert all(name.startswith("model.multi_modal_projector.") for name in names)
     assert len(names) == 6  # two linear layers and the norm, each with weight and bias
-    saved = load_file(trained / "model.safetensors")
-    assert {saved[f"model.multi_modal_projector.norm.{name}"].dtype for name in ("weight", "bias")} == {torch.float32}
-    assert not (tmp_path / "stage1-trainer").exists()
+    assert {tensor.dtype for tensor in load_file(trained / "model.safetensors").values()} == {torch.float32}
+    record = json.loads((trained / "training.json").read_text())
+    assert (record["stage"], record["options"]["max_steps"], record["options"]["bf16"]) == ("align", 3, bf16)
+    assert [path.name for path in tmp_path.iterdir()] == ["stage1"]
+    assert all(path.is_file() for path in trained.iterdir())
 
 
-def test_stage_2_adapts_the_language_model_and_the_projector_and_not_the_vision_tower(untrained, tmp_path):
-    stage = Stage(steps=3, learning_rate=1e-2, lora_rank=2, batch_size=4)
-    trainer = make_trainer(stage, untrained, tmp_path / "t", colours(12))
-    trainable = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
-    assert all(("lora_" in n and "language_model" in n) or "multi_modal_projector" in n for n in trainable)
-    assert len([name for name in trainable if "lora_" in name]) == 2 * 7 * 2  # A and B, seven linears, two layers
-    trained = train_stage(stage, untrained, tmp_path / "stage2", colours(12))
-    names = changed(untrained, trained)
-    linears = {name for name in load_file(trained / "model.safetensors") if ".layers." in name and "_proj." in name}
+def test_stage_2_adapts_the_language_model_and_the_projector_and_not_the_vision_tower(untrained, data, tmp_path):
+    train_stage(stage("quickstart-tune", **SHORT), untrained, data, tmp_path / "adapter", bf16=True)
+    adapter = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (16, 32, 0.0)
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    names = changed(untrained, tmp_path / "merged")
+    linears = {name for name in load_file(untrained / "model.safetensors") if ".layers." in name and "_proj." in name}
     of_language = {name for name in linears if "language_model" in name}
     assert {name for name in names if "multi_modal_projector" not in name} == of_language
-    assert len(names) == len(of_language) + 6
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_loss_and_gradients_are_those_of_the_plain_trainer(untrained, tmp_path, rank):
-    stage = Stage(steps=1, learning_rate=1e-2, lora_rank=rank, batch_size=6)
-    found = []
-    for loss_of in (AnswerLossTrainer.compute_loss, SFTTrainer.compute_loss):
-        trainer = make_trainer(stage, untrained, tmp_path / "t", colours(6))
-        batch = trainer.data_collator(list(trainer.train_dataset))
-        loss = loss_of(trainer, trainer.model, dict(batch), num_items_in_batch=torch.tensor(31))
-        loss.backward()
-        gradients = {n: p.grad for n, p in trainer.model.named_parameters() if p.requires_grad}
-        found.append((loss.detach(), gradients))
-    (ours, our_gradients), (reference, reference_gradients) = found
-    torch.testing.assert_close(ours, reference)
-    assert our_gradients.keys() == reference_gradients.keys()
-    for name, gradient in reference_gradients.items():
-        torch.testing.assert_close(our_gradients[name], gradient, msg=name)
-
-
-def test_bfloat16_reaches_the_forward(untrained, tmp_path):
-    stage = Stage(steps=1, learning_rate=1e-2, batch_size=6, accumulation=1)
-    seen = []
-    for bf16 in (False, True):
-        trainer = make_trainer(stage, untrained, tmp_path / "t", colours(6), bf16=bf16)
-        layer = trainer.model.model.language_model.layers[0].mlp.up_proj
-        layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-        trainer.train()
-    assert seen == [torch.float32, torch.bfloat16]
+    assert len(of_language) == 2 * 7 and len(names) == 2 * 7 + 6
 
 
 RUN = """
-    import sys
     from pathlib import Path
-    sys.path.insert(0, {tests!r})
-    from test_quickstart_train import Stage, colours, train_stage
-    stage = Stage(steps=12, learning_rate=1e-2, lora_rank={rank}, batch_size=4, save_steps=2)
-    train_stage(stage, Path({untrained!r}), Path(sys.argv[1]), colours(48))
+    from normalign_llava.quickstart.train import stage, train_stage
+    options = stage({recipe!r}, **{options!r})
+    train_stage(options, Path({untrained!r}), Path({data!r}), Path({output!r}))
 """
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_killed_stage_goes_on_and_ends_with_the_same_weights(untrained, tmp_path, rank):
-    source = textwrap.dedent(RUN).format(tests=str(Path(__file__).parent), untrained=str(untrained), rank=rank)
-
-    def start(output):
-        return subprocess.Popen([sys.executable, "-c", source, str(output)], stderr=subprocess.PIPE, text=True)
-
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_killed_stage_goes_on_and_ends_with_the_same_weights(untrained, data, tmp_path, recipe):
+    options = {**SHORT, "max_steps": 12, "disable_tqdm": True}
     killed = tmp_path / "killed"
-    process = start(killed)
-    trainer_folder = tmp_path / "killed-trainer"
-    while process.poll() is None and not list(trainer_folder.glob("checkpoint-*/trainer_state.json")):
+    run = tmp_path / "killed-trainer"
+    source = RUN.format(recipe=recipe, options=options, untrained=str(untrained), data=str(data), output=str(killed))
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(source)])
+    while process.poll() is None and not list(run.glob("checkpoint-*/trainer_state.json")):
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert not killed.exists() and trainer_folder.exists()
+    process.wait()
+    assert not killed.exists() and run.exists()
     # What a kill in the middle of writing leaves behind: a newer checkpoint without its end.
-    unfinished = trainer_folder / "checkpoint-11"
+    unfinished = run / "checkpoint-11"
     unfinished.mkdir()
     (unfinished / "trainer_state.json").write_text('{"global_step": 1')
-    resumed = start(killed)
-    said = resumed.communicate()[1]
-    assert resumed.returncode == 0, said
-    straight = start(tmp_path / "straight")
-    assert straight.wait() == 0
+    train_stage(stage(recipe, **options), untrained, data, killed)
+    train_stage(stage(recipe, **options), untrained, data, tmp_path / "straight")
     assert changed(tmp_path / "straight", killed) == set()
-    assert changed(untrained, killed)
+    assert not run.exists()
 
 
-def test_only_checkpoints_written_to_their_end_count(tmp_path):
-    assert last_complete_checkpoint(tmp_path / "none") is None
-    for step, state in {9: '{"global_step": 9}', 20: '{"global_step": 20}', 30: '{"glob', 40: None}.items():
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        if state:
-            (folder / "trainer_state.json").write_text(state)
-    assert last_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-20"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-20", "checkpoint-9"]
+def test_a_stage_that_was_killed_while_its_result_was_moved_is_finished(untrained, data, tmp_path):
+    options = stage("quickstart-align", **SHORT)
+    given = {"model_name_or_path": untrained, "dataset_name": data, "output_dir": tmp_path / "cut-trainer"}
+    main([f"--{name}={value}" for name, value in {**options, **given, "bf16": False}.items()])
+    (tmp_path / "cut-trainer" / "model.safetensors").rename(tmp_path / "straight.model.safetensors")
+    train_stage(options, untrained, data, tmp_path / "cut")
+    assert changed(tmp_path, tmp_path / "cut") == set()

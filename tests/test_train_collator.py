@@ -1,0 +1,216 @@
+"""Batches: labels on exactly the answers, pictures in their places, bad pictures without effect."""
+
+import pickle
+
+import numpy as np
+import pytest
+import tiny
+import tiny_parts
+import torch
+import train_data
+from chat_families import END_OF_TURN, TEMPLATES, byte_tokenizer
+from datasets import Dataset
+from PIL import Image
+from torch.utils.data import DataLoader
+from train_data import assistant, gigantic_png, inside, llava, picture_bytes, user
+from transformers import AutoProcessor
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
+from normalign_llava.train import collator
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.rows import DroppedRows, canonical_row
+
+
+def row(raw, number=0) -> dict:
+    return {**canonical_row(raw, image_folder="/"), "source": "data.json", "row": number, "length": 0}
+
+
+def labelled(processor, labels) -> list[str]:
+    """The text of each unbroken stretch of labels."""
+    texts, stretch = [], []
+    for token in [*labels.tolist(), -100]:
+        if token != -100:
+            stretch.append(token)
+        elif stretch:
+            texts.append(processor.tokenizer.decode(stretch))
+            stretch = []
+    return texts
+
+
+TWO_TURNS = {
+    "messages": [
+        user("<image>\nWhat is this?"),
+        assistant("A red kite."),
+        user("And <image>, is it blue?"),
+        assistant("Yes, blue."),
+    ],
+    "images": [inside("red"), inside("blue")],
+}
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return train_data.processor()
+
+
+# ------------------------------------------------------------------------------------------------------------- labels
+def test_labels_of_two_turns_and_two_pictures(tmp_path):
+    """The label test, on a checkpoint that `build` made."""
+    vision, language = tiny_parts.vision(tmp_path / "vision"), tiny_parts.language(tmp_path / "language")
+    build_checkpoint(vision, language, tmp_path / "built")
+    processor = AutoProcessor.from_pretrained(tmp_path / "built")
+    assert processor.tokenizer.pad_token == processor.tokenizer.eos_token
+    batch = ConversationCollator(processor)([row(TWO_TURNS)])
+    ids, labels = batch["input_ids"][0], batch["labels"][0]
+    answers = labelled(processor, labels)
+    print("\ninput: ", repr(processor.tokenizer.decode(ids)))
+    print("labels:", " ".join(repr(answer) for answer in answers))
+    print(f"{len(ids)} tokens, {int((labels != -100).sum())} labels")
+    assert answers == ["A red kite.<|im_end|>", "Yes, blue.<|im_end|>"]
+    assert (labels[labels != -100] == ids[labels != -100]).all()
+    assert (labels[ids == processor.image_token_id] == -100).all()
+    text = processor.tokenizer.decode(ids).replace("<image>" * 4, "{4}")
+    assert text == (
+        "<|im_start|>user\n{4}What is this?<|im_end|>\n<|im_start|>assistant\nA red kite.<|im_end|>\n"
+        "<|im_start|>user\nAnd {4}, is it blue?<|im_end|>\n<|im_start|>assistant\nYes, blue.<|im_end|>\n"
+    )
+    expected = [
+        processor.image_processor(Image.new("RGB", (20, 20), colour), return_tensors="pt")["pixel_values"][0]
+        for colour in ("red", "blue")
+    ]
+    assert torch.equal(batch["pixel_values"], torch.stack(expected))
+
+
+OURS = sorted(set(END_OF_TURN) - {"llama2"})
+TRLS = {"lfm2": "<|im_end|>", "qwen2_5_vl": "<|im_end|>", "cohere": "<|END_OF_TURN_TOKEN|>"}  # marks with a line break
+
+
+@pytest.mark.parametrize("family", [*OURS, *TRLS])
+def test_labels_in_the_templates_of_many_families(family):
+    end = {**END_OF_TURN, **TRLS}[family]
+    special = {end, "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>"} - {"</s>"}
+    processor = train_data.processor(byte_tokenizer(*sorted(special)), TEMPLATES[family])
+    raw = {**TWO_TURNS, "messages": [dict(message) for message in TWO_TURNS["messages"]]}
+    raw["messages"][1]["content"] = "\n A red\nkite. \n"
+    batch = ConversationCollator(processor)([row(raw), row(llava("Q", "A"))])
+    second = "Yes, blue." + end
+    if family == "qwen3":  # opens the last answer with an empty thought, which the model has to generate
+        second = "<think>\n\n</think>\n\n" + second
+    assert labelled(processor, batch["labels"][0]) == ["A red\nkite." + end, second]
+    assert labelled(processor, batch["labels"][1])[0].endswith("A" + end)
+
+
+def test_vicuna_is_for_models_without_a_template():
+    processor = train_data.processor(byte_tokenizer(), None)
+    batch = ConversationCollator(processor)([row(TWO_TURNS)])
+    # Vicuna's generation prompt ends in "ASSISTANT:", so that the space is the model's to say.
+    assert labelled(processor, batch["labels"][0]) == [" A red kite.</s>", " Yes, blue.</s>"]
+
+
+def test_end_of_turn_is_learned_where_it_is_the_padding_token(processor):
+    assert processor.tokenizer.pad_token_id == processor.tokenizer.eos_token_id
+    batch = ConversationCollator(processor)([row(llava("Q", "A")), row(llava("Q", "A longer answer."))])
+    assert [labelled(processor, labels) for labels in batch["labels"]] == [
+        ["A<|im_end|>"],
+        ["A longer answer.<|im_end|>"],
+    ]
+    assert batch["attention_mask"].sum(1).tolist() == [23, 38]
+    assert (batch["labels"][0, 23:] == -100).all()
+
+
+def test_answers_of_the_prompt_are_not_learned(processor):
+    prompt = [user("Q"), assistant("given"), user("Q2"), assistant("given too"), user("Q3")]
+    completion = [assistant("learned"), user("Q4"), assistant("learned too")]
+    batch = ConversationCollator(processor)([row({"prompt": prompt, "completion": completion}), row(llava("Q", "A"))])
+    assert labelled(processor, batch["labels"][0]) == ["learned<|im_end|>", "learned too<|im_end|>"]
+    assert labelled(processor, batch["labels"][1]) == ["A<|im_end|>"]
+
+
+def test_a_template_without_marks_is_refused(processor):
+    bare = train_data.processor()
+    bare.chat_template = tiny_parts.CHATML.replace("message['content']", "message['content'][0]['text']")
+    with pytest.raises(ValueError, match=r"marks no answer with {% generation %}.*normalign build.*--chat-template"):
+        ConversationCollator(bare)
+
+
+# ----------------------------------------------------------------------------------------------------------- pictures
+def test_batches_with_and_without_pictures(processor):
+    collate = ConversationCollator(processor)
+    with_one, without = row({**llava("<image>Q", "A"), "image": inside("red")}), row(llava("Q", "A"))
+    assert "pixel_values" not in collate([without, without])
+    mixed = collate([without, with_one, row(TWO_TURNS)])
+    assert mixed["pixel_values"].shape == (3, 3, 16, 16)
+    alone = collate([with_one])
+    assert torch.equal(mixed["pixel_values"][0], alone["pixel_values"][0])
+    assert (mixed["input_ids"] == processor.image_token_id).sum(1).tolist() == [0, 4, 8]
+
+
+def test_a_picture_is_opened_once(processor, tmp_path, monkeypatch):
+    opened = []
+    real = collator.open_picture
+    monkeypatch.setattr(collator, "open_picture", lambda image, limit: (opened.append(1), real(image, limit))[1])
+    ConversationCollator(processor)([row(TWO_TURNS)])
+    assert len(opened) == 2
+
+
+BAD = {
+    "truncated": (picture_bytes("red", (64, 64))[:60], "truncated"),
+    "gigantic": (gigantic_png(), "pixels"),
+    "unreadable": (b"no picture", "cannot identify"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_stop_names_row_file_and_reason(processor, tmp_path, kind):
+    content, reason = BAD[kind]
+    (tmp_path / "bad.png").write_bytes(content)
+    bad = row(llava("<image>Q", "A", str(tmp_path / "bad.png").removeprefix("/")), number=41)
+    with pytest.raises(ValueError, match=rf"data.json, row 41: .*bad.png: .*{reason}.*--bad_rows skip"):
+        ConversationCollator(processor)([row(llava("Q", "A")), bad])
+
+
+def test_a_skipped_row_stays_without_effect(processor, tmp_path):
+    dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
+    collate = ConversationCollator(processor, bad_rows="skip", dropped_rows=dropped)
+    good = row({**llava("<image>Q", "A"), "image": inside("red")}, 1)
+    bad = {"path": None, "bytes": BAD["truncated"][0]}
+    two = row({**TWO_TURNS, "images": [inside("red"), bad]}, 2)
+    batch = collate([good, two])
+    assert batch["pixel_values"].shape[0] == 3
+    white = collate([row({**llava("<image>Q", "A"), "image": inside("white")})])["pixel_values"][0]
+    assert torch.equal(batch["pixel_values"][2], white)
+    assert (batch["labels"][1] == -100).all() and labelled(processor, batch["labels"][0]) == ["A<|im_end|>"]
+    assert [(r.source, r.row) for r in dropped.read()] == [("data.json", 2)]
+    assert (collate([two])["labels"] == -100).all() and len(dropped.read()) == 1
+
+    vocabulary = len(processor.tokenizer)
+    config = tiny.config(text=tiny.text_config(vocab_size=vocabulary))
+    config.image_token_id = config.image_token_index = processor.image_token_id
+    torch.manual_seed(0)
+    model = NormAlignLlavaForConditionalGeneration(config).double()
+    gradients = []
+    for rows in ([good, two], [good]):
+        model.zero_grad()
+        inputs = collate(rows)
+        inputs["pixel_values"] = inputs["pixel_values"].double()
+        model(**inputs).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert gradients[1].abs().max() > 0
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------------------ workers
+def test_workers_give_the_same_batches(processor, tmp_path):
+    (tmp_path / "bad.png").write_bytes(b"no picture")
+    rows = [row({**llava("<image>Q", f"A{n}"), "image": inside(c)}, n) for n, c in enumerate(("red", "blue", "lime"))]
+    rows += [row(llava("Q", "A"), 3), row(llava("<image>Q", "A", str(tmp_path / "bad.png").removeprefix("/")), 4)]
+    batches = []
+    for workers in (0, 2):
+        dropped = DroppedRows(tmp_path / f"dropped{workers}.jsonl")
+        collate = pickle.loads(pickle.dumps(ConversationCollator(processor, bad_rows="skip", dropped_rows=dropped)))
+        loader = DataLoader(Dataset.from_list(rows), 2, num_workers=workers, collate_fn=collate)
+        batches.append([{name: np.asarray(value) for name, value in batch.items()} for batch in loader])
+        assert [r.row for r in dropped.read()] == [4]
+    assert len(batches[0]) == len(batches[1]) == 3
+    for one, other in zip(*batches, strict=True):
+        assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)

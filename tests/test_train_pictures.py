@@ -1,0 +1,148 @@
+"""Pictures of every mode become upright RGB; what cannot be shown has a reason that names the file."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+from train_data import gigantic_png, picture_bytes
+
+from normalign_llava.train.pictures import check_picture_file, open_picture
+
+
+LIMIT = 1_000_000
+
+
+def saved(picture: Image.Image, form="PNG", **kwargs) -> dict:
+    buffer = io.BytesIO()
+    picture.save(buffer, form, **kwargs)
+    return {"path": None, "bytes": buffer.getvalue()}
+
+
+def pixels(image: dict) -> np.ndarray:
+    picture = open_picture(image, LIMIT)
+    assert picture.mode == "RGB"
+    return np.asarray(picture)
+
+
+# ------------------------------------------------------------------------------------------------------------- modes
+@pytest.mark.parametrize("form", ["PNG", "GIF", "BMP", "TIFF", "WEBP"])
+def test_formats(form):
+    assert abs(pixels({"path": None, "bytes": picture_bytes((200, 30, 60), form=form)}) - (200.0, 30, 60)).max() < 8
+
+
+def test_a_file(tmp_path):
+    (tmp_path / "red.png").write_bytes(picture_bytes("red", (3, 2)))
+    for path in (tmp_path / "red.png", f"file://{tmp_path / 'red.png'}"):
+        assert (pixels({"path": str(path), "bytes": None}) == np.full((2, 3, 3), (255, 0, 0))).all()
+
+
+def test_what_is_transparent_becomes_white():
+    for layer in ([255, 0, 0, 0], [0, 0, 255, 255], [255, 0, 0, 51]):
+        expected = [round(c * layer[3] / 255 + 255 - layer[3]) for c in layer[:3]]
+        assert abs(pixels(saved(Image.new("RGBA", (2, 2), tuple(layer)))) - np.array(expected, float)).max() <= 1
+    gray = pixels(saved(Image.new("LA", (2, 2), (10, 0))))
+    assert (gray == 255).all()
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([255, 0, 0, 0, 0, 255])
+    palette.putpixel((1, 0), 1)
+    assert pixels(saved(palette)).tolist() == [[[255, 0, 0], [0, 0, 255]]]
+    assert pixels(saved(palette, transparency=0)).tolist() == [[[255, 255, 255], [0, 0, 255]]]
+    assert pixels(saved(Image.new("RGB", (1, 1), "red"), transparency=(255, 0, 0))).tolist() == [[[255, 255, 255]]]
+
+
+def test_sixteen_bits_keep_their_grey_levels():
+    values = np.array([[0, 255, 256, 32768, 65535]], dtype=np.uint16)
+    expected = [[0, 0, 1, 128, 255]]
+    short, wide = Image.fromarray(values), Image.fromarray(values.astype(np.int32))
+    for image in (saved(short, "PNG"), saved(short, "TIFF"), saved(wide, "TIFF")):
+        assert pixels(image)[..., 0].tolist() == expected
+
+
+def test_other_modes():
+    assert pixels(saved(Image.new("1", (2, 2), 1))).min() == 255
+    assert (pixels(saved(Image.new("L", (2, 2), 77))) == 77).all()
+    cyan = pixels(saved(Image.new("CMYK", (8, 8), (255, 0, 0, 0)), "JPEG"))
+    assert abs(cyan.astype(float) - (0, 255, 255)).max() < 8
+
+
+def test_exif_turns_the_picture():
+    picture = Image.new("RGB", (2, 1), "red")
+    picture.putpixel((1, 0), (0, 0, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise
+    assert pixels(saved(picture, exif=exif)).tolist() == [[[255, 0, 0]], [[0, 0, 255]]]
+
+
+def test_an_animation_is_its_first_frame():
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    for form in ("GIF", "PNG", "WEBP", "TIFF"):
+        image = saved(frames[0], form, save_all=True, append_images=frames[1:])
+        assert abs(pixels(image).astype(float) - (255, 0, 0)).max() < 8
+
+
+# ---------------------------------------------------------------------------------------------------------- bad ones
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
+WHOLE = saved(NOISE)["bytes"]
+BAD = {
+    "empty": (b"", "cannot identify image file"),
+    "text": (b"<html>404</html>", "cannot identify image file"),
+    "truncated PNG": (WHOLE[: len(WHOLE) // 2], "truncated"),
+    "truncated JPEG": (saved(NOISE, "JPEG")["bytes"][:1000], "truncated"),
+    "broken PNG": (WHOLE[:60] + bytes(100) + WHOLE[160:], "broken|decoder|CRC|truncated|error"),
+    "gigantic": (gigantic_png(), "4225000000 pixels"),
+    "over our limit": (gigantic_png(1001, 1000), r"1001 x 1000 pixels; from 1 to 1,000,000 are allowed"),
+    "no width": (gigantic_png(0, 5), "cannot identify|0 x 5 pixels"),
+    "floats": (saved(Image.new("F", (2, 2), 0.5), "TIFF")["bytes"], "floating-point"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.filterwarnings("ignore:Image size")
+def test_a_bad_picture_has_a_reason_with_the_file(kind, tmp_path):
+    content, reason = BAD[kind]
+    path = tmp_path / "bad.png"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"bad.png: .*({reason})"):
+        open_picture({"path": str(path), "bytes": None}, LIMIT)
+    with pytest.raises(ValueError, match=f"a picture inside the data: .*({reason})"):
+        open_picture({"path": None, "bytes": content}, LIMIT)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ValueError, match="none.png: .*No such file"):
+        open_picture({"path": str(tmp_path / "none.png"), "bytes": None}, LIMIT)
+
+
+def test_the_limit_itself_is_allowed():
+    image = {"path": None, "bytes": picture_bytes("red", (10, 10))}
+    assert open_picture(image, 100).size == (10, 10)
+    with pytest.raises(ValueError, match="10 x 10 pixels; from 1 to 99"):
+        open_picture(image, 99)
+
+
+def test_nothing_is_decoded_of_a_picture_that_is_too_large(monkeypatch):
+    decoded = []
+    load = Image.Image.load
+    monkeypatch.setattr(Image.Image, "load", lambda self: (decoded.append(self.size), load(self))[1])
+    for size in ((65_000, 65_000), (2000, 2000)):
+        with pytest.raises(ValueError, match="pixels"):
+            open_picture({"path": None, "bytes": gigantic_png(*size)}, LIMIT)
+    assert decoded == []
+
+
+def test_links_are_followed(tmp_path):
+    folder, outside = tmp_path / "pictures", tmp_path / "secret.png"
+    folder.mkdir()
+    outside.write_bytes(b"x")
+    (folder / "real.png").write_bytes(b"x")
+    (folder / "inner.png").symlink_to(folder / "real.png")
+    (folder / "outer.png").symlink_to(outside)
+    (tmp_path / "alias").symlink_to(folder)
+    check_picture_file(str(folder / "inner.png"), str(folder))
+    check_picture_file(str(tmp_path / "alias" / "real.png"), str(tmp_path / "alias"))
+    with pytest.raises(ValueError, match="outer.png: the picture is a link that leaves the image folder"):
+        check_picture_file(str(folder / "outer.png"), str(folder))
+    for name in ("none.png", "."):
+        with pytest.raises(ValueError, match="there is no such picture"):
+            check_picture_file(str(folder / name), str(folder))

@@ -1,0 +1,114 @@
+import copy
+
+import pytest
+import torch
+import training
+from safetensors import safe_open
+from transformers import AutoProcessor
+from trl import SFTTrainer
+
+from normalign_llava.train.arguments import ModelArguments
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.model import base_model, load_model, lora_config, projector_norm
+
+
+QLORA = dict(use_peft=True, load_in_4bit=True, dtype="bfloat16", lora_dropout=0.0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = training.checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    return folder
+
+
+def gain_and_bias(model):
+    norm = projector_norm(model)
+    return norm.weight.detach().clone(), norm.bias.detach().clone()
+
+
+def test_what_is_quantized_and_what_is_left_alone(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint, **QLORA)
+    model = base_model(trainer.model)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    quantized = {name for name, kind in kinds.items() if "4bit" in kind and "lora_" not in name}
+    assert quantized and all(".language_model.layers." in name for name in quantized)
+    quantization = model.config.quantization_config
+    assert (quantization.bnb_4bit_quant_type, quantization.bnb_4bit_use_double_quant) == ("nf4", True)
+
+
+@pytest.mark.parametrize("base", [dict(load_in_4bit=True), dict(load_in_8bit=True), {}])
+def test_gain_and_bias_are_float32_with_float32_optimizer_state_and_adapter_file(tmp_path, checkpoint, base):
+    options = {**QLORA, "load_in_4bit": False, **base}
+    trainer = training.trainer(tmp_path, checkpoint, save_strategy="steps", save_steps=2, **options)
+    before = gain_and_bias(trainer.model)
+    stored = load_model(ModelArguments(model_name_or_path=str(checkpoint)), trainer.args)
+    assert all(torch.equal(ours, kept) for ours, kept in zip(before, gain_and_bias(stored), strict=True))
+    trainer.train()
+    norm = projector_norm(trainer.model)
+    for parameter in (norm.weight, norm.bias):
+        assert parameter.dtype == torch.float32
+        state = trainer.optimizer.state[parameter]
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+    with safe_open(tmp_path / "checkpoint-2" / "adapter_model.safetensors", "pt") as file:
+        saved = {name: file.get_tensor(name) for name in file.keys() if ".norm." in name}  # noqa: SIM118
+    assert len(saved) == 2
+    assert all(tensor.dtype == torch.float32 for tensor in saved.values())
+    assert any(torch.equal(tensor, norm.weight) for tensor in saved.values())
+
+
+def test_gain_and_bias_move_at_2e_6_where_stock_trl_moves_them_by_exactly_nothing(tmp_path, checkpoint):
+    options = dict(learning_rate=2e-6, max_steps=2, lr_scheduler_type="constant")
+    trainer = training.trainer(tmp_path / "ours", checkpoint, **QLORA, **options)
+    before = gain_and_bias(trainer.model)
+    trainer.train()
+    moved = [(now - then).abs() for now, then in zip(gain_and_bias(trainer.model), before, strict=True)]
+    assert (moved[0] > 1e-7).float().mean() > 0.9 and moved[0].max() < 5e-6
+    assert (moved[1] > 1e-7).float().mean() > 0.9
+
+    model_args = ModelArguments(model_name_or_path=str(checkpoint), **QLORA)
+    args = training.arguments(tmp_path / "stock", **options)
+    model = load_model(model_args, args)
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    stock = SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=training.rows(),
+        processing_class=processor,
+        data_collator=ConversationCollator(processor),
+        peft_config=lora_config(model_args, model, args.rates(use_peft=True)),
+    )
+    gain, _ = gain_and_bias(stock.model)
+    stock.train()
+    assert gain.dtype == torch.bfloat16
+    assert torch.equal(gain_and_bias(stock.model)[0], gain)
+
+
+def test_a_4_bit_step_after_generating_and_evaluating_has_the_same_gradients(tmp_path, checkpoint):
+    gradients = []
+    for first in (False, True):
+        trainer = training.trainer(tmp_path, checkpoint, **QLORA)
+        inputs = trainer.data_collator([trainer.train_dataset[i] for i in range(2)])
+        if first:
+            trainer.model.eval()
+            trainer.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+            trainer.evaluate(training.rows(4))
+        trainer.model.train()
+        trainer.compute_loss(trainer.model, dict(inputs)).backward()
+        gradients.append({n: p.grad for n, p in trainer.model.named_parameters() if p.requires_grad})
+    assert all(gradient is not None for gradient in gradients[1].values())
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
+@pytest.mark.parametrize("option", ["use_dora", "use_rslora"])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_dora_and_rslora_pass_through(tmp_path, checkpoint, option, quantized):
+    trainer = training.trainer(tmp_path, checkpoint, **{**QLORA, "load_in_4bit": quantized}, **{option: True})
+    before = copy.deepcopy({n: p for n, p in trainer.model.named_parameters() if p.requires_grad})
+    assert getattr(trainer.model.peft_config["default"], option)
+    trainer.train()
+    after = dict(trainer.model.named_parameters())
+    moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert any("lora_B" in name for name in moved)
+    if option == "use_dora":
+        assert any("magnitude" in name for name in moved)

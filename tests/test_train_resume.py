@@ -1,0 +1,131 @@
+"""A run that is killed and started again ends as if it had never stopped: losses and weights are equal to the bit."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import train_data
+import training
+import yaml
+from safetensors.torch import load_file
+
+from normalign_llava.train.run import main
+
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """A checkpoint and two data sets."""
+    folder = tmp_path_factory.mktemp("parts")
+    training.checkpoint(folder)
+    colours = ("red", "green", "blue")
+    for name, count in (("first", 11), ("second", 9)):
+        rows = [
+            train_data.llava(f"<image>\nwhat is {i}?", f"it is {i * 7 % 13}", f"{colours[i % 3]}.png")
+            for i in range(count)
+        ]
+        rows[4] = train_data.llava("and without a picture?", "it is words")
+        (folder / name).mkdir()
+        train_data.write_json(folder / name, rows)
+    return folder
+
+
+def recipe(folder: Path, parts: Path, **options) -> Path:
+    folder.mkdir()
+    options = {
+        "stage": "tune",
+        "model_name_or_path": str(parts / "model"),
+        "dataset_name": str(parts / "first" / "data.json"),
+        "global_batch_size": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "max_steps": STEPS,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **options,
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(options))
+    return folder / "recipe.yaml"
+
+
+def result(output: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    """What was logged at each step, and the weights at the end."""
+    # Times differ, and TRL counts tokens from the start of the process.
+    timed = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "num_tokens"}
+    state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    logged = [{key: value for key, value in entry.items() if key not in timed} for entry in state["log_history"]]
+    return logged, load_file(next(output.glob("*model.safetensors")))
+
+
+MIXTURE = ("first", "second")
+CASES = {
+    "everything": ({}, "step:5", 4),
+    "in the middle of a save": ({}, "save:4", 2),
+    "adapters with dropout": (dict(use_peft=True, lora_dropout=0.3), "step:3", 2),
+    "4 bits": (dict(use_peft=True, load_in_4bit=True, dtype="bfloat16", bf16=True), "step:5", 4),
+    "grouped by length, into a second epoch": (dict(train_sampling_strategy="group_by_length"), "step:5", 4),
+    "streamed through a shuffle buffer": (dict(dataset_streaming=True, shuffle_buffer_size=5), "step:5", 4),
+    "streamed mixture": (dict(dataset_streaming=True, shuffle_buffer_size=5, datasets=MIXTURE), "step:3", 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_and_resumed_is_as_if_never_stopped(tmp_path, parts, case, capfd):
+    options, when, expected = CASES[case]
+    options = dict(options)
+    if "datasets" in options:
+        names = options["datasets"]
+        options["datasets"] = [
+            {"path": str(parts / name / "data.json"), "fraction": share}
+            for name, share in zip(names, (0.7, 0.3), strict=True)
+        ]
+        options["dataset_name"] = None
+    file = recipe(tmp_path / "run", parts, **options)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    main([str(file), "--output_dir", str(whole)])
+
+    worker = Path(__file__).with_name("train_killed.py")
+    command = [sys.executable, "-W", "ignore", str(worker), when, str(file), "--output_dir", str(stopped)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    assert not list(stopped.glob("*model.safetensors"))
+
+    capfd.readouterr()
+    main([str(file), "--output_dir", str(stopped), "--resume_from_checkpoint"])
+    said = " ".join(capfd.readouterr().err.split())
+    assert f"Going on from {stopped}/checkpoint-{expected}." in said
+    assert ("Passed over" in said) == when.startswith("save")
+
+    (logged, weights), (logged_again, weights_again) = result(whole), result(stopped)
+    assert [entry["step"] for entry in logged if "loss" in entry] == list(range(1, STEPS + 1))
+    differing = {
+        key for first, second in zip(logged, logged_again, strict=True) for key in first if first[key] != second[key]
+    }
+    assert not differing
+    assert weights_again.keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(weights_again[name], value), name
+
+
+def test_a_run_does_not_begin_again_over_the_checkpoints_of_another(tmp_path, parts):
+    file = recipe(tmp_path / "run", parts, max_steps=2)
+    main([str(file), "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(ValueError, match="holds checkpoints of an earlier run.*--resume_from_checkpoint"):
+        main([str(file), "--output_dir", str(tmp_path / "out")])
+    main([str(file), "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint"])  # there is nothing left to do
+
+
+def test_a_stream_needs_to_be_told_how_long(tmp_path, parts):
+    file = recipe(tmp_path / "run", parts, max_steps=-1, dataset_streaming=True)
+    with pytest.raises(ValueError, match="Say how long to train with --max_steps"):
+        main([str(file), "--output_dir", str(tmp_path / "out")])

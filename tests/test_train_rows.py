@@ -1,0 +1,229 @@
+"""Rows of every format become canonical; each kind of bad row has its reason."""
+
+import pytest
+from train_data import assistant, inside, llava, mixed_rows, user
+
+from normalign_llava.train.rows import (
+    DroppedRow,
+    DroppedRows,
+    canonical_row,
+    picture_name,
+)
+
+
+def shape(raw, **kwargs) -> list:
+    """(role, parts) of a canonical row, a picture being `...`."""
+    row = canonical_row(raw, image_folder="/pictures", **kwargs)
+    assert all(set(part) == {"type", "text"} for message in row["messages"] for part in message["content"])
+    assert sum(part["type"] == "image" for m in row["messages"] for part in m["content"]) == len(row["images"])
+    return [(m["role"], [p["text"] if p["type"] == "text" else ... for p in m["content"]]) for m in row["messages"]]
+
+
+def paths(raw) -> list:
+    return [image["path"] for image in canonical_row(raw, image_folder="/pictures")["images"]]
+
+
+# ------------------------------------------------------------------------------------------------------------ formats
+def test_llava_json_of_every_kind():
+    one, text, two, last, count = mixed_rows()
+    assert shape(one) == [("user", [..., "Which colour?"]), ("assistant", ["green"])]
+    assert shape(text) == [("user", ["Say hello."]), ("assistant", ["Hello!"])]
+    assert shape(two) == [
+        ("user", [..., "What is this?"]),
+        ("assistant", ["red"]),
+        ("user", ["And ", ..., "?"]),
+        ("assistant", ["blue"]),
+    ]
+    assert paths(two) == ["/pictures/red.png", "/pictures/blue.png"]
+    assert shape(last) == [("user", ["Which colour?", ...]), ("assistant", ["blue"])]
+    assert paths(last) == ["/pictures/sub/blue.png"]
+    assert shape(count)[1] == ("assistant", ["One two three four five six seven."])
+    assert all(canonical_row(raw, image_folder="/pictures")["prompt_turns"] == 0 for raw in mixed_rows())
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("<image>\nWhat?", [..., "What?"]),
+        ("What?\n<image>", ["What?", ...]),
+        ("<image>\r\nWhat?", [..., "What?"]),
+        ("A\n<image>\nB", ["A", ..., "B"]),
+        ("<image>\n\nB", [..., "\nB"]),
+        ("A <image> B", ["A ", ..., " B"]),
+        ("<image>", [...]),
+    ],
+)
+def test_a_line_break_on_either_side_of_the_marker_is_not_kept_and_nothing_else_is_lost(text, parts):
+    assert shape(llava(text, "yes", "a.png"))[0] == ("user", parts)
+
+
+def test_white_space_around_an_answer_is_not_kept():
+    assert shape(llava("Q", "\n two\nlines \n"))[1] == ("assistant", ["two\nlines"])
+
+
+def test_a_system_turn_may_come_first():
+    raw = {"conversations": [{"from": "system", "value": "Be brief."}, *llava("Q", "A")["conversations"]]}
+    assert [role for role, _ in shape(raw)] == ["system", "user", "assistant"]
+
+
+def test_parquet_with_pictures_inside():
+    row = canonical_row({**llava("<image>\nQ", "A"), "image": inside("red")})
+    assert row["images"] == [{"path": None, "bytes": inside("red")["bytes"]}]
+    assert canonical_row({**llava("Q", "A"), "image": None, "images": []})["images"] == []
+    many = {**llava("<image><image>Q", "A"), "images": [inside("red"), inside("blue")]}
+    assert [image["bytes"] for image in canonical_row(many)["images"]] == [inside(c)["bytes"] for c in ("red", "blue")]
+
+
+def test_trl_messages_of_every_kind():
+    turns = [user("Q"), assistant("A"), user("Q2"), assistant("A2")]
+    assert shape({"messages": turns, "images": ["a.png", "b.png"]})[0] == ("user", [..., ..., "Q"])
+    assert shape({"messages": turns, "image": "a.png"})[0] == ("user", [..., "Q"])
+    assert shape({"messages": turns})[2] == ("user", ["Q2"])
+    marked = [user("Q"), assistant("A"), user("<image>\nQ2"), assistant("A2")]
+    assert shape({"messages": marked, "images": ["a.png"]})[2] == ("user", [..., "Q2"])
+    # Arrow gives every part all keys that any part has.
+    first, second = {"type": "text", "text": "Q", "image": None}, {"type": "image", "text": None, "image": None}
+    assert shape({"messages": [user([first, second]), assistant([first])], "images": ["a.png"]}) == [
+        ("user", ["Q", ...]),
+        ("assistant", ["Q"]),
+    ]
+    own = {"type": "image", "image": "own.png"}
+    mixed = {"messages": [user([second, own, first]), assistant("A")], "images": ["column.png"]}
+    assert paths(mixed) == ["/pictures/column.png", "/pictures/own.png"]
+    assert shape({"messages": [user([]), assistant("A")]}) == [("user", [""]), ("assistant", ["A"])]
+
+
+def test_prompt_and_completion():
+    strings = canonical_row({"prompt": "Q", "completion": " A"})
+    assert [m["content"][0]["text"] for m in strings["messages"]] == ["Q", "A"] and strings["prompt_turns"] == 0
+    prompt = [user("Q"), assistant("not learned"), user("Q2")]
+    row = {"prompt": prompt, "completion": [assistant("A"), user("Q3"), assistant("A3")], "images": ["a.png"]}
+    assert canonical_row(row, image_folder="/pictures")["prompt_turns"] == 1
+    assert shape(row)[0] == ("user", [..., "Q"]) and len(shape(row)) == 6
+    assert shape({"prompt": "Is <image> red?", "completion": "yes", "image": "a.png"})[0][1] == ["Is ", ..., " red?"]
+
+
+def test_how_datasets_refers_to_files_it_found_itself():
+    url = {"path": "zip://a.png::/data/pictures.zip", "bytes": None}
+    assert canonical_row({**llava("<image>Q", "A"), "image": url}, image_folder="/pictures")["images"] == [url]
+    found = {"path": "/cache/a.png", "bytes": None}
+    assert canonical_row({**llava("<image>Q", "A"), "image": found})["images"] == [found]
+    inside_folder = {"path": "/pictures/a.png", "bytes": None}
+    assert paths({**llava("<image>Q", "A"), "image": inside_folder}) == ["/pictures/a.png"]
+
+
+# ----------------------------------------------------------------------------------------------------------- bad rows
+TURNS = llava("Q", "A")["conversations"]
+BAD = {
+    "more markers than pictures": (llava("<image><image>Q", "A", "a.png"), "2 places for pictures .* and 1 pictures"),
+    "more pictures than markers": (llava("<image>Q", "A", ["a.png", "b.png"]), "1 places .* and 2 pictures"),
+    "picture without a marker": (llava("Q", "A", "a.png"), "0 places .* and 1 pictures"),
+    "marker without a picture": (llava("<image>Q", "A"), "1 places .* and 0 pictures"),
+    "two columns": ({**llava("<image>Q", "A", "a.png"), "images": ["b.png"]}, "both image and images"),
+    "absolute path": (llava("<image>Q", "A", "/etc/passwd"), "/etc/passwd has an absolute path"),
+    "path that leaves": (llava("<image>Q", "A", "sub/../../b.png"), r"sub/../../b.png leaves the image folder"),
+    "struct that leaves": (llava("<image>Q", "A", {"path": "/etc/passwd"}), "/etc/passwd leaves the image folder"),
+    "picture of no kind": (llava("<image>Q", "A", 7), "a picture must be a path, .* got 7"),
+    "bytes of no kind": (llava("<image>Q", "A", {"path": "a.png", "bytes": "text"}), "a picture must be a path"),
+    "empty path": (llava("<image>Q", "A", [""]), "a picture must be a path, .* got ''"),
+    "empty answer": (llava("Q", " \n"), "the answer in turn 1 is empty"),
+    "answer without parts": ({"messages": [user("Q"), assistant([])]}, "the answer in turn 1 is empty"),
+    "begins with the assistant": ({"conversations": TURNS[1:]}, "begins with the assistant"),
+    "system, then assistant": (
+        {"messages": [{"role": "system", "content": "S"}, assistant("A")]},
+        "begins with the assistant",
+    ),
+    "no turns": ({"conversations": []}, "no assistant turn"),
+    "no assistant": ({"conversations": TURNS[:1]}, "no assistant turn"),
+    "ends with the user": ({"conversations": [*TURNS, TURNS[0]]}, "the last turn is the user's"),
+    "two user turns": ({"conversations": [TURNS[0], *TURNS]}, "turn 1 is the user's; user and assistant must take"),
+    "two answers": ({"conversations": [*TURNS, TURNS[1]]}, "turn 2 is the assistant's"),
+    "late system turn": ({"messages": [user("Q"), assistant("A"), {"role": "system", "content": "S"}]}, "turn 2 is"),
+    "unknown role": ({"messages": [{"role": "tool", "content": "Q"}, assistant("A")]}, "role 'tool'; known are human"),
+    "role of no kind": ({"messages": [{"role": None, "content": "Q"}, assistant("A")]}, "turn 0 has the role None"),
+    "role that cannot be hashed": ({"messages": [{"role": ["user"], "content": "Q"}]}, r"has the role \['user'\]"),
+    "half a surrogate pair": (llava("Q", "half \ud83d"), "turn 1, the assistant's, is not valid Unicode"),
+    "half a pair in a path": (llava("<image>Q", "A", "\ud83d.png"), "path '.ud83d.png' is not valid Unicode"),
+    "no content": ({"messages": [user("Q"), assistant(None)]}, "content of turn 1 must be text or .* got None"),
+    "no value": ({"conversations": [TURNS[0], {"from": "gpt"}]}, "content of turn 1 must be text"),
+    "turn of no kind": (
+        {"conversations": ["Q", "A"]},
+        "turn 0 of conversations must have 'from' and 'value', got 'Q'",
+    ),
+    "turns of no kind": ({"messages": "Q"}, "messages must be a list of turns, got 'Q'"),
+    "part of no kind": ({"messages": [user([{"type": "video"}]), assistant("A")]}, "neither a text part nor an image"),
+    "part without text": ({"messages": [user([{"type": "text"}]), assistant("A")]}, "neither a text part"),
+    "part that is text": ({"messages": [user(["Q"]), assistant("A")]}, "turn 0 has 'Q', which is neither"),
+    "marker in an answer": (llava("Q", "an <image>"), "turn 1, the assistant's, has <image> where no picture is"),
+    "marker in a text part": (
+        {"messages": [user([{"type": "text", "text": "<image>"}]), assistant("A")]},
+        "turn 0, the user's, has <image> where no picture is",
+    ),
+    "marker in two text parts": (
+        {"messages": [user([{"type": "text", "text": t} for t in ("<ima", "ge>")]), assistant("A")]},
+        "turn 0, the user's, has <image>",
+    ),
+    "picture of the assistant": (
+        {"messages": [user("Q"), assistant([{"type": "image"}])], "images": ["a.png"]},
+        "turn 1, the assistant's, has a picture",
+    ),
+    "nothing to complete": ({"prompt": [user("Q"), assistant("A")], "completion": []}, "completion has no assistant"),
+    "unknown format": ({"text": "T", "label": 1, "messages": None}, "columns: label, text; known are conversations"),
+    "prompt alone": ({"prompt": "Q"}, "columns: prompt; known"),
+    "no columns": ({}, "columns: none"),
+    "no row": ("{broken", "a row must be a mapping .* got '{broken'"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_row_has_a_reason(kind):
+    raw, reason = BAD[kind]
+    with pytest.raises(ValueError, match=reason):
+        canonical_row(raw, image_folder="/pictures")
+
+
+def test_a_path_needs_a_folder_to_start_from():
+    with pytest.raises(ValueError, match="set image_folder"):
+        canonical_row(llava("<image>Q", "A", "a.png"))
+
+
+def test_the_tokenizers_own_image_token_may_not_stand_in_a_text():
+    raw = llava("What does <|image|> mean?", "A")
+    assert shape(raw)[0][1] == ["What does <|image|> mean?"]
+    with pytest.raises(ValueError, match=r"turn 0, the user's, has <\|image\|> where no picture is"):
+        canonical_row(raw, image_token="<|image|>")
+
+
+def test_an_empty_answer_in_the_prompt_is_not_learned_and_so_allowed():
+    row = {"prompt": [user("Q"), assistant(""), user("Q2")], "completion": [assistant("A")]}
+    assert canonical_row(row)["prompt_turns"] == 1
+    with pytest.raises(ValueError, match="answer in turn 3 is empty"):
+        canonical_row({**row, "completion": [assistant("")]})
+
+
+def test_the_raw_row_is_left_as_it_was():
+    raw = {"messages": [user("Q"), assistant(" A ")], "images": ["a.png"]}
+    canonical_row(raw, image_folder="/pictures")
+    assert raw == {"messages": [user("Q"), assistant(" A ")], "images": ["a.png"]}
+
+
+def test_names_of_pictures():
+    assert picture_name(llava("Q", "A", "a.png")) == "a.png"
+    assert picture_name({"images": [{"path": "a.png"}, {"path": "b.png"}]}) == "a.png"
+    assert [picture_name(raw) for raw in (llava("Q", "A"), {"images": [{"bytes": b"x"}]}, {"image": 7}, "x")] == [
+        None
+    ] * 4
+
+
+def test_dropped_rows_count_once_and_survive_a_torn_line(tmp_path):
+    file = DroppedRows(tmp_path / "run" / "dropped_rows.jsonl")
+    assert file.read() == []
+    one, two = DroppedRow("b.json", 5, "a.png", "why"), DroppedRow("a.json", 7, None, "9 tokens", 9)
+    for row in (one, two, one):
+        file.add(row)
+    assert file.read() == [two, one]
+    assert len(file.path.read_text().splitlines()) == 3
+    with file.path.open("a") as lines:
+        lines.write('{"source": "c.js')  # killed
+    assert DroppedRows(file.path).read() == [two, one]
+    assert str(one) == "b.json, row 5 (a.png): why" and str(two) == "a.json, row 7: 9 tokens"

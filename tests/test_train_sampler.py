@@ -1,0 +1,277 @@
+"""Which rows come in which order: mixtures, held-out rows, streams and length groups, also after a resumption."""
+
+from collections import Counter
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import train_data
+from accelerate import Accelerator, skip_first_batches
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader
+from train_data import arguments, assistant, llava, user, write_json
+
+from normalign_llava.train.arguments import DataArguments
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.dataset import load_data
+from normalign_llava.train.sampler import ModalityLengthGroupedSampler
+
+
+BATCH = 8
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return train_data.processor()
+
+
+# ------------------------------------------------------------------------------------------------------ length groups
+def data(rows=1003, share=0.6, seed=0):
+    random = np.random.default_rng(seed)
+    return random.integers(10, 2000, rows), random.random(rows) < share
+
+
+def sampler(seed=0, rows=1003, share=0.6) -> ModalityLengthGroupedSampler:
+    return ModalityLengthGroupedSampler(*data(rows, share), BATCH, seed)
+
+
+def batches(order):
+    return [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+
+
+@pytest.mark.parametrize(("rows", "share"), [(1003, 0.6), (1000, 0.0), (999, 1.0), (5, 0.5), (16, 0.5), (0, 0.5)])
+def test_every_row_once_and_modalities_apart(rows, share):
+    grouped = sampler(rows=rows, share=share)
+    order = list(grouped)
+    assert sorted(order) == list(range(rows)) == list(range(len(grouped)))
+    has_image = data(rows, share)[1]
+    mixed = [n for n, batch in enumerate(batches(order)) if len({bool(has_image[row]) for row in batch}) == 2]
+    assert len(mixed) <= 1 and all(n >= rows // BATCH - 1 for n in mixed)
+
+
+def test_lengths_in_a_batch_are_alike_and_batches_come_in_random_order():
+    lengths = data()[0]
+    whole = [lengths[batch] for batch in batches(list(sampler())) if len(batch) == BATCH][:-1]
+    spread = np.mean([batch.max() - batch.min() for batch in whole])
+    assert spread < 0.1 * (lengths.max() - lengths.min())
+    means = np.array([batch.mean() for batch in whole])
+    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.3
+
+
+def test_the_order_follows_from_seed_and_epoch():
+    one = sampler(seed=3)
+    first = list(one)
+    assert list(one) == first == list(sampler(seed=3))
+    one.set_epoch(1)
+    second = list(one)
+    assert second != first and second != list(sampler(seed=4))
+    one.set_epoch(0)
+    assert list(one) == first != list(sampler(seed=4))
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="2 lengths and 1 modalities in batches of 4"):
+        ModalityLengthGroupedSampler([1, 2], [True], 4, 0)
+    with pytest.raises(ValueError, match="in batches of 0"):
+        ModalityLengthGroupedSampler([1], [True], 0, 0)
+
+
+def prepared(seed=0, processes=1, index=0):
+    loader = DataLoader(list(range(40)), batch_size=2, sampler=sampler(seed, rows=40), collate_fn=torch.tensor)
+    if processes == 1:
+        return Accelerator(cpu=True).prepare(loader)
+    return prepare_data_loader(loader, num_processes=processes, process_index=index, put_on_device=False)
+
+
+def epoch(loader) -> list:
+    return [batch.tolist() for batch in loader]
+
+
+def test_accelerate_gives_each_epoch_its_order_and_a_resumed_run_the_rest_of_it():
+    loader = prepared()
+    epochs = [epoch(loader) for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    expected = sampler(rows=40)
+    for number, found in enumerate(epochs):
+        expected.set_epoch(number)
+        assert sum(found, []) == list(expected)
+    resumed = prepared()
+    resumed.set_epoch(1)  # as the Trainer does before it skips
+    assert epoch(skip_first_batches(resumed, 7)) == epochs[1][7:]
+    assert epoch(prepared(seed=1)) != epochs[0]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_two_processes_share_an_optimizer_step(index):
+    """Of each group of 8 rows, 2 processes with 2 rows in a batch get 2 batches each."""
+    loader = prepared(processes=2, index=index)
+    found = [epoch(loader) for _ in range(2)]
+    expected = sampler(rows=40)
+    for number in range(2):
+        expected.set_epoch(number)
+        order = list(expected)
+        assert found[number] == [order[start : start + 2] for start in range(2 * index, 40, 4)]
+    resumed = prepared(processes=2, index=index)
+    resumed.set_epoch(1)
+    assert epoch(skip_first_batches(resumed, 3)) == found[1][3:]
+
+
+# ----------------------------------------------------------------------------------------------------------- mixtures
+def answers(rows) -> list[str]:
+    return [row["messages"][-1]["content"][0]["text"] for row in rows]
+
+
+def sources(folder, counts, **fractions) -> list[dict]:
+    """Sources whose answers are `a0`, `a1`, ..., `b0`, ...; those of `a` come with pictures."""
+    made = []
+    for name, count in counts.items():
+        rows = [
+            llava("<image>Q", f"a{n}", "red.png") if name == "a" else llava("Q", f"{name}{n}") for n in range(count)
+        ]
+        made.append(
+            {"path": str(write_json(folder / name, rows)), **({"fraction": fractions[name]} if fractions else {})}
+        )
+    return made
+
+
+def mixture(processor, listed, seed=0, **kwargs):
+    mixed = DataArguments(datasets=listed, **kwargs)
+    return load_data(mixed, processor, max_length=None, seed=seed, with_eval=False)
+
+
+@pytest.mark.parametrize(
+    ("fractions", "expected"),
+    [
+        ({"a": 0.5, "b": 0.25, "c": 0.25}, {"a": 40, "b": 20, "c": 20}),
+        ({"a": 2, "b": 1, "c": 1}, {"a": 40, "b": 20, "c": 20}),
+        ({"a": 1, "b": 1, "c": 1}, {"a": 20, "b": 20, "c": 20}),
+        ({"a": 0.9, "b": 0.05, "c": 0.05}, {"a": 50, "b": 3, "c": 3}),
+        ({"a": 0.1, "b": 0.45, "c": 0.45}, {"a": 4, "b": 20, "c": 20}),
+    ],
+)
+def test_shares_are_exact_and_no_row_comes_twice(processor, tmp_path, fractions, expected):
+    data = mixture(processor, sources(tmp_path, {"a": 50, "b": 30, "c": 20}, **fractions))
+    found = answers(data.train)
+    assert Counter(answer[0] for answer in found) == expected and len(set(found)) == len(found)
+    assert [(source.kept, source.used) for source in data.report.sources] == [
+        (count, expected[name]) for name, count in {"a": 50, "b": 30, "c": 20}.items()
+    ]
+
+
+def test_a_mixture_follows_from_its_seed(processor, tmp_path):
+    listed = sources(tmp_path, {"a": 50, "b": 30}, a=1, b=4)
+    one, again, other = (answers(mixture(processor, listed, seed).train) for seed in (0, 0, 1))
+    assert one == again != other and Counter(a[0] for a in one) == Counter(a[0] for a in other) == {"a": 8, "b": 30}
+
+
+def test_without_fractions_everything_is_there_in_order(processor, tmp_path):
+    listed = sources(tmp_path, {"a": 3, "b": 2})
+    assert answers(mixture(processor, listed).train) == ["a0", "a1", "a2", "b0", "b1"]
+    stream = mixture(processor, listed, dataset_streaming=True, shuffle_buffer_size=1)
+    assert answers(stream.train) == ["a0", "a1", "a2", "b0", "b1"]
+
+
+def test_forms_can_be_mixed(processor, tmp_path):
+    parquet = train_data.write_parquet(
+        tmp_path / "p.parquet", [{**llava("<image>Q", "p"), "image": train_data.inside("red")}]
+    )
+    turns = train_data.write_json(tmp_path / "j", [{"messages": [user("Q"), assistant("j")]}])
+    listed = [{"path": str(parquet)}, {"path": str(turns)}, *sources(tmp_path, {"a": 1})]
+    for streaming in (False, True):
+        found = mixture(processor, listed, dataset_streaming=streaming, shuffle_buffer_size=1).train
+        assert answers(found) == ["p", "j", "a0"]
+        assert ConversationCollator(processor)(list(found))["pixel_values"].shape[0] == 2
+
+
+def test_fractions_are_checked(processor, tmp_path):
+    listed = sources(tmp_path, {"a": 3, "b": 2}, a=0.5, b=None)
+    with pytest.raises(ValueError, match=r"has a fraction above 0, or none has one; got \[0.5, None\]"):
+        mixture(processor, listed)
+    with pytest.raises(ValueError, match=r"got \[0.5, 0.0\]"):
+        mixture(processor, [listed[0], {**listed[1], "fraction": 0.0}])
+
+
+# ----------------------------------------------------------------------------------------------------------- held out
+def test_held_out_rows(processor, tmp_path):
+    path = sources(tmp_path, {"a": 20})[0]["path"]
+
+    def load(with_eval=True, seed=0, **kwargs):
+        return load_data(arguments(path, **kwargs), processor, max_length=None, seed=seed, with_eval=with_eval)
+
+    assert load(with_eval=False).eval is None
+    parted, again, other = load(test_split_size=0.2), load(test_split_size=0.2), load(test_split_size=0.2, seed=1)
+    assert len(parted.train) == 16 and len(parted.eval) == 4
+    assert sorted(answers(parted.train) + answers(parted.eval)) == sorted(f"a{n}" for n in range(20))
+    assert answers(parted.eval) == answers(again.eval) != answers(other.eval)
+    held = sources(tmp_path, {"b": 3})[0]["path"]
+    for streaming in (False, True):
+        given = load(eval_dataset_name=held, dataset_streaming=streaming)
+        assert answers(given.eval) == ["b0", "b1", "b2"] and len(list(given.train)) == 20
+        assert [(source.source, source.split) for source in given.report.sources] == [(path, "train"), (held, "eval")]
+    assert answers(load(eval_dataset_name=held, test_split_size=0.2).eval) == ["b0", "b1", "b2"]
+    remedy = "eval_dataset_name or test_split_size, or leave eval_strategy at 'no'"
+    with pytest.raises(
+        ValueError, match=f"no held-out data. .*a/data.json is one file, and has no split 'test'.*{remedy}"
+    ):
+        load()
+    with pytest.raises(ValueError, match="test_split_size needs data in memory.* Give eval_dataset_name"):
+        load(test_split_size=0.2, dataset_streaming=True)
+    with pytest.raises(ValueError, match=f"A mixture has no test split. .*{remedy}"):
+        listed = DataArguments(datasets=[{"path": path}])
+        load_data(listed, processor, max_length=None, seed=0, with_eval=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ streams
+def stream(processor, folder, seed=0, **fractions):
+    listed = sources(folder, {"a": 60, "b": 40}, **fractions)
+    return mixture(processor, listed, seed, dataset_streaming=True, shuffle_buffer_size=16).train
+
+
+def test_a_stream_draws_its_sources_in_their_shares_until_one_ends(processor, tmp_path):
+    found, again, other = (answers(stream(processor, tmp_path, seed, a=1, b=3)) for seed in (0, 0, 1))
+    assert found == again != other and len(set(found)) == len(found)
+    count = Counter(answer[0] for answer in found)
+    assert count["b"] == 40 and 4 <= count["a"] <= 26  # 13.3 are expected, with a standard deviation of 4.2
+
+
+def batches_of(loader) -> list:
+    return [{name: value.tolist() for name, value in batch.items()} for batch in loader]
+
+
+def test_a_resumed_stream_goes_on_with_the_batches_that_would_have_come(processor, tmp_path):
+    def prepared(workers=0):
+        rows = stream(processor, tmp_path, a=1, b=1)
+        loader = DataLoader(rows, 4, num_workers=workers, collate_fn=ConversationCollator(processor))
+        return Accelerator(cpu=True).prepare(loader)
+
+    whole = prepared()
+    epochs = [batches_of(whole) for _ in range(2)]
+    assert epochs[0] != epochs[1] and len(epochs[0]) > 5
+    resumed = prepared()
+    resumed.set_epoch(1)  # as the Trainer does before it skips
+    assert batches_of(skip_first_batches(resumed, 3)) == epochs[1][3:]
+    # `datasets` seeds its buffer anew in a worker. One is all that a single shard can use.
+    assert batches_of(prepared(workers=2)) == batches_of(prepared(workers=1))
+
+
+def test_two_processes_read_one_stream(processor, tmp_path):
+    rows = stream(processor, tmp_path, a=1, b=1)
+    assert rows.num_shards == stream(processor, tmp_path).num_shards == 1
+    parts = []
+    for index in range(2):
+        loader = DataLoader(rows, 2, collate_fn=ConversationCollator(processor))
+        ready = prepare_data_loader(
+            loader, num_processes=2, process_index=index, put_on_device=False, dispatch_batches=False
+        )
+        parts.append([ids for batch in batches_of(ready) for ids in batch["labels"]])
+    text = [[processor.tokenizer.decode([t for t in row if t != -100]) for row in part] for part in parts]
+    assert len(text[0]) == len(text[1])
+    one_process = [f"{answer}<|im_end|>" for answer in answers(rows)]
+    dealt = [row for n in range(0, len(text[0]), 2) for part in text for row in part[n : n + 2]]
+    assert dealt[: len(one_process)] == one_process

@@ -1,0 +1,35 @@
+"""Run by test_train_resume.py: `normalign train`, which kills itself in a step or in the middle of a save."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+import normalign_llava.train.run as run
+from normalign_llava.train.trainer import NormAlignTrainer
+
+
+when, number = sys.argv[1].split(":")
+
+
+class Killed(NormAlignTrainer):
+    """Ends as on a machine that is taken away."""
+
+    def training_step(self, *args, **kwargs):
+        if when == "step" and self.state.global_step == int(number):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        if when == "save" and output_dir.endswith(f"-{number}"):
+            file = Path(output_dir) / "optimizer.pt"
+            os.truncate(file, file.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+torch.set_num_threads(1)
+run.NormAlignTrainer = Killed
+run.main(sys.argv[2:])

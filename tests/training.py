@@ -1,0 +1,100 @@
+"""A tiny checkpoint, tiny data and a trainer on them."""
+
+import io
+import random
+from pathlib import Path
+
+import tiny_parts as parts
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import AutoProcessor
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
+from normalign_llava.train.arguments import ModelArguments, TrainArguments
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.dataset import FEATURES
+from normalign_llava.train.model import load_model, lora_config
+from normalign_llava.train.trainer import NormAlignTrainer
+
+
+def checkpoint(folder: Path, arm="gwc", vision="clip", **kwargs) -> Path:
+    """A built checkpoint whose projector is of real scale: at these widths the norm's epsilon would show."""
+    folder.mkdir(parents=True, exist_ok=True)
+    encoder, language = parts.vision(folder / "vision", vision), parts.language(folder / "language", **kwargs)
+    torch.manual_seed(3)
+    build_checkpoint(encoder, language, folder / "built", arm=arm)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder / "built")
+    with torch.no_grad():
+        model.model.multi_modal_projector.linear_1.weight *= 40.0
+        model.model.multi_modal_projector.linear_2.weight *= 40.0
+    model.save_pretrained(folder / "model")
+    AutoProcessor.from_pretrained(folder / "built").save_pretrained(folder / "model")
+    (folder / "model" / "build.json").write_bytes((folder / "built" / "build.json").read_bytes())
+    return folder / "model"
+
+
+def picture(seed: int, size=(16, 16)) -> bytes:
+    """A PNG of random colours."""
+    noise = random.Random(seed).randbytes(size[0] * size[1] * 3)
+    buffer = io.BytesIO()
+    Image.frombytes("RGB", size, noise).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def row(number: int, images=1, turns=1) -> dict:
+    """A conversation about `images` pictures, all in the first turn, with answers that differ from row to row."""
+    messages = []
+    for turn in range(turns):
+        shown = [{"type": "image", "text": None}] * images if turn == 0 else []
+        question = {"type": "text", "text": f"what is {number * 7 % 13} plus {turn}?"}
+        messages.append({"role": "user", "content": [*shown, question]})
+        answer = {"type": "text", "text": f"it is {number * 7 % 13 + turn}"}
+        messages.append({"role": "assistant", "content": [answer]})
+    pictures = [{"path": None, "bytes": picture(1000 * number + i)} for i in range(images)]
+    about = {"prompt_turns": 0, "source": "tiny", "row": number, "image_count": images, "length": 60}
+    return {"images": pictures, "messages": messages, **about}
+
+
+def rows(count=16, images=lambda number: 1, turns=lambda number: 1 + number % 2) -> Dataset:
+    """Canonical rows; `images` and `turns` give how many of each a row has."""
+    made = [row(number, images(number), turns(number)) for number in range(count)]
+    return Dataset.from_list(made, features=FEATURES)
+
+
+def arguments(folder: Path, **options) -> TrainArguments:
+    """Options of a short float32 run on the CPU."""
+    defaults = dict(
+        output_dir=str(folder),
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        max_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=0,
+    )
+    return TrainArguments(**{**defaults, **options})
+
+
+def trainer(folder: Path, checkpoint: Path, dataset=None, model=None, bad_rows="stop", **options) -> NormAlignTrainer:
+    """A trainer; options of `ModelArguments` are told from those of `TrainArguments` by their names."""
+    names = set(ModelArguments.__dataclass_fields__)
+    model_args = ModelArguments(
+        model_name_or_path=str(checkpoint), **{key: value for key, value in options.items() if key in names}
+    )
+    args = arguments(folder, **{key: value for key, value in options.items() if key not in names})
+    model = model or load_model(model_args, args)
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    return NormAlignTrainer(
+        model,
+        args,
+        rows() if dataset is None else dataset,
+        processor,
+        peft_config=lora_config(model_args, model, args.rates(model_args.use_peft)),
+        data_collator=ConversationCollator(processor),
+    )

@@ -1,0 +1,253 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a run shows of its modules while it trains: token norms, gain, gradients, updates, clipping, Adam's epsilon."""
+
+import math
+from itertools import accumulate
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, reduce
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
+
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, _gathered, gain_magnitude
+from .model import base_model, module_of, projector_norm
+from .probe import decoder_layers, token_positions
+
+
+PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
+"""What gradients and updates are measured of: the projector without its norm, and the norm's two parameters."""
+
+SAMPLE = 2**16
+"""Most elements of a part whose update is measured. They lie evenly over its trained parameters."""
+
+RATIOS = (
+    "norm/visual",
+    "norm/text",
+    *(f"update_ratio/{part}" for part in PARTS),
+    *(f"adam/eps_share/{part}" for part in PARTS),
+)
+"""The figures that are ratios of two sums, which are taken over processes."""
+
+
+class Measurements(TrainerCallback):
+    """Measures the modules at the steps that are logged; at the others it compares one number and waits for nothing.
+
+    The trainer hands in the norm that it clips by and merges what [`~Measurements.collect`] returns into its logs:
+
+    - `norm/visual`, `norm/text`: mean L2 norm of the tokens that enter the first decoder layer, at image tokens and at
+      the other attended positions, over all micro-batches and processes of the step.
+    - `gain/l2`, `gain/mean_abs`, `bias/mean_abs`: of the norm, after the step (table 5).
+    - `gwc/factor`: what the gradient at the normalised tokens is multiplied by, 1 / s (eq. 12), or 1.
+    - `grad_norm/PART`: L2 norm of the gradients of one of `PARTS`, before clipping.
+    - `update_ratio/PART`: ||w after the step - w before|| / ||w before||, over a sample of at most `SAMPLE` elements.
+      Not there while all of them are zero, as the bias is at first.
+    - `adam/eps_share/PART`: of the sampled elements that have had a gradient, the share for which epsilon is larger
+      than a tenth of sqrt(v_hat), the second moment after bias correction: those whose steps epsilon shortens by more
+      than 9 %. Optimizer states in 8 bits are left out.
+    - `clip/share`: share of the optimizer steps since the last log whose gradients global clipping cut.
+
+    A part that is frozen has no entry. DeepSpeed's engine keeps gradients and optimizer states to itself and steps
+    before the Trainer does: with it there are no gradient norms, update ratios and epsilon shares. The steps measured
+    are those of `logging_steps` and `logging_first_step`; `logging_strategy="epoch"` has none.
+
+    Args:
+        args: The trainer's arguments.
+    """
+
+    def __init__(self, args: TrainingArguments):
+        self.max_grad_norm = args.max_grad_norm
+        self._model: NormAlignLlavaForConditionalGeneration | None = None
+        self._hooks: list[Any] = []
+        self._measuring = False
+        self._ids: Tensor | None = None
+        self._mask: Tensor | None = None
+        self._total_norm: Tensor | float | None = None  # of this step's gradients
+        self._grad_norms: dict[str, Tensor] = {}
+        self._before: dict[str, Tensor] = {}
+        self._ratios: dict[str, Tensor] = {}
+        self._clipped: Tensor | int = 0
+        self._clippings = 0
+
+    def after_clip(self, total_norm: Tensor | float | None) -> None:
+        """Takes the norm of all gradients before clipping, as clipping returns it; waits for no device.
+
+        Args:
+            total_norm: The norm; None, where DeepSpeed does not know it yet, is not counted.
+        """
+        if total_norm is None:
+            return
+        self._total_norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
+        self._clipped = self._clipped + (self._clip_factor() > 1)
+        self._clippings += 1
+
+    def collect(self) -> dict[str, float]:
+        """What was measured since the last call; empty where that step was not a logged one.
+
+        Every process must call it at the same step, since sums over processes are taken here.
+        """
+        if not self._measuring or self._model is None:
+            return {}
+        self._measuring = False
+        found = {name: value.item() for name, value in (norm_values(self._model) | self._grad_norms).items()}
+        sums = reduce(torch.stack(list(self._ratios.values())), "sum").double()
+        for name, (above, below) in zip(self._ratios, sums.tolist(), strict=True):
+            if below > 0:
+                ratio = above / below
+                found[name] = ratio**0.5 if name.startswith("update_ratio/") else ratio
+        if self._clippings:
+            found["clip/share"] = float(self._clipped) / self._clippings
+        self._clipped, self._clippings = 0, 0
+        return found
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Takes the model, which by now is prepared for the processes there are."""
+        self._model = base_model(model)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Lets go of the model."""
+        self._remove_hooks()
+        self._model, self._measuring = None, False
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Hooks the forward passes of a step that will be logged."""
+        step = state.global_step + 1
+        self._measuring = (step == 1 and args.logging_first_step) or (
+            args.logging_strategy == IntervalStrategy.STEPS and step % state.logging_steps == 0
+        )
+        if not self._measuring or self._model is None:
+            return
+        self._grad_norms, self._before = {}, {}
+        self._ratios = {name: torch.zeros(2, device=args.device) for name in RATIOS}
+        self._remove_hooks()
+        self._hooks = [
+            self._model.get_input_embeddings().register_forward_pre_hook(self._keep_ids),
+            self._model.model.language_model.register_forward_pre_hook(self._keep_mask, with_kwargs=True),
+            decoder_layers(self._model)[0].register_forward_pre_hook(self._add_token_norms, with_kwargs=True),
+        ]
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        """Takes gradient norms, and copies the sample of the weights."""
+        self._remove_hooks()
+        if not self._measuring or AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
+            return
+        factor = self._clip_factor()
+        for part, parameters in _trained_parts(model).items():
+            norms = [_full_norm(p.grad).to(args.device) for p in parameters if p.grad is not None]
+            if norms:
+                # Measured after clipping and scaled back: only by then are the gradients of fp16 unscaled.
+                self._grad_norms[f"grad_norm/{part}"] = torch.linalg.vector_norm(torch.stack(norms)) * factor
+            self._before[part] = _copy(_sample(parameters))
+        self._total_norm = None
+
+    def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        """Compares the sample with what it was, and epsilon with the second moments."""
+        for part, parameters in (_trained_parts(model) if self._before else {}).items():
+            before, after = self._before.pop(part), _copy(_sample(parameters))
+            self._add(f"update_ratio/{part}", (after - before).square().sum(), before.square().sum())
+            if counts := _epsilon_counts(parameters, optimizer):
+                self._add(f"adam/eps_share/{part}", *counts)
+
+    def _clip_factor(self):
+        # What torch's clipping divides the gradients by.
+        if self._total_norm is None or not self.max_grad_norm:
+            return 1.0
+        return torch.as_tensor((self._total_norm + 1e-6) / self.max_grad_norm).clamp(min=1.0)
+
+    def _add(self, name: str, above: Tensor, below: Tensor) -> None:
+        self._ratios[name] += torch.stack((above, below)).to(self._ratios[name])
+
+    def _keep_ids(self, module, args):
+        # The ids come from the embedding layer because the trainer embeds batches without pictures by itself.
+        if args and args[0].dim() == 2:
+            self._ids = args[0]
+
+    def _keep_mask(self, module, args, kwargs):
+        self._mask = kwargs.get("attention_mask")
+
+    @torch.no_grad()
+    def _add_token_norms(self, module, args, kwargs):
+        if self._ids is None:
+            return  # gradient checkpointing runs the layer a second time
+        hidden = args[0] if args else kwargs["hidden_states"]
+        norms = torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float32)
+        image_token = self._model.config.image_token_id
+        for name, positions in token_positions(self._ids, self._mask, image_token).items():
+            at = positions.to(norms.device)
+            self._add(f"norm/{name}", torch.where(at, norms, 0).sum(), at.sum())
+        self._ids = self._mask = None
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+@torch.no_grad()
+def norm_values(model: nn.Module) -> dict[str, Tensor]:
+    """Size of gain and bias (table 5), and the factor of gradient compensation (eq. 12), as 0-d tensors by name."""
+    norm = projector_norm(model)
+    values = {"gwc/factor": torch.ones(())}
+    if isinstance(norm, nn.Identity):
+        return values
+    with _gathered(*norm.parameters()) as (gain, *bias):
+        values["gain/l2"] = torch.linalg.vector_norm(gain, dtype=torch.float32)
+        values["gain/mean_abs"] = gain.float().abs().mean()
+        if bias:  # an RMSNorm has none
+            values["bias/mean_abs"] = bias[0].float().abs().mean()
+        if norm.compensate:
+            values["gwc/factor"] = 1 / gain_magnitude(gain, norm.gain_floor)
+    return values
+
+
+def _trained_parts(model: nn.Module) -> dict[str, list[Tensor]]:
+    parts: dict[str, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            module = module_of(name)
+            part = {"vision": "vision_tower", "language": "language_model"}.get(module, module)
+            if module == "norm":
+                part = "gain" if name.endswith("weight") else "bias"
+            parts.setdefault(part, []).append(parameter)
+    return parts
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _sample(tensors: list[Tensor]) -> list[Tensor]:
+    # Views of this process's shards: what is made of them are ratios of sums over processes.
+    flat = [_local(tensor).reshape(-1) for tensor in tensors]
+    stride = math.ceil(sum(map(len, flat)) / SAMPLE) or 1
+    starts = accumulate(map(len, flat[:-1]), initial=0)
+    return [values[-start % stride :: stride] for start, values in zip(starts, flat, strict=True)]
+
+
+def _copy(views: list[Tensor]) -> Tensor:
+    return torch.cat([view.to(views[0].device, torch.float32) for view in views])
+
+
+def _full_norm(gradient: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _epsilon_counts(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor] | None:
+    # Sampled elements for which 10 epsilon > sqrt(v_hat) > 0, and for which v_hat > 0.
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    seconds, scales = [], []
+    for parameter in parameters:
+        group, state = groups.get(parameter, {}), optimizer.state.get(parameter, {})
+        second = state.get("exp_avg_sq", state.get("state2"))  # torch's name, and bitsandbytes'
+        # torchao's states are tensors of classes of their own.
+        if "betas" in group and second is not None and type(_local(second)) is Tensor and second.is_floating_point():
+            seconds.append(second)
+            scales.append((10 * group["eps"]) ** 2 * (1 - group["betas"][1] ** state["step"]))
+    if not seconds:
+        return None
+    scaled = torch.cat([view.float() / scale for view, scale in zip(_sample(seconds), scales, strict=True)])
+    return ((scaled > 0) & (scaled < 1)).sum(), (scaled > 0).sum()

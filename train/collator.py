@@ -1,0 +1,121 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Canonical rows become a batch, with labels on exactly what the model has to say."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from torch import Tensor
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from .pictures import open_picture
+from .rows import DroppedRow, DroppedRows
+
+
+_PROBE = [
+    {"role": "user", "content": [{"type": "text", "text": "What is this?"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "A red kite."}]},
+]
+_IGNORED = -100
+
+
+@dataclass
+class ConversationCollator(DataCollatorForVisionLanguageModeling):
+    """TRL's collator for canonical rows: it opens the pictures, and labels the answers with their end-of-turn tokens.
+
+    Of what the chat template marks, white space after the end-of-turn token is not labelled, nor are the first
+    `prompt_turns` answers of a row. A batch without pictures has no `pixel_values`. With `bad_rows="skip"`, a row with
+    a bad picture stays in the batch, whose shape the other processes count on: the picture is white, the row has no
+    label and adds nothing to the loss.
+
+    Args:
+        processor: Its chat template must have generation marks.
+        max_image_pixels: Pictures with more pixels are bad.
+        bad_rows: `"stop"` raises at a bad picture, `"skip"` records the row in `dropped_rows`.
+        dropped_rows: Where rows with bad pictures are recorded.
+
+    Raises:
+        ValueError: The chat template marks no answer; when called, a bad picture and its row.
+    """
+
+    assistant_only_loss: bool = True
+    max_image_pixels: int = 89_478_485
+    bad_rows: Literal["stop", "skip"] = "stop"
+    dropped_rows: DroppedRows | None = None
+
+    def __post_init__(self):
+        if (super().torch_call([{"images": [], "messages": _PROBE}])["labels"] == _IGNORED).all():
+            raise ValueError(
+                "The chat template marks no answer with {% generation %}, so there is nothing to learn from. "
+                "`normalign build` says whether a template has marks, and takes another with --chat-template."
+            )
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """A batch of B canonical rows, padded on the right to T tokens.
+
+        Returns:
+            `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values` `(pictures, channels, height, width)`.
+        """
+        pictures = [self._pictures(example) for example in examples]
+        batch = super().torch_call(
+            [
+                {"images": images, "messages": _messages(example)}
+                for example, (images, _) in zip(examples, pictures, strict=True)
+            ]
+        )
+        for labels, example, (_, bad) in zip(batch["labels"], examples, pictures, strict=True):
+            self._narrow(labels, example, bad)
+        return batch
+
+    def _pictures(self, example: dict[str, Any]) -> tuple[list[Image.Image], bool]:
+        """The row's pictures, white in place of bad ones, and whether there was a bad one."""
+        pictures, bad = [], False
+        for image in example["images"]:
+            try:
+                pictures.append(open_picture(image, self.max_image_pixels))
+            except ValueError as error:
+                dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
+                if self.bad_rows == "stop":
+                    raise ValueError(f"{dropped}. Mend it, or pass over such rows with --bad_rows skip.") from error
+                if self.dropped_rows and not bad:
+                    self.dropped_rows.add(dropped)
+                pictures.append(Image.new("RGB", (64, 64), "white"))
+                bad = True
+        return pictures, bad
+
+    def _narrow(self, labels: Tensor, example: dict[str, Any], bad: bool) -> None:
+        """Takes labels away, in place, from one row `(T,)`."""
+        spans = _spans(labels)
+        answers = sum(message["role"] == "assistant" for message in example["messages"])
+        if example["prompt_turns"] and len(spans) != answers:
+            raise ValueError(
+                f"{example['source']}, row {example['row']}: the chat template marks {len(spans)} of {answers} "
+                "answers, so it is not clear which are prompt. Give prompt and completion without earlier answers."
+            )
+        for number, (start, stop) in enumerate(spans):
+            keep = 0 if bad or number < example["prompt_turns"] else stop - start
+            while keep and not self.processor.tokenizer.decode(labels[start + keep - 1]).strip():
+                keep -= 1
+            labels[start + keep : stop] = _IGNORED
+
+
+def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:
+    """Messages whose image parts have no empty text, as Arrow gives them."""
+    return [
+        {
+            "role": message["role"],
+            "content": [
+                {"type": "image"} if part["type"] == "image" else {"type": "text", "text": part["text"]}
+                for part in message["content"]
+            ],
+        }
+        for message in example["messages"]
+    ]
+
+
+def _spans(labels: Tensor) -> list[tuple[int, int]]:
+    """Start and stop of each unbroken stretch of labels."""
+    edges = torch.nn.functional.pad(labels != _IGNORED, (1, 1)).int().diff().nonzero().flatten().tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))

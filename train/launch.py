@@ -1,0 +1,31 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""`normalign train --accelerate_config NAME`: the same run, started by `accelerate launch` in several processes."""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from accelerate.commands.launch import launch_command, launch_command_parser
+
+
+CONFIGS = files(__package__) / "accelerate_configs"
+
+
+def launch(config: str, processes: int, arguments: Sequence[str]) -> None:
+    """Runs `accelerate launch --config_file CONFIG --num_processes N -m normalign_llava.train ARGUMENTS`.
+
+    Args:
+        config: `ddp`, `fsdp2`, `zero2`, `zero3`, or a file that accelerate reads.
+        processes: how many processes, one for each GPU.
+        arguments: what follows `normalign train`.
+
+    Raises:
+        ValueError: there is no such configuration.
+    """
+    own = {Path(entry.name).stem: str(entry) for entry in CONFIGS.iterdir()}
+    file = config if Path(config).is_file() else own.get(config)
+    if file is None:
+        raise ValueError(f"There is no file {config}, and no configuration of that name: {', '.join(sorted(own))}.")
+    words = ["--config_file", file, "--num_processes", str(processes), "-m", "normalign_llava.train", *arguments]
+    launch_command(launch_command_parser().parse_args(words))

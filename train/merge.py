@@ -1,0 +1,236 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Merging: an adapter and the base it was trained on become one checkpoint folder."""
+
+import copy
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoProcessor, LlavaProcessor
+from transformers.utils import cached_file
+
+from ..build import torch_dtype
+from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..folders import new_folder
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .checkpoints import write_failure
+
+
+WEIGHTS = "adapter_model.safetensors"
+CARRIED = ("README.md", "training.json", "build.json")
+"""Card and run records, which the merged checkpoint takes from the adapter's folder, or else from the base."""
+
+TOLERANCE = 1e-3
+"""Largest difference of logits, as a share of the largest logit, that merging in float32 may make."""
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What was merged, as `normalign merge` prints it.
+
+    `kind` is `"LoRA"`, `"DoRA"` or `"rsLoRA"`, `quantization` the base's in training (`"4-bit nf4"`, `"8-bit"`, None),
+    `difference` the largest difference, in float32 and before casting to `dtype`, between the logits of the merged
+    model and of the adapter on the same (dequantized) base, on one picture and one sentence.
+    """
+
+    output: str
+    adapter: str
+    base: str
+    kind: str
+    rank: int
+    quantization: str | None
+    dtype: str
+    parameters: int
+    difference: float
+
+
+def merge_adapter(
+    adapter: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    base: str | None = None,
+    dtype: str | torch.dtype = "auto",
+) -> MergeReport:
+    """Merges an adapter into the base it was trained on, in float32, and writes a checkpoint that needs no PEFT.
+
+    An adapter of a quantized base (QLoRA) learned to correct the quantized weights. So the base is quantized as the
+    adapter's `training.json` says, dequantized in float32, and merged with: the checkpoint holds what was trained.
+
+    Args:
+        adapter: folder that training wrote: adapter configuration and weights. A trainer's `checkpoint-N` will do.
+        output: folder to make; it must not exist or be empty. It appears whole or not at all.
+        base: checkpoint folder or Hub id, where the one that the adapter names is not there any more.
+        dtype: of the written weights; `"auto"` is the base's own. The norm is always float32.
+
+    Returns:
+        What was merged.
+
+    Raises:
+        ValueError: the folder holds no LoRA adapter, the base is not there, of another architecture or of other
+            shapes, or a tensor of the adapter has no place in it. Nothing is written.
+        OSError: the disk is full. Nothing is left of what was written.
+    """
+    adapter, dtype = Path(adapter), torch_dtype(dtype)
+    peft_config = _adapter_config(adapter)
+    record = _record(adapter)
+    named = peft_config.base_model_name_or_path
+    base = base or named
+    if not base:
+        raise ValueError(f"The adapter {adapter} does not name its base. Give its folder or Hub id with --base.")
+    revision = peft_config.revision if base == named else None
+    config = _base_config(base, adapter, revision)
+    dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
+    stored = (config.projector_norm, config.projector_gain_init)
+    for name, value in record.get("config_changes", {}).items():
+        setattr(config, name, value)
+    _check_tensors(adapter, peft_config, config, base)
+
+    with new_folder(output) as folder:
+        trained = (adapter / "processor_config.json").exists()
+        processor = AutoProcessor.from_pretrained(adapter if trained else base, revision=None if trained else revision)
+        model, quantization = _load_base(base, config, record.get("quantization"), revision)
+        if stored != (config.projector_norm, config.projector_gain_init) and config.projector_norm != "none":
+            model.align_projector_norm()  # as the run did that changed them
+        adapted = PeftModel.from_pretrained(model, adapter, torch_device="cpu")
+        inputs = _probe(processor)
+        expected = _logits(adapted, inputs)
+        merged = adapted.merge_and_unload(safe_merge=True)
+        difference = (_logits(merged, inputs) - expected).abs().max().item()
+        if difference > TOLERANCE * expected.abs().max().item():
+            raise ValueError(f"Merging {adapter} changed the model's logits by {difference:.3g}. Nothing was written.")
+        for name, parameter in merged.named_parameters():
+            if "multi_modal_projector.norm." not in name:
+                parameter.data = parameter.data.to(dtype)
+        try:
+            merged.save_pretrained(folder)
+            processor.save_pretrained(folder)
+            _carry(adapter, base, folder, revision)
+        except Exception as error:  # safetensors' and tokenizers' are no OSErrors
+            if (cause := write_failure(error)) is None:
+                raise
+            raise OSError(f"{output} could not be written: {cause}. Nothing of it is left. Make room.") from error
+    return MergeReport(
+        output=str(output),
+        adapter=str(adapter),
+        base=str(base),
+        kind="DoRA" if peft_config.use_dora else "rsLoRA" if peft_config.use_rslora else "LoRA",
+        rank=peft_config.r,
+        quantization=quantization,
+        dtype=str(dtype).removeprefix("torch."),
+        parameters=merged.num_parameters(),
+        difference=difference,
+    )
+
+
+def _adapter_config(adapter: Path) -> LoraConfig:
+    for name in ("adapter_config.json", WEIGHTS):
+        if not (adapter / name).is_file():
+            inside = sorted(path.name for path in adapter.glob("checkpoint-*"))
+            hint = f" It has {', '.join(inside)}: name one of them." if inside else ""
+            raise ValueError(
+                f"{adapter} holds no {name}, so it is no adapter folder. Give the folder that training with use_peft "
+                f"wrote, or a checkpoint-N in it.{hint}"
+            )
+    config = PeftConfig.from_pretrained(adapter)
+    if config.peft_type != PeftType.LORA:
+        raise ValueError(f"{adapter} is a {config.peft_type} adapter. Only LoRA, DoRA and rsLoRA can be merged here.")
+    return config
+
+
+def _record(adapter: Path) -> dict[str, Any]:
+    file = adapter / "training.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _base_config(base: str, adapter: Path, revision: str | None) -> NormAlignLlavaConfig:
+    try:
+        kind = AutoConfig.from_pretrained(base, revision=revision).model_type
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"The base {base!r} of the adapter {adapter} was not found. Give its folder or Hub id with --base. "
+            f"({error})"
+        ) from error
+    if kind not in (NormAlignLlavaConfig.model_type, "llava"):
+        raise ValueError(f"The base {base} is a {kind!r} model, no NormAlign-LLaVA. Give the right one with --base.")
+    return NormAlignLlavaConfig.from_pretrained(base, revision=revision)
+
+
+def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str) -> None:
+    """Compares names and shapes in the adapter file with those the base has places for, on meta: before any loading.
+
+    PEFT warns of a missing tensor and says nothing of one too many.
+    """
+    peft_config = copy.deepcopy(peft_config)
+    peft_config.init_lora_weights = False  # initial values that are computed from weights cannot be on meta
+    with torch.device("meta"):
+        model = NormAlignLlavaForConditionalGeneration(config)
+        try:
+            adapted = PeftModel(model, peft_config, low_cpu_mem_usage=True)
+        except ValueError as error:
+            raise ValueError(f"The adapter {adapter} is not one of the base {base}: {error}") from error
+    places = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    expected = {name: list(tensor.shape) for name, tensor in places.items()}
+    try:
+        with safe_open(adapter / WEIGHTS, "pt") as file:
+            found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{adapter / WEIGHTS} cannot be read: {error}. Was it cut short? Take another.") from error
+    faults = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
+    faults += [f"{name} has no place" for name in sorted(found.keys() - expected.keys())]
+    faults += [
+        f"{name} has shape {found[name]}, not {expected[name]}"
+        for name in sorted(expected.keys() & found.keys())
+        if found[name] != expected[name]
+    ]
+    if faults:
+        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if faults[5:] else "")
+        raise ValueError(f"The adapter {adapter} does not fit the base {base}: {shown}. Is it the right --base?")
+
+
+def _load_base(
+    base: str, config: NormAlignLlavaConfig, quantization: dict[str, Any] | None, revision: str | None
+) -> tuple[NormAlignLlavaForConditionalGeneration, str | None]:
+    """The base in float32 on the CPU, dequantized if it was quantized, and what the quantization was."""
+    # What was quantized are weights in the dtype that training loaded, and TRL computes in that one.
+    dtype = (quantization or {}).get("bnb_4bit_compute_dtype") or "auto"
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(
+        base, config=config, revision=revision, dtype=dtype, quantization_config=quantization, device_map="cpu"
+    )
+    described = None
+    settings = getattr(model.config, "quantization_config", None)
+    if settings is not None:
+        described = f"4-bit {settings.bnb_4bit_quant_type}" if settings.load_in_4bit else "8-bit"
+        for module in model.modules():
+            if type(module).__name__ == "Linear4bit":
+                module.weight.quant_state.dtype = torch.float32  # dequantizes without rounding to the loading dtype
+        model = model.dequantize(dtype=torch.float32)
+        model.is_loaded_in_4bit = model.is_loaded_in_8bit = False  # which PEFT would still go by
+    return model.float().eval(), described
+
+
+def _probe(processor: LlavaProcessor) -> dict[str, Tensor]:
+    picture = Image.linear_gradient("L").convert("RGB")
+    return processor(images=picture, text=f"{processor.image_token} What is in the picture?", return_tensors="pt")
+
+
+@torch.no_grad()
+def _logits(model, inputs: dict[str, Tensor]) -> Tensor:
+    return model(**inputs).logits
+
+
+def _carry(adapter: Path, base: str, folder: Path, revision: str | None) -> None:
+    for name in CARRIED:
+        found: str | os.PathLike | None = adapter / name
+        if not (adapter / name).is_file():
+            found = cached_file(base, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if found:
+            shutil.copyfile(found, folder / name)

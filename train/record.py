@@ -1,0 +1,69 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a trained checkpoint says about how it was trained: `training.json`, the resolved recipe."""
+
+import json
+from dataclasses import MISSING, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from .arguments import DataArguments, ModelArguments, TrainArguments
+from .dataset import DataReport
+from .model import arm_of
+from .stages import BOTH_STAGES, STAGES
+
+
+ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
+"""What an arm is in the configuration; an adapter's base may be of another."""
+
+LEFT_OUT = {"output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "push_to_hub_token", "hub_token"}
+"""Options about where a run lies, or secret."""
+
+
+def training_record(
+    data: DataArguments, args: TrainArguments, model_args: ModelArguments, model: PreTrainedModel, report: DataReport
+) -> dict[str, Any]:
+    """The resolved recipe as JSON: options that are not their class's default, and all that the stages decide.
+
+    Local paths are cut to their last part. Of dropped rows the numbers are kept; `dropped_rows.jsonl` has the reasons.
+    """
+    decided = {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "per_device_train_batch_size"}
+    options = {**_changed(data, set()), **_changed(model_args, set()), **_changed(args, decided)}
+    quantization = getattr(model.config, "quantization_config", None)
+    return {
+        "stage": args.stage,
+        "arm": arm_of(model.config),
+        "config_changes": {name: getattr(model.config, name) for name in ARM_FIELDS},
+        "learning_rates": args.rates(model_args.use_peft),
+        "options": {key: value for key, value in options.items() if key not in LEFT_OUT},
+        "processes": args.world_size,
+        "quantization": None if quantization is None else json.loads(quantization.to_json_string()),
+        "text_embedding_norm": model.config.text_embedding_norm,
+        "data": [
+            {**_plain(vars(source)), "dropped": [row.row for row in source.dropped]} for source in report.sources
+        ],
+        "versions": {name: version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate")},
+    }
+
+
+def _changed(options: Any, decided: set[str]) -> dict[str, Any]:
+    changed = {}
+    for field in fields(options):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        value = getattr(options, field.name)
+        if field.init and (value != default or field.name in decided):
+            changed[field.name] = _plain(value)
+    return changed
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, str) and Path(value).exists():
+        return Path(value).name  # no local path travels with a checkpoint
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,114 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""A training run from options to checkpoint: check, show, train, save."""
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from rich.console import Console
+from transformers import AutoProcessor
+
+from .arguments import DataArguments, ModelArguments, TrainArguments
+from .checkpoints import resolve_resume
+from .collator import ConversationCollator
+from .dataset import load_data
+from .model import check_checkpoint, load_model, lora_config
+from .probe import CosineProbe
+from .record import training_record
+from .rows import DroppedRows
+from .samples import SampleCallback
+from .stages import accumulation_steps, optimizer_steps, parse
+from .summary import render, summary
+from .trainer import NormAlignTrainer
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """`normalign train RECIPE.yaml --option value ...`.
+
+    Args:
+        arguments: The words of the command line; by default the process's own.
+
+    Returns:
+        The folder of the trained checkpoint, or of the adapter.
+
+    Raises:
+        ValueError: An option, the checkpoint or the data does not fit; nothing was trained.
+        OSError: A checkpoint could not be written; the last complete one remains.
+    """
+    return train(*parse(arguments))
+
+
+def train(data_args: DataArguments, args: TrainArguments, model_args: ModelArguments) -> Path:
+    """Trains as the options say, and leaves the result in `args.output_dir`; raises what [`main`] raises."""
+    output = Path(args.output_dir)
+    resume = resolve_resume(args.resume_from_checkpoint, output, args.world_size)
+    args.gradient_accumulation_steps = accumulation_steps(args)
+    if data_args.dataset_streaming and args.max_steps <= 0:
+        raise ValueError("A streamed data set has no length. Say how long to train with --max_steps.")
+    config = check_checkpoint(model_args, args)
+    processor = AutoProcessor.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+    dropped = DroppedRows(output / "dropped_rows.jsonl")
+    collator = ConversationCollator(
+        processor,
+        max_image_pixels=data_args.max_image_pixels,
+        bad_rows=data_args.bad_rows,
+        dropped_rows=dropped,
+    )
+    with args.main_process_first(desc="checking the data"):
+        data = load_data(
+            data_args,
+            processor,
+            max_length=args.max_length,
+            seed=args.seed,
+            with_eval=args.eval_strategy != "no",
+            dropped_rows=dropped,
+        )
+    model = load_model(model_args, args, config)
+    trainer = NormAlignTrainer(
+        model,
+        args,
+        data.train,
+        processor,
+        peft_config=lora_config(model_args, model, args.rates(model_args.use_peft)),
+        eval_dataset=data.eval,
+        data_collator=collator,
+        record=training_record(data_args, args, model_args, model, data.report),
+    )
+    if data.eval is not None and args.sample_count:
+        examples = list(islice(data.eval, args.sample_count))
+        trackers = trainer.callback_handler.callbacks
+        trainer.add_callback(
+            SampleCallback(examples, args.sample_max_new_tokens, data_args.max_image_pixels, trackers)
+        )
+    if args.probe_steps:
+        trainer.add_callback(CosineProbe(args.probe_steps, collator(list(islice(data.train, args.probe_rows)))))
+    console = Console(quiet=not trainer.is_world_process_zero())
+    if trainer.is_world_process_zero():
+        for row in (row for source in data.report.sources for row in source.dropped):
+            dropped.add(row)
+    facts = summary(
+        trainer.model,
+        args,
+        trainer.rates,
+        data.report,
+        steps=optimizer_steps(args, data.train),
+        tokens_per_image=model.config.image_seq_length,
+    )
+    trainer.record["run"] = {name: value for name, value in facts.items() if name != "data"}
+    console.print(render(facts))
+    _print_dropped(console, dropped)
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    trainer.save_model()
+    trainer.save_state()
+    _print_dropped(console, dropped)
+    console.print(f"Written to {output}.", highlight=False, markup=False)
+    trainer.end()  # trackers, and the process group
+    return output
+
+
+def _print_dropped(console: Console, dropped: DroppedRows) -> None:
+    if rows := dropped.read():
+        count = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
+        console.print(f"{count} dropped, listed in {dropped.path}. The first:", highlight=False, markup=False)
+        console.print(*map(str, rows[:5]), sep="\n", highlight=False, markup=False)

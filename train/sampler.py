@@ -1,0 +1,63 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Batches of rows of like length, either all with pictures or all without, as LLaVA trains."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch.utils.data import Sampler
+
+
+BATCHES_SORTED_TOGETHER = 50
+"""Rows are sorted by length within so many batches: enough for like lengths, few enough for random company."""
+
+
+class ModalityLengthGroupedSampler(Sampler[int]):
+    """Every row once an epoch, in an order whose consecutive `batch_size` rows have one modality and like lengths.
+
+    Only the rows that fill no batch of their modality come last, in one mixed batch, which may be followed by a
+    smaller one. The order follows from seed and epoch alone; accelerate calls `set_epoch`, also where a run is resumed
+    in the middle of an epoch.
+
+    Args:
+        lengths: Tokens in each row.
+        has_image: Whether each row has a picture.
+        batch_size: Rows in an optimizer step: per-device batch times processes times accumulation.
+        seed: Of the order.
+
+    Raises:
+        ValueError: `lengths` and `has_image` differ in number, or `batch_size` is below 1.
+    """
+
+    def __init__(self, lengths: Sequence[int], has_image: Sequence[bool], batch_size: int, seed: int):
+        if len(lengths) != len(has_image) or batch_size < 1:
+            raise ValueError(
+                f"{len(lengths)} lengths and {len(has_image)} modalities in batches of {batch_size}: there must be as "
+                "many of the one as of the other, and at least one row in a batch."
+            )
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.has_image = np.asarray(has_image, dtype=bool)
+        self.batch_size, self.seed, self.epoch = batch_size, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of this epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        random = np.random.default_rng([self.seed, self.epoch])
+        batches: list[np.ndarray] = []
+        rest = np.empty(0, dtype=np.int64)
+        for modality in (True, False):
+            rows = random.permutation(np.flatnonzero(self.has_image == modality))
+            whole = len(rows) // self.batch_size * self.batch_size
+            together = self.batch_size * BATCHES_SORTED_TOGETHER
+            for start in range(0, whole, together):
+                block = rows[start : min(start + together, whole)]
+                block = block[np.argsort(-self.lengths[block], kind="stable")]
+                batches += np.split(block, len(block) // self.batch_size)
+            rest = np.concatenate([rest, rows[whole:]])
+        order = [batches[number] for number in random.permutation(len(batches))]
+        yield from np.concatenate([*order, rest]).tolist()

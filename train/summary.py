@@ -1,0 +1,258 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a run is about to do, shown before its first step and kept beside its checkpoint."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, TrainingArguments
+
+from .dataset import DataReport
+from .model import base_model, module_of
+
+
+ROWS = {
+    "vision": "vision tower",
+    "projector": "projector",
+    "norm": "norm",
+    "language": "language model",
+    "adapters": "adapters",
+}
+"""The modules of the table, by the name of their learning rate; adapters have the language model's."""
+
+
+def summary(
+    model: nn.Module,
+    args: TrainingArguments,
+    rates: dict[str, float],
+    report: DataReport,
+    *,
+    steps: int,
+    tokens_per_image: int,
+) -> dict[str, Any]:
+    """The facts of a run as JSON: modules, data, batch, steps, precision, and memory on each device.
+
+    Args:
+        model: The model as it will be trained: adapters attached, what is frozen frozen. Not sharded yet by FSDP.
+        args: The trainer's arguments, after the trainer was made with them.
+        rates: Peak learning rate of each module, as `args.rates` gives them.
+        report: What became of the data.
+        steps: Optimizer steps of the whole run.
+        tokens_per_image: Length of an image in tokens.
+    """
+    batch = {
+        "per_device": args.per_device_train_batch_size,
+        "processes": args.world_size,
+        "accumulation": args.gradient_accumulation_steps,
+    }
+    used = [source for source in report.sources if source.split == "train"]
+    longest = max((source.longest or 0 for source in used), default=0) or args.max_length or 2048
+    kept = sum(source.kept or 0 for source in used)
+    images = sum(source.images or 0 for source in used) / kept if kept else 1.0
+    return {
+        "modules": modules(model, rates),
+        "data": [{**source, "dropped": len(source["dropped"])} for source in report.to_dict()["sources"]],
+        "tokens_per_image": tokens_per_image,
+        "batch": {"rows": math.prod(batch.values()), **batch},
+        "steps": steps,
+        "warmup_steps": args.get_warmup_steps(steps),
+        "schedule": str(args.lr_scheduler_type.value),
+        "optimizer": str(args.optim.value),
+        "autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else None,
+        "memory": memory(model, args, tokens=longest, images=images),
+    }
+
+
+def modules(model: nn.Module, rates: dict[str, float]) -> list[dict[str, Any]]:
+    """Parameters of each module, how many of them are trained, their dtypes and rate.
+
+    A 4-bit weight counts as the parameters it stands for. The untrained copies that PEFT keeps of modules trained in
+    full do not count.
+    """
+    empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0}
+    found = {key: {"module": name, **empty, "dtypes": Counter()} for key, name in ROWS.items()}
+    for name, parameter in model.named_parameters():
+        if ".original_module." in name:
+            continue
+        row = found["adapters" if ".lora_" in name else module_of(name)]
+        count = _count(parameter)
+        row["parameters"] += count
+        row["dtypes"][_dtype(parameter)] += count
+        if parameter.requires_grad:
+            row["trained"] += count
+            row["learning_rate"] = rates[module_of(name)]
+    for row in found.values():
+        row["dtypes"] = [dtype for dtype, _ in row["dtypes"].most_common()]
+    return [row for row in found.values() if row["parameters"]]
+
+
+def memory(model: nn.Module, args: TrainingArguments, *, tokens: int, images: float) -> dict[str, int]:
+    """An estimate of the bytes that training takes on each device, by what takes them, and `"total"`.
+
+    `weights`, `gradients` and `optimizer` are counted, tensor by tensor: parameters with the constants of 4-bit and
+    8-bit quantization, and buffers; a gradient in the dtype of each trained parameter, twice under DDP, which keeps a
+    copy in buckets; AdamW's two states in that dtype, or in bitsandbytes' 32 or 8 bits. FSDP divides all three by the
+    number of processes, ZeRO-1 the last, ZeRO-2 the last two, ZeRO-3 all; DeepSpeed in half precision has 2 bytes of
+    weight and of gradient and 12 of optimizer for each trained parameter. States of paged optimizers count although
+    they may lie in the CPU's memory.
+
+    `activations` is rough: for each of the B x T tokens of a batch, each layer of width d with a feed-forward width m
+    keeps 10 d + 4 m numbers, or d with gradient checkpointing, which then computes one layer anew. The language model
+    counts, a trained vision tower, the head's logits for 256 positions at a time and, with autocast, half-precision
+    copies of float32 weights. Attention is taken to be SDPA or FlashAttention.
+
+    Args:
+        model: The model, as in [`summary`].
+        args: The trainer's arguments.
+        tokens: Length T of the longest row.
+        images: Pictures in a row on average.
+    """
+    state = AcceleratorState()
+    deepspeed = state.distributed_type == DistributedType.DEEPSPEED
+    stage = state.deepspeed_plugin.zero_stage if deepspeed else 0
+    sharded = state.distributed_type == DistributedType.FSDP
+    half = args.bf16 or args.fp16
+    weights = gradients = optimizer = copies = 0
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    for parameter in model.parameters():
+        trained, bytes_ = parameter.requires_grad, _bytes(parameter)
+        if deepspeed and half and parameter.is_floating_point():
+            bytes_ = 2 * _count(parameter)
+        weights += bytes_
+        if trained:
+            gradients += bytes_
+            state_bytes = 12 * _count(parameter) if deepspeed and half else 0
+            optimizer += state_bytes or _optimizer_bytes(args.optim.value, parameter, parameter in embeddings)
+        if half and not deepspeed and parameter.dtype == torch.float32 and parameter.dim() > 1:
+            copies += 2 * parameter.numel() if trained or not args.gradient_checkpointing else 0
+    weights += sum(buffer.nbytes for buffer in model.buffers())
+    if state.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+        gradients *= 2
+    world = args.world_size
+    found = {
+        "weights": weights // (world if sharded or stage == 3 else 1),
+        "gradients": gradients // (world if sharded or stage >= 2 else 1),
+        "optimizer": optimizer // (world if sharded or stage >= 1 else 1),
+        "activations": _activations(model, args, tokens, images) + copies,
+    }
+    return {**found, "total": sum(found.values())}
+
+
+def render(facts: dict[str, Any]) -> Group:
+    """What [`summary`] found, for `rich.console.Console.print`; 100 columns are enough."""
+    return Group(_modules_table(facts["modules"]), _data_table(facts["data"]), _facts_table(facts))
+
+
+def _modules_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Modules", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("", "parameters", "trained", "share", "dtype", "learning rate"):
+        table.add_column(title, justify="left" if title in ("", "dtype") else "right")
+    total = {name: sum(row[name] for row in rows) for name in ("parameters", "trained")}
+    for row in rows:
+        rate = f"{row['learning_rate']:g}" if row["trained"] else "frozen"
+        table.add_row(row["module"], *_counts(row), " + ".join(row["dtypes"]), rate)
+    table.add_section()
+    table.add_row("all", *_counts(total), "", "")
+    return table
+
+
+def _counts(row: dict[str, Any]) -> tuple[str, str, str]:
+    share = 100 * row["trained"] / row["parameters"]
+    return f"{row['parameters']:,}", f"{row['trained']:,}", f"{share:.3g} %"
+
+
+def _data_table(sources: list[dict[str, Any]]) -> Table:
+    table = Table(title="Data", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", overflow="fold")
+    for title in ("", "rows", "bad", "too long", "used", "pictures", "tokens (median)"):
+        table.add_column(title, justify="right" if title else "left")
+    for source in sources:
+        numbers = [source[name] for name in ("found", "bad", "too_long", "used", "images")]
+        shown = ["" if number is None else f"{number:,}" for number in numbers]
+        tokens = "streamed"
+        if source["longest"] is not None:
+            tokens = f"{source['shortest']:,} to {source['longest']:,} ({source['median']:,.0f})"
+        table.add_row(Path(source["source"]).name, source["split"], *shown, tokens)
+    return table
+
+
+def _facts_table(facts: dict[str, Any]) -> Table:
+    batch, used = facts["batch"], facts["memory"]
+    parts = ", ".join(f"{name} {_gib(used[name])}" for name in used if name != "total")
+    table = Table.grid(padding=(0, 2))
+    for name, value in {
+        "Tokens per image": f"{facts['tokens_per_image']:,}",
+        "Batch": f"{batch['rows']:,} rows = {batch['per_device']:,} per device x {batch['processes']:,} process(es) x "
+        f"{batch['accumulation']:,} accumulation step(s)",
+        "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up; {facts['schedule']} schedule",
+        "Optimizer": facts["optimizer"],
+        "Precision": f"{facts['autocast']} autocast" if facts["autocast"] else "that of the weights",
+        "Memory": f"about {_gib(used['total'])} on each device, estimated: {parts}",
+    }.items():
+        table.add_row(name, value)
+    return table
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**27 else f"{size / 2**20:,.1f} MiB"
+
+
+def _count(parameter: Tensor) -> int:
+    if type(parameter).__name__ == "Params4bit":
+        return math.prod(parameter.quant_state.shape)
+    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty tensor behind
+
+
+def _dtype(parameter: Tensor) -> str:
+    if type(parameter).__name__ == "Params4bit":
+        return parameter.quant_type
+    return str(parameter.dtype).removeprefix("torch.")
+
+
+def _bytes(parameter: Tensor) -> int:
+    size = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+    if type(parameter).__name__ == "Params4bit":
+        size += sum(value.nbytes for value in parameter.quant_state.as_dict().values() if isinstance(value, Tensor))
+    elif type(parameter).__name__ == "Int8Params":
+        size += parameter.SCB.nbytes
+    return size
+
+
+def _optimizer_bytes(name: str, parameter: Tensor, embedding: bool) -> int:
+    count, states = _count(parameter), 1 if "lion" in name else 2
+    if name == "sgd":
+        return 0
+    if name == "adafactor":
+        return 4 * (sum(parameter.shape) if parameter.dim() > 1 else count)
+    if "8bit" in name and count >= 4096 and not embedding:  # bitsandbytes keeps small tensors in 32 bits
+        return states * (count + 4 * math.ceil(count / 256))
+    if "8bit" in name or "32bit" in name:
+        return states * 4 * count
+    return states * count * parameter.element_size()
+
+
+def _activations(model: nn.Module, args: TrainingArguments, tokens: int, images: float) -> int:
+    base = base_model(model)
+    text, vision = base.config.get_text_config(), base.config.vision_config
+    size = 2 if args.bf16 or args.fp16 or base.dtype != torch.float32 else 4
+    rows = args.per_device_train_batch_size
+    found = rows * tokens * _layers(text, args.gradient_checkpointing)
+    if any(parameter.requires_grad for parameter in base.model.vision_tower.parameters()):
+        patches = (vision.image_size // vision.patch_size) ** 2
+        found += rows * images * patches * _layers(vision, args.gradient_checkpointing)
+    return round(size * found + 3 * 4 * 256 * text.vocab_size)
+
+
+def _layers(config: PreTrainedConfig, checkpointing: bool) -> int:
+    whole = 10 * config.hidden_size + 4 * config.intermediate_size
+    layers = config.num_hidden_layers
+    return layers * config.hidden_size + whole if checkpointing else layers * whole

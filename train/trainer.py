@@ -1,0 +1,235 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""TRL's `SFTTrainer` with what it lacks: rates by module, a float32 gain, batches without pictures, safe saves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from PIL import Image
+from torch import nn
+from transformers import LlavaProcessor, TrainerCallback
+from transformers.modeling_layers import GradientCheckpointingLayer
+from trl import SFTTrainer
+
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .arguments import TrainArguments
+from .callbacks import Measurements
+from .checkpoints import write_failure, writing_checkpoint
+from .collator import ConversationCollator
+from .model import MODULES, RECORD, base_model, freeze, module_of, projector_norm
+from .probe import CosineProbe
+from .sampler import ModalityLengthGroupedSampler
+from .stages import accumulation_steps
+
+
+class NormAlignTrainer(SFTTrainer):
+    """[`SFTTrainer`] for NormAlign-LLaVA.
+
+    Args:
+        model: the model, without adapters.
+        args: options; `args.global_batch_size` decides the accumulation steps for the number of processes at hand.
+        train_dataset: canonical rows, as [`load_data`] gives them.
+        processing_class: the model's processor.
+        peft_config: adapters to train in place of the language model, as [`lora_config`] makes it.
+        eval_dataset: held-out rows in the same form.
+        data_collator: makes batches of rows; by default one that stops at a picture that cannot be read.
+        record: what to keep beside every checkpoint, in `training.json`.
+        callbacks: more callbacks.
+
+    Raises:
+        ValueError: the global batch does not divide among the processes.
+    """
+
+    def __init__(
+        self,
+        model: NormAlignLlavaForConditionalGeneration,
+        args: TrainArguments,
+        train_dataset,
+        processing_class: LlavaProcessor,
+        *,
+        peft_config: PeftConfig | None = None,
+        eval_dataset=None,
+        data_collator: ConversationCollator | None = None,
+        record: dict[str, Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+    ):
+        args.gradient_accumulation_steps = accumulation_steps(args)
+        self.rates = args.rates(use_peft=peft_config is not None)
+        self.record = record or {}
+        self.measurements = Measurements(args)
+        # TRL casts what is trained on a quantized base to bfloat16 (huggingface/trl#7268 spares DoRA's magnitudes).
+        # A gain that was cast has lost its value and would not move, so the projector is kept from before.
+        projector = {name: value.clone() for name, value in model.model.multi_modal_projector.state_dict().items()}
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator or ConversationCollator(processing_class),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=[self.measurements, *(callbacks or [])],
+            peft_config=peft_config,
+        )
+        if peft_config is not None:
+            restore_projector(self.model, projector, wide=args.bf16 or args.fp16)
+        freeze(self.model, self.rates)
+        self._answers: torch.Tensor | None = None
+        picture = processing_class.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
+        self._picture_shape = picture["pixel_values"].shape
+        inner = base_model(self.model).model
+        inner.register_forward_pre_hook(self._show_a_picture, with_kwargs=True)
+        inner.register_forward_hook(self._keep_answers)
+        if self.is_fsdp_enabled:
+            name_fsdp_units(self.accelerator.state.fsdp_plugin, base_model(self.model))
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's optimizer, its parameter groups split by module, each with the module's own rate.
+
+        The Trainer knows one learning rate only (huggingface/transformers#25506). Weight decay stays what it made it:
+        none on biases and norms, so none on the gain.
+        """
+        if self.optimizer is None:
+            super().create_optimizer(model)
+            names = {parameter: name for name, parameter in (model or self.model).named_parameters()}
+            groups = []
+            for group in self.optimizer.param_groups:
+                for module in MODULES:
+                    parameters = [p for p in group["params"] if module_of(names[p]) == module]
+                    if parameters:
+                        groups.append({**group, "params": parameters, "lr": self.rates[module]})
+            self.optimizer.param_groups = groups
+        return self.optimizer
+
+    def _get_train_sampler(self, train_dataset=None):
+        # TRL's vision data has no token lengths and knows no modalities, so the Trainer's own sampler cannot be used.
+        train_dataset = self.train_dataset if train_dataset is None else train_dataset
+        if self.args.train_sampling_strategy != "group_by_length" or "length" not in (
+            train_dataset.column_names or []
+        ):
+            return super()._get_train_sampler(train_dataset)
+        return ModalityLengthGroupedSampler(
+            train_dataset["length"],
+            [count > 0 for count in train_dataset["image_count"]],
+            batch_size=self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size,
+            seed=self.args.data_seed or self.args.seed,
+        )
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """TRL's loss, with what is frozen in evaluation mode, and off CUDA only the answers through the head.
+
+        TRL's fused head scores every position where there is no Triton, which on a CPU is two thirds of the time of a
+        small model's step; the decoder's output is therefore cut to the answers before it gets there.
+        """
+        if self.model.training:
+            eval_frozen(base_model(self.accelerator.unwrap_model(model)))
+        answers = inputs["labels"][:, 1:] != -100
+        if answers.device.type == "cpu" and not return_outputs and answers.any():
+            inputs["shift_labels"] = inputs.pop("labels")[:, 1:][answers][None]
+            self._answers = answers
+        try:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self._answers = None
+
+    def _show_a_picture(self, module, args, kwargs):
+        # A batch without pictures, in training or evaluation (in decoding there is a cache). Other processes may have
+        # pictures, and under FSDP2 and ZeRO-3 all must gather the tower's weights, in the same order: after the
+        # embeddings'. So the tower runs on one blank picture, whose features go nowhere and whose gradients are zero.
+        if kwargs.get("pixel_values") is None and not kwargs.get("use_cache", True):
+            embeddings = module.get_input_embeddings()(kwargs.pop("input_ids"))
+            blank = embeddings.new_zeros(self._picture_shape)
+            features = module.get_image_features(pixel_values=blank).pooler_output[0].to(embeddings.dtype)
+            nowhere = torch.zeros_like(embeddings, dtype=torch.bool)
+            kwargs.update(input_ids=None, inputs_embeds=embeddings.masked_scatter(nowhere, features))
+        return args, kwargs
+
+    def _keep_answers(self, module, args, output):
+        if self._answers is not None:
+            output.last_hidden_state = output.last_hidden_state[:, :-1][self._answers][None]
+        return output
+
+    def _clip_grad_norm(self, model):
+        # No callback is told the norm of the gradients before clipping.
+        total = super()._clip_grad_norm(model)
+        self.measurements.after_clip(total)
+        return total
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the measurements of this step to what TRL and the Trainer log."""
+        if self.model.training:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, Measurements | CosineProbe):
+                    logs.update(callback.collect())
+        super().log(logs, start_time)
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """Writes nothing: TRL's card would call the checkpoint a text-generation model fine-tuned from None."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves what the Trainer saves, and the record of how it was trained.
+
+        Raises:
+            OSError: There is no room.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        try:
+            super().save_model(str(folder), _internal_call)
+            if self.args.should_save:
+                (folder / RECORD).write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
+        except Exception as error:
+            if _internal_call or (cause := write_failure(error)) is None:
+                raise
+            remedy = "Make room, and go on from the last checkpoint with --resume_from_checkpoint."
+            raise OSError(f"{folder} could not be written: {cause}. {remedy}") from error
+
+    def _save_checkpoint(self, model, trial) -> None:
+        # A save that fails says what to do and leaves no half-written folder behind.
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        with writing_checkpoint(folder, self.args.world_size):
+            self.accelerator.wait_for_everyone()  # the first process removes what an earlier run left there
+            super()._save_checkpoint(model, trial)
+
+
+def restore_projector(model: PeftModel, values: dict[str, torch.Tensor], wide: bool) -> None:
+    """Gives the adapter's copy of the projector the values that it was made from, which casting has rounded.
+
+    Args:
+        model: The model with its adapter; one whose projector is frozen has no copy.
+        values: The projector's state before.
+        wide: Whether linear layers become float32 as well, which takes autocast to multiply: at small rates bfloat16
+            weights hardly move. The norm is float32 in any case.
+    """
+    for name, parameter in model.named_parameters():
+        _, copied, name = name.partition("multi_modal_projector.modules_to_save.default.")
+        if copied:
+            dtype = torch.float32 if wide or name.startswith("norm.") else values[name].dtype
+            parameter.data = values[name].to(dtype)
+
+
+def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
+    """Puts modules without a trained parameter into evaluation mode: their dropout is off.
+
+    Decoder layers keep their own flag: in evaluation mode they would not be checkpointed, and a frozen language model
+    still has to carry gradients to the projector.
+    """
+    for module in (model.model.vision_tower, model.model.language_model, model.model.multi_modal_projector):
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            module.eval()
+            if module is model.model.language_model:
+                for layer in module.modules():
+                    if isinstance(layer, GradientCheckpointingLayer):
+                        layer.training = True
+
+
+def name_fsdp_units(plugin, model: NormAlignLlavaForConditionalGeneration) -> None:
+    """Names the layers that FSDP2 shards one by one, unless the user's configuration does.
+
+    accelerate's own list has the classes of every family the model could be made of, and fails on those that are not
+    there. The norm is a unit of its own because FSDP2 wants one dtype in a unit, and the gain is float32.
+    """
+    if plugin.transformer_cls_names_to_wrap is None:
+        layers = {type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
+        plugin.transformer_cls_names_to_wrap = sorted(layers | {type(projector_norm(model)).__name__})
