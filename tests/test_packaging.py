@@ -30,7 +30,7 @@ def tree(tmp_path_factory):
 
 
 def sources(tree):
-    patterns = ["*.py", "py.typed", "quickstart/*.py", "templates/*"]
+    patterns = ["*.py", "py.typed", "quickstart/*.py", "templates/*", "train/*.py", "train/*/*.yaml"]
     return {str(path.relative_to(tree)) for pattern in patterns for path in tree.glob(pattern)}
 
 

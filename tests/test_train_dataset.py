@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -46,10 +47,10 @@ def load(processor):
 
 
 def both(load, path, **kwargs) -> list[dict]:
-    """Rows in memory, which must be those of the stream."""
+    """Rows in memory, which must be those of the stream, which begins again when it ends."""
     in_memory = load(path, **kwargs).train
     stream = load(path, dataset_streaming=True, shuffle_buffer_size=1, **kwargs).train
-    assert in_memory.features == FEATURES and list(stream) == list(in_memory)
+    assert in_memory.features == FEATURES and list(islice(stream, 2 * len(in_memory))) == 2 * list(in_memory)
     return list(in_memory)
 
 
@@ -244,7 +245,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(load, tmp_path):
     assert [row.row for row in source.dropped] == [*REASONS, 5, 7]
     assert source.dropped[1].file == str(tmp_path / "data" / "none.png")
     stream = load(path, bad_rows="skip", dropped_rows=dropped, dataset_streaming=True, max_length=60)
-    assert len(list(stream.train)) == len(list(stream.train)) == 3  # two epochs, each row recorded once
+    assert len(list(islice(stream.train, 7))) == 7  # into a third pass, each row recorded once
     assert dropped.read() == sorted(source.dropped, key=lambda row: row.row)
     assert stream.report.sources[0].found is None
 
@@ -319,6 +320,7 @@ def test_a_card_that_lies_about_the_number_of_rows(load, tmp_path):
 
 CLIENT = """
 import json, sys
+from itertools import islice
 import train_data
 from normalign_llava.train.dataset import load_data
 found = []
@@ -326,6 +328,7 @@ for streaming in (False, True):
     arguments = train_data.arguments("user/tiny.data", dataset_streaming=streaming, shuffle_buffer_size=1)
     data = load_data(arguments, train_data.processor(), max_length=None, seed=0, with_eval=True)
     for rows in (data.train, data.eval):
+        rows = list(islice(rows, 3))
         answers = [row["messages"][-1]["content"][0]["text"] for row in rows]
         found.append([answers, *([row[column] for row in rows] for column in ("image_count", "source", "row"))])
 print(json.dumps(found))

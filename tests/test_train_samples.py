@@ -51,6 +51,7 @@ ROWS = [
 
 def evaluated(checkpoint, folder, **kwargs):
     settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_rows": training_rows(2), "max_steps": 4}
+    settings["learning_rate"] = 1e-3  # a larger one teaches the model to say nothing
     return make_trainer(checkpoint, folder, **{**settings, **kwargs})
 
 
@@ -78,6 +79,7 @@ def test_answers_are_those_of_greedy_decoding_and_lie_in_the_runs_folder(checkpo
     many = "user: which colour\nassistant: green\nuser: and this"
     assert [example["question"] for example in examples] == ["which colour", many, "say yes"]
     assert [example["answer"] for example in examples] == [by_hand(trainer, number) for number in range(3)]
+    assert any(example["answer"] for example in examples)
     with Image.open(folder / "step-4.png") as sheet:
         assert sheet.width == SHEET_WIDTH
 
@@ -117,15 +119,12 @@ def test_a_step_is_answered_once_and_a_run_without_examples_writes_nothing(check
     assert not (tmp_path / "none" / "samples").exists()
 
 
-def test_a_picture_that_is_too_large_is_refused_by_name(checkpoint, tmp_path):
+def test_a_picture_that_is_too_large_is_refused_by_name_and_before_training(tmp_path):
     path = tmp_path / "large.png"
     Image.new("RGB", (40, 40)).save(path)
     row = {"images": [{"path": str(path), "bytes": None}], "messages": ROWS[0]["messages"]}
-    trainer = make_trainer(
-        checkpoint, tmp_path, eval_rows=training_rows(2), callbacks=[SampleCallback([row], 8, 1000)]
-    )
     with pytest.raises(ValueError, match="large.png"):
-        trainer.evaluate()
+        SampleCallback([row], 8, 1000)
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -31,7 +31,6 @@ elif mode.startswith("zero"):
         "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
     }
 
-import torch  # noqa: E402
 from accelerate import PartialState  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402

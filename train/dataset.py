@@ -7,46 +7,35 @@ decoded on the way. In memory, canonical rows are an Arrow file in the cache of 
 holds inside included; a stream keeps nothing.
 """
 
-import json
-import os
-import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from datasets import (
     Dataset,
-    DatasetDict,
     Features,
     IterableDataset,
     List,
     Value,
     concatenate_datasets,
-    load_dataset,
-    load_from_disk,
 )
-from datasets.exceptions import DatasetGenerationError, DatasetsError
+from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
-from rich.progress import track
 from transformers import LlavaProcessor
 
+from . import checks as checking
 from . import rows
 from .arguments import DataArguments, DataSource
+from .checks import Checks, checked_rows, picture_files, picture_problems, stopped
 from .pictures import picture_problem
-from .rows import FEATURES, DroppedRow, DroppedRows, canonical_row, picture_name, printable
+from .rows import FEATURES, DroppedRow, DroppedRows
+from .sources import Source, open_held_out, open_source
 
 
 _CHECKED = Features({**FEATURES, "paths": List(Value("string")), "file": Value("string"), "reason": Value("string")})
-_CHUNK = 64  # rows tokenized together
-_SHOWN = 5  # bad rows in an error
-_HELD_OUT_WORDS = {"test", "validation", "valid", "val", "dev", "eval"}
-_REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 'no'."
 
 
 @dataclass
@@ -117,9 +106,10 @@ def load_data(
     picture. All processes must call this at the same time, since they share that work. With fractions, the mixture is
     the largest with these shares in which no row comes twice; its rows are drawn by `seed`.
 
-    A stream is checked as it is read, and shuffled in a buffer. With fractions it is drawn at random from its sources
-    until the first of them ends; without, it reads one after the other. It is a single shard, so that rows and their
-    numbers do not depend on the number of processes: each reads all of it and takes its part, in one worker at most.
+    A stream is checked as it is read, begins again when it ends, and is shuffled in a buffer. With fractions it is
+    drawn at random from its sources until the first of them ends; without, it reads one after the other. It is a
+    single shard, so that rows and their numbers do not depend on the number of processes: each reads all of it and
+    takes its part, in one worker at most.
 
     Args:
         arguments: Data sets, and what to do with bad rows.
@@ -138,13 +128,14 @@ def load_data(
     parting = bool(with_eval and arguments.test_split_size and not arguments.eval_dataset_name)
     if streaming and parting:
         raise ValueError("test_split_size needs data in memory, and dataset_streaming is set. Give eval_dataset_name.")
-    held_out = _open_held_out(arguments) if with_eval and not parting else None
-    sources = [_open(source, streaming) for source in arguments.sources]
-    checks = _Checks(processor, max_length, arguments, dropped_rows)
+    held_out = open_held_out(arguments) if with_eval and not parting else None
+    sources = [open_source(source, streaming) for source in arguments.sources]
+    checks = Checks(processor, max_length, arguments, dropped_rows)
     reports = [SourceReport(source.name, "train") for source in sources]
     train: Dataset | IterableDataset
     if streaming:
-        train = _stream(sources, checks, fractions, seed)
+        # Without end, since the Trainer cannot resume a stream in a later pass: it counts batches from the beginning.
+        train = _stream(sources, checks, fractions, seed).repeat(None)
         train = train.shuffle(seed=seed, buffer_size=arguments.shuffle_buffer_size)
     else:
         parts = [_in_memory(source, checks, report) for source, report in zip(sources, reports, strict=True)]
@@ -159,197 +150,7 @@ def load_data(
     return TrainingData(train, held, DataReport(reports))
 
 
-def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:
-    """Tokens in each canonical row as the collator gives it, without decoding a picture, or why it has none."""
-    per_image = processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
-    results: list[int | str] = []
-    texts: list[str] = []
-    for conversation in conversations:
-        try:
-            texts.append(str(processor.apply_chat_template(conversation["messages"], tokenize=False)))
-            results.append(len(conversation["images"]))
-        # Templates refuse a conversation with whatever Jinja or their authors raise.
-        except Exception as error:
-            results.append(f"the chat template refuses it: {error}")
-    encoded = iter(processor.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
-    for number, images in enumerate(results):
-        if isinstance(images, int):
-            tokens = next(encoded)
-            results[number] = len(tokens) + images * (per_image - 1)
-            if (printed := tokens.count(processor.image_token_id)) != images:
-                results[number] = f"the chat template prints {printed} image tokens for {images} pictures"
-    return results
-
-
-# ----------------------------------------------------------------------------------------------------------- sources
-@dataclass
-class _Source:
-    """An opened data set; iterating over it gives the name of file or data set, the number, and the row as it is."""
-
-    name: str
-    image_folder: str | None
-    columns: list[str] | None
-    files: tuple[str, ...] = ()
-    data: Dataset | IterableDataset | None = None
-
-    def __iter__(self) -> Iterator[tuple[str, int, Any]]:
-        for file in self.files:
-            for row, raw in enumerate(_json_rows(file)):
-                yield file, row, self._selected(raw)
-        if self.data is not None:
-            for row, raw in enumerate(_undecoded_rows(self.data)):
-                yield self.name, row, self._selected(raw)
-
-    def _selected(self, raw: Any) -> Any:
-        return {c: raw[c] for c in self.columns if c in raw} if self.columns and isinstance(raw, dict) else raw
-
-    def identity(self) -> list:
-        """What changes when the rows change."""
-        stats = [os.stat(file) for file in self.files]
-        data = self.data._fingerprint if isinstance(self.data, Dataset) else None
-        files = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(self.files, stats, strict=True)]
-        return [self.name, os.path.abspath(self.image_folder or ""), self.image_folder, self.columns, files, data]
-
-
-def _open(source: DataSource, streaming: bool) -> _Source:
-    path = Path(source.path)
-    is_file = path.suffix in (".json", ".jsonl", ".parquet")
-    folder = str(path.parent if is_file else path) if path.exists() else None
-    opened = _Source(source.path, source.image_folder or folder, source.columns)
-    if is_file and not path.is_file():
-        raise ValueError(f"There is no data file {path}.")
-    if is_file and source.split != "train":
-        raise ValueError(f"{path} is one file, and has no split {source.split!r}.")
-    if opened.image_folder and not os.path.isdir(opened.image_folder):
-        raise ValueError(f"There is no image folder {opened.image_folder}. Set image_folder.")
-    try:
-        if path.suffix in (".json", ".jsonl"):
-            opened.files = (source.path,)
-        elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            opened.data = _saved(path, source.split)
-        elif not (source.name or source.data_dir or source.data_files) and (found := _json_files(path)):
-            opened.files = _files_of_split(path, found, source.split)
-        else:
-            opened.data = load_dataset(
-                *(("parquet",) if is_file else (source.path, source.name)),
-                data_dir=source.data_dir,
-                data_files=source.path if is_file else source.data_files,
-                split=source.split,
-                streaming=streaming,
-                verification_mode="no_checks",  # cards are often wrong about the number of rows; they are counted here
-            )
-    except (OSError, ValueError, DatasetsError) as error:
-        reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
-        raise ValueError(f"The data set {source.path}, split {source.split!r}, cannot be read: {reason}") from error
-    return opened
-
-
-def _open_held_out(arguments: DataArguments) -> _Source:
-    path = arguments.eval_dataset_name or arguments.dataset_name
-    if path is None:
-        raise ValueError(f"A mixture has no test split. {_REMEDY}")
-    same = path == arguments.dataset_name
-    single = not same and (Path(path).is_file() or (Path(path) / "state.json").is_file())
-    split = "train" if single else arguments.dataset_test_split
-    source = DataSource(path, arguments.dataset_config if same else None, split=split)
-    source.image_folder = arguments.image_folder
-    try:
-        return _open(source, arguments.dataset_streaming)
-    except ValueError as error:
-        raise ValueError(f"There is no held-out data. {error} {_REMEDY}") from error
-
-
-def _saved(folder: Path, split: str) -> Dataset:
-    saved = load_from_disk(str(folder))
-    splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
-    if split not in splits:
-        raise ValueError(f"it has the splits {', '.join(splits)}.")
-    return splits[split]
-
-
-def _json_files(folder: Path) -> list[Path]:
-    """The folder's own files of rows, unless `datasets` knows better what the folder is."""
-    files = sorted(folder.glob("*"))
-    if any(file.suffix in (".parquet", ".arrow", ".csv") or file.name == "metadata.jsonl" for file in files):
-        return []
-    return [f for f in files if f.suffix in (".json", ".jsonl") and not f.stem.startswith("dataset_info")]
-
-
-def _files_of_split(folder: Path, files: list[Path], split: str) -> tuple[str, ...]:
-    words = {file: set(re.split(r"[\W_]+", file.stem.lower())) for file in files}
-    chosen = [file for file in files if split in words[file]]
-    if not chosen and split == "train":
-        chosen = [file for file in files if not words[file] & _HELD_OUT_WORDS]
-    if not chosen:
-        raise ValueError(f"no file in {folder} has {split!r} in its name: {', '.join(file.name for file in files)}.")
-    return tuple(map(str, chosen))
-
-
-def _json_rows(file: str) -> Iterator[Any]:
-    with open(file, "rb") as lines:
-        if file.endswith(".jsonl"):
-            for line in filter(bytes.strip, lines):
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    yield line  # bytes are no row, as the check will say with its number
-            return
-        try:
-            content = json.load(lines)
-        except ValueError as error:
-            raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, list):
-        raise ValueError(
-            f"{file} must be a JSON list of rows, got {type(content).__name__}. One row a line is .jsonl."
-        )
-    yield from content
-
-
-def _undecoded_rows(data: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
-    if isinstance(data, IterableDataset):
-        yield from data.decode(False) if data.features else data
-        return
-    for table in data.with_format("arrow").iter(_CHUNK):
-        yield from table.to_pylist()
-
-
-# ------------------------------------------------------------------------------------------------------------ checks
-@dataclass
-class _Checks:
-    processor: LlavaProcessor
-    max_length: int | None
-    arguments: DataArguments
-    dropped_rows: DroppedRows | None
-
-    def too_long(self, row: dict[str, Any]) -> DroppedRow | None:
-        if self.max_length is None or row["length"] <= self.max_length:
-            return None
-        reason = f"{row['length']} tokens, more than max_length {self.max_length}"
-        return DroppedRow(row["source"], row["row"], row["file"], reason, row["length"])
-
-
-def _checked_rows(source: _Source, processor: LlavaProcessor) -> Iterator[dict[str, Any]]:
-    """All rows of a source, in order; those that cannot be trained on are empty and have a reason."""
-    found = iter(source)
-    while chunk := list(islice(found, _CHUNK)):
-        checked = []
-        for name, number, raw in chunk:
-            row: dict[str, Any] = {"source": name, "row": number, "file": picture_name(raw), "reason": None}
-            row |= {"images": [], "messages": [], "prompt_turns": 0, "length": 0, "image_count": 0, "paths": []}
-            try:
-                row |= canonical_row(raw, image_folder=source.image_folder, image_token=processor.image_token)
-            except ValueError as error:
-                row["reason"] = printable(str(error))
-            checked.append(row)
-        good = [row for row in checked if row["reason"] is None]
-        for row, length in zip(good, token_lengths(processor, good), strict=True):
-            row["reason" if isinstance(length, str) else "length"] = length
-            row["image_count"] = len(row["images"])
-            row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
-        yield from checked
-
-
-def _stream(sources: list[_Source], checks: _Checks, fractions: tuple = (), seed: int = 0) -> IterableDataset:
+def _stream(sources: list[Source], checks: Checks, fractions: tuple = (), seed: int = 0) -> IterableDataset:
     # One generator, and no list among its arguments, makes one shard: `datasets` and accelerate would deal several out
     # to workers and processes, each of which would then see other sources, number rows anew and end at another time.
     drawn = {"sources": tuple(sources), "checks": checks, "fractions": fractions, "seed": seed}
@@ -357,40 +158,42 @@ def _stream(sources: list[_Source], checks: _Checks, fractions: tuple = (), seed
 
 
 def _streamed_rows(
-    sources: tuple[_Source, ...], checks: _Checks, fractions: tuple[float, ...], seed: int
+    sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
 ) -> Iterator[dict[str, Any]]:
     streams = [_kept_rows(source, checks) for source in sources]
-    if not fractions:
-        yield from chain.from_iterable(streams)
-        return
-    random = np.random.default_rng(seed)
-    while (row := next(streams[random.choice(len(streams), p=fractions)], None)) is not None:
-        yield row
+    rows = chain.from_iterable(streams)
+    if fractions:
+        random = np.random.default_rng(seed)
+        rows = iter(lambda: next(streams[random.choice(len(streams), p=fractions)], None), None)
+    first = next(rows, None)
+    if first is None:  # begun again and again, it would never give a row
+        raise ValueError(f"No row is left of {', '.join(source.name for source in sources)}: all were dropped.")
+    yield from chain([first], rows)
 
 
-def _kept_rows(source: _Source, checks: _Checks) -> Iterator[dict[str, Any]]:
-    for row in _checked_rows(source, checks.processor):
+def _kept_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
+    for row in checked_rows(source, checks.processor):
         dropped = checks.too_long(row)
         problem = (row["file"], row["reason"]) if row["reason"] else None
-        if problem := problem or picture_problem(_files(row["paths"]), source.image_folder):
+        if problem := problem or picture_problem(picture_files(row["paths"]), source.image_folder):
             dropped = DroppedRow(row["source"], row["row"], *problem)
             if checks.arguments.bad_rows == "stop":
-                raise ValueError(_stopped([dropped]))
+                raise ValueError(stopped([dropped]))
         if not dropped:
             yield {column: row[column] for column in FEATURES}
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
 
 
-def _in_memory(source: _Source, checks: _Checks, report: SourceReport) -> Dataset:
+def _in_memory(source: Source, checks: Checks, report: SourceReport) -> Dataset:
     processor = checks.processor
     known = [source.identity(), processor.chat_template, processor.tokenizer.get_vocab(), type(processor.tokenizer)]
-    code = [Path(module).read_bytes() for module in (__file__, str(rows.__file__))]
+    code = [Path(module).read_bytes() for module in (checking.__file__, rows.__file__)]
     tokens_per_image = processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"]
     try:
         # Processes that start together wait for the first, and find its file in the cache.
         checked = Dataset.from_generator(
-            _checked_rows,
+            checked_rows,
             features=_CHECKED,
             gen_kwargs={"source": source, "processor": processor},
             fingerprint=Hasher.hash([known, tokens_per_image, processor.image_token, code]),
@@ -399,7 +202,7 @@ def _in_memory(source: _Source, checks: _Checks, report: SourceReport) -> Datase
         raise error.__cause__ if isinstance(error.__cause__, (ValueError, OSError)) else error from None
     except ValueError as error:  # what `datasets` says of no rows; errors of ours come in one of its own
         raise ValueError(f"{source.name} has no rows.") from error
-    problems = _picture_problems(checked, source, checks.arguments)
+    problems = picture_problems(checked, source, checks.arguments)
     about = checked.select_columns(["source", "row", "file", "reason", "length", "image_count"]).to_list()
     bad, long, kept = [], [], []
     for number, row in enumerate(about):
@@ -411,7 +214,7 @@ def _in_memory(source: _Source, checks: _Checks, report: SourceReport) -> Datase
         else:
             kept.append(number)
     if bad and checks.arguments.bad_rows == "stop":
-        raise ValueError(_stopped(bad))
+        raise ValueError(stopped(bad))
     if not kept:
         first = f" The first: {(bad + long)[0]}." if bad or long else ""
         raise ValueError(
@@ -430,39 +233,6 @@ def _measure(report: SourceReport, kept: list[dict[str, Any]]) -> None:
     report.shortest, report.median, report.longest = int(lengths.min()), float(np.median(lengths)), int(lengths.max())
 
 
-def _stopped(bad: list[DroppedRow]) -> str:
-    shown = "\n".join(f"  {row}" for row in bad[:_SHOWN])
-    more = f"\n  and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-    return f"Rows that cannot be trained on:\n{shown}{more}\nMend them, or pass over such rows with --bad_rows skip."
-
-
-def _picture_problems(checked: Dataset, source: _Source, arguments: DataArguments) -> dict[int, tuple]:
-    """File and reason by number of the row. Not cached, because files come and go; shared among the processes."""
-    state = PartialState()
-    max_pixels = arguments.max_image_pixels if arguments.check_images else None
-    paths = [] if arguments.check_images else checked["paths"][:]
-
-    def problem(number: int) -> tuple[int, tuple | None]:
-        images = checked[number]["images"] if arguments.check_images else _files(paths[number])
-        return number, picture_problem(images, source.image_folder, max_pixels)
-
-    numbers = range(state.process_index, len(checked), state.num_processes)
-    with ThreadPoolExecutor() as threads:
-        results = track(
-            threads.map(problem, numbers),
-            f"Checking the pictures of {source.name}",
-            total=len(numbers),
-            disable=not (arguments.check_images and state.is_local_main_process),
-        )
-        found = [(number, problem) for number, problem in results if problem]
-    return dict(gather_object(found))
-
-
-def _files(paths: list[str]) -> list[dict[str, Any]]:
-    return [{"path": path, "bytes": None} for path in paths]
-
-
-# ----------------------------------------------------------------------------------------------------------- mixture
 def _fractions(sources: list[DataSource]) -> tuple[float, ...]:
     """Shares that sum to 1, or none."""
     given = [source.fraction for source in sources]

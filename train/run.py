@@ -49,21 +49,22 @@ def train(data_args: DataArguments, args: TrainArguments, model_args: ModelArgum
     config = check_checkpoint(model_args, args)
     processor = AutoProcessor.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
     dropped = DroppedRows(output / "dropped_rows.jsonl")
+    if resume is None and args.process_index == 0:
+        dropped.path.unlink(missing_ok=True)
     collator = ConversationCollator(
         processor,
         max_image_pixels=data_args.max_image_pixels,
         bad_rows=data_args.bad_rows,
         dropped_rows=dropped,
     )
-    with args.main_process_first(desc="checking the data"):
-        data = load_data(
-            data_args,
-            processor,
-            max_length=args.max_length,
-            seed=args.seed,
-            with_eval=args.eval_strategy != "no",
-            dropped_rows=dropped,
-        )
+    data = load_data(
+        data_args,
+        processor,
+        max_length=args.max_length,
+        seed=args.seed,
+        with_eval=args.eval_strategy != "no",
+        dropped_rows=dropped,
+    )
     model = load_model(model_args, args, config)
     trainer = NormAlignTrainer(
         model,

@@ -42,6 +42,9 @@ class SampleCallback(TrainerCallback):
         max_new_tokens: Longest answer in tokens.
         max_image_pixels: Pictures with more pixels are refused.
         trackers: The trainer's callbacks, `trainer.callback_handler.callbacks`, among which trackers are looked for.
+
+    Raises:
+        ValueError: A picture is missing, unreadable or too large; the file is named.
     """
 
     def __init__(
@@ -52,8 +55,8 @@ class SampleCallback(TrainerCallback):
         trackers: Sequence[TrainerCallback] = (),
     ):
         self.rows = list(rows)
+        self.pictures = [[open_picture(image, max_image_pixels) for image in row["images"]] for row in self.rows]
         self.max_new_tokens = max_new_tokens
-        self.max_image_pixels = max_image_pixels
         self.trackers = trackers
         self._done: int | None = None
 
@@ -61,16 +64,15 @@ class SampleCallback(TrainerCallback):
         """Generates, writes and sends, once a step: several held-out sets make several evaluations of one step."""
         if not self.rows or self._done == state.global_step:
             return
-        pictures = [[open_picture(image, self.max_image_pixels) for image in row["images"]] for row in self.rows]
         with evaluating(model, args):
             answers = [
                 answer(model, processing_class, prompt(row), shown, self.max_new_tokens)
-                for row, shown in zip(self.rows, pictures, strict=True)
+                for row, shown in zip(self.rows, self.pictures, strict=True)
             ]
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / SAMPLES
             if self._done is None:
-                _save_pictures(folder, pictures)
+                _save_pictures(folder, self.pictures)
             examples = [
                 {
                     "pictures": [_picture_name(number, index) for index in range(len(row["images"]))],
@@ -80,7 +82,7 @@ class SampleCallback(TrainerCallback):
                 }
                 for number, (row, text) in enumerate(zip(self.rows, answers, strict=True))
             ]
-            sheet = contact_sheet(examples, pictures, title=f"Step {state.global_step:,}")
+            sheet = contact_sheet(examples, self.pictures, title=f"Step {state.global_step:,}")
             name = f"step-{state.global_step}"
             content = json.dumps(examples, indent=2, ensure_ascii=False)
             (folder / f"{name}.json").write_text(content + "\n", encoding="utf-8")

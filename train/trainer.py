@@ -185,6 +185,15 @@ class NormAlignTrainer(SFTTrainer):
             remedy = "Make room, and go on from the last checkpoint with --resume_from_checkpoint."
             raise OSError(f"{folder} could not be written: {cause}. {remedy}") from error
 
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        # PEFT makes an adapter float32, and all of it trainable, as it loads it: the run would not go on as it was.
+        dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        for name, parameter in self.model.named_parameters():
+            if parameter.dtype != dtypes[name]:
+                parameter.data = parameter.data.to(dtypes[name])
+        freeze(self.model, self.rates)
+
     def _save_checkpoint(self, model, trial) -> None:
         # A save that fails says what to do and leaves no half-written folder behind.
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
