@@ -11,10 +11,10 @@ import textwrap
 import time
 from pathlib import Path
 
+import datasets
 import pytest
 import tiny_parts as parts
 import torch
-from datasets import Dataset
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -30,6 +30,12 @@ SHORT = {"max_steps": 3, "global_batch_size": 8, "per_device_train_batch_size": 
 RECIPES = ("quickstart-align", "quickstart-tune")
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
@@ -41,7 +47,9 @@ def untrained(tmp_path_factory):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    Dataset.from_list([row(number) for number in range(48)], features=FEATURES).save_to_disk(folder / "colours")
+    datasets.Dataset.from_list([row(number) for number in range(48)], features=FEATURES).save_to_disk(
+        folder / "colours"
+    )
     return folder / "colours"
 
 
@@ -78,7 +86,7 @@ def test_stage_1_changes_the_projector_and_nothing_else(untrained, data, tmp_pat
     assert {tensor.dtype for tensor in load_file(trained / "model.safetensors").values()} == {torch.float32}
     record = json.loads((trained / "training.json").read_text())
     assert (record["stage"], record["options"]["max_steps"], record["options"]["bf16"]) == ("align", 3, bf16)
-    assert [path.name for path in tmp_path.iterdir()] == ["stage1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "stage1"]
     assert all(path.is_file() for path in trained.iterdir())
 
 

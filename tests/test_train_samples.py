@@ -18,7 +18,8 @@ from normalign_llava.train.samples import SHEET_WIDTH, SampleCallback, contact_s
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("parts"))
+    """With a head of its own: a tied one makes an untrained model repeat its last token."""
+    return build(tmp_path_factory.mktemp("parts"), tied=False, seed=5)
 
 
 def png(colour: str) -> bytes:
@@ -51,7 +52,7 @@ ROWS = [
 
 def evaluated(checkpoint, folder, **kwargs):
     settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_rows": training_rows(2), "max_steps": 4}
-    settings["learning_rate"] = 1e-3  # a larger one teaches the model to say nothing
+    settings["learning_rate"] = 1e-3
     return make_trainer(checkpoint, folder, **{**settings, **kwargs})
 
 
@@ -64,6 +65,9 @@ def with_samples(checkpoint, folder, **kwargs):
 @pytest.mark.parametrize("kwargs", [{}, {"rank": 2, "gradient_checkpointing": True}])
 def test_answers_are_those_of_greedy_decoding_and_lie_in_the_runs_folder(checkpoint, tmp_path, kwargs):
     trainer = with_samples(checkpoint, tmp_path, **kwargs)
+    with torch.no_grad():  # what was said before is to matter to an untrained model
+        for name, parameter in trainer.model.named_parameters():
+            parameter *= 30 if "v_proj" in name and "lora" not in name else 1
     trainer.train()
     folder = tmp_path / "samples"
     pictures = ["pictures/0-0.png", "pictures/1-0.png", "pictures/1-1.png"]
@@ -79,7 +83,7 @@ def test_answers_are_those_of_greedy_decoding_and_lie_in_the_runs_folder(checkpo
     many = "user: which colour\nassistant: green\nuser: and this"
     assert [example["question"] for example in examples] == ["which colour", many, "say yes"]
     assert [example["answer"] for example in examples] == [by_hand(trainer, number) for number in range(3)]
-    assert any(example["answer"] for example in examples)
+    assert len({example["answer"] for example in examples}) > 1
     with Image.open(folder / "step-4.png") as sheet:
         assert sheet.width == SHEET_WIDTH
 

@@ -164,10 +164,11 @@ class TrainArguments(SFTConfig):
             "norm": self.norm_learning_rate,
             "language": self.language_learning_rate,
         }
-        default = {"vision": 0.0} if use_peft else {}
-        return {
-            module: default.get(module, self.learning_rate) if rate is None else rate for module, rate in given.items()
-        }
+        rates = {}
+        for module, rate in given.items():
+            default = 0.0 if use_peft and module == "vision" else self.learning_rate
+            rates[module] = default if rate is None else rate
+        return rates
 
 
 @dataclass

@@ -161,7 +161,7 @@ def _streamed_rows(
     sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
 ) -> Iterator[dict[str, Any]]:
     streams = [_kept_rows(source, checks) for source in sources]
-    rows = chain.from_iterable(streams)
+    rows: Iterator[dict[str, Any]] = chain.from_iterable(streams)
     if fractions:
         random = np.random.default_rng(seed)
         rows = iter(lambda: next(streams[random.choice(len(streams), p=fractions)], None), None)

@@ -10,6 +10,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from PIL import Image
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import LlavaProcessor, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import SFTTrainer
@@ -77,10 +78,11 @@ class NormAlignTrainer(SFTTrainer):
             restore_projector(self.model, projector, wide=args.bf16 or args.fp16)
         freeze(self.model, self.rates)
         self._answers: torch.Tensor | None = None
+        self._without_pictures = False
         picture = processing_class.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
         self._picture_shape = picture["pixel_values"].shape
         inner = base_model(self.model).model
-        inner.register_forward_pre_hook(self._show_a_picture, with_kwargs=True)
+        inner.language_model.register_forward_pre_hook(self._show_a_picture, with_kwargs=True)
         inner.register_forward_hook(self._keep_answers)
         if self.is_fsdp_enabled:
             name_fsdp_units(self.accelerator.state.fsdp_plugin, base_model(self.model))
@@ -88,19 +90,21 @@ class NormAlignTrainer(SFTTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's optimizer, its parameter groups split by module, each with the module's own rate.
 
-        The Trainer knows one learning rate only (huggingface/transformers#25506). Weight decay stays what it made it:
+        The Trainer knows one learning rate only (huggingface/transformers#10140). Weight decay stays what it made it:
         none on biases and norms, so none on the gain.
         """
         if self.optimizer is None:
-            super().create_optimizer(model)
+            optimizer = super().create_optimizer(model)
             names = {parameter: name for name, parameter in (model or self.model).named_parameters()}
             groups = []
-            for group in self.optimizer.param_groups:
+            for group in optimizer.param_groups:
                 for module in MODULES:
                     parameters = [p for p in group["params"] if module_of(names[p]) == module]
                     if parameters:
                         groups.append({**group, "params": parameters, "lr": self.rates[module]})
-            self.optimizer.param_groups = groups
+            optimizer.param_groups = groups
+            if self.is_fsdp_enabled:
+                optimizer.register_step_pre_hook(fill_gradients)
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset=None):
@@ -129,21 +133,22 @@ class NormAlignTrainer(SFTTrainer):
         if answers.device.type == "cpu" and not return_outputs and answers.any():
             inputs["shift_labels"] = inputs.pop("labels")[:, 1:][answers][None]
             self._answers = answers
+        self._without_pictures = "pixel_values" not in inputs
         try:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
-            self._answers = None
+            self._answers, self._without_pictures = None, False
 
     def _show_a_picture(self, module, args, kwargs):
-        # A batch without pictures, in training or evaluation (in decoding there is a cache). Other processes may have
-        # pictures, and under FSDP2 and ZeRO-3 all must gather the tower's weights, in the same order: after the
-        # embeddings'. So the tower runs on one blank picture, whose features go nowhere and whose gradients are zero.
-        if kwargs.get("pixel_values") is None and not kwargs.get("use_cache", True):
-            embeddings = module.get_input_embeddings()(kwargs.pop("input_ids"))
+        # A batch without pictures, in training or evaluation. Other processes may have pictures, and under FSDP2 and
+        # ZeRO-3 all must gather the tower's weights, in the same order: after the embeddings', before the decoder's.
+        # So the tower runs on one blank picture, whose features go nowhere and whose gradients are zero.
+        if self._without_pictures:
+            embeddings = kwargs["inputs_embeds"]
             blank = embeddings.new_zeros(self._picture_shape)
-            features = module.get_image_features(pixel_values=blank).pooler_output[0].to(embeddings.dtype)
+            features = base_model(self.model).model.get_image_features(pixel_values=blank).pooler_output[0]
             nowhere = torch.zeros_like(embeddings, dtype=torch.bool)
-            kwargs.update(input_ids=None, inputs_embeds=embeddings.masked_scatter(nowhere, features))
+            kwargs["inputs_embeds"] = embeddings.masked_scatter(nowhere, features.to(embeddings.dtype))
         return args, kwargs
 
     def _keep_answers(self, module, args, output):
@@ -175,6 +180,8 @@ class NormAlignTrainer(SFTTrainer):
             OSError: There is no room.
         """
         folder = Path(output_dir or self.args.output_dir)
+        if isinstance(self.model, FSDPModule):
+            name_as_unsharded(self.model)
         try:
             super().save_model(str(folder), _internal_call)
             if self.args.should_save:
@@ -242,3 +249,24 @@ def name_fsdp_units(plugin, model: NormAlignLlavaForConditionalGeneration) -> No
     if plugin.transformer_cls_names_to_wrap is None:
         layers = {type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
         plugin.transformer_cls_names_to_wrap = sorted(layers | {type(projector_norm(model)).__name__})
+
+
+def name_as_unsharded(model: FSDPModule) -> None:
+    """Gives the class that FSDP2 makes of the model's the name and module of the model's own.
+
+    They are written into a checkpoint as the code to load it with, and that module's files copied.
+    """
+    sharded, own = type(model), type(model).__bases__[-1]
+    sharded.__name__, sharded.__qualname__, sharded.__module__ = own.__name__, own.__qualname__, own.__module__
+
+
+def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    """Before a step under FSDP2, gives zeros as gradients to trained parameters that have none.
+
+    Such are the vision tower's layers after the one that is read. Without a state for every trained parameter, torch
+    refuses to load the optimizer's states again.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)

@@ -1,0 +1,309 @@
+"""What a training step costs: ours against stock LLaVA with TRL's own `SFTTrainer`, same parts, rows and rates.
+
+    python benchmarks/step.py [--device cuda] [--parts 1b] [--train projector|lora|all] [--output results.json]
+
+Each variant trains in a process of its own, and the processes take their steps in turns: times are compared that were
+taken of the same batch one after the other, while peak memory stays that of a training run alone. A step is everything
+from one `on_step_begin` to the next: collating, forward, backward, optimizer, callbacks, logging. With TRL's default
+every tenth is logged, and measured by our callback; those are also shown by themselves.
+
+Without a GPU, our trainer sends only the answers through the language model's head and TRL's sends every position. The
+comparison at equal work is therefore the variant whose head sees every position as well.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+WARM_UP = 2
+LOGGING_STEPS = 10
+STOCK = "LLaVA, TRL's trainer"
+EVERY_POSITION = "ours, every position scored"
+NO_NORM = "ours, every position scored, no norm"
+OURS = "ours"
+
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
+    " + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def real_parts(folder: Path, rows: int) -> None:
+    """The quickstart's untrained checkpoint and rows: SmolLM2-135M, DINOv2-small at 56 pixels, easy-VQA and emoji."""
+    from normalign_llava import build_checkpoint
+    from normalign_llava.quickstart.convert import convert_language, convert_vision
+    from normalign_llava.quickstart.data import training_data
+
+    build_checkpoint(str(convert_vision(56)), str(convert_language()), folder / "checkpoint", feature_layer=-4)
+    training_data(rows, emoji_count=40).save_to_disk(folder / "data")
+
+
+def random_parts(folder: Path, rows: int) -> None:
+    """A checkpoint with random weights, of SigLIP-SO400M at 384 pixels and Llama-3.2-1B in size, and random rows."""
+    from datasets import Dataset
+    from PIL import Image
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+        SiglipImageProcessor,
+        SiglipVisionConfig,
+        SiglipVisionModel,
+    )
+
+    from normalign_llava import build_checkpoint
+    from normalign_llava.quickstart.data import FEATURES, png
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(["<|im_start|>", "<|im_end|>", *letters])}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"], chat_template=CHATML
+    )
+    tokenizer.save_pretrained(folder / "language")
+    language = LlamaConfig(
+        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, tie_word_embeddings=True, eos_token_id=1,
+    )  # fmt: skip
+    vision = SiglipVisionConfig(
+        hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16, image_size=384,
+        patch_size=14,
+    )  # fmt: skip
+    LlamaForCausalLM(language).to(torch.bfloat16).save_pretrained(folder / "language")
+    SiglipVisionModel(vision).to(torch.bfloat16).save_pretrained(folder / "vision")
+    SiglipImageProcessor(size={"height": 384, "width": 384}).save_pretrained(folder / "vision")
+    build_checkpoint(str(folder / "vision"), str(folder / "language"), folder / "checkpoint")
+
+    rng = random.Random(0)
+    data = []
+    for _ in range(rows):
+        words = ["".join(rng.choices("etaoin", k=5)) for _ in range(rng.randint(20, 60))]
+        user = [{"type": "image"}, {"type": "text", "text": "what is in the picture?"}]
+        answer = [{"type": "text", "text": " ".join(words)}]
+        messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+        picture = Image.frombytes("RGB", (384, 384), rng.randbytes(3 * 384**2))
+        data.append({"images": [{"bytes": png(picture)}], "messages": messages})
+    Dataset.from_list(data, features=FEATURES).save_to_disk(folder / "data")
+
+
+PARTS = {"real": real_parts, "1b": random_parts}
+
+
+def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps: int):
+    """The trainer of a variant on `folder/checkpoint` and `folder/data`."""
+    from datasets import load_from_disk
+    from transformers import AutoProcessor, LlavaForConditionalGeneration, PrinterCallback
+    from trl import SFTConfig, SFTTrainer
+
+    from normalign_llava.train.arguments import DataArguments, ModelArguments, TrainArguments
+    from normalign_llava.train.dataset import load_data
+    from normalign_llava.train.model import base_model, freeze, load_model, lora_config
+    from normalign_llava.train.trainer import NormAlignTrainer, eval_frozen
+
+    class EveryPositionTrainer(NormAlignTrainer):
+        """Ours with TRL's own loss on a CPU too."""
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            eval_frozen(base_model(self.accelerator.unwrap_model(model)))
+            return SFTTrainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+    checkpoint = str(folder / "checkpoint")
+    shared: dict[str, Any] = dict(
+        output_dir=str(folder / "runs" / variant),
+        max_steps=steps + 1,
+        per_device_train_batch_size=options.batch,
+        learning_rate=options.learning_rate,
+        max_length=None,
+        assistant_only_loss=True,
+        gradient_checkpointing=False,
+        bf16=options.bf16,
+        use_cpu=options.device == "cpu",
+        logging_steps=LOGGING_STEPS,
+        save_strategy="no",
+        train_sampling_strategy="sequential",
+        report_to="none",
+        disable_tqdm=True,
+        seed=0,
+    )
+    frozen = {"vision_learning_rate": 0.0} | ({"language_learning_rate": 0.0} if options.train == "projector" else {})
+    ours = TrainArguments(
+        **shared, **({} if options.train == "all" else frozen), arm="none" if variant == NO_NORM else None
+    )
+    model_args = ModelArguments(model_name_or_path=checkpoint, use_peft=options.train == "lora", lora_dropout=0.0)
+    rates = ours.rates(model_args.use_peft)
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    if variant == STOCK:
+        model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+        freeze(model, rates)
+        trainer = SFTTrainer(
+            model,
+            SFTConfig(**shared),
+            train_dataset=load_from_disk(str(folder / "data")),
+            processing_class=processor,
+            peft_config=lora_config(model_args, model, rates),
+        )
+    else:
+        data = load_data(
+            DataArguments(dataset_name=str(folder / "data")), processor, max_length=None, seed=0, with_eval=False
+        )
+        model = load_model(model_args, ours)
+        trainer = (NormAlignTrainer if variant == OURS else EveryPositionTrainer)(
+            model, ours, data.train, processor, peft_config=lora_config(model_args, model, rates)
+        )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def train(variant: str, folder: Path, options: argparse.Namespace, steps: int, turns) -> None:
+    """Trains in this process; each step waits for a word from `turns`, to which its seconds are sent."""
+    from transformers import TrainerCallback, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+    class InTurns(TrainerCallback):
+        started = 0.0
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if options.device == "cuda":
+                torch.cuda.synchronize()
+            turns.send(time.perf_counter() - self.started)
+            turns.recv()
+            self.started = time.perf_counter()
+
+    trainer = make_trainer(variant, folder, options, steps)
+    trainer.add_callback(InTurns())
+    trainer.train()
+    unit = 1 if sys.platform == "darwin" else 1024
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    turns.send(
+        {
+            "bytes": torch.cuda.max_memory_allocated() if options.device == "cuda" else own,
+            "trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        }
+    )
+
+
+def run(folder: Path, variants: list[str], options: argparse.Namespace, steps: int) -> tuple[dict, dict]:
+    """All variants in turns: the seconds of every step, and what each process says at its end."""
+    spawn = multiprocessing.get_context("spawn")
+    pipes, processes = {}, []
+    for variant in variants:
+        pipes[variant], theirs = spawn.Pipe()
+        processes.append(spawn.Process(target=train, args=(variant, folder, options, steps, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()  # so that a process that fails is noticed
+        pipes[variant].recv()  # one loads after the other, and waits at its first step
+    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    for _ in range(steps):
+        for variant in random.sample(variants, len(variants)):
+            pipes[variant].send("go")
+            seconds[variant].append(pipes[variant].recv())
+    ends = {}
+    for variant, process in zip(variants, processes, strict=True):
+        pipes[variant].send("go")
+        ends[variant] = pipes[variant].recv()
+        process.join()
+    return seconds, ends
+
+
+def compare(runs: list[dict[str, list[float]]], variant: str, reference: str) -> dict[str, Any]:
+    """Ratios of times over the same batch, as medians over steps and runs."""
+    plain, logged = [], []
+    for seconds in runs:
+        for number, (ours, theirs) in enumerate(zip(seconds[variant], seconds[reference], strict=True), start=1):
+            if number > WARM_UP:
+                (plain if number % LOGGING_STEPS else logged).append(ours / theirs)
+    quarter, middle, three_quarters = statistics.quantiles(plain, n=4)
+    at_logged = statistics.median(logged)
+    return {
+        "step": middle,
+        "step, quartiles": [quarter, three_quarters],
+        "logged step": at_logged,
+        "all steps": middle + (at_logged - middle) / LOGGING_STEPS,
+    }
+
+
+def main() -> None:
+    """Runs the comparison and prints it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--parts", default="real", choices=list(PARTS), help="real: the quickstart's; 1b: random")
+    parser.add_argument("--train", default="lora", choices=["projector", "lora", "all"])
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="multiply in bfloat16")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--learning_rate", type=float, default=1e-5)
+    parser.add_argument("--steps", type=int, default=30, help="steps that count, of each variant; at least 18")
+    parser.add_argument("--repeats", type=int, default=2, help="runs, each with processes of its own")
+    parser.add_argument("--output", help="also write the figures to this file")
+    options = parser.parse_args()
+    if options.steps < 18:
+        parser.error(f"--steps is {options.steps}; two logged steps, for which it takes 18, are the least to compare")
+
+    variants = [STOCK, OURS, NO_NORM] if options.device == "cuda" else [STOCK, EVERY_POSITION, NO_NORM, OURS]
+    runs, ends, peaks = [], {}, {variant: [] for variant in variants}
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
+        PARTS[options.parts](Path(name), options.batch * (WARM_UP + options.steps + 2))
+        for _ in range(options.repeats):
+            seconds, ends = run(Path(name), variants, options, WARM_UP + options.steps)
+            runs.append(seconds)
+        # glibc keeps freed memory, more or less as it happens. With a fixed threshold the peak is what was in use; since
+        # that costs time, peaks are taken by themselves, up to the first logged step.
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
+        for _ in range(options.repeats):
+            for variant in variants:
+                peaks[variant].append(run(Path(name), [variant], options, LOGGING_STEPS)[1][variant]["bytes"])
+
+    with_norm = OURS if options.device == "cuda" else EVERY_POSITION
+    pairs = [(variant, STOCK) for variant in variants if variant != STOCK] + [(with_norm, NO_NORM)]
+    peak = {variant: statistics.median(values) for variant, values in peaks.items()}
+    found = {
+        f"{variant} / {reference}": compare(runs, variant, reference)
+        | {"peak memory": peak[variant] / peak[reference]}
+        for variant, reference in pairs
+    }
+    console = Console()
+    precision = "bfloat16" if options.bf16 else "float32"
+    table = Table(
+        title=f"A training step, {options.parts} parts, {options.train} trained, batch {options.batch}, {precision}, "
+        f"{options.device}: ratios"
+    )
+    table.add_column("")
+    for column in ("step", "quartiles", f"logged step (1 in {LOGGING_STEPS})", "all steps", "peak memory"):
+        table.add_column(column, justify="right")
+    for pair, row in found.items():
+        spread = " to ".join(f"{value:.3f}" for value in row["step, quartiles"])
+        cells = [f"{row[key]:.3f}" for key in ("logged step", "all steps", "peak memory")]
+        table.add_row(pair, f"{row['step']:.3f}", spread, *cells)
+    console.print(table)
+    stock = statistics.median(runs[-1][STOCK][WARM_UP:])
+    console.print(
+        f"{STOCK}: {stock:.3f} s a step, {peak[STOCK] / 2**30:.2f} GiB at the peak, "
+        f"{ends[STOCK]['trained']:,} parameters trained; ours {ends[with_norm]['trained']:,}."
+    )
+    for variant in variants:
+        console.print(f"Losses, {variant}: {', '.join(f'{loss:.3f}' for loss in ends[variant]['losses'])}")
+    if options.output:
+        content = {"options": vars(options), "ratios": found, "seconds": runs, "peak_bytes": peaks}
+        Path(options.output).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
