@@ -62,6 +62,7 @@ def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path,
     assert counted["vision tower"] == counted["language model"] == (0, 0)
     assert f"projector {linears:,} {linears:,} 100 %" in shown
     assert "4 rows = 2 per device x 1 process(es) x 2 accumulation step(s)" in shown
+    assert "stage align arm gwc" in shown and "seed 5" in shown and "weight_decay 0.0" in shown
     assert "frozen" in shown and "data.json" in shown and "estimated" in shown
     assert record["learning_rates"] == {"vision": 0.0, "projector": 1e-3, "norm": 1e-3, "language": 0.0}
     assert record["options"]["seed"] == 5

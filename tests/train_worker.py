@@ -36,6 +36,7 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 
 from normalign_llava.train import run  # noqa: E402
+from normalign_llava.train.model import projector_norm  # noqa: E402
 
 
 class Seen(run.NormAlignTrainer):
@@ -59,7 +60,7 @@ for name, words in json.loads(Path(runs).read_text()).items():
         "type": str(trainer.accelerator.distributed_type),
         "world": trainer.accelerator.num_processes,
         "wrapped": type(trainer.model_wrapped).__name__,
-        "gain": type(trainer.model.get_submodule("model.multi_modal_projector.norm").weight).__name__ if "peft" not in name else "",
-        "dtype": str(next(p for n, p in trainer.model.named_parameters() if "norm.weight" in n and "projector" in n).dtype),
+        "gain": type(projector_norm(trainer.model).weight).__name__,
+        "dtype": str(projector_norm(trainer.model).weight.dtype),
     }
     Path(f"{output}.{name}.{rank}").write_text(json.dumps(found))

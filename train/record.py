@@ -4,10 +4,12 @@
 
 import json
 from dataclasses import MISSING, fields
+from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
 from transformers import PreTrainedModel
 
 from .arguments import DataArguments, ModelArguments, TrainArguments
@@ -19,8 +21,11 @@ from .stages import BOTH_STAGES, STAGES
 ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
 """What an arm is in the configuration; an adapter's base may be of another."""
 
-LEFT_OUT = {"output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "push_to_hub_token", "hub_token"}
-"""Options about where a run lies, or secret."""
+LEFT_OUT = {
+    *("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_token", "push_to_hub_token"),
+    *("disable_tqdm", "do_eval", "dataloader_pin_memory", "use_cpu"),
+}
+"""Options that are secret, about where and how a run is shown, or derived."""
 
 
 def training_record(
@@ -49,21 +54,33 @@ def training_record(
     }
 
 
+def render_options(record: dict[str, Any]) -> Table:
+    """Stage, arm and resolved options, for `rich.console.Console.print`."""
+    table = Table.grid(padding=(0, 2))
+    table.title, table.title_justify = "Options", "left"
+    for name, value in {"stage": record["stage"], "arm": record["arm"], **record["options"]}.items():
+        table.add_row(name, str(value))
+    return table
+
+
 def _changed(options: Any, decided: set[str]) -> dict[str, Any]:
     changed = {}
     for field in fields(options):
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        value = getattr(options, field.name)
-        if field.init and (value != default or field.name in decided):
-            changed[field.name] = _plain(value)
+        value = _plain(getattr(options, field.name))
+        if field.init and value not in (None, [], {}) and (value != default or field.name in decided):
+            changed[field.name] = value
     return changed
 
 
 def _plain(value: Any) -> Any:
+    """As JSON; an object, which some options become, is left out."""
+    if isinstance(value, Enum):
+        return value.value
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, str) and Path(value).exists():
         return Path(value).name  # no local path travels with a checkpoint
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    return value if isinstance(value, str | int | float) else None

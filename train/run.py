@@ -14,12 +14,13 @@ from .checkpoints import resolve_resume
 from .collator import ConversationCollator
 from .dataset import load_data
 from .model import check_checkpoint, load_model, lora_config
+from .pictures import picture_problem
 from .probe import CosineProbe
-from .record import training_record
+from .record import render_options, training_record
 from .rows import DroppedRows
 from .samples import SampleCallback
 from .stages import accumulation_steps, optimizer_steps, parse
-from .summary import render, summary
+from .summary import render, render_dropped, summary
 from .trainer import NormAlignTrainer
 
 
@@ -77,7 +78,12 @@ def train(data_args: DataArguments, args: TrainArguments, model_args: ModelArgum
         record=training_record(data_args, args, model_args, model, data.report),
     )
     if data.eval is not None and args.sample_count:
-        examples = list(islice(data.eval, args.sample_count))
+        readable = (
+            row
+            for row in data.eval
+            if data_args.bad_rows == "stop" or not picture_problem(row["images"], None, data_args.max_image_pixels)
+        )
+        examples = list(islice(readable, args.sample_count))
         trackers = trainer.callback_handler.callbacks
         trainer.add_callback(
             SampleCallback(examples, args.sample_max_new_tokens, data_args.max_image_pixels, trackers)
@@ -97,19 +103,12 @@ def train(data_args: DataArguments, args: TrainArguments, model_args: ModelArgum
         tokens_per_image=model.config.image_seq_length,
     )
     trainer.record["run"] = {name: value for name, value in facts.items() if name != "data"}
-    console.print(render(facts))
-    _print_dropped(console, dropped)
+    console.print(render_options(trainer.record), render(facts))
+    console.print(*render_dropped(dropped), sep="\n", highlight=False, markup=False)
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     trainer.save_model()
     trainer.save_state()
-    _print_dropped(console, dropped)
+    console.print(*render_dropped(dropped), sep="\n", highlight=False, markup=False)
     console.print(f"Written to {output}.", highlight=False, markup=False)
     trainer.end()  # trackers, and the process group
     return output
-
-
-def _print_dropped(console: Console, dropped: DroppedRows) -> None:
-    if rows := dropped.read():
-        count = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
-        console.print(f"{count} dropped, listed in {dropped.path}. The first:", highlight=False, markup=False)
-        console.print(*map(str, rows[:5]), sep="\n", highlight=False, markup=False)

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 from .dataset import DataReport
 from .model import base_model, module_of
+from .rows import DroppedRows
 
 
 ROWS = {
@@ -150,6 +151,13 @@ def memory(model: nn.Module, args: TrainingArguments, *, tokens: int, images: fl
 def render(facts: dict[str, Any]) -> Group:
     """What [`summary`] found, for `rich.console.Console.print`; 100 columns are enough."""
     return Group(_modules_table(facts["modules"]), _data_table(facts["data"]), _facts_table(facts))
+
+
+def render_dropped(dropped: DroppedRows) -> list[str]:
+    """Lines that say how many rows were dropped, and the first of them; none if none was."""
+    rows = dropped.read()
+    count = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
+    return [f"{count} dropped, listed in {dropped.path}. The first:", *map(str, rows[:5])] if rows else []
 
 
 def _modules_table(rows: list[dict[str, Any]]) -> Table:
