@@ -1,3 +1,5 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What a training step costs: ours against stock LLaVA with TRL's own `SFTTrainer`, same parts, rows and rates.
 
     python benchmarks/step.py [--device cuda] [--parts 1b] [--train projector|lora|all] [--output results.json]
@@ -7,8 +9,8 @@ taken of the same batch one after the other, while peak memory stays that of a t
 from one `on_step_begin` to the next: collating, forward, backward, optimizer, callbacks, logging. With TRL's default
 every tenth is logged, and measured by our callback; those are also shown by themselves.
 
-Without a GPU, our trainer sends only the answers through the language model's head and TRL's sends every position. The
-comparison at equal work is therefore the variant whose head sees every position as well.
+Without a GPU, our trainer sends only the answers through the language model's head, and TRL's sends every position. At
+equal work is the variant "all scored", whose head sees every position as well.
 """
 
 import argparse
@@ -31,11 +33,10 @@ from rich.table import Table
 
 WARM_UP = 2
 LOGGING_STEPS = 10
-STOCK = "LLaVA, TRL's trainer"
-EVERY_POSITION = "ours, every position scored"
-NO_NORM = "ours, every position scored, no norm"
+STOCK = "stock"  # LLaVA, with TRL's trainer and collator
 OURS = "ours"
-
+ALL_SCORED = "ours, all scored"
+NO_NORM = "ours, all scored, no norm"
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
     " + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -57,14 +58,8 @@ def random_parts(folder: Path, rows: int) -> None:
     from datasets import Dataset
     from PIL import Image
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        PreTrainedTokenizerFast,
-        SiglipImageProcessor,
-        SiglipVisionConfig,
-        SiglipVisionModel,
-    )
+    from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, SiglipImageProcessor, SiglipVisionConfig
+    from transformers import PreTrainedTokenizerFast as FastTokenizer
 
     from normalign_llava import build_checkpoint
     from normalign_llava.quickstart.data import FEATURES, png
@@ -72,7 +67,7 @@ def random_parts(folder: Path, rows: int) -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(["<|im_start|>", "<|im_end|>", *letters])}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = FastTokenizer(
         tokenizer_object=backend, eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"], chat_template=CHATML
     )
     tokenizer.save_pretrained(folder / "language")
@@ -84,8 +79,8 @@ def random_parts(folder: Path, rows: int) -> None:
         hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16, image_size=384,
         patch_size=14,
     )  # fmt: skip
-    LlamaForCausalLM(language).to(torch.bfloat16).save_pretrained(folder / "language")
-    SiglipVisionModel(vision).to(torch.bfloat16).save_pretrained(folder / "vision")
+    AutoModelForCausalLM.from_config(language, dtype=torch.bfloat16).save_pretrained(folder / "language")
+    AutoModel.from_config(vision, dtype=torch.bfloat16).save_pretrained(folder / "vision")
     SiglipImageProcessor(size={"height": 384, "width": 384}).save_pretrained(folder / "vision")
     build_checkpoint(str(folder / "vision"), str(folder / "language"), folder / "checkpoint")
 
@@ -115,7 +110,7 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
     from normalign_llava.train.model import base_model, freeze, load_model, lora_config
     from normalign_llava.train.trainer import NormAlignTrainer, eval_frozen
 
-    class EveryPositionTrainer(NormAlignTrainer):
+    class AllScoredTrainer(NormAlignTrainer):
         """Ours with TRL's own loss on a CPU too."""
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -162,7 +157,7 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
             DataArguments(dataset_name=str(folder / "data")), processor, max_length=None, seed=0, with_eval=False
         )
         model = load_model(model_args, ours)
-        trainer = (NormAlignTrainer if variant == OURS else EveryPositionTrainer)(
+        trainer = (NormAlignTrainer if variant == OURS else AllScoredTrainer)(
             model, ours, data.train, processor, peft_config=lora_config(model_args, model, rates)
         )
     trainer.remove_callback(PrinterCallback)
@@ -256,7 +251,7 @@ def main() -> None:
     if options.steps < 18:
         parser.error(f"--steps is {options.steps}; two logged steps, for which it takes 18, are the least to compare")
 
-    variants = [STOCK, OURS, NO_NORM] if options.device == "cuda" else [STOCK, EVERY_POSITION, NO_NORM, OURS]
+    variants = [STOCK, OURS, NO_NORM] if options.device == "cuda" else [STOCK, ALL_SCORED, NO_NORM, OURS]
     runs, ends, peaks = [], {}, {variant: [] for variant in variants}
     with tempfile.TemporaryDirectory() as name:
         os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
@@ -264,14 +259,14 @@ def main() -> None:
         for _ in range(options.repeats):
             seconds, ends = run(Path(name), variants, options, WARM_UP + options.steps)
             runs.append(seconds)
-        # glibc keeps freed memory, more or less as it happens. With a fixed threshold the peak is what was in use; since
-        # that costs time, peaks are taken by themselves, up to the first logged step.
+        # glibc keeps freed memory, more or less as it happens. With a fixed threshold the peak is what was in use;
+        # since that costs time, peaks are taken by themselves, up to the first logged step.
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
         for _ in range(options.repeats):
             for variant in variants:
                 peaks[variant].append(run(Path(name), [variant], options, LOGGING_STEPS)[1][variant]["bytes"])
 
-    with_norm = OURS if options.device == "cuda" else EVERY_POSITION
+    with_norm = OURS if options.device == "cuda" else ALL_SCORED
     pairs = [(variant, STOCK) for variant in variants if variant != STOCK] + [(with_norm, NO_NORM)]
     peak = {variant: statistics.median(values) for variant, values in peaks.items()}
     found = {
@@ -295,7 +290,7 @@ def main() -> None:
     console.print(table)
     stock = statistics.median(runs[-1][STOCK][WARM_UP:])
     console.print(
-        f"{STOCK}: {stock:.3f} s a step, {peak[STOCK] / 2**30:.2f} GiB at the peak, "
+        f"Stock: {stock:.3f} s a step, {peak[STOCK] / 2**30:.2f} GiB at the peak, "
         f"{ends[STOCK]['trained']:,} parameters trained; ours {ends[with_norm]['trained']:,}."
     )
     for variant in variants:

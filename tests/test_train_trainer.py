@@ -6,7 +6,9 @@ import training
 from torch import nn
 from trl import SFTTrainer
 
+from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.merge import merge_adapter
 from normalign_llava.train.model import base_model, module_of, projector_norm
 from normalign_llava.train.trainer import eval_frozen
 
@@ -222,3 +224,29 @@ def test_a_collator_is_made_where_none_is_given(tmp_path, checkpoint):
     again = type(trainer)(trainer.model, trainer.args, trainer.train_dataset, trainer.processing_class)
     assert isinstance(again.data_collator, ConversationCollator)
     assert isinstance(projector_norm(again.model), nn.LayerNorm)
+
+
+def test_under_adapters_the_vision_tower_is_trained_and_saved_in_full_where_it_has_a_rate(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint, use_peft=True, vision_learning_rate=1e-3)
+    before = values(trainer.model)
+    trainer.train()
+    trainer.save_model()
+    moved = changed(before, trainer.model)
+    assert any("vision_tower.modules_to_save.default." in name for name in moved)
+    assert not any(".original_module." in name or "base_layer" in name for name in moved)
+    merge_adapter(tmp_path, tmp_path / "merged")
+    merged = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "merged").model.vision_tower
+    trained = base_model(trainer.model).model.vision_tower.modules_to_save.default
+    assert all(torch.equal(value, merged.state_dict()[name]) for name, value in trained.state_dict().items())
+
+
+def test_where_autocast_multiplies_the_projector_is_trained_in_float32(tmp_path, checkpoint):
+    for bf16 in (True, False):
+        options = dict(use_peft=True, dtype="bfloat16", bf16=bf16, max_steps=1)
+        trainer = training.trainer(tmp_path / str(bf16), checkpoint, **options)
+        kinds = {
+            n.rpartition("default.")[2]: p.dtype for n, p in trainer.model.named_parameters() if "default.lin" in n
+        }
+        assert set(kinds.values()) == {torch.float32 if bf16 else torch.bfloat16} and len(kinds) == 4
+        assert projector_norm(trainer.model).weight.dtype == torch.float32
+        trainer.train()
