@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 
@@ -206,7 +207,7 @@ def run(folder: Path, variants: list[str], options: argparse.Namespace, steps: i
         theirs.close()  # so that a process that fails is noticed
         pipes[variant].recv()  # one loads after the other, and waits at its first step
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
-    for _ in range(steps):
+    for _ in track(range(steps), description=", ".join(variants)):
         for variant in random.sample(variants, len(variants)):
             pipes[variant].send("go")
             seconds[variant].append(pipes[variant].recv())

@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from ..folders import finished_folder
-from ..train.run import main
-from ..train.stages import recipe_file
+from ..train.run import train
+from ..train.stages import parse, recipe_file
 
 
 def stage(recipe: str, **changes: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def train_stage(options: dict[str, Any], checkpoint: Path, data: Path, output: P
         given = {"model_name_or_path": checkpoint, "dataset_name": data, "output_dir": run, "bf16": bf16}
         if run.exists():
             given["resume_from_checkpoint"] = "last"
-        main([f"--{name}={value}" for name, value in {**options, **given}.items()])
+        train(*parse([f"--{name}={value}" for name, value in {**options, **given}.items()]))
         with finished_folder(output) as folder:
             for file in run.iterdir():
                 if file.is_file():  # folders are the trainer's checkpoints

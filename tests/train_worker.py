@@ -1,66 +1,60 @@
-"""Run by torchrun in test_train_distributed.py: trains by the command's own path and writes what each rank saw."""
+"""Started by torchrun in test_train_distributed.py: trains by the command's own path, and writes what it saw.
+
+accelerate shards nothing without a GPU unless it is told to, so the first lines stand for the GPUs that are not there.
+"""
 
 import json
 import os
 import sys
 from pathlib import Path
 
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
 
-mode, runs, output = sys.argv[1:4]
-# accelerate takes a process without a GPU for one of DDP, or for the only one; these make it do what it does on GPUs.
-BY_MODE = {
-    "ddp": ["--use_cpu", "true"],
-    "fsdp2": ["--use_cpu", "true", "--accelerator_config", '{"use_configured_state": true}'],
-    "zero": ["--use_cpu", "false", "--ddp_backend", "gloo"],
-}
-if mode == "fsdp2":
-    os.environ |= {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_RESHARD_AFTER_FORWARD": "true",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-    }
-elif mode.startswith("zero"):
-    os.environ |= {
-        "DS_ACCELERATOR": "cpu",
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": mode[-1],
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true" if mode == "zero3" else "false",
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-    }
-
-from accelerate import PartialState  # noqa: E402
-from accelerate.state import AcceleratorState  # noqa: E402
-from accelerate.utils import DistributedType  # noqa: E402
-
-from normalign_llava.train import run  # noqa: E402
-from normalign_llava.train.model import projector_norm  # noqa: E402
+from normalign_llava.train import run
+from normalign_llava.train.model import projector_norm
+from normalign_llava.train.trainer import NormAlignTrainer
 
 
-class Seen(run.NormAlignTrainer):
-    last = None
+def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
+    for name, words in runs.items():
+        if mode == "fsdp2":
+            AcceleratorState._reset_state(reset_partial_state=True)
+            PartialState(cpu=True, backend="gloo")
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+            words = [*words, "--accelerator_config", '{"use_configured_state": true}']
+        elif mode in ("zero2", "zero3"):
+            words = [*words, "--use_cpu", "false", "--ddp_backend", "gloo"]
+        run.main(words)
+        Path(f"{output}.{name}.{os.environ.get('RANK', 0)}").write_text(json.dumps(seen(Watched.last)))
+
+
+class Watched(NormAlignTrainer):
+    last: "Watched"
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        Seen.last = self
+        self.batches: list[tuple[int, bool, list]] = []
+        Watched.last = self
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.batches.append((self.state.global_step, "pixel_values" in inputs, inputs["input_ids"].tolist()))
+        return super().training_step(model, inputs, num_items_in_batch)
 
 
-run.NormAlignTrainer = Seen
-rank = int(os.environ["RANK"])
-for name, words in json.loads(Path(runs).read_text()).items():
-    if mode == "fsdp2":
-        AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState(cpu=True, backend="gloo")
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    run.main([*words, *BY_MODE[mode.rstrip("23") if mode.startswith("zero") else mode]])
-    trainer = Seen.last
-    found = {
-        "type": str(trainer.accelerator.distributed_type),
-        "world": trainer.accelerator.num_processes,
-        "wrapped": type(trainer.model_wrapped).__name__,
-        "gain": type(projector_norm(trainer.model).weight).__name__,
-        "dtype": str(projector_norm(trainer.model).weight.dtype),
+def seen(trainer: Watched) -> dict:
+    sharded = "FSDP2" if isinstance(trainer.model_wrapped, FSDPModule) else type(trainer.model_wrapped).__name__
+    return {
+        "type": trainer.accelerator.distributed_type.value,
+        "processes": trainer.accelerator.num_processes,
+        "wrapped": sharded,
+        "gain dtype": str(projector_norm(trainer.model).weight.dtype),
+        "batches": trainer.batches,
+        "logs": trainer.state.log_history,
     }
-    Path(f"{output}.{name}.{rank}").write_text(json.dumps(found))
+
+
+run.NormAlignTrainer = Watched
+main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), sys.argv[3])

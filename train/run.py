@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """A training run from options to checkpoint: check, show, train, save."""
 
+import os
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -37,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         ValueError: An option, the checkpoint or the data does not fit; nothing was trained.
         OSError: A checkpoint could not be written; the last complete one remains.
     """
-    return train(*parse(arguments))
+    output = train(*parse(arguments))
+    if os.environ.get("RANK", "0") == "0":
+        Console().print(f"Written to {output}.", highlight=False, markup=False)
+    return output
 
 
 def train(data_args: DataArguments, args: TrainArguments, model_args: ModelArguments) -> Path:
@@ -109,6 +113,5 @@ def train(data_args: DataArguments, args: TrainArguments, model_args: ModelArgum
     trainer.save_model()
     trainer.save_state()
     console.print(*render_dropped(dropped), sep="\n", highlight=False, markup=False)
-    console.print(f"Written to {output}.", highlight=False, markup=False)
     trainer.end()  # trackers, and the process group
     return output

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlavaProcessor, TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import SFTTrainer
 
@@ -61,6 +62,11 @@ class NormAlignTrainer(SFTTrainer):
         self.rates = args.rates(use_peft=peft_config is not None)
         self.record = record or {}
         self.measurements = Measurements(args)
+        norm = projector_norm(model)
+        if any(parameter.is_meta for parameter in norm.parameters()):
+            # A norm that the checkpoint lacks, and FSDP, where other processes than the first get values from it only
+            # later: accelerate takes two parameters on meta for one, and would step the bias twice, the gain never.
+            norm.to_empty(device="cpu")
         # TRL casts what is trained on a quantized base to bfloat16 (huggingface/trl#7268 spares DoRA's magnitudes).
         # A gain that was cast has lost its value and would not move, so the projector is kept from before.
         projector = {name: value.clone() for name, value in model.model.multi_modal_projector.state_dict().items()}
@@ -74,7 +80,7 @@ class NormAlignTrainer(SFTTrainer):
             callbacks=[self.measurements, *(callbacks or [])],
             peft_config=peft_config,
         )
-        if peft_config is not None:
+        if peft_config is not None and not is_deepspeed_zero3_enabled():  # which keeps float32 copies of its own
             restore_projector(self.model, projector, wide=args.bf16 or args.fp16)
         freeze(self.model, self.rates)
         self._answers: torch.Tensor | None = None
@@ -183,8 +189,14 @@ class NormAlignTrainer(SFTTrainer):
         if isinstance(self.model, FSDPModule):
             name_as_unsharded(self.model)
         try:
+            readme = folder / "README.md"
+            card = readme.read_bytes() if readme.exists() else None
             super().save_model(str(folder), _internal_call)
             if self.args.should_save:
+                if card is not None:
+                    readme.write_bytes(card)
+                else:  # PEFT's own names the base by its local path
+                    readme.unlink(missing_ok=True)
                 (folder / RECORD).write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
         except Exception as error:
             if _internal_call or (cause := write_failure(error)) is None:
