@@ -126,6 +126,8 @@ def train(
     (ddp, fsdp2, zero2, zero3 or a file) and --num_processes the run is started by `accelerate launch`.
     """
     with _errors_for_people():
+        if num_processes > 1 and not accelerate_config:
+            raise ValueError("--num_processes needs --accelerate_config: ddp, fsdp2, zero2, zero3 or a file.")
         if accelerate_config:
             from .train.launch import launch
 

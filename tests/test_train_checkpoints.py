@@ -25,8 +25,9 @@ from trl import SFTConfig, SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.build import build_checkpoint
-from normalign_llava.train.checkpoints import missing_from, newest_complete, resolve_resume, writing_checkpoint
+from normalign_llava.train.checkpoints import missing_from, newest_complete, writing_checkpoint
 from normalign_llava.train.merge import merge_adapter
+from normalign_llava.train.resume import resolve_resume
 
 
 class SafeTrainer(SFTTrainer):
@@ -237,7 +238,7 @@ def test_what_is_gone_on_from(runs, tmp_path, capsys):
         shutil.copytree(runs / "full" / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
     for value in ("last", "true", "True", True):
         assert resolve_resume(value, tmp_path, 1) == tmp_path / "checkpoint-4"
-    with pytest.raises(ValueError, match=r"\(checkpoint-2, checkpoint-4\).*--resume_from_checkpoint.*--output_dir"):
+    with pytest.raises(ValueError, match="checkpoint-2, checkpoint-4.*--resume_from_checkpoint.*--output_dir"):
         resolve_resume(None, tmp_path, 1)
     assert resolve_resume(str(tmp_path / "checkpoint-2"), tmp_path / "elsewhere", 1) == tmp_path / "checkpoint-2"
 
@@ -255,7 +256,24 @@ def test_a_checkpoint_of_weights_alone_cannot_be_gone_on_from(untrained, tmp_pat
     make_trainer(untrained / "tiny", tmp_path, max_steps=1, save_steps=1, save_only_model=True).train()
     with pytest.raises(ValueError, match="was it written with save_only_model?"):
         resolve_resume(str(tmp_path / "checkpoint-1"), tmp_path, 1)
-    assert resolve_resume("last", tmp_path, 1) is None
+    with pytest.raises(ValueError, match="would write over checkpoints that were saved whole.*checkpoint-1"):
+        resolve_resume("last", tmp_path, 1)
+
+
+def test_what_lies_in_the_folder_is_not_lost(runs, tmp_path):
+    shutil.copytree(runs / "full" / "checkpoint-2", tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-2" / "rng_state.pth").rename(tmp_path / "checkpoint-2" / "rng_state_0.pth")
+    with pytest.raises(ValueError, match="from the beginning would write over.*as many processes as wrote them"):
+        resolve_resume("last", tmp_path, 1)
+    with pytest.raises(ValueError, match="holds checkpoints of another run"):
+        resolve_resume(str(runs / "full" / "checkpoint-4"), tmp_path, 1)
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    (tmp_path / "config.json").write_text("{}")
+    for resume in (None, "last"):
+        with pytest.raises(ValueError, match="Choose another|choose another"):
+            resolve_resume(resume, tmp_path, 1)
+    with pytest.raises(ValueError, match="config.json is a file"):
+        resolve_resume(None, tmp_path / "config.json", 1)
 
 
 def test_why_the_trainer_s_own_choice_will_not_do(untrained, runs, tmp_path):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import train_data
 from datasets import Dataset, DatasetDict, Features, Image, List, Value
-from hub_server import HubServer
 from train_data import arguments, assistant, gigantic_png, inside, llava, mixed_rows, pictures, user, write_json
 
 from normalign_llava.train.arguments import DataArguments
@@ -62,7 +61,7 @@ MIXED = ["green", "Hello!", "blue", "blue", "One two three four five six seven."
 
 
 # ------------------------------------------------------------------------------------------------------------- forms
-@pytest.mark.parametrize("name", ["data.json", "data.jsonl"])
+@pytest.mark.parametrize("name", ["data.json", "data.jsonl", "data.JSON", "data.JSONL"])
 def test_llava_json_with_mixed_ids_and_rows_without_pictures(load, tmp_path, name):
     path = write_json(tmp_path / "llava", mixed_rows(), name)
     rows = both(load, path)
@@ -73,11 +72,13 @@ def test_llava_json_with_mixed_ids_and_rows_without_pictures(load, tmp_path, nam
 
 
 def test_a_folder_with_json_and_pictures_and_splits_by_name(load, tmp_path):
-    write_json(tmp_path, mixed_rows(), "llava_mix.json")
+    write_json(tmp_path, mixed_rows(), "llava_mix.JSON")
     assert answers(both(load, tmp_path)) == MIXED
     write_json(tmp_path, mixed_rows()[:1], "llava_test.jsonl")
     data = load(tmp_path, with_eval=True)
     assert answers(data.train) == MIXED and answers(data.eval) == MIXED[:1]
+    own = str(tmp_path / "llava_test.jsonl")
+    assert answers(load(own, with_eval=True, eval_dataset_name=own).eval) == MIXED[:1]
 
 
 def test_the_image_folder_can_be_elsewhere(load, tmp_path):
@@ -98,6 +99,8 @@ def test_parquet_with_pictures_inside(load, tmp_path):
     file = train_data.write_parquet(tmp_path / "next" / "train-00000.parquet", NEXT)
     rows = both(load, file)
     assert answers(rows) == ["one", "two", "three"]
+    assert answers(both(load, file.rename(file.with_suffix(".PARQUET")))) == ["one", "two", "three"]
+    file.with_suffix(".PARQUET").rename(file)
     assert [image["bytes"] for row in rows for image in row["images"]] == [
         inside(colour)["bytes"] for colour in ("red", "blue")
     ]
@@ -157,12 +160,8 @@ def test_trl_forms(load, tmp_path, processor):
     (tmp_path / "strings.jsonl").write_text(json.dumps({"prompt": "Q", "completion": "A"}))
     conversation = {"prompt": [user("Q"), assistant("A"), user("Q")], "completion": [assistant("B")]}
     (tmp_path / "turns.jsonl").write_text(json.dumps(conversation))
-    assert [
-        row["prompt_turns"] for name in ("strings", "turns") for row in both(load, tmp_path / f"{name}.jsonl")
-    ] == [
-        0,
-        1,
-    ]
+    for name, prompt_turns in (("strings", 0), ("turns", 1)):
+        assert [row["prompt_turns"] for row in both(load, tmp_path / f"{name}.jsonl")] == [prompt_turns]
 
 
 # ----------------------------------------------------------------------------------------------------------- lengths
@@ -177,13 +176,10 @@ def test_lengths_are_those_of_the_collator_and_nothing_is_truncated(load, tmp_pa
     assert (source.found, source.bad, source.too_long, source.kept, source.used) == (5, 0, 1, 4, 4)
     assert (source.images, source.text_only, source.longest) == (2, 2, limit)
     assert (source.shortest, source.median) == (min(short.train["length"]), np.median(short.train["length"]))
-    assert [(row.row, row.tokens) for row in source.dropped] == [(2, 75)] and len(
-        both(load, path, max_length=limit)
-    ) == 4
+    assert [(row.row, row.tokens) for row in source.dropped] == [(2, 75)]
+    assert len(both(load, path, max_length=limit)) == 4
     assert json.loads(json.dumps(short.report.to_dict()))["sources"][0]["dropped"][0]["tokens"] == 75
-    with pytest.raises(
-        ValueError, match="no row to train on: 5 found, 0 bad, 5 longer than max_length 10. The first: "
-    ):
+    with pytest.raises(ValueError, match="no row is left. 5 found, 0 bad, 5 longer than max_length 10. The first: "):
         load(path, max_length=10)
 
 
@@ -206,17 +202,6 @@ def test_a_row_that_the_template_refuses_is_bad(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------- bad rows
-def bad_rows(folder):
-    rows = mixed_rows()
-    outside = folder.parent / "outside.png"
-    outside.write_bytes(train_data.picture_bytes("red"))
-    rows[1:1] = [llava("<image>Q", "A"), llava("<image>Q", "A", "none.png"), llava("<image>Q", "A", "../outside.png")]
-    rows += [llava("<image>Q", "A", "link.png"), llava("Q", "")]
-    path = write_json(folder, rows)
-    (folder / "link.png").symlink_to(outside)
-    return path
-
-
 REASONS = {
     1: "1 places for pictures",
     2: "none.png: there is no such picture",
@@ -227,7 +212,7 @@ REASONS = {
 
 
 def test_bad_rows_stop_with_row_file_and_reason(load, tmp_path):
-    path = bad_rows(tmp_path / "data")
+    path = train_data.bad_rows(tmp_path / "data")
     listed = r"(.|\n)*".join(f"data.json, row {row}.*: .*{reason}" for row, reason in REASONS.items())
     with pytest.raises(ValueError, match=listed + r"(.|\n)*--bad_rows skip"):
         load(path)
@@ -236,7 +221,7 @@ def test_bad_rows_stop_with_row_file_and_reason(load, tmp_path):
 
 
 def test_bad_rows_can_be_skipped_and_are_counted(load, tmp_path):
-    path = bad_rows(tmp_path / "data")
+    path = train_data.bad_rows(tmp_path / "data")
     dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
     rows = both(load, path, bad_rows="skip", dropped_rows=dropped, max_length=60)
     assert answers(rows) == ["green", "Hello!", "blue"] and [row["row"] for row in rows] == [0, 4, 6]
@@ -318,6 +303,70 @@ def test_a_card_that_lies_about_the_number_of_rows(load, tmp_path):
     assert load(tmp_path / "lying").report.sources[0].found == 3
 
 
+# ------------------------------------------------------------------------------------------------ mixed and held out
+def sources(folder, fraction=None, **counts) -> list[dict]:
+    """Sources whose answers are `a0`, `a1`, ..., `b0`, ..., each with the same fraction."""
+    rows = {name: [llava("Q", f"{name}{n}") for n in range(count)] for name, count in counts.items()}
+    return [{"path": str(write_json(folder / name, rows[name])), "fraction": fraction} for name in counts]
+
+
+def test_a_streamed_mixture_never_ends_and_keeps_its_shares(load, tmp_path):
+    small, large = sources(tmp_path, a=2, b=200)
+    streamed = {"dataset_streaming": True, "shuffle_buffer_size": 1}
+    plain = load(None, datasets=[small, large], **streamed).train
+    assert answers(islice(plain, 205)) == ["a0", "a1", *(f"b{n}" for n in range(200)), "a0", "a1", "b0"]
+    shares = [{**small, "fraction": 1}, {**large, "fraction": 3}]
+    stream, again, other = (load(None, seed=seed, datasets=shares, **streamed).train for seed in (0, 0, 1))
+    found = answers(islice(stream, 800))
+    assert found == answers(islice(again, 800)) != answers(islice(other, 800))
+    for name, count, expected in (("a", 2, 200), ("b", 200, 600)):
+        rows = [answer for answer in found if answer[0] == name]
+        assert rows == [f"{name}{n % count}" for n in range(len(rows))]
+        assert abs(len(rows) - expected) < 49  # four standard deviations
+
+
+@pytest.mark.parametrize("fraction", [None, 0.5])
+def test_a_streamed_source_that_gives_no_row_is_named_alone(load, tmp_path, fraction):
+    listed = sources(tmp_path, fraction, a=2, empty=0, dropped=1)
+    write_json(tmp_path / "dropped", [llava("Q", "")])
+    for source in listed[1:]:
+        stream = load(None, datasets=[listed[0], source], bad_rows="skip", dataset_streaming=True).train
+        with pytest.raises(ValueError, match=f"^{source['path']}: no row is left. It is empty, or all .* dropped.$"):
+            list(islice(stream, 100))
+
+
+def test_what_is_held_out_is_not_reported_as_used(load, tmp_path):
+    data = load(None, datasets=sources(tmp_path, 1, a=30, b=10), with_eval=True, test_split_size=0.25)
+    first, second, held = data.report.sources
+    trained, out = answers(data.train), answers(data.eval)
+    assert [first.used, second.used] == [sum(answer[0] == name for answer in trained) for name in "ab"]
+    assert first.used + second.used == 15 and first.kept == 30 and len({*trained, *out}) == 20
+    assert (held.source, held.split, held.found, held.used) == ("held out of training", "eval", 5, 5)
+    assert (held.longest, held.images) == (max(data.eval["length"]), 0) and data.eval.features == FEATURES
+
+
+def test_pictures_of_held_out_rows_are_decoded_first(load, tmp_path):
+    rows = [llava("<image>Q", str(n), f"{n % 2}.png") for n in range(20)]
+    path, other = write_json(tmp_path / "data", rows), write_json(tmp_path / "other", mixed_rows())
+    (path.parent / "0.png").write_bytes(inside("red")["bytes"])
+    (path.parent / "1.png").write_bytes(b"no picture")
+    dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
+    for options in (dict(eval_dataset_name=str(path)), dict(test_split_size=0.5)):
+        trained = other if "eval_dataset_name" in options else path
+        with pytest.raises(ValueError, match="row [0-9]+: .*1.png: cannot identify"):
+            load(trained, with_eval=True, **options)
+        data = load(trained, with_eval=True, bad_rows="skip", dropped_rows=dropped, **options)
+        held = data.report.sources[-1]
+        assert held.kept == len(data.eval) and held.bad == held.found - held.kept > 0
+        assert all(int(answer) % 2 == 0 for answer in answers(data.eval))
+    assert [row.row for row in dropped.read()] == list(range(1, 20, 2))
+
+
+def test_a_fraction_is_a_number(load, tmp_path):
+    with pytest.raises(ValueError, match="The fraction of .*a/data.json must be a number above 0, got '0.5'"):
+        load(None, datasets=sources(tmp_path, "0.5", a=1, b=1))
+
+
 CLIENT = """
 import json, sys
 from itertools import islice
@@ -335,34 +384,15 @@ print(json.dumps(found))
 """
 
 
-class DatasetHub(HubServer):
-    """The same hub, whose repositories are data sets."""
-
-    def __init__(self, repositories):
-        super().__init__(repositories)
-        models = self._server.RequestHandlerClass
-
-        class Handler(models):
-            def do_GET(self):
-                self.path = self.path.replace("/api/datasets/", "/api/models/").replace("/datasets/", "/", 1)
-                super().do_GET()
-
-            do_HEAD = do_POST = do_GET
-
-        self._server.RequestHandlerClass = Handler
-
-
 def test_a_data_set_of_the_hub(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     train_data.write_parquet(folder / "train-00000.parquet", NEXT)
     train_data.write_parquet(folder / "test-00000.parquet", NEXT[:2])
-    with DatasetHub({"user/tiny.data": folder}) as hub:
+    with train_data.DatasetHub({"user/tiny.data": folder}) as hub:
         environment = {**hub.environment(folder / "home"), "PYTHONPATH": str(Path(__file__).parent)}
         client = subprocess.run([sys.executable, "-c", CLIENT], env=environment, capture_output=True, text=True)
     assert client.returncode == 0, client.stderr
     name = "user/tiny.data"
-    train, test = (
-        [["one", "two", "three"], [1, 0, 1], [name] * 3, [0, 1, 2]],
-        [["one", "two"], [1, 0], [name] * 2, [0, 1]],
-    )
+    train = [["one", "two", "three"], [1, 0, 1], [name] * 3, [0, 1, 2]]
+    test = [["one", "two"], [1, 0], [name] * 2, [0, 1]]
     assert json.loads(client.stdout.splitlines()[-1]) == [train, test] * 2

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.checkpoints import missing_from
 from normalign_llava.train.launch import CONFIGS
+from normalign_llava.train.rows import DroppedRows
 
 
 ZERO = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
@@ -30,7 +31,7 @@ KINDS = {
     "zero3": ("DEEPSPEED", "DeepSpeedEngine"),
 }
 # Pictures, four rows a step. Process 0 has the even rows of a step, process 1 the odd ones.
-PICTURES = [1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 0, 1]
+PICTURES = [1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1]
 MINUTES = 1.5  # a run that hangs fails
 
 OPTIONS = {
@@ -51,8 +52,14 @@ OPTIONS = {
     "report_to": "none",
     "disable_tqdm": "true",
 }
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "sample_count": 2, "sample_max_new_tokens": 5}
-LORA = {"use_peft": "true", "lora_r": 4, "vision_learning_rate": 0}
+EVALUATED = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "per_device_eval_batch_size": 1,
+    "sample_count": 2,
+    "sample_max_new_tokens": 5,
+}
+LORA = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0.0, "vision_learning_rate": 0}
 QLORA = {**LORA, "load_in_4bit": "true", "dtype": "bfloat16", "bf16": "true"}
 
 
@@ -122,12 +129,15 @@ class Room:
 
 def launch_arguments(config: str):
     words = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", "2", "--main_process_port", "0"]
-    return _validate_launch_command(launch_command_parser().parse_args([*words, "script.py"]))[0]
+    arguments = _validate_launch_command(launch_command_parser().parse_args([*words, "script.py"]))[0]
+    arguments.deepspeed_fields_from_accelerate_config = "zero_stage"
+    return arguments
 
 
 def start(*words, config: str | None = None) -> subprocess.CompletedProcess:
     """Runs Python; with a configuration in two processes of torchrun, with what accelerate sets for that one."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    environment["COLUMNS"] = "500"  # messages on one line
     if config:
         prepare = prepare_deepspeed_cmd_env if config.startswith("zero") else prepare_multi_gpu_env
         prepared = prepare(launch_arguments(config))
@@ -283,16 +293,17 @@ def test_length_grouped_batches_have_one_modality_and_the_rows_of_one_process(on
 def test_bad_rows_of_both_processes_are_skipped_and_listed_once(two):
     folder = two("ddp")  # four steps of four rows: the eight rows twice
     assert len(seen(folder, "skipped", 1)["batches"]) == 8
-    lines = (folder / "skipped" / "dropped_rows.jsonl").read_text().splitlines()
-    assert {json.loads(line)["row"] for line in lines} == {3, 4}
-    assert "2 rows were dropped while training" in (folder / "stdout").read_text()
+    assert [row.row for row in DroppedRows(folder / "skipped" / "dropped_rows.jsonl").read()] == [3, 4]
+    for row in (3, 4):
+        assert (folder / "stdout").read_text().count(f"data.json, row {row}") == 1
 
 
 def test_a_bad_row_on_one_process_ends_both_with_a_message(room):
     words = room.words(room.folder / "stopped", dataset_name=room.data["bad"])
     done = start("-m", "normalign_llava.train", *words, config="ddp")
     assert done.returncode != 0
-    assert "data.json, row 3" in done.stderr and "--bad_rows skip" in done.stderr
+    said = done.stderr
+    assert "data.json, row 3" in said and "--bad_rows skip" in said
     assert not (room.folder / "stopped" / "model.safetensors").exists()
 
 
@@ -300,7 +311,9 @@ def test_a_global_batch_that_does_not_divide_is_refused(room):
     words = room.words(room.folder / "refused", global_batch_size=3)
     done = start("-m", "normalign_llava.train", *words, config="ddp")
     assert done.returncode != 0
-    assert "global_batch_size 3 is not a multiple of per_device_train_batch_size 1 x 2 process(es)" in done.stderr
+    assert "global_batch_size 3 is not a multiple of per_device_train_batch_size 1 x 2 process(es)" in " ".join(
+        done.stderr.split()
+    )
     assert not (room.folder / "refused").exists()
 
 

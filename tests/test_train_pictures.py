@@ -121,6 +121,16 @@ def test_the_limit_itself_is_allowed():
         open_picture(image, 99)
 
 
+def test_a_strip_is_refused():
+    assert open_picture({"path": None, "bytes": picture_bytes("red", (2, 400))}, LIMIT).size == (2, 400)
+    for width, height in ((2, 401), (20_000, 1)):
+        strip = {"path": None, "bytes": picture_bytes("red", (width, height))}
+        with pytest.raises(
+            ValueError, match=f"{width} x {height} pixels; one side may be 200 times the other at most"
+        ):
+            open_picture(strip, LIMIT)
+
+
 def test_nothing_is_decoded_of_a_picture_that_is_too_large(monkeypatch):
     decoded = []
     load = Image.Image.load

@@ -120,9 +120,53 @@ def test_killed_and_resumed_is_as_if_never_stopped(tmp_path, parts, case, capfd)
 def test_a_run_does_not_begin_again_over_the_checkpoints_of_another(tmp_path, parts):
     file = recipe(tmp_path / "run", parts, max_steps=2)
     main([str(file), "--output_dir", str(tmp_path / "out")])
-    with pytest.raises(ValueError, match="holds checkpoints of an earlier run.*--resume_from_checkpoint"):
+    with pytest.raises(ValueError, match="holds an earlier run or a model.*--resume_from_checkpoint"):
         main([str(file), "--output_dir", str(tmp_path / "out")])
-    main([str(file), "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint"])  # there is nothing left to do
+
+
+@pytest.mark.parametrize("options", [dict(max_steps=2), dict(max_steps=-1, num_train_epochs=0.5)])
+def test_a_run_that_is_at_its_end_takes_no_further_step(tmp_path, parts, options):
+    file = recipe(tmp_path / "run", parts, lr_scheduler_type="constant", **options)
+    output = main([str(file), "--output_dir", str(tmp_path / "out")])
+    weights = load_file(output / "model.safetensors")
+    (output / "model.safetensors").unlink()  # as if killed before the result was written
+    main([str(file), "--output_dir", str(output), "--resume_from_checkpoint"])
+    again = load_file(output / "model.safetensors")
+    assert all(torch.equal(value, again[name]) for name, value in weights.items())
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-2"]
+    assert not (output / "optimizer.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (["--learning_rate", "1e-4"], r"learning_rates \(was .*0.001.*, is .*0.0001"),
+        (["--arm", "unit"], r"arm \(was gwc, is unit\)"),
+        (["--global_batch_size", "8"], r"global_batch_size \(was 4, is 8\)"),
+        (["--use_peft"], "use_peft"),
+        (["--seed", "7"], r"seed \(was 42, is 7\)"),
+        (["--dataset_name", "second"], r"data \(was .*11.*, is .*9"),
+    ],
+)
+def test_a_run_does_not_go_on_as_another(tmp_path, parts, changed, named):
+    options = dict(max_steps=4)
+    out = tmp_path / "out"
+    main([str(recipe(tmp_path / "run", parts, **options)), "--max_steps", "2", "--output_dir", str(out)])
+    again = [str(tmp_path / "run" / "recipe.yaml"), "--output_dir", str(out), "--resume_from_checkpoint"]
+    changed = [str(parts / word / "data.json") if word == "second" else word for word in changed]
+    with pytest.raises(ValueError, match=named):
+        main([str(tmp_path / "run" / "recipe.yaml"), "--output_dir", str(out), "--resume_from_checkpoint", *changed])
+    main(
+        [
+            str(tmp_path / "run" / "recipe.yaml"),
+            "--output_dir",
+            str(out),
+            "--resume_from_checkpoint",
+            "--save_steps",
+            "1",
+        ]
+    )
+    assert (out / "checkpoint-4").exists()
 
 
 def test_a_stream_needs_to_be_told_how_long(tmp_path, parts):

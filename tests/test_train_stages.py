@@ -2,7 +2,9 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from trl import SFTConfig
 
+from normalign_llava.train.arguments import TrainArguments
 from normalign_llava.train.launch import CONFIGS
 from normalign_llava.train.stages import RECIPES, accumulation_steps, parse, recipe_file
 
@@ -43,8 +45,8 @@ def test_a_recipe_overrides_the_stage_and_the_command_line_the_recipe(tmp_path, 
 
 
 def test_adapters_leave_the_vision_tower_frozen_unless_it_is_given_a_rate(tmp_path):
-    for words in (["--use_peft"], ["--use_peft", "true"]):
-        assert options(tmp_path, *words)[1].rates(use_peft=True)["vision"] == 0
+    for words in (["--use_peft"], ["--use_peft", "true"], ["--use-peft", "yes"], ["--use_peft=1"]):
+        assert options(tmp_path, "--stage", "tune", *words)[1].rates(use_peft=True)["vision"] == 0
     assert options(tmp_path, use_peft=True)[1].rates(use_peft=True)["vision"] == 0
     assert options(tmp_path, "--vision_learning_rate", "1e-6", use_peft=True)[1].rates(use_peft=True)["vision"] == 1e-6
 
@@ -52,9 +54,8 @@ def test_adapters_leave_the_vision_tower_frozen_unless_it_is_given_a_rate(tmp_pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--stage", "pretrain"], "stage must be one of 'align', 'tune', got 'pretrain'"),
         (["--norm_learning_rate", "-1"], "norm_learning_rate must not be negative, got -1.0"),
-        (["--packing", "true"], "packing and padding_free"),
+        (["--packing", "true"], "packing cannot be used here"),
         (["--assistant_only_loss", "false"], "image tokens"),
         (["--test_split_size", "2"], "between 0 and 1, got 2"),
         (["--max_image_pixels", "0"], "max_image_pixels must be at least 1"),
@@ -68,6 +69,49 @@ def test_bad_options_are_named(tmp_path, words, message):
 def test_one_data_set_or_a_mixture(tmp_path):
     with pytest.raises(ValueError, match="either dataset_name or datasets"):
         options(tmp_path, datasets=[{"path": "a"}, {"path": "b"}])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (dict(stage="pretrain"), "stage must be one of 'align', 'tune', got 'pretrain'"),
+        (dict(bad_rows="STOP"), "bad_rows must be one of 'stop', 'skip', got 'STOP'"),
+        (dict(arm="foo"), "arm must be one of 'none', 'unit', 'aligned', 'gwc', got 'foo'"),
+        (dict(stage="align", learning_rate=0), "nothing would be trained"),
+        (dict(global_batch_size=-4), "global_batch_size must be at least 1, got -4"),
+        (dict(per_device_train_batch_size=0), "per_device_train_batch_size must be at least 1, got 0"),
+        (dict(auto_find_batch_size=True), "auto_find_batch_size cannot be used here: the global batch"),
+        (dict(dataset_name=None, datasets=["a.json"]), "is a mapping with path"),
+        (dict(dataset_name=None, datasets=[{"path": "a", "folder": "b"}]), "is a mapping with path"),
+    ],
+)
+def test_bad_values_in_a_recipe_are_named(tmp_path, recipe, message):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"model_name_or_path": "model", "dataset_name": "data", "bf16": False, **recipe}))
+    with pytest.raises(ValueError, match=message):
+        parse([str(file)])
+
+
+@pytest.mark.parametrize("content", ["- a\n- list", "a: [broken"])
+def test_a_recipe_that_is_no_mapping_is_an_error_in_words(tmp_path, content):
+    (tmp_path / "recipe.yaml").write_text(content)
+    with pytest.raises(ValueError, match="recipe.yaml"):
+        parse([str(tmp_path / "recipe.yaml")])
+
+
+def test_a_stage_decides_in_python_as_well(tmp_path):
+    args = TrainArguments(output_dir=str(tmp_path), stage="align", bf16=False, use_cpu=True)
+    assert (args.global_batch_size, args.warmup_steps, args.lr_scheduler_type) == (256, 0.03, "cosine")
+    assert args.rates(use_peft=False)["language"] == 0
+    plain = TrainArguments(output_dir=str(tmp_path), bf16=False, use_cpu=True)
+    stock = SFTConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True)
+    for name in ("learning_rate", "per_device_train_batch_size", "warmup_steps", "seed", "lr_scheduler_type"):
+        assert getattr(plain, name) == getattr(stock, name)
+
+
+def test_steps_of_a_measuring_probe_are_numbers_however_they_are_written(tmp_path):
+    for steps in (5, "5", ["5"]):
+        assert options(tmp_path, probe_steps=steps)[1].probe_steps == [5]
 
 
 def test_an_unknown_key_and_an_unknown_recipe_are_named(tmp_path):

@@ -164,7 +164,8 @@ def test_activations_are_of_the_estimated_order(tmp_path, checkpointing):
 def report():
     full = SourceReport("/data/a/llava_v1_5_mix665k.json", "train", 665298, 12, 3004, 662282, 662282, 624610, 40688)
     full.shortest, full.median, full.longest = 22, 351.0, 2048
-    return DataReport([full, SourceReport("HuggingFaceH4/llava-instruct-mix", "train")])
+    stream = SourceReport("HuggingFaceH4/llava-instruct-mix", "train")
+    return DataReport([full, stream, SourceReport("data[v2].json", "eval")])
 
 
 def test_the_tables_say_it_all_in_a_hundred_columns_and_in_json(checkpoint, tmp_path):
@@ -180,7 +181,7 @@ def test_the_tables_say_it_all_in_a_hundred_columns_and_in_json(checkpoint, tmp_
     assert max(map(len, text.splitlines())) <= 100 and "…" not in text
     for shown in (
         "adapters", "0.001", "2e-05", "frozen", "bfloat16 autocast", "llava_v1_5_mix665k.json", "665,298", "3,004",
-        "22 to 2,048 (351)", "streamed", "729", "5,197", "156", "4 rows = 2 per device x 1 process(es) x 2",
+        "22 to 2,048 (351)", "streamed", "data[v2].json", "729", "5,197", "156", "4 rows = 2 per device x 1 process(es) x 2",
         "MiB on each device, estimated",
     ):  # fmt: skip
         assert shown in text, shown

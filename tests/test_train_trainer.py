@@ -4,6 +4,7 @@ import pytest
 import torch
 import training
 from torch import nn
+from transformers import GPT2Config, MixtralConfig
 from trl import SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -250,3 +251,34 @@ def test_where_autocast_multiplies_the_projector_is_trained_in_float32(tmp_path,
         assert set(kinds.values()) == {torch.float32 if bf16 else torch.bfloat16} and len(kinds) == 4
         assert projector_norm(trainer.model).weight.dtype == torch.float32
         trainer.train()
+
+
+def test_label_smoothing_and_compilation_with_adapters_train(tmp_path, checkpoint):
+    training.trainer(tmp_path / "smooth", checkpoint, label_smoothing_factor=0.1).train()
+    losses = []
+    for options in ({}, dict(torch_compile=True, torch_compile_backend="eager")):
+        folder = tmp_path / str(len(losses))
+        trainer = training.trainer(folder, checkpoint, use_peft=True, lora_dropout=0.0, **options)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_modules_to_save_are_the_language_models(tmp_path, checkpoint):
+    for name, message in (("linear_1", "have rates of their own"), ("nowhere", "no module")):
+        with pytest.raises(ValueError, match=f"lora_modules_to_save names {name}.*{message}"):
+            training.trainer(tmp_path, checkpoint, use_peft=True, lora_modules_to_save=[name])
+    saved = training.trainer(
+        tmp_path, checkpoint, use_peft=True, lora_modules_to_save=["multi_modal_projector", "lm_head"]
+    )
+    assert saved.model.peft_config["default"].modules_to_save == ["lm_head", "multi_modal_projector"]
+
+
+def test_language_models_of_experts_and_of_convolutions_as_linear_layers_train(tmp_path):
+    sizes = dict(num_local_experts=2, num_experts_per_tok=1)
+    experts = training.checkpoint(tmp_path / "experts", cls=MixtralConfig, **sizes)
+    training.trainer(tmp_path / "a", experts, max_steps=1).train()
+    gpt2 = training.checkpoint(tmp_path / "gpt2", cls=GPT2Config)
+    trainer = training.trainer(tmp_path / "b", gpt2, use_peft=True, max_steps=1)
+    trainer.train()
+    assert any("c_attn.lora_A" in name for name, _ in trainer.model.named_parameters())

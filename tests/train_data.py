@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tiny_parts
 from datasets import Dataset, Features, Image, List, Value
+from hub_server import HubServer
 from PIL import Image as PILImage
 from transformers import AddedToken, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -82,9 +83,21 @@ def mixed_rows() -> list[dict]:
 
 def write_json(folder: Path, rows: list, name="data.json") -> Path:
     pictures(folder, "red.png", "green.png", "blue.png", "sub/blue.png")
-    text = "\n".join(map(json.dumps, rows)) + "\n" if name.endswith(".jsonl") else json.dumps(rows)
+    text = "\n".join(map(json.dumps, rows)) + "\n" if name.lower().endswith(".jsonl") else json.dumps(rows)
     (folder / name).write_text(text)
     return folder / name
+
+
+def bad_rows(folder: Path) -> Path:
+    """Mixed rows, and five among them that cannot be trained on: 1 to 3, 8 and 9."""
+    rows = mixed_rows()
+    outside = folder.parent / "outside.png"
+    outside.write_bytes(picture_bytes("red"))
+    rows[1:1] = [llava("<image>Q", "A"), llava("<image>Q", "A", "none.png"), llava("<image>Q", "A", "../outside.png")]
+    rows += [llava("<image>Q", "A", "link.png"), llava("Q", "")]
+    path = write_json(folder, rows)
+    (folder / "link.png").symlink_to(outside)
+    return path
 
 
 TURNS = List({"from": Value("string"), "value": Value("string")})
@@ -117,3 +130,20 @@ def user(content) -> dict:
 
 def assistant(content) -> dict:
     return {"role": "assistant", "content": content}
+
+
+class DatasetHub(HubServer):
+    """The same hub, whose repositories are data sets."""
+
+    def __init__(self, repositories):
+        super().__init__(repositories)
+        models = self._server.RequestHandlerClass
+
+        class Handler(models):
+            def do_GET(self):
+                self.path = self.path.replace("/api/datasets/", "/api/models/").replace("/datasets/", "/", 1)
+                super().do_GET()
+
+            do_HEAD = do_POST = do_GET
+
+        self._server.RequestHandlerClass = Handler

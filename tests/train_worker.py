@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
@@ -19,7 +20,12 @@ from normalign_llava.train.trainer import NormAlignTrainer
 
 
 def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
+    if mode in ("ddp", "fsdp2"):
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for name, words in runs.items():
+        if mode in ("ddp", "fsdp2"):  # each run ends its process group, and the next must not read what it left
+            dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=processes)
         if mode == "fsdp2":
             AcceleratorState._reset_state(reset_partial_state=True)
             PartialState(cpu=True, backend="gloo")

@@ -3,10 +3,37 @@
 """What a training run can be told: TRL's options under TRL's names, and ours, in YAML and on the command line."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trl import ModelConfig, ScriptArguments, SFTConfig
 from trl.scripts.utils import DatasetConfig
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "align": {
+        "learning_rate": 1e-3,
+        "vision_learning_rate": 0.0,
+        "language_learning_rate": 0.0,
+        "global_batch_size": 256,
+        "per_device_train_batch_size": 2,
+    },
+    "tune": {
+        "learning_rate": 1e-5,
+        "vision_learning_rate": 2e-6,
+        "global_batch_size": 128,
+        "per_device_train_batch_size": 1,
+    },
+}
+"""What the paper's two stages set (appendix E) where nothing else is said."""
+
+BOTH_STAGES: dict[str, Any] = {
+    "num_train_epochs": 1.0,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.03,  # a ratio, since it is below 1
+    "weight_decay": 0.0,
+    "seed": 42,
+}
+"""What the stages share."""
 
 
 @dataclass
@@ -62,10 +89,17 @@ class DataArguments(ScriptArguments):
     )
 
     def __post_init__(self):
+        _check_choice(self, "bad_rows", ("stop", "skip"))
         if bool(self.dataset_name) == bool(self.datasets):
             raise ValueError("Give either dataset_name or datasets: one names a data set, the other a mixture.")
         if self.test_split_size is not None and not 0 < self.test_split_size < 1:
             raise ValueError(f"test_split_size is a share between 0 and 1, got {self.test_split_size}.")
+        keys = set(DataSource.__dataclass_fields__)
+        for source in self.datasets:
+            if not isinstance(source, dict) or "path" not in source or source.keys() - keys:
+                raise ValueError(
+                    f"Each of datasets is a mapping with path and others of {sorted(keys)}; got {source!r}."
+                )
         for name in ("max_image_pixels", "shuffle_buffer_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -90,9 +124,9 @@ class TrainArguments(SFTConfig):
         ValueError: a rate is negative, nothing is trained, or an option would put image tokens into the labels.
     """
 
-    stage: Literal["align", "tune"] = field(
-        default="tune",
-        metadata={"help": "The paper's stage, whose values are the defaults: align (projector, norm) or tune (all)."},
+    stage: Literal["align", "tune"] | None = field(
+        default=None,
+        metadata={"help": "The paper's stage, which decides what is not given: align (projector, norm), tune (all)."},
     )
     arm: Literal["none", "unit", "aligned", "gwc"] | None = field(
         default=None, metadata={"help": "Arm to train, where it is not what the checkpoint was built as."}
@@ -115,6 +149,15 @@ class TrainArguments(SFTConfig):
         default=None,
         metadata={"help": "Rate of the language model, or of its adapters; 0 freezes. Default: learning_rate."},
     )
+    learning_rate: float = field(default=None, metadata={"help": "Rate of what has none of its own."})  # type: ignore[assignment]
+    per_device_train_batch_size: int = field(default=None, metadata={"help": "Rows in a forward pass."})  # type: ignore[assignment]
+    num_train_epochs: float = field(default=None, metadata={"help": "Passes over the data."})  # type: ignore[assignment]
+    lr_scheduler_type: str = field(default=None, metadata={"help": "Schedule of the rates."})  # type: ignore[assignment]
+    warmup_steps: float = field(  # type: ignore[assignment]
+        default=None, metadata={"help": "Steps of linear warm-up, or their share of all steps if below 1."}
+    )
+    weight_decay: float = field(default=None, metadata={"help": "Of weights; never of gain, biases, norms."})  # type: ignore[assignment]
+    seed: int = field(default=None, metadata={"help": "Of everything drawn."})  # type: ignore[assignment]
     max_length: int | None = field(
         default=2048, metadata={"help": "Rows with more tokens, image tokens included, are dropped and counted."}
     )
@@ -140,17 +183,39 @@ class TrainArguments(SFTConfig):
     )
 
     def __post_init__(self):
+        _check_choice(self, "stage", (None, *STAGES))
+        _check_choice(self, "arm", (None, "none", "unit", "aligned", "gwc"))
+        decided = {**BOTH_STAGES, **STAGES[self.stage]} if self.stage else {}
+        for name in ("learning_rate", "per_device_train_batch_size", "global_batch_size", *BOTH_STAGES):
+            if getattr(self, name) is None:
+                default = SFTConfig.__dataclass_fields__[name].default if name != "global_batch_size" else None
+                setattr(self, name, decided.get(name, default))
         super().__post_init__()
-        for module, rate in self.rates(use_peft=False).items():
+        self.probe_steps = None if self.probe_steps is None else [int(step) for step in _as_list(self.probe_steps)]
+        rates = self.rates(use_peft=False)
+        for module, rate in rates.items():
             if rate < 0:
                 raise ValueError(f"{module}_learning_rate must not be negative, got {rate}.")
-        if not self.assistant_only_loss or self.remove_unused_columns:
-            raise ValueError(
-                "assistant_only_loss must be true and remove_unused_columns false: otherwise the labels would hold "
-                "image tokens and the user's words. Leave both out."
-            )
-        if self.packing or self.padding_free:
-            raise ValueError("packing and padding_free are not for pictures: TRL refuses them. Leave both out.")
+        if not any(rates.values()):
+            raise ValueError("Every learning rate is 0, so nothing would be trained. Give some module a rate.")
+        least_of = {"per_device_train_batch_size": 1, "global_batch_size": 1, "probe_rows": 1, "sample_count": 0}
+        for name, least in least_of.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}.")
+        refused = {
+            "packing": "TRL packs no rows with pictures",
+            "padding_free": "TRL's is not for pictures",
+            "remove_unused_columns": "the collator needs every column",
+            "auto_find_batch_size": "the global batch would not stay what it is; lower per_device_train_batch_size",
+            "chat_template_path": "the checkpoint has a template, which `normalign build --chat-template` sets",
+            "router_aux_loss_coef": "LLaVA's outputs have no router logits",
+        }
+        for name, reason in refused.items():
+            if getattr(self, name):
+                raise ValueError(f"{name} cannot be used here: {reason}. Leave it out.")
+        if not self.assistant_only_loss:
+            raise ValueError("assistant_only_loss must be true, or labels would hold image tokens. Leave it out.")
+        self.router_aux_loss_coef = 0.0  # which TRL would take from the language model's configuration
 
     def rates(self, use_peft: bool) -> dict[str, float]:
         """The peak learning rate of each module; 0 is frozen.
@@ -164,9 +229,11 @@ class TrainArguments(SFTConfig):
             "norm": self.norm_learning_rate,
             "language": self.language_learning_rate,
         }
+        decided = STAGES.get(self.stage or "", {})
         rates = {}
         for module, rate in given.items():
-            default = 0.0 if use_peft and module == "vision" else self.learning_rate
+            default = decided.get(f"{module}_learning_rate", self.learning_rate)
+            default = 0.0 if use_peft and module == "vision" else default
             rates[module] = default if rate is None else rate
         return rates
 
@@ -178,3 +245,14 @@ class ModelArguments(ModelConfig):
     use_bnb_nested_quant: bool = field(
         default=True, metadata={"help": "Whether to quantize the constants of 4-bit quantization as well."}
     )
+
+
+def _check_choice(options: Any, name: str, choices: tuple) -> None:
+    # argparse checks no choice that comes from a YAML file.
+    if (value := getattr(options, name)) not in choices:
+        named = ", ".join(repr(choice) for choice in choices if choice is not None)
+        raise ValueError(f"{name} must be one of {named}, got {value!r}.")
+
+
+def _as_list(value: Any) -> list:
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -50,7 +49,7 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
         return ["the folder itself"]
     faults = [f"{path.relative_to(folder)} ({fault})" for path in _files(folder) if (fault := _damage(path))]
     step = _step(folder)
-    state = _json(folder / STATE)
+    state = read_json(folder / STATE)
     if not (folder / STATE).exists():
         faults.append(STATE)
     elif isinstance(state, dict) and step is not None and state.get("global_step") != step:
@@ -63,8 +62,7 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
         if isinstance(state, dict) and not any((folder / name).exists() for name in training):
             return [*faults, "optimizer, scheduler and random states (was it written with save_only_model?)"]
         faults += _missing_from_plain(folder)
-    names = {"rng_state.pth"} if world_size == 1 else {f"rng_state_{rank}.pth" for rank in range(world_size)}
-    held = {path.name for path in folder.glob("rng_state*.pth")}
+    names, held = random_states(folder, world_size)
     if held != names:
         absent = ", ".join(sorted(names - held)) or "random states"
         faults.append(f"{absent} of a run of {world_size} process(es) (it holds random states of {len(held)})")
@@ -74,51 +72,11 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
 def newest_complete(output_dir: str | os.PathLike, world_size: int) -> tuple[Path | None, dict[Path, list[str]]]:
     """The complete checkpoint of the highest step in `output_dir`, or None, and the newer ones with what they lack."""
     passed_over: dict[Path, list[str]] = {}
-    for folder in reversed(_checkpoints(output_dir)):
+    for folder in reversed(checkpoints_in(output_dir)):
         if not (missing := missing_from(folder, world_size)):
             return folder, passed_over
         passed_over[folder] = missing
     return None, passed_over
-
-
-def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, world_size: int) -> Path | None:
-    """The checkpoint to go on from, or None to start from the beginning.
-
-    Checkpoints that are passed over are named on standard error, by the first process.
-
-    Args:
-        resume: The option `resume_from_checkpoint`: a folder; `"last"` or true for the newest complete checkpoint in
-            `output_dir`, or the beginning where there is none; None or false for the beginning.
-        output_dir: Folder of the run.
-        world_size: How many processes are to go on.
-
-    Raises:
-        ValueError: the named checkpoint is not complete, or a start from the beginning would mix its checkpoints with
-            those of an earlier run.
-    """
-    word = str(resume).lower()
-    if word in ("none", "false"):
-        if earlier := _checkpoints(output_dir):
-            raise ValueError(
-                f"{output_dir} holds checkpoints of an earlier run ({', '.join(path.name for path in earlier)}). Go "
-                "on from them with --resume_from_checkpoint, or choose another --output_dir."
-            )
-        return None
-    if word not in ("last", "true"):
-        if missing := missing_from(str(resume), world_size):
-            raise ValueError(
-                f"The checkpoint {resume} is not complete. It lacks: {'; '.join(missing)}. Name a complete one, or "
-                "let the newest complete one be found with --resume_from_checkpoint last."
-            )
-        return Path(str(resume))
-    found, passed_over = newest_complete(output_dir, world_size)
-    if os.environ.get("RANK", "0") == "0":
-        console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
-        for folder, missing in passed_over.items():
-            console.print(f"Passed over {folder}, which is not complete. It lacks: {'; '.join(missing)}.")
-        whence = f"from {found}" if found else f"from the beginning: {output_dir} holds no complete checkpoint"
-        console.print(f"Going on {whence}.")
-    return found
 
 
 @contextmanager
@@ -165,6 +123,12 @@ def write_failure(error: BaseException | None) -> str | None:
     return None
 
 
+def random_states(folder: Path, world_size: int) -> tuple[set[str], set[str]]:
+    """The files that there must be, and those that there are."""
+    names = {"rng_state.pth"} if world_size == 1 else {f"rng_state_{rank}.pth" for rank in range(world_size)}
+    return names, {path.name for path in folder.glob("rng_state*.pth")}
+
+
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
@@ -180,16 +144,17 @@ def _damage(path: Path) -> str | None:
     if path.suffix in (".pt", ".pth", ".bin"):
         return None if zipfile.is_zipfile(path) else "cut short"
     if path.name.endswith(".index.json"):
-        index = _json(path)
+        index = read_json(path)
         shards = sorted(set(index["weight_map"].values())) if index else []
         absent = [name for name in shards if not (path.parent / name).exists()]
         return "cut short" if index is None else f"the shards {', '.join(absent)} are missing" if absent else None
     if path.suffix == ".json":
-        return "cut short" if _json(path) is None else None
+        return "cut short" if read_json(path) is None else None
     return _sharded_damage(path.parent) if path.name == ".metadata" else None
 
 
-def _json(path: Path):
+def read_json(path: Path):
+    """The content of a JSON file, or None if it is not there or cut short."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -239,7 +204,8 @@ def _step(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _checkpoints(output_dir: str | os.PathLike) -> list[Path]:
+def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
+    """The folders `checkpoint-N` of a run, by step."""
     folders = {step: path for path in Path(output_dir).glob("checkpoint-*") if (step := _step(path)) is not None}
     return [folders[step] for step in sorted(folders) if folders[step].is_dir()]
 

@@ -11,12 +11,13 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
+from rich.markup import escape
 from rich.progress import track
 from transformers import LlavaProcessor
 
 from .arguments import DataArguments
 from .pictures import picture_problem
-from .rows import DroppedRow, DroppedRows, canonical_row, picture_name, printable
+from .rows import FEATURES, DroppedRow, DroppedRows, canonical_row, picture_name, printable
 from .sources import Source
 
 
@@ -62,9 +63,32 @@ def checked_rows(source: Source, processor: LlavaProcessor) -> Iterator[dict[str
         yield from checked
 
 
+def kept_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
+    """The rows of a source that pass all checks, in canonical form; the others are recorded.
+
+    Raises:
+        ValueError: There is a bad row and `bad_rows` is "stop", or no row is left at the end.
+    """
+    empty = True
+    for row in checked_rows(source, checks.processor):
+        dropped = checks.too_long(row)
+        problem = (row["file"], row["reason"]) if row["reason"] else None
+        if problem := problem or picture_problem(picture_files(row["paths"]), source.image_folder):
+            dropped = DroppedRow(row["source"], row["row"], *problem)
+            if checks.arguments.bad_rows == "stop":
+                raise ValueError(stopped([dropped]))
+        if not dropped:
+            empty = False
+            yield {column: row[column] for column in FEATURES}
+        elif checks.dropped_rows:
+            checks.dropped_rows.add(dropped)
+    if empty:  # begun again and again, it would never give a row
+        raise ValueError(f"{source.name}: no row is left. It is empty, or all of its rows were dropped.")
+
+
 def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:
     """Tokens in each canonical row as the collator gives it, without decoding a picture, or why it has none."""
-    per_image = processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
+    per_image = tokens_per_image(processor)
     results: list[int | str] = []
     texts: list[str] = []
     for conversation in conversations:
@@ -84,23 +108,41 @@ def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]
     return results
 
 
-def picture_problems(checked: Dataset, source: Source, arguments: DataArguments) -> dict[int, tuple]:
-    """File and reason by number of the row. Not cached, because files come and go; shared among the processes."""
-    state = PartialState()
-    max_pixels = arguments.max_image_pixels if arguments.check_images else None
-    paths = [] if arguments.check_images else checked["paths"][:]
+def tokens_per_image(processor: LlavaProcessor) -> int:
+    """Image tokens that a picture of any size becomes."""
+    return processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
 
-    def problem(number: int) -> tuple[int, tuple | None]:
-        images = checked[number]["images"] if arguments.check_images else picture_files(paths[number])
-        return number, picture_problem(images, source.image_folder, max_pixels)
+
+def picture_problems(
+    checked: Dataset, name: str, image_folder: str | None, max_pixels: int | None
+) -> dict[int, tuple[str | None, str]]:
+    """Looks at the pictures of all rows, as [`picture_problem`] does; the processes share the work.
+
+    Nothing is cached, because files come and go.
+
+    Args:
+        checked: Rows as [`checked_rows`] gives them.
+        name: Of the data set, for the progress bar.
+        image_folder: The folder that no file may leave; None if there is none.
+        max_pixels: Size up to which pictures are decoded; None to look for their files alone.
+
+    Returns:
+        File and reason by number of the row.
+    """
+    state = PartialState()
+    paths = checked["paths"][:] if max_pixels is None else []
+
+    def problem(number: int) -> tuple[int, tuple[str | None, str] | None]:
+        images = picture_files(paths[number]) if max_pixels is None else checked[number]["images"]
+        return number, picture_problem(images, image_folder, max_pixels)
 
     numbers = range(state.process_index, len(checked), state.num_processes)
     with ThreadPoolExecutor() as threads:
         results = track(
             threads.map(problem, numbers),
-            f"Checking the pictures of {source.name}",
+            f"Checking the pictures of {escape(name)}",
             total=len(numbers),
-            disable=not (arguments.check_images and state.is_local_main_process),
+            disable=max_pixels is None or not state.is_local_main_process,
         )
         found = [(number, problem) for number, problem in results if problem]
     return dict(gather_object(found))

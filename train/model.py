@@ -7,6 +7,7 @@ from pathlib import Path
 from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from trl import get_peft_config, get_quantization_config
 
 from ..build import ARMS
@@ -42,6 +43,13 @@ def check_checkpoint(arguments: ModelArguments, training: TrainArguments) -> Nor
         raise ValueError(
             f"{folder} is an adapter. Merge it first (`normalign merge {folder} --output DIR`), then train DIR."
         )
+    if not Path(folder).exists() and "/" not in folder:
+        raise ValueError(
+            f"There is no checkpoint folder {folder}. Make it with `normalign build --output {folder}` or the stage "
+            "before, or name another with --model_name_or_path."
+        )
+    if Path(folder).exists() and Path(folder).resolve() == Path(str(training.output_dir)).resolve():
+        raise ValueError(f"--output_dir is the checkpoint that is to be trained, {folder}. Choose another.")
     config = AutoConfig.from_pretrained(folder, revision=arguments.model_revision)
     if config.model_type != NormAlignLlavaConfig.model_type:
         raise ValueError(
@@ -127,8 +135,10 @@ def lora_config(
     linears = {
         name.rpartition(".")[2]
         for name, module in model.model.language_model.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear | Conv1D)
     }
+    if not linears:
+        raise ValueError("The language model has no linear layer that an adapter could be put on. Leave out use_peft.")
     targets = config.target_modules or linears
     targets = linears if targets == "all-linear" else {targets} if isinstance(targets, str) else set(targets)
     if unknown := targets - linears:
@@ -141,7 +151,13 @@ def lora_config(
         ("vision_tower", rates["vision"]),
         ("multi_modal_projector", max(rates["projector"], rates["norm"])),
     ]
-    config.modules_to_save = [*(config.modules_to_save or []), *(name for name, rate in whole if rate > 0)] or None
+    asked = set(config.modules_to_save or ()) - {name for name, _ in whole}
+    for name in asked:
+        places = [path for path, _ in model.named_modules() if path.split(".")[-1] == name]
+        if not places or any(part in path for path in places for part in ("vision_tower.", "multi_modal_projector.")):
+            where = "in the vision tower or the projector, which have rates of their own" if places else "no module"
+            raise ValueError(f"lora_modules_to_save names {name}: {where}. Name modules of the language model.")
+    config.modules_to_save = [*sorted(asked), *(name for name, rate in whole if rate > 0)] or None
     return config
 
 

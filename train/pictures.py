@@ -11,6 +11,10 @@ import numpy as np
 from PIL import Image, ImageOps
 
 
+MAX_RATIO = 200
+"""Longer side of a picture over its shorter one, above which it is refused."""
+
+
 def open_picture(image: dict[str, Any], max_pixels: int) -> Image.Image:
     """Decodes a picture: the first frame of an animation, turned as its EXIF data says, on white where transparent.
 
@@ -23,7 +27,7 @@ def open_picture(image: dict[str, Any], max_pixels: int) -> Image.Image:
         The picture in mode RGB.
 
     Raises:
-        ValueError: The picture is missing, unreadable, truncated, empty or too large; the file is named.
+        ValueError: The picture is missing, unreadable, truncated, empty, too large or too narrow; the file is named.
     """
     name = image["path"] or "a picture inside the data"
     try:
@@ -31,6 +35,9 @@ def open_picture(image: dict[str, Any], max_pixels: int) -> Image.Image:
             width, height = picture.size
             if not 0 < width * height <= max_pixels:
                 raise ValueError(f"{width} x {height} pixels; from 1 to {max_pixels:,} are allowed")
+            # Image processors that resize by the shorter side would make a narrow strip as large as they like.
+            if max(width, height) > MAX_RATIO * min(width, height):
+                raise ValueError(f"{width} x {height} pixels; one side may be {MAX_RATIO} times the other at most")
             return _rgb(ImageOps.exif_transpose(picture))
     # Decoders of broken files raise whatever their own code stumbles over.
     except Exception as error:

@@ -3,6 +3,7 @@
 """What a trained checkpoint says about how it was trained: `training.json`, the resolved recipe."""
 
 import json
+import os
 from dataclasses import MISSING, fields
 from enum import Enum
 from importlib.metadata import version
@@ -10,16 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedModel
 
-from .arguments import DataArguments, ModelArguments, TrainArguments
+from .arguments import BOTH_STAGES, STAGES, DataArguments, ModelArguments, TrainArguments
 from .dataset import DataReport
-from .model import arm_of
-from .stages import BOTH_STAGES, STAGES
+from .model import RECORD, arm_of
 
 
 ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
 """What an arm is in the configuration; an adapter's base may be of another."""
+
+MAY_CHANGE = (
+    *("save_", "logging_", "log_", "eval_", "report_to", "sample_", "probe_", "max_steps", "num_train_epochs", "hub_"),
+    *("push_to_hub", "dataloader_", "test_split", "dataset_test", "model_name", "dataset_name", "image_folder"),
+)
+"""How options begin that a run may go on with changed; data sets are compared by their reports."""
 
 LEFT_OUT = {
     *("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_token", "push_to_hub_token"),
@@ -35,7 +42,7 @@ def training_record(
 
     Local paths are cut to their last part. Of dropped rows the numbers are kept; `dropped_rows.jsonl` has the reasons.
     """
-    decided = {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "per_device_train_batch_size"}
+    decided = {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "max_length"}
     options = {**_changed(data, set()), **_changed(model_args, set()), **_changed(args, decided)}
     quantization = getattr(model.config, "quantization_config", None)
     return {
@@ -54,12 +61,40 @@ def training_record(
     }
 
 
+def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:
+    """Compares a run with the one that wrote `checkpoint`, whose optimizer and schedule it would take over.
+
+    Raises:
+        ValueError: they differ in what is trained, how, or on what.
+    """
+    file = checkpoint / RECORD
+    if not file.exists():
+        return
+    before = json.loads(file.read_text(encoding="utf-8"))
+    differing = []
+    for name in ("stage", "arm", "learning_rates", "quantization"):
+        if before.get(name) != record[name]:
+            differing.append(f"{name} (was {before.get(name)}, is {record[name]})")
+    old, new = before["options"], record["options"]
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE):
+            differing.append(f"{name} (was {old.get(name)}, is {new.get(name)})")
+    sources = [[(source["source"], source["used"]) for source in each["data"]] for each in (before, record)]
+    if not differing and sources[0] != sources[1]:
+        differing.append(f"data (was {sources[0]}, is {sources[1]})")
+    if differing:
+        raise ValueError(
+            f"{checkpoint} was written by a run that differs in {'; '.join(differing)}. Go on with the same, or train "
+            "anew in another --output_dir."
+        )
+
+
 def render_options(record: dict[str, Any]) -> Table:
     """Stage, arm and resolved options, for `rich.console.Console.print`."""
     table = Table.grid(padding=(0, 2))
     table.title, table.title_justify = "Options", "left"
     for name, value in {"stage": record["stage"], "arm": record["arm"], **record["options"]}.items():
-        table.add_row(name, str(value))
+        table.add_row(name, Text(str(value)))
     return table
 
 
@@ -81,6 +116,6 @@ def _plain(value: Any) -> Any:
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
-    if isinstance(value, str) and Path(value).exists():
+    if isinstance(value, str) and os.path.exists(value):
         return Path(value).name  # no local path travels with a checkpoint
     return value if isinstance(value, str | int | float) else None

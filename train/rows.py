@@ -71,7 +71,8 @@ class DroppedRow:
 class DroppedRows:
     """A file with a line for each row dropped while training, which any number of processes may append to.
 
-    It stays across a resumption, and a row that is met again, in another epoch or process, counts once.
+    It stays across a resumption. A process writes a row once however often it meets it, and a row that several
+    processes wrote counts once.
 
     Args:
         path: The file; made with its folder at the first row.
@@ -79,9 +80,12 @@ class DroppedRows:
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
+        self._written: set[tuple[str, int]] = set()
 
     def add(self, dropped: DroppedRow) -> None:
         """Appends one line in one write, so that lines of several processes do not mix."""
+        if (dropped.source, dropped.row) in self._written:
+            return
         line = json.dumps(asdict(dropped)).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -89,6 +93,7 @@ class DroppedRows:
             os.write(file, line)
         finally:
             os.close(file)
+        self._written.add((dropped.source, dropped.row))
 
     def read(self) -> list[DroppedRow]:
         """The rows, each once, by source and number; empty if there is no file."""

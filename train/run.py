@@ -11,16 +11,16 @@ from rich.console import Console
 from transformers import AutoProcessor
 
 from .arguments import DataArguments, ModelArguments, TrainArguments
-from .checkpoints import resolve_resume
 from .collator import ConversationCollator
 from .dataset import load_data
 from .model import check_checkpoint, load_model, lora_config
 from .pictures import picture_problem
 from .probe import CosineProbe
-from .record import render_options, training_record
+from .record import check_same_run, render_options, training_record
+from .resume import finish_from, resolve_resume
 from .rows import DroppedRows
 from .samples import SampleCallback
-from .stages import accumulation_steps, optimizer_steps, parse
+from .stages import accumulation_steps, check_stream, optimizer_steps, parse
 from .summary import render, render_dropped, summary
 from .trainer import NormAlignTrainer
 
@@ -49,8 +49,7 @@ def train(data_args: DataArguments, args: TrainArguments, model_args: ModelArgum
     output = Path(args.output_dir)
     resume = resolve_resume(args.resume_from_checkpoint, output, args.world_size)
     args.gradient_accumulation_steps = accumulation_steps(args)
-    if data_args.dataset_streaming and args.max_steps <= 0:
-        raise ValueError("A streamed data set has no length. Say how long to train with --max_steps.")
+    check_stream(data_args, args)
     config = check_checkpoint(model_args, args)
     processor = AutoProcessor.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
     dropped = DroppedRows(output / "dropped_rows.jsonl")
@@ -70,7 +69,13 @@ def train(data_args: DataArguments, args: TrainArguments, model_args: ModelArgum
         with_eval=args.eval_strategy != "no",
         dropped_rows=dropped,
     )
+    steps = optimizer_steps(args, data.train)
+    if resume and finish_from(resume, output, steps):
+        return output
     model = load_model(model_args, args, config)
+    record = training_record(data_args, args, model_args, model, data.report)
+    if resume:
+        check_same_run(record, resume)
     trainer = NormAlignTrainer(
         model,
         args,
@@ -79,7 +84,7 @@ def train(data_args: DataArguments, args: TrainArguments, model_args: ModelArgum
         peft_config=lora_config(model_args, model, args.rates(model_args.use_peft)),
         eval_dataset=data.eval,
         data_collator=collator,
-        record=training_record(data_args, args, model_args, model, data.report),
+        record=record,
     )
     if data.eval is not None and args.sample_count:
         readable = (
@@ -95,15 +100,12 @@ def train(data_args: DataArguments, args: TrainArguments, model_args: ModelArgum
     if args.probe_steps:
         trainer.add_callback(CosineProbe(args.probe_steps, collator(list(islice(data.train, args.probe_rows)))))
     console = Console(quiet=not trainer.is_world_process_zero())
-    if trainer.is_world_process_zero():
-        for row in (row for source in data.report.sources for row in source.dropped):
-            dropped.add(row)
     facts = summary(
         trainer.model,
         args,
         trainer.rates,
         data.report,
-        steps=optimizer_steps(args, data.train),
+        steps=steps,
         tokens_per_image=model.config.image_seq_length,
     )
     trainer.record["run"] = {name: value for name, value in facts.items() if name != "data"}

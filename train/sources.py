@@ -56,7 +56,8 @@ def open_source(source: DataSource, streaming: bool) -> Source:
         ValueError: it is not there, or cannot be read.
     """
     path = Path(source.path)
-    is_file = path.suffix in (".json", ".jsonl", ".parquet")
+    suffix = path.suffix.lower()
+    is_file = suffix in (".json", ".jsonl", ".parquet")
     folder = str(path.parent if is_file else path) if path.exists() else None
     opened = Source(source.path, source.image_folder or folder, source.columns)
     if is_file and not path.is_file():
@@ -66,7 +67,7 @@ def open_source(source: DataSource, streaming: bool) -> Source:
     if opened.image_folder and not os.path.isdir(opened.image_folder):
         raise ValueError(f"There is no image folder {opened.image_folder}. Set image_folder.")
     try:
-        if path.suffix in (".json", ".jsonl"):
+        if suffix in (".json", ".jsonl"):
             opened.files = (source.path,)
         elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             opened.data = _saved(path, source.split)
@@ -90,6 +91,8 @@ def open_source(source: DataSource, streaming: bool) -> Source:
 def open_held_out(arguments: DataArguments) -> Source:
     """Opens the held-out data: `eval_dataset_name`, or the test split of `dataset_name`.
 
+    Where the first has no splits, it is held-out data as a whole, even if it is what is trained on.
+
     Raises:
         ValueError: there is none.
     """
@@ -97,8 +100,8 @@ def open_held_out(arguments: DataArguments) -> Source:
     if path is None:
         raise ValueError(f"A mixture has no test split. {_REMEDY}")
     same = path == arguments.dataset_name
-    single = not same and (Path(path).is_file() or (Path(path) / "state.json").is_file())
-    split = "train" if single else arguments.dataset_test_split
+    whole = Path(path).is_file() or (Path(path) / "state.json").is_file()
+    split = "train" if arguments.eval_dataset_name and whole else arguments.dataset_test_split
     source = DataSource(path, arguments.dataset_config if same else None, split=split)
     source.image_folder = arguments.image_folder
     try:
@@ -118,9 +121,9 @@ def _saved(folder: Path, split: str) -> Dataset:
 def _json_files(folder: Path) -> list[Path]:
     """The folder's own files of rows, unless `datasets` knows better what the folder is."""
     files = sorted(folder.glob("*"))
-    if any(file.suffix in (".parquet", ".arrow", ".csv") or file.name == "metadata.jsonl" for file in files):
+    if any(file.suffix.lower() in (".parquet", ".arrow", ".csv") or file.name == "metadata.jsonl" for file in files):
         return []
-    return [f for f in files if f.suffix in (".json", ".jsonl") and not f.stem.startswith("dataset_info")]
+    return [f for f in files if f.suffix.lower() in (".json", ".jsonl") and not f.stem.startswith("dataset_info")]
 
 
 def _files_of_split(folder: Path, files: list[Path], split: str) -> tuple[str, ...]:
@@ -135,7 +138,7 @@ def _files_of_split(folder: Path, files: list[Path], split: str) -> tuple[str, .
 
 def _json_rows(file: str) -> Iterator[Any]:
     with open(file, "rb") as lines:
-        if file.endswith(".jsonl"):
+        if file.lower().endswith(".jsonl"):
             for line in filter(bytes.strip, lines):
                 try:
                     yield json.loads(line)

@@ -1,18 +1,13 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The paper's stages, and how a run's options are found: a stage is a set of defaults.
+"""How a run's options are found, and what follows from them: the command line overrides the recipe, that the stage."""
 
-The recipe file overrides the stage, and the command line overrides the recipe file.
-"""
-
-import argparse
 import math
 import os
 import sys
 from collections.abc import Sequence, Sized
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -22,33 +17,6 @@ from .arguments import DataArguments, ModelArguments, TrainArguments
 
 
 RECIPES = files(__package__) / "recipes"
-
-STAGES: dict[str, dict[str, Any]] = {
-    "align": {
-        "learning_rate": 1e-3,
-        "vision_learning_rate": 0.0,
-        "language_learning_rate": 0.0,
-        "global_batch_size": 256,
-        "per_device_train_batch_size": 2,
-    },
-    "tune": {
-        "learning_rate": 1e-5,
-        "vision_learning_rate": 2e-6,
-        "global_batch_size": 128,
-        "per_device_train_batch_size": 1,
-    },
-}
-"""The paper's two stages (appendix E) as defaults."""
-
-BOTH_STAGES: dict[str, Any] = {
-    "num_train_epochs": 1.0,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 0.03,  # a ratio, since it is below 1
-    "weight_decay": 0.0,
-    "seed": 42,
-    "max_length": 2048,
-}
-"""What the stages share. The paper names no limit on length; 2048 is LLaVA-1.5's, in whose framework it trains."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, TrainArguments, ModelArguments]:
@@ -61,21 +29,12 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, TrainA
     parser = TrlParser([DataArguments, TrainArguments, ModelArguments], prog="normalign train", allow_abbrev=False)
     if rest and not rest[0].startswith("-"):
         rest = ["--config", str(recipe_file(rest[0])), *rest[1:]]
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--config")
-    early.add_argument("--stage")
-    early.add_argument("--use_peft", nargs="?", const=True)
-    given, _ = early.parse_known_args(rest)
-    recipe = yaml.safe_load(Path(given.config).read_text(encoding="utf-8")) or {} if given.config else {}
-    stage = given.stage or recipe.get("stage", "tune")
-    if stage not in STAGES:
-        raise ValueError(f"stage must be one of {', '.join(map(repr, STAGES))}, got {stage!r}.")
-    defaults = {**BOTH_STAGES, **STAGES[stage]}
-    if str(given.use_peft or recipe.get("use_peft", False)).lower() == "true":
-        del defaults["vision_learning_rate"]
     # Where there is no accelerator, bf16, which TRL turns on, needs to be told so.
-    parser.set_defaults_with_config(**defaults, use_cpu=not torch.accelerator.is_available())
-    data, training, model = parser.parse_args_and_config(rest)
+    parser.set_defaults_with_config(use_cpu=not torch.accelerator.is_available())
+    try:
+        data, training, model = parser.parse_args_and_config(rest)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{rest[1]} is not valid YAML: {error}") from error
     if not model.model_name_or_path:
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, made by `normalign build`.")
     return data, training, model
@@ -119,9 +78,18 @@ def accumulation_steps(args: TrainArguments, world_size: int | None = None) -> i
     return steps
 
 
+def check_stream(data: DataArguments, args: TrainArguments) -> None:
+    """Raises ValueError where a streamed data set is asked for what takes its length, or lengths."""
+    if data.dataset_streaming and args.max_steps <= 0:
+        raise ValueError("A streamed data set has no length. Say how long to train with --max_steps.")
+    if data.dataset_streaming and args.train_sampling_strategy == "group_by_length":
+        raise ValueError("train_sampling_strategy group_by_length needs data in memory. Leave out dataset_streaming.")
+
+
 def optimizer_steps(args: TrainArguments, rows: Sized) -> int:
     """Steps of the whole run, as the Trainer counts them."""
     if args.max_steps > 0:
         return args.max_steps
-    batches = math.ceil(len(rows) / (args.per_device_train_batch_size * args.world_size))
+    whole = math.floor if args.dataloader_drop_last else math.ceil
+    batches = whole(len(rows) / (args.per_device_train_batch_size * args.world_size))
     return math.ceil(args.num_train_epochs * max(1, math.ceil(batches / args.gradient_accumulation_steps)))

@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, TrainingArguments
 
@@ -189,7 +190,7 @@ def _data_table(sources: list[dict[str, Any]]) -> Table:
         tokens = "streamed"
         if source["longest"] is not None:
             tokens = f"{source['shortest']:,} to {source['longest']:,} ({source['median']:,.0f})"
-        table.add_row(Path(source["source"]).name, source["split"], *shown, tokens)
+        table.add_row(Text(Path(source["source"]).name), source["split"], *shown, tokens)
     return table
 
 
@@ -206,7 +207,7 @@ def _facts_table(facts: dict[str, Any]) -> Table:
         "Precision": f"{facts['autocast']} autocast" if facts["autocast"] else "that of the weights",
         "Memory": f"about {_gib(used['total'])} on each device, estimated: {parts}",
     }.items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     return table
 
 

@@ -124,7 +124,7 @@ class NormAlignTrainer(SFTTrainer):
             train_dataset["length"],
             [count > 0 for count in train_dataset["image_count"]],
             batch_size=self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size,
-            seed=self.args.data_seed or self.args.seed,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
         )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -134,9 +134,10 @@ class NormAlignTrainer(SFTTrainer):
         small model's step; the decoder's output is therefore cut to the answers before it gets there.
         """
         if self.model.training:
-            eval_frozen(base_model(self.accelerator.unwrap_model(model)))
+            eval_frozen(base_model(self.model))
         answers = inputs["labels"][:, 1:] != -100
-        if answers.device.type == "cpu" and not return_outputs and answers.any():
+        shortened = not return_outputs and self.label_smoother is None
+        if answers.device.type == "cpu" and shortened and answers.any():
             inputs["shift_labels"] = inputs.pop("labels")[:, 1:][answers][None]
             self._answers = answers
         self._without_pictures = "pixel_values" not in inputs

@@ -1,0 +1,94 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Where a run goes on from: from which checkpoint, whether there is something left to do, what must not be lost."""
+
+import os
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+
+from .checkpoints import LAYOUTS, STATE, checkpoints_in, missing_from, newest_complete, random_states, read_json
+
+
+RESULT = ("config.json", "adapter_config.json", "training.json")
+"""Files of which a folder with a model has at least one."""
+
+
+def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, world_size: int) -> Path | None:
+    """The checkpoint to go on from, or None to start from the beginning.
+
+    Checkpoints that are passed over are named on standard error, by the first process.
+
+    Args:
+        resume: The option `resume_from_checkpoint`: a folder; `"last"` or true for the newest complete checkpoint in
+            `output_dir`, or the beginning where there is none; None or false for the beginning.
+        output_dir: Folder of the run.
+        world_size: How many processes are to go on.
+
+    Raises:
+        ValueError: the named checkpoint is not complete, or a start from the beginning would mix its checkpoints with
+            those of an earlier run.
+    """
+    word, output = str(resume).lower(), Path(output_dir)
+    if output.is_file():
+        raise ValueError(f"The --output_dir {output} is a file. Choose another.")
+    earlier = [path.name for path in checkpoints_in(output)]
+    result = [name for name in RESULT if (output / name).exists()]
+    if word in ("none", "false"):
+        if earlier + result:
+            raise ValueError(
+                f"{output} holds an earlier run or a model: {', '.join(earlier + result)}. Go on from its "
+                "checkpoints with --resume_from_checkpoint, or choose another --output_dir."
+            )
+        return None
+    if word not in ("last", "true"):
+        if missing := missing_from(str(resume), world_size):
+            raise ValueError(
+                f"The checkpoint {resume} is not complete. It lacks: {'; '.join(missing)}. Name a complete one, or "
+                "let the newest complete one be found with --resume_from_checkpoint last."
+            )
+        if earlier and Path(str(resume)).resolve().parent != output.resolve():
+            raise ValueError(
+                f"{output} holds checkpoints of another run ({', '.join(earlier)}) than {resume}. Choose another "
+                "--output_dir."
+            )
+        return Path(str(resume))
+    found, passed_over = newest_complete(output, world_size)
+    if others := [folder for folder in passed_over if _was_saved_otherwise(folder, world_size)]:
+        faults = "; ".join(f"{folder} lacks {', '.join(passed_over[folder])}" for folder in others)
+        raise ValueError(
+            f"Going on from {found or 'the beginning'} would write over checkpoints that were saved whole: {faults}. "
+            "Go on with as many processes as wrote them, or choose another --output_dir."
+        )
+    if not found and result:
+        raise ValueError(f"{output} holds a model and no checkpoint to go on from. Choose another --output_dir.")
+    if os.environ.get("RANK", "0") == "0":
+        console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+        for folder, missing in passed_over.items():
+            console.print(f"Passed over {folder}, which is not complete. It lacks: {'; '.join(missing)}.")
+        whence = f"from {found}" if found else f"from the beginning: {output_dir} holds no complete checkpoint"
+        console.print(f"Going on {whence}.")
+    return found
+
+
+def finish_from(checkpoint: Path, output_dir: Path, steps: int) -> bool:
+    """Whether a run of so many steps ends with `checkpoint`; then its weights, code and records become the result.
+
+    The Trainer looks for the end of a run only after a step, and would take one more.
+    """
+    if read_json(checkpoint / STATE)["global_step"] < steps:
+        return False
+    for path in checkpoint.iterdir() if os.environ.get("RANK", "0") == "0" else ():
+        training = path.name in (*LAYOUTS, "scheduler.pt") or path.name.startswith("rng_state")
+        if path.is_file() and not training:
+            shutil.copyfile(path, output_dir / path.name)
+    return True
+
+
+def _was_saved_otherwise(folder: Path, world_size: int) -> bool:
+    """Whether it lacks something because of how it was saved, and not because saving was cut short."""
+    names, held = random_states(folder, world_size)
+    record = read_json(folder / "training.json") or {}
+    processes = record.get("processes", world_size)
+    return bool(read_json(folder / STATE)) and (not held or bool(held - names) or processes != world_size)
