@@ -155,17 +155,8 @@ def test_a_run_does_not_go_on_as_another(tmp_path, parts, changed, named):
     again = [str(tmp_path / "run" / "recipe.yaml"), "--output_dir", str(out), "--resume_from_checkpoint"]
     changed = [str(parts / word / "data.json") if word == "second" else word for word in changed]
     with pytest.raises(ValueError, match=named):
-        main([str(tmp_path / "run" / "recipe.yaml"), "--output_dir", str(out), "--resume_from_checkpoint", *changed])
-    main(
-        [
-            str(tmp_path / "run" / "recipe.yaml"),
-            "--output_dir",
-            str(out),
-            "--resume_from_checkpoint",
-            "--save_steps",
-            "1",
-        ]
-    )
+        main([*again, *changed])
+    main([*again, "--save_steps", "1"])
     assert (out / "checkpoint-4").exists()
 
 

@@ -181,7 +181,7 @@ def test_the_tables_say_it_all_in_a_hundred_columns_and_in_json(checkpoint, tmp_
     assert max(map(len, text.splitlines())) <= 100 and "…" not in text
     for shown in (
         "adapters", "0.001", "2e-05", "frozen", "bfloat16 autocast", "llava_v1_5_mix665k.json", "665,298", "3,004",
-        "22 to 2,048 (351)", "streamed", "data[v2].json", "729", "5,197", "156", "4 rows = 2 per device x 1 process(es) x 2",
-        "MiB on each device, estimated",
+        "22 to 2,048 (351)", "streamed", "data[v2].json", "729", "5,197", "156",
+        "4 rows = 2 per device x 1 process(es) x 2", "MiB on each device, estimated",
     ):  # fmt: skip
         assert shown in text, shown
