@@ -253,7 +253,7 @@ def test_check_images_decodes_every_picture_first(load, tmp_path):
     with pytest.raises(ValueError, match=r"row 0: .*green.png: .*pixels(.|\n)*row 2: .*blue.png: .*truncated"):
         load(path, check_images=True)
     assert [row.row for row in load(path, check_images=True, bad_rows="skip").report.sources[0].dropped] == [0, 2]
-    marked = write_json(tmp_path / "data[", mixed_rows(), "v2].json")  # "[/v2]" would be markup to rich
+    marked = write_json(tmp_path / "data[", mixed_rows(), "v2].json")  # markup to rich
     assert len(load(marked, check_images=True).train) == 5
     inside_bad = [NEXT[0], {**NEXT[2], "image": {"bytes": b"no picture", "path": "x.png"}}]
     file = train_data.write_parquet(tmp_path / "p" / "data.parquet", inside_bad)
