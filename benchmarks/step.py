@@ -137,9 +137,8 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
         seed=0,
     )
     frozen = {"vision_learning_rate": 0.0} | ({"language_learning_rate": 0.0} if options.train == "projector" else {})
-    ours = TrainArguments(
-        **shared, **({} if options.train == "all" else frozen), arm="none" if variant == NO_NORM else None
-    )
+    frozen = {} if options.train == "all" else frozen
+    ours = TrainArguments(**shared, **frozen, arm="none" if variant == NO_NORM else None)
     model_args = ModelArguments(model_name_or_path=checkpoint, use_peft=options.train == "lora", lora_dropout=0.0)
     rates = ours.rates(model_args.use_peft)
     processor = AutoProcessor.from_pretrained(checkpoint)
@@ -270,17 +269,14 @@ def main() -> None:
     with_norm = OURS if options.device == "cuda" else ALL_SCORED
     pairs = [(variant, STOCK) for variant in variants if variant != STOCK] + [(with_norm, NO_NORM)]
     peak = {variant: statistics.median(values) for variant, values in peaks.items()}
-    found = {
-        f"{variant} / {reference}": compare(runs, variant, reference)
-        | {"peak memory": peak[variant] / peak[reference]}
-        for variant, reference in pairs
-    }
+    found = {}
+    for variant, reference in pairs:
+        memory = {"peak memory": peak[variant] / peak[reference]}
+        found[f"{variant} / {reference}"] = compare(runs, variant, reference) | memory
     console = Console()
     precision = "bfloat16" if options.bf16 else "float32"
-    table = Table(
-        title=f"A training step, {options.parts} parts, {options.train} trained, batch {options.batch}, {precision}, "
-        f"{options.device}: ratios"
-    )
+    what = f"{options.parts} parts, {options.train} trained, batch {options.batch}, {precision}, {options.device}"
+    table = Table(title=f"A training step, {what}: ratios")
     table.add_column("")
     for column in ("step", "quartiles", f"logged step (1 in {LOGGING_STEPS})", "all steps", "peak memory"):
         table.add_column(column, justify="right")

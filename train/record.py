@@ -79,7 +79,10 @@ def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE):
             differing.append(f"{name} (was {old.get(name)}, is {new.get(name)})")
-    sources = [[(source["source"], source["used"]) for source in each["data"]] for each in (before, record)]
+    sources = [
+        [(source["source"], source["used"]) for source in each["data"] if source["split"] == "train"]
+        for each in (before, record)
+    ]
     if not differing and sources[0] != sources[1]:
         differing.append(f"data (was {sources[0]}, is {sources[1]})")
     if differing:
