@@ -135,7 +135,11 @@ def train(
         else:
             from .train.run import main
 
-            main(context.args)
+            try:
+                main(context.args)
+            except KeyboardInterrupt:
+                Console(stderr=True).print("Stopped. Go on from the newest checkpoint with --resume_from_checkpoint.")
+                raise typer.Exit(130) from None
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """Run by torchrun in test_sharded.py: aligns a model whose embeddings are sharded and writes what each rank found."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -46,4 +47,6 @@ else:
     with deepspeed.zero.GatheredParameters([norm.weight]):
         found["gain"] = norm.weight.tolist()
 Path(f"{output}.{dist.get_rank()}").write_text(json.dumps(found))
+dist.barrier()
 dist.destroy_process_group()
+os._exit(0)  # what was to be seen is written; threads of DeepSpeed sometimes abort the interpreter's end

@@ -115,8 +115,10 @@ def test_steps_of_a_measuring_probe_are_numbers_however_they_are_written(tmp_pat
 
 
 def test_an_unknown_key_and_an_unknown_recipe_are_named(tmp_path):
-    with pytest.raises(ValueError, match="--learing_rate"):
+    with pytest.raises(ValueError, match="no option --learing_rate 1. Did you mean --learning_rate?"):
         options(tmp_path, learing_rate=1)
+    with pytest.raises(ValueError, match="no option --learing_rate 2. Did you mean --learning_rate?"):
+        options(tmp_path, "--learing_rate", "2")
     with pytest.raises(ValueError, match="no file nowhere.yaml.*qlora"):
         parse(["nowhere.yaml"])
 
@@ -167,6 +169,14 @@ def test_a_global_batch_that_does_not_divide_is_refused(tmp_path, total, each, w
     args.global_batch_size = total
     with pytest.raises(ValueError, match=message):
         accumulation_steps(args, world_size=world)
+
+
+def test_help_names_the_recipes(capsys):
+    for words in ([], ["--help"]):
+        with pytest.raises(SystemExit):
+            parse(words)
+        shown = " ".join(capsys.readouterr().out.split())
+        assert shown.startswith("usage: normalign train RECIPE [--option value ...]") and "qlora, quickstart-" in shown
 
 
 def test_bfloat16_is_the_default_also_without_an_accelerator(tmp_path):

@@ -30,7 +30,7 @@ MAY_CHANGE = (
 
 LEFT_OUT = {
     *("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_token", "push_to_hub_token"),
-    *("disable_tqdm", "do_eval", "dataloader_pin_memory", "use_cpu"),
+    *("disable_tqdm", "do_eval", "dataloader_pin_memory", "use_cpu", "router_aux_loss_coef"),
 }
 """Options that are secret, about where and how a run is shown, or derived."""
 

@@ -83,6 +83,7 @@ def finish_from(checkpoint: Path, output_dir: Path, steps: int) -> bool:
         training = path.name in (*LAYOUTS, "scheduler.pt") or path.name.startswith("rng_state")
         if path.is_file() and not training:
             shutil.copyfile(path, output_dir / path.name)
+    Console(stderr=True).print(f"{checkpoint.name} is the last step of this run: nothing is left to train.")
     return True
 
 

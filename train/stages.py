@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """How a run's options are found, and what follows from them: the command line overrides the recipe, that the stage."""
 
+import difflib
 import math
 import os
 import sys
@@ -25,16 +26,31 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, TrainA
     Raises:
         ValueError: the recipe does not exist or has an unknown key, or a value is out of range.
     """
-    rest = list(sys.argv[1:] if arguments is None else arguments)
-    parser = TrlParser([DataArguments, TrainArguments, ModelArguments], prog="normalign train", allow_abbrev=False)
+    rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    parser = TrlParser(
+        [DataArguments, TrainArguments, ModelArguments],
+        usage="normalign train RECIPE [--option value ...] [--accelerate_config NAME --num_processes N]",
+        description="RECIPE is a YAML file of options, or one that comes with the package: "
+        f"{', '.join(sorted(own_recipes()))}. NAME is ddp, fsdp2, zero2, zero3 or a file of accelerate's. What is not "
+        "given follows from the stage.",
+        allow_abbrev=False,
+    )
     if rest and not rest[0].startswith("-"):
         rest = ["--config", str(recipe_file(rest[0])), *rest[1:]]
     # Where there is no accelerator, bf16, which TRL turns on, needs to be told so.
     parser.set_defaults_with_config(use_cpu=not torch.accelerator.is_available())
     try:
-        data, training, model = parser.parse_args_and_config(rest)
+        data, training, model, *unknown = parser.parse_args_and_config(
+            rest, return_remaining_strings=True, separate_remaining_strings="--config" in rest
+        )
     except yaml.YAMLError as error:
         raise ValueError(f"{rest[1]} is not valid YAML: {error}") from error
+    for words in unknown:
+        if words:
+            options = [option for action in parser._actions for option in action.option_strings]
+            close = difflib.get_close_matches(words[0], options, n=1)
+            hint = f" Did you mean {close[0]}?" if close else " `normalign train --help` lists the options."
+            raise ValueError(f"There is no option {' '.join(words)}.{hint}")
     if not model.model_name_or_path:
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, made by `normalign build`.")
     return data, training, model
@@ -48,10 +64,15 @@ def recipe_file(recipe: str | os.PathLike) -> Path:
     """
     if Path(recipe).is_file():
         return Path(recipe)
-    own = {Path(entry.name).stem: Path(str(entry)) for entry in RECIPES.iterdir()}
+    own = own_recipes()
     if str(recipe) not in own:
         raise ValueError(f"There is no file {recipe}, and no recipe of that name. Recipes: {', '.join(sorted(own))}.")
     return own[str(recipe)]
+
+
+def own_recipes() -> dict[str, Path]:
+    """The recipes that come with the package, by name."""
+    return {Path(entry.name).stem: Path(str(entry)) for entry in RECIPES.iterdir()}
 
 
 def accumulation_steps(args: TrainArguments, world_size: int | None = None) -> int:

@@ -158,7 +158,8 @@ def render_dropped(dropped: DroppedRows) -> list[str]:
     """Lines that say how many rows were dropped, and the first of them; none if none was."""
     rows = dropped.read()
     count = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
-    return [f"{count} dropped, listed in {dropped.path}. The first:", *map(str, rows[:5])] if rows else []
+    shown = "" if len(rows) <= 5 else " The first:"
+    return [f"{count} dropped, listed in {dropped.path}.{shown}", *map(str, rows[:5])] if rows else []
 
 
 def _modules_table(rows: list[dict[str, Any]]) -> Table:
