@@ -64,3 +64,5 @@ def seen(trainer: Watched) -> dict:
 
 run.NormAlignTrainer = Watched
 main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), sys.argv[3])
+sys.stdout.flush()
+os._exit(0)  # what was to be seen is written; threads of DeepSpeed sometimes abort the interpreter's end
