@@ -276,8 +276,7 @@ def main() -> None:
     console = Console()
     precision = "bfloat16" if options.bf16 else "float32"
     what = f"{options.parts} parts, {options.train} trained, batch {options.batch}, {precision}, {options.device}"
-    table = Table(title=f"A training step, {what}: ratios")
-    table.add_column("")
+    table = Table("", title=f"A training step, {what}: ratios")
     for column in ("step", "quartiles", f"logged step (1 in {LOGGING_STEPS})", "all steps", "peak memory"):
         table.add_column(column, justify="right")
     for pair, row in found.items():
