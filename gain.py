@@ -119,6 +119,7 @@ def embedding_statistics(model: str, *, top: int = 10, revision: str | None = No
     image_token = getattr(config, "image_token_id", None)  # of a vision-language model
     # As in align_projector_norm: padding repeats the image token's row, so its norm is the same to the last bit.
     excluded = torch.isin(norms, norms[image_token : image_token + 1] if image_token is not None else norms[:0])
+    excluded &= norms != 0
     raw_mean = _mean_of_rows(norms, excluded.nonzero().flatten().tolist())
     counts = (norms != 0) & ~excluded
     largest = norms.where(counts, -1.0).topk(min(top, int(counts.sum())))

@@ -291,7 +291,7 @@ def test_why_the_trainer_s_own_choice_will_not_do(untrained, runs, tmp_path):
 def test_a_checkpoint_of_an_adapter_merges(untrained, runs, tmp_path):
     report = merge_adapter(runs / "lora" / "checkpoint-4", tmp_path / "merged")
     assert (report.rank, report.base) == (2, str(untrained / "tiny")) and report.difference < 1e-5
-    assert not list((tmp_path / "merged").glob("*.pt*")) and not (tmp_path / "merged" / "trainer_state.json").exists()
+    assert not list((tmp_path / "merged").glob("*.pt*"))  # no optimizer, no arguments
 
 
 def test_a_folder_of_that_name_does_not_mix_with_the_new_one(runs, tmp_path):

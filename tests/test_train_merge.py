@@ -125,6 +125,21 @@ def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):
     merged = AutoProcessor.from_pretrained(tmp_path / "merged")
     assert merged.chat_template == AutoProcessor.from_pretrained(bases["tied"]).chat_template
 
+    # Curves of training are the adapter's own; those in the base's folder are another run's.
+    base = tmp_path / "base"
+    shutil.copytree(bases["tied"], base)
+    (base / "dynamics.jsonl").write_text('{"step": 9, "visual": [], "text": []}\n')
+    (base / "trainer_state.json").write_text('{"log_history": [{"step": 9}]}')
+    merge_adapter(adapter, tmp_path / "without", base=str(base))
+    assert not {"dynamics.jsonl", "trainer_state.json"} & {path.name for path in (tmp_path / "without").iterdir()}
+    (adapter / "dynamics.jsonl").write_text('{"step": 0, "visual": [0.5], "text": [0.25]}\n')
+    state = {"best_model_checkpoint": str(tmp_path), "log_history": [{"step": 1, "loss": 2.5}]}
+    (adapter / "trainer_state.json").write_text(json.dumps(state))
+    merge_adapter(adapter, tmp_path / "with", base=str(base))
+    assert (tmp_path / "with" / "dynamics.jsonl").read_bytes() == (adapter / "dynamics.jsonl").read_bytes()
+    carried = json.loads((tmp_path / "with" / "trainer_state.json").read_text())
+    assert carried == {**state, "best_model_checkpoint": None}  # no local path travels
+
     # The processor that training wrote goes before the base's.
     AutoProcessor.from_pretrained(bases["tied"], chat_template="{{ 'trained' }}").save_pretrained(adapter)
     merge_adapter(adapter, tmp_path / "again")

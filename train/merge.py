@@ -22,12 +22,16 @@ from ..build import torch_dtype
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..folders import new_folder
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .checkpoints import write_failure
+from .checkpoints import STATE, read_json, write_failure
+from .probe import DYNAMICS
 
 
 WEIGHTS = "adapter_model.safetensors"
 CARRIED = ("README.md", "training.json", "build.json")
-"""Card and run records, which the merged checkpoint takes from the adapter's folder, or else from the base."""
+"""Card and run records, which the merged checkpoint takes from the adapter's folder, or else from the base.
+
+The curves of training, `DYNAMICS` and the log in `STATE`, come from the adapter's alone: the base's are another run's.
+"""
 
 TOLERANCE = 1e-3
 """Largest difference of logits, as a share of the largest logit, that merging in float32 may make."""
@@ -234,3 +238,8 @@ def _carry(adapter: Path, base: str, folder: Path, revision: str | None) -> None
             found = cached_file(base, name, revision=revision, _raise_exceptions_for_missing_entries=False)
         if found:
             shutil.copyfile(found, folder / name)
+    if (adapter / DYNAMICS).is_file():
+        shutil.copyfile(adapter / DYNAMICS, folder / DYNAMICS)
+    if isinstance(state := read_json(adapter / STATE), dict):
+        state["best_model_checkpoint"] = None  # a local path
+        (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
