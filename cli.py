@@ -164,13 +164,51 @@ def merge(
 
 
 @app.command()
+def diagnose(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id: a vision-language model, or one of its parts.")],
+    against: Annotated[str | None, typer.Option(help="Baseline, measured on the same pictures.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of images with metadata.jsonl (file_name, question), file or Hub data set (DATA:SPLIT), or "
+            "mmbench, pope, mmstar or paper (all three). [default: the quickstart's held-out pictures]"
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many questions with pictures.")] = 64,
+    output: Annotated[Path | None, typer.Option(help="Folder to write. [default: MODEL/diagnostics]")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="How many pictures at a time.")] = 8,
+    seed: Annotated[int, typer.Option(help="Decides which samples are drawn.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: the checkpoint's own.")] = "auto",
+    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")
+    ] = False,
+) -> None:
+    """Measure norms, rotation and attention of any vision-language model, as the paper does, and write a report."""
+    with _errors_for_people(extra="qlora"):
+        from .diagnose.run import diagnose as measure
+
+        done = measure(
+            model, against=against, data=data, samples=samples, output=output, batch_size=batch_size, seed=seed,
+            dtype=dtype, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    console = Console()
+    for sentence in [*done.verdict, *done.report.left_out]:
+        console.print(sentence, highlight=False, markup=False)
+    console.print(f"Report: {done.folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
 def quickstart(
     output: Annotated[Path, typer.Option(help="Folder for the checkpoint, the figures and the picture.")] = Path(
         "outputs/quickstart"
     ),
+    full_baseline: Annotated[
+        bool, typer.Option("--full-baseline", help="Train the model without the norm to the end as well, and compare.")
+    ] = False,
 ) -> None:
-    """Fetch real parts and data, build, train, evaluate and reload a small model: minutes on two CPU cores."""
+    """Fetch real parts and data, build, train, evaluate and diagnose a small model: minutes on two CPU cores."""
     with _errors_for_people(extra="quickstart"):
         from .quickstart.run import run_quickstart
 
-        run_quickstart(output)
+        run_quickstart(output, full_baseline=full_baseline)

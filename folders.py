@@ -16,8 +16,7 @@ def finished_folder(target: str | os.PathLike) -> Iterator[Path]:
     Where another process has filled `target` in the meantime, that one stays.
     """
     target = Path(target).resolve()
-    ancestor = next(parent for parent in target.parents if parent.exists())
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=ancestor) as temporary:
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=_existing_parent(target)) as temporary:
         staging = Path(temporary) / target.name
         staging.mkdir()
         yield staging
@@ -38,3 +37,34 @@ def new_folder(output: str | os.PathLike) -> Iterator[Path]:
         raise ValueError(f"The output {output} exists and is not an empty folder. Choose another, or remove it first.")
     with finished_folder(output) as folder:
         yield folder
+
+
+@contextmanager
+def replaced_folder(target: str | os.PathLike, marker: str) -> Iterator[Path]:
+    """[`finished_folder`] for a folder whose earlier version, if there is one, is replaced whole.
+
+    Args:
+        target: The folder.
+        marker: A file that an earlier version has; a folder with other things and without it is not touched.
+
+    Raises:
+        ValueError: `target` is a file, or a folder of something else.
+    """
+    target = Path(target).resolve()
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / marker).exists())):
+        raise ValueError(
+            f"{target} is there and was not written by an earlier run (it has no {marker}). Choose another folder, or "
+            "remove it first."
+        )
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=_existing_parent(target)) as temporary:
+        staging, old = Path(temporary) / target.name, Path(temporary) / "old"
+        staging.mkdir()
+        yield staging
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            os.replace(target, old)
+        os.replace(staging, target)
+
+
+def _existing_parent(path: Path) -> Path:
+    return next(parent for parent in path.parents if parent.exists())

@@ -90,6 +90,9 @@ def find_parts(model: nn.Module) -> Parts:
     prefix = "" if inner is model else f"{model.base_model_prefix}."
     name = PROJECTORS.get(model.config.model_type, "multi_modal_projector")
     projector = dict(inner.named_modules()).get(name)
+    norm = None
+    if model.config.model_type == "normalign_llava" and model.config.projector_norm != "none":
+        norm = inner.multi_modal_projector.norm
     return Parts(
         model=model,
         inner=inner,
@@ -100,5 +103,5 @@ def find_parts(model: nn.Module) -> Parts:
         embeddings=model.get_input_embeddings(),
         projector_name=None if projector is None else prefix + name,
         projector=projector,
-        norm=projector.norm if model.config.model_type == "normalign_llava" and projector is not None else None,
+        norm=norm,
     )

@@ -9,6 +9,9 @@ from typing import Any
 SCHEMA_VERSION = 1
 """Of `report.json`; it grows when a field is renamed, removed or given another meaning, not when one is added."""
 
+REPORT, PAGE = "report.json", "report.html"
+"""The numbers and the page, in the folder that a diagnosis writes."""
+
 KINDS = ("visual", "text", "special", "newline", "indicator")
 """What a position of the sequence may hold. Padding is none of them.
 

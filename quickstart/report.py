@@ -62,15 +62,22 @@ def draw_pictures(answered: Sequence[tuple[Question, str]], output: Path, column
     os.replace(partial, output)
 
 
-def print_results(console: Console, results: dict[str, Any], output: Path) -> None:
-    """Prints accuracy by kind beside its controls, the time of each step, and what fell short of the targets."""
+def print_results(console: Console, results: dict[str, Any], output: Path, pages: Sequence[Path]) -> None:
+    """Prints accuracy by kind beside its controls, the time of each step, what fell short, and the verdicts."""
     table = Table(title="Held-out accuracy", title_justify="left")
     table.add_column("kind")
-    for column in ("questions", "before", "after", "after, blank picture", "majority answer"):
+    before, after, baseline = results["before"], results["after"], results["baseline"]
+    columns = {
+        "before": before["accuracy"],
+        "after": after["accuracy"],
+        "after, blank picture": after["blank"],
+        **({"without the norm": baseline["accuracy"]} if baseline else {}),
+        "majority answer": results["majority"],
+    }
+    for column in ("questions", *columns):
         table.add_column(column, justify="right")
-    before, after = results["before"], results["after"]
     for kind in (*KINDS, OVERALL, "emoji"):
-        cells = (before["accuracy"], after["accuracy"], after["blank"], results["majority"])
+        cells = columns.values()
         table.add_row(kind, str(results["count"][kind]), *(f"{cell[kind]:.2f}" for cell in cells))
     console.print(table)
     times = Table(title="Time and memory", title_justify="left")
@@ -86,7 +93,11 @@ def print_results(console: Console, results: dict[str, Any], output: Path) -> No
         console.print(f"[yellow]{line}")
     same = "the same answers" if results["reloaded_answers_identical"] else "[red]other answers"
     console.print(f"Reloaded in a fresh process from its own code: {same} to {results['reloaded_answers']} questions.")
+    for name, sentences in results["verdicts"].items():
+        console.print(f"{name}: {' '.join(sentences)}", highlight=False)
     console.print(f"Checkpoint: {output / 'model'}\nPictures:   {output / 'pictures.png'}")
+    for page in pages:
+        console.print(f"Report:     {page}")
 
 
 def shortfalls(results: dict[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The quickstart from start to end: fetch, convert, build, ask, train twice, merge, ask again, reload, report.
+"""The quickstart from start to end: fetch, convert, build, ask, train twice, merge, ask again, reload, diagnose.
 
 Every step leaves a finished artefact that appears whole or not at all, and is skipped where its artefact lies already:
 a run that was stopped goes on when it is started again.
@@ -8,9 +8,6 @@ a run that was stopped goes on when it is started again.
 
 import json
 import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +20,16 @@ from ..build import build_checkpoint
 from ..folders import finished_folder
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..train.merge import merge_adapter
+from .compare import BASELINE, OURS, diagnose_once, read_report
 from .convert import convert_language, convert_vision
 from .data import Question, held_out, load_picture, png, prompt, training_data
 from .evaluate import evaluate, write_json
 from .fetch import cache_dir, fetch
+from .journal import Journal
 from .parts import PARTS
 from .reload import answer_each, answer_elsewhere
-from .report import draw_pictures, peak_rss_gib, print_parts, print_results, versions
-from .train import bfloat16_pays, rows_of, stage, train_stage
+from .report import draw_pictures, print_parts, print_results, versions
+from .train import rows_of, stage, train_stage
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,21 @@ class Settings:
 
 
 def run_quickstart(
-    output: Path, settings: Settings | None = None, *, cache: Path | None = None, console: Console | None = None
+    output: Path,
+    settings: Settings | None = None,
+    *,
+    full_baseline: bool = False,
+    cache: Path | None = None,
+    console: Console | None = None,
 ) -> dict[str, Any]:
-    """Builds, trains and evaluates a NormAlign-LLaVA from real parts, in `output`.
+    """Builds, trains, evaluates and diagnoses a NormAlign-LLaVA from real parts, in `output`.
+
+    The baseline is the same model without the norm. It is trained through stage 1, and both are compared there.
 
     Args:
         output: Folder for everything the run makes; the trained checkpoint is `output/model`.
         settings: The run's settings; the README's figures belong to the defaults.
+        full_baseline: Train the baseline through stage 2 as well, evaluate it, and compare the finished models too.
         cache: Folder of archives and converted parts, `fetch.cache_dir()` by default.
         console: Where tables go.
 
@@ -95,7 +102,7 @@ def run_quickstart(
         language = convert_language(cache)
         vision = convert_vision(settings.image_size, cache)
     with journal.step("build"):
-        build(vision, language, untrained, settings)
+        build(vision, language, untrained, settings, arm="gwc")
 
     questions = held_out(settings.per_kind, settings.emoji_count, seed, cache)
     with journal.step("evaluate before"):
@@ -116,13 +123,32 @@ def run_quickstart(
     with journal.step("reload"):
         here, elsewhere = reload_elsewhere(model, [questions[i] for i in shown], output / "evaluation")
 
+    baseline = output / "baseline"
+    with journal.step("baseline, stage 1"):
+        build(vision, language, baseline / "untrained", settings, arm="none")
+        train_stage(settings.stage1, baseline / "untrained", data / "stage1", baseline / "stage1", bf16=bf16)
+    of_baseline = None
+    if full_baseline:
+        with journal.step("baseline, stage 2"):
+            train_stage(settings.stage2, baseline / "stage1", data / "stage2", baseline / "stage2", bf16=bf16)
+            if not (baseline / "model").exists():
+                merge_adapter(baseline / "stage2", baseline / "model", base=str(baseline / "stage1"))
+        with journal.step("evaluate baseline"):
+            of_baseline = evaluate_once(baseline / "model", questions, output / "evaluation" / "baseline.json", bf16)
+    with journal.step("diagnose"):
+        pages = [diagnose_once(stage1, f"{OURS}, stage 1", baseline / "stage1", f"{BASELINE}, stage 1")]
+        other = (baseline / "model", BASELINE) if full_baseline else (None, None)
+        pages.append(diagnose_once(model, OURS, *other))
+
     results = {
         "before": {key: before[key] for key in ("accuracy", "blank")},
         "after": {key: after[key] for key in ("accuracy", "blank")},
+        "baseline": of_baseline and {key: of_baseline[key] for key in ("accuracy", "blank")},
         "majority": after["majority"],
         "count": after["count"],
         "reloaded_answers": len(elsewhere),
         "reloaded_answers_identical": here == elsewhere,
+        "verdicts": {each.name: read_report(each)["verdict"] for each in (stage1, model)},
         "settings": asdict(settings),
         "bf16": bf16,
         "steps": journal.steps,
@@ -130,58 +156,17 @@ def run_quickstart(
         "versions": versions(),
     }
     write_json(output / "results.json", results)
-    print_results(console, results, output)
+    print_results(console, results, output, pages)
     return results
 
 
-class Journal:
-    """What a run in one folder has done so far, kept in `journal.json`.
-
-    Attributes:
-        bf16: Whether this run multiplies in bfloat16; decided once, so that a resumed run does as it did before.
-        steps: Seconds and peak memory of each finished step; seconds before an interruption do not count.
-
-    Raises:
-        ValueError: The folder holds a run with other settings.
-    """
-
-    def __init__(self, output: Path, settings: Settings):
-        self.path = output / "journal.json"
-        wanted = json.loads(json.dumps(asdict(settings)))  # as it will be read back
-        if self.path.exists():
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-            changed = sorted(key for key, value in wanted.items() if content["settings"].get(key) != value)
-            if changed:
-                remedy = "name another output folder, or remove this one"
-                raise ValueError(f"{output} holds a run with other settings ({', '.join(changed)}): {remedy}")
-            self.bf16, self.steps = content["bf16"], content["steps"]
-        else:
-            self.bf16, self.steps = bfloat16_pays(), {}
-        self.settings = wanted
-        self.write()
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        """Times a step. One that was finished by an earlier run keeps the time it took then."""
-        start = time.perf_counter()
-        yield
-        self.steps.setdefault(
-            name, {"seconds": round(time.perf_counter() - start, 1), "peak_rss_gib": round(peak_rss_gib(), 2)}
-        )
-        self.write()
-
-    def write(self) -> None:
-        """Writes the file, whole."""
-        write_json(self.path, {"settings": self.settings, "bf16": self.bf16, "steps": self.steps})
-
-
-def build(vision: Path, language: Path, output: Path, settings: Settings) -> None:
-    """Assembles the untrained checkpoint, with the aligned norm and its gradient compensation."""
+def build(vision: Path, language: Path, output: Path, settings: Settings, *, arm: str) -> None:
+    """Assembles an untrained checkpoint: arm "gwc" has the norm and its gradient compensation, "none" no norm."""
     if output.exists():
         return
     layer = settings.feature_layer if isinstance(settings.feature_layer, int) else list(settings.feature_layer)
     set_seed(settings.seed)  # of the projector's initial weights
-    build_checkpoint(str(vision), str(language), output, arm="gwc", feature_layer=layer)
+    build_checkpoint(str(vision), str(language), output, arm=arm, feature_layer=layer)
 
 
 def write_data(output: Path, settings: Settings, cache: Path) -> None:

@@ -47,7 +47,10 @@ def train_stage(options: dict[str, Any], checkpoint: Path, data: Path, output: P
         given = {"model_name_or_path": checkpoint, "dataset_name": data, "output_dir": run, "bf16": bf16}
         if run.exists():
             given["resume_from_checkpoint"] = "last"
-        train(*parse([f"--{name}={value}" for name, value in {**options, **given}.items()]))
+        words: list[str] = []
+        for name, value in {**options, **given}.items():
+            words += [f"--{name}", *(str(each) for each in (value if isinstance(value, list) else [value]))]
+        train(*parse(words))
         with finished_folder(output) as folder:
             for file in run.iterdir():
                 if file.is_file():  # folders are the trainer's checkpoints

@@ -341,10 +341,7 @@ def measured(states, updates) -> Depth:
     after = {kind: states[kind] + updates[kind] for kind in states}
     angle = {k: torch.acos((unit(states[k]) * unit(updates[k])).sum(-1)) for k in states}
     cosine = {k: (unit(states[k]) * unit(after[k])).sum(-1) for k in states}
-    norm = {
-        kind: Curve([states[kind].norm(dim=-1).mean().item(), after[kind].norm(dim=-1).mean().item()], [0.0, 0.0])
-        for kind in states
-    }
+    norm = {k: Curve([each[k].norm(dim=-1).mean().item() for each in (states, after)], [0.0, 0.0]) for k in states}
     return Depth(
         norm=norm,
         final_norm={},
@@ -352,9 +349,7 @@ def measured(states, updates) -> Depth:
         rotation={kind: curve(torch.acos(cosine[kind])) for kind in states},
         update_norm={kind: curve(updates[kind].norm(dim=-1)) for kind in states},
         update_angle={kind: curve(angle[kind]) for kind in states},
-        log_norm={
-            kind: Curve([states[kind].norm(dim=-1).log().mean().item(), math.nan], [0.0, math.nan]) for kind in states
-        },
+        log_norm={k: Curve([states[k].norm(dim=-1).log().mean().item(), math.nan], [0.0, math.nan]) for k in states},
         log_update={kind: curve(updates[kind].norm(dim=-1).log()) for kind in states},
         asymmetry=None,
     )

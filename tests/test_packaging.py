@@ -31,6 +31,7 @@ def tree(tmp_path_factory):
 
 def sources(tree):
     patterns = ["*.py", "py.typed", "quickstart/*.py", "templates/*", "train/*.py", "train/*/*.yaml"]
+    patterns += ["diagnose/*.py", "diagnose/*.json", "diagnose/templates/*"]
     return {str(path.relative_to(tree)) for pattern in patterns for path in tree.glob(pattern)}
 
 

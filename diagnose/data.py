@@ -1,0 +1,253 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Pictures with questions, from wherever they are, and the model inputs made of them."""
+
+import logging
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, IterableDataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
+from PIL import Image
+from rich.progress import Progress, track
+from torch import Tensor
+from transformers import BaseImageProcessor, ProcessorMixin
+
+from ..quickstart.data import held_out
+from ..quickstart.fetch import FetchError
+from ..train.arguments import DataSource
+from ..train.sources import Source, open_source
+from .questions import Sample, sample_of_row
+
+
+logger = logging.getLogger(__name__)
+
+BENCHMARKS = {
+    "mmbench": DataSource("lmms-lab/MMBench", "en", split="dev"),
+    "pope": DataSource("lmms-lab/POPE", split="test"),
+    "mmstar": DataSource("Lin-Chen/MMStar", split="val"),
+}
+"""Where the paper's pictures come from: 1,000 of these three (RQ1). Which ones, it does not say."""
+
+PAPER = "paper"
+"""Name of the three benchmarks together, in equal parts."""
+
+BUILT_IN = "easy-VQA and emoji"
+"""Name of the built-in pictures, which are those that the quickstart holds out."""
+
+STREAMED_ROWS, BENCHMARK_ROWS = 1_000, 10_000
+"""How many rows of a data set on the Hub are read, from its first, to draw samples from; of a benchmark, all."""
+
+_METADATA = {"metadata.csv", "metadata.jsonl", "metadata.parquet"}
+_TABLES = {".json", ".jsonl", ".csv", ".parquet", ".arrow"}
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples, and what to call the data they were drawn from."""
+
+    name: str
+    samples: list[Sample]
+
+
+def load_samples(data: str | None, count: int, *, seed: int = 0) -> Samples:
+    """Draws questions with pictures. Every picture is decoded once, so that a bad one is known before any long work.
+
+    Args:
+        data: None for the built-in pictures; `"mmbench"`, `"pope"`, `"mmstar"` or `"paper"` for the benchmarks; or
+            data of your own: a folder of images, with or without `metadata.jsonl` (`file_name`, `question`), a folder
+            written by `save_to_disk`, a JSON, JSON lines or parquet file or a folder of them, or a Hub data set.
+            `DATA:SPLIT` or `DATA:CONFIG:SPLIT` names a split other than `train`. Pictures are in the column `image`
+            or `images`, of which the first counts; the question is in `question`, or is the first user turn of
+            `messages` or `conversations`, or is in `prompt` or `text`. Rows without a picture are passed over.
+        count: How many; where there are fewer, all are taken, and a warning says so.
+        seed: Decides which. Those of a data set on the Hub come from its first `STREAMED_ROWS` rows.
+
+    Raises:
+        ValueError: `count` is not positive, the data cannot be read or have no pictures, a picture cannot be decoded
+            or has no question; data and row are named.
+        FetchError: The built-in pictures cannot be fetched.
+    """
+    if count < 1:
+        raise ValueError(f"The number of samples is {count}; it must be at least 1.")
+    rng = random.Random(seed)
+    if data is None:
+        return Samples(BUILT_IN, _take(BUILT_IN, _built_in(rng), count))
+    if data in BENCHMARKS or data == PAPER:
+        names = list(BENCHMARKS) if data == PAPER else [data]
+        parts = [count // len(names) + (number < count % len(names)) for number in range(len(names))]
+        samples = []
+        for name, part in zip(names, parts, strict=True):
+            if part:
+                samples += _draw(BENCHMARKS[name], BENCHMARKS[name].path, BENCHMARK_ROWS, part, rng)
+        return Samples(data, samples)
+    here = Path(data).expanduser()
+    path, *names = [str(here)] if here.exists() else data.split(":")
+    if len(names) > 2:
+        raise ValueError(f"{data} has {len(names)} colons; DATA:SPLIT or DATA:CONFIG:SPLIT names a split.")
+    here = Path(path).expanduser()
+    source = DataSource(str(here) if here.exists() else path, *names[:-1], split=names[-1] if names else "train")
+    label = here.resolve().name if here.exists() else path
+    return Samples(":".join([label, *names]), _draw(source, label, max(STREAMED_ROWS, count), count, rng))
+
+
+def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: int) -> Iterator[dict[str, Tensor]]:
+    """Model inputs of `samples`, in order, padded on the left: each question after its picture, as a user's turn.
+
+    Args:
+        processor: Of a vision-language model. Its chat template is used, with the generation prompt; where it has
+            none, the text is the image token, a line break and the question. A tokenizer without a padding token is
+            given its end-of-sequence token for one.
+        samples: What to ask.
+        batch_size: How many at a time; the last batch may be smaller.
+
+    Raises:
+        ValueError: The processor fails at a sample, which is named, or has neither chat template nor image token.
+    """
+    tokenizer = processor.tokenizer
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    image_token = getattr(processor, "image_token", None)
+    if not processor.chat_template and not isinstance(image_token, str):
+        raise ValueError(f"{type(processor).__name__} has neither a chat template nor an image token. Give it one.")
+    for batch in _batched(samples, batch_size):
+        try:
+            inputs = _inputs(processor, batch)
+        except Exception as error:  # processors fail in their own ways, and none of them says at which sample
+            raise ValueError(_blame(processor, batch, error)) from error
+        yield inputs
+
+
+def picture_batches(
+    image_processor: BaseImageProcessor, samples: Sequence[Sample], batch_size: int
+) -> Iterator[dict[str, Tensor]]:
+    """Inputs of a vision encoder alone: the pictures of `samples`, in order, `batch_size` at a time."""
+    for batch in _batched(samples, batch_size):
+        yield dict(image_processor(images=[sample.picture for sample in batch], return_tensors="pt"))
+
+
+def _batched(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
+    if size < 1:
+        raise ValueError(f"The batch size is {size}; it must be at least 1.")
+    return (samples[start : start + size] for start in range(0, len(samples), size))
+
+
+def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Tensor]:
+    options = {"padding": True, "padding_side": "left"}
+    if processor.chat_template:
+        turns = [
+            [{"type": "image", "image": sample.picture}, {"type": "text", "text": sample.question}] for sample in batch
+        ]
+        inputs = processor.apply_chat_template(
+            [[{"role": "user", "content": turn}] for turn in turns],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs=options,
+        )
+    else:
+        inputs = processor(
+            text=[f"{processor.image_token}\n{sample.question}" for sample in batch],
+            images=[[sample.picture] for sample in batch],
+            return_tensors="pt",
+            **options,
+        )
+    tokens, limit = inputs["input_ids"].shape[1], processor.tokenizer.model_max_length
+    if tokens > limit:
+        raise ValueError(f"its {tokens:,} tokens are more than the {limit:,} that the tokenizer allows. Leave it out.")
+    return {name: value for name, value in inputs.items() if name != "labels"}  # PaliGemma's makes labels too
+
+
+def _blame(processor: ProcessorMixin, batch: Sequence[Sample], error: Exception) -> str:
+    for sample in batch:
+        try:
+            _inputs(processor, [sample])
+        except Exception as alone:
+            return f"No model inputs can be made of {sample.name}: {alone}"
+    return f"No model inputs can be made of {'; '.join(sample.name for sample in batch)} together: {error}"
+
+
+def _built_in(rng: random.Random) -> list[Sample]:
+    try:
+        questions = held_out(per_kind=100, emoji_count=40)
+    except FetchError as error:
+        raise FetchError(
+            f"The built-in pictures are not here and cannot be fetched; data of your own need no fetching. {error}"
+        ) from error
+    rng.shuffle(questions)
+    return [
+        Sample(
+            f"{question.kind} ({question.picture.name})", question.text, {"path": str(question.picture), "bytes": None}
+        )
+        for question in questions
+    ]
+
+
+def _open(source: DataSource) -> Source:
+    path = Path(source.path)
+    if not path.exists():
+        try:
+            return open_source(source, streaming=True)
+        except ValueError as error:
+            raise ValueError(f"{source.path} is no file or folder here. {error}") from error
+    if not path.is_dir() or not _is_image_folder(path):
+        return open_source(source, streaming=False)
+    if source.split != "train":
+        raise ValueError(f"{path} is a folder of images, and has no split {source.split!r}. Name a folder in it.")
+    try:
+        # All files are one split, whatever `datasets` would read into their names.
+        images = load_dataset("imagefolder", data_dir=str(path), data_files="**", split="train", drop_labels=True)
+    except Exception as error:  # of pyarrow, of pandas, of datasets
+        reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
+        raise ValueError(f"The folder of images {path} cannot be read: {reason}") from error
+    return Source(str(path), str(path), None, data=images)
+
+
+def _is_image_folder(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in _METADATA):
+        return True
+    if any(file.suffix.lower() in _TABLES for file in folder.iterdir()):
+        return False
+    return any(file.suffix.lower() in Image.registered_extensions() for file in folder.rglob("*"))
+
+
+def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Iterable[tuple[str, int, Any]]:
+    """Name of the data, number and content of the rows, in random order; of a stream, of its first `limit` rows."""
+    if isinstance(source.data, Dataset):  # rows that are not drawn are not read
+        order = rng.sample(range(len(source.data)), len(source.data))
+        drawn = replace(source, data=source.data.select(order))
+        return ((label, row, raw) for row, (_, _, raw) in zip(order, drawn, strict=True))
+    if isinstance(source.data, IterableDataset):
+        description = f"reading {label}"
+        rows = [(label, row, raw) for _, row, raw in track(islice(source, limit), description, total=limit)]
+    else:
+        rows = [(Path(file).name, row, raw) for file, row, raw in source]
+    rng.shuffle(rows)
+    return rows
+
+
+def _draw(source: DataSource, label: str, limit: int, count: int, rng: random.Random) -> list[Sample]:
+    opened = _open(source)
+    rows = _shuffled(opened, label, limit, rng)
+    found = (sample_of_row(raw, f"{name}, row {row}", opened.image_folder) for name, row, raw in rows)
+    return _take(label, filter(None, found), count)
+
+
+def _take(label: str, candidates: Iterable[Sample], count: int) -> list[Sample]:
+    samples: list[Sample] = []
+    with Progress() as progress:
+        bar = progress.add_task(f"pictures of {label}", total=count)
+        for sample in islice(candidates, count):
+            sample.picture  # noqa: B018  (decoded for its errors)
+            samples.append(sample)
+            progress.advance(bar)
+    if not samples:
+        raise ValueError(f"{label} has no row with a picture, in a column named image or images.")
+    if len(samples) < count:
+        logger.warning(f"{count:,} samples were asked for, and {label} gives {len(samples):,}: all of them are taken.")
+    return samples

@@ -1,0 +1,52 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""PNG figures of reports: `draw(report, against, output)`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .figures_attention import attention_figures
+from .figures_depth import depth_figures, predicted
+from .figures_dynamics import dynamics
+from .figures_interface import embeddings, interface, paper_interface
+from .figures_style import Sketch, save, shown
+from .figures_theory import simulation_figure
+from .report import Drawing, Report
+
+
+def draw(
+    report: Report,
+    against: Report | None,
+    output: Path,
+    *,
+    simulation: Mapping[str, Any] | None = None,
+    pictures: Path | None = None,
+) -> list[Drawing]:
+    """Draws everything that the reports hold, and leaves out what they do not.
+
+    Args:
+        report: Of the model in question.
+        against: Of the baseline, drawn on the same axes.
+        output: Folder for the PNG files, 7.5 inches wide at 150 dots per inch.
+        simulation: What `simulation.simulate` returned.
+        pictures: Folder of the pictures that the attention is on; by default `output`.
+
+    Returns:
+        The figures in reading order.
+
+    Raises:
+        OSError: `output` cannot be written, or a picture cannot be read.
+    """
+    models = shown(report, against)
+    sketches: list[Sketch | None] = [
+        interface(models),
+        paper_interface(models),
+        *depth_figures(models),
+        embeddings(models),
+        dynamics(models),
+        *attention_figures(models, output if pictures is None else pictures),
+        predicted(models),
+        None if simulation is None else simulation_figure(simulation),
+    ]
+    return [save(sketch, output) for sketch in sketches if sketch is not None]

@@ -1,0 +1,54 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The figure of training dynamics (appendix F, figure 5)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import ListedColormap, Normalize
+from matplotlib.ticker import MaxNLocator
+
+from .figures_depth import LAYER, MODALITIES
+from .figures_style import Shown, Sketch, layer_axis, new_figure, tidy
+from .report import Drawing, DynamicsStep
+
+
+def dynamics(models: Sequence[Shown]) -> Sketch | None:
+    """Cosines between layers over training (figure 5); None if none were recorded."""
+    recorded = [model for model in models if model.report.dynamics]
+    if not recorded:
+        return None
+    figure = new_figure(0.9 + 2.5 * len(recorded), "How cosine similarity between layers moves during training")
+    steps = [entry.step for model in recorded for entry in model.report.dynamics]
+    # The brightest yellow of viridis is lost on white paper.
+    colors = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)))
+    scale = ScalarMappable(Normalize(min(steps), max(max(steps), min(steps) + 1)), colors)
+    grid = figure.subplots(len(recorded), 2, squeeze=False, sharex=True, sharey=True)
+    for row, model in zip(grid, recorded, strict=True):
+        for axes, kind in zip(row, MODALITIES, strict=True):
+            fill_dynamics(axes, model.report.dynamics, kind, scale)
+            tidy(
+                axes,
+                LAYER if model is recorded[-1] else "",
+                "cosine similarity" if kind == "visual" else "",
+                f"{kind}, {model.label}",
+            )
+    bar = figure.colorbar(scale, ax=grid, label="optimizer step", aspect=30, pad=0.02)
+    bar.locator = MaxNLocator(integer=True, nbins=8)
+    bar.update_ticks()
+    caption = (
+        "Cosine similarity of a token's hidden state before and after each layer, one line for each recorded step of "
+        "training, from dark to light (figure 5)."
+    )
+    return Sketch(figure, Drawing("dynamics.png", "Training dynamics", caption, "dynamics"))
+
+
+def fill_dynamics(axes: Axes, recorded: Sequence[DynamicsStep], kind: str, scale: ScalarMappable) -> None:
+    """Draws a line for each recorded step in its colour, the latest on top."""
+    for entry in recorded:
+        values: list[float] = getattr(entry, kind)
+        axes.plot(range(1, len(values) + 1), values, color=scale.to_rgba(entry.step), linewidth=1.3)
+    layer_axis(axes, max(len(getattr(entry, kind)) for entry in recorded))

@@ -1,0 +1,184 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Loading what is to be diagnosed, having found out from its configuration what it is."""
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    BaseImageProcessor,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ProcessorMixin,
+)
+from transformers.utils import find_adapter_config_file
+
+from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
+from ..build import torch_dtype
+from ..parts import load_part
+
+
+Kind = Literal["vision-language model", "vision encoder", "language model"]
+
+_SAVE_PROCESSOR = (
+    "If it is not there, save that of the model it was made from beside it: "
+    "`AutoProcessor.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder or Hub id holds, known from everything but its weights.
+
+    Attributes:
+        kind: What it is.
+        name: Folder or Hub id, without the folders above it.
+        source: What it is loaded from.
+        processor: Of a vision-language model.
+        image_processor: Of a vision encoder.
+        cls, config: What loads it; None for a language model, whose embedding tensor alone is read, from its file.
+        remote: Whether it runs code that came with it.
+    """
+
+    kind: Kind
+    name: str
+    source: str
+    processor: ProcessorMixin | None = None
+    image_processor: BaseImageProcessor | None = None
+    cls: Any = None
+    config: PreTrainedConfig | None = None
+    remote: bool = False
+
+
+def find(model: str, *, trust_remote_code: bool = False) -> Found:
+    """Finds out what `model` is, and loads its processor.
+
+    Of CLIP, SigLIP and their like, which have a text tower beside the vision tower, the vision tower is meant.
+
+    Args:
+        model: Folder or Hub id; a single file, such as a GGUF file, is taken for a language model.
+        trust_remote_code: Run model code that comes with the checkpoint, where transformers has none for it.
+
+    Raises:
+        ValueError: It is not there, is an adapter, needs remote code that is not trusted, is none of the three kinds,
+            or lacks its processor.
+    """
+    path = Path(model).expanduser()
+    source, name = (str(path), path.resolve().name) if path.exists() else (model, model)
+    if path.is_file() or path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf")):
+        return Found("language model", name, source)
+    stored = _stored_config(source)
+    known = stored.get("model_type") in CONFIG_MAPPING
+    remote = {} if known else stored.get("auto_map", {})
+    if remote and not trust_remote_code:
+        raise ValueError(
+            f"{name} is a {stored.get('model_type')!r} model, which transformers does not know; it comes with code of "
+            "its own. Read that code, and if you trust it, pass --trust-remote-code."
+        )
+    trust = bool(remote)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+    kind, cls, config = _remote_kind(name, config, remote) if remote else _kind(name, config)
+    if kind == "language model":
+        return Found(kind, name, source)
+    processor, image_processor = None, None
+    try:
+        if kind == "vision encoder":
+            image_processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=trust)
+        else:
+            processor = AutoProcessor.from_pretrained(source, trust_remote_code=trust)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"The processor of {name} cannot be loaded: {error}. {_SAVE_PROCESSOR}") from error
+    if kind == "vision-language model" and not isinstance(processor, ProcessorMixin):
+        raise ValueError(f"{name} has a tokenizer and no processor for pictures. {_SAVE_PROCESSOR}")
+    return Found(kind, name, source, processor, image_processor, cls, config, trust)
+
+
+def load(
+    found: Found,
+    *,
+    dtype: str | torch.dtype = "auto",
+    load_in_4bit: bool = False,
+    device_map: str | dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """Loads the weights of a vision-language model or a vision encoder, in eval mode.
+
+    Args:
+        found: What `find` gave.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the checkpoint's own.
+        load_in_4bit: Quantize to 4 bits with bitsandbytes while loading.
+        device_map: As in `from_pretrained`; by default `"auto"` where there is a CUDA device, else the CPU.
+
+    Raises:
+        ValueError: The checkpoint lacks tensors, or `dtype` is unknown.
+    """
+    return load_part(
+        found.cls,
+        found.source,
+        torch_dtype(dtype),
+        config=found.config,
+        trust_remote_code=found.remote,
+        device_map=device_map or ("auto" if torch.cuda.is_available() else None),
+        quantization_config=BitsAndBytesConfig(load_in_4bit=True) if load_in_4bit else None,
+    ).eval()
+
+
+def _stored_config(source: str) -> dict[str, Any]:
+    """`config.json` as it is stored."""
+    try:
+        stored = PreTrainedConfig.get_config_dict(source)[0]
+    except OSError as error:
+        if Path(source).exists():
+            raise ValueError(f"The configuration of {source} cannot be read: {error}") from error
+        raise ValueError(
+            f"{source!r} is no file or folder here, and the Hub gave no such model: {error} Check the name and your "
+            "connection; a gated or private one needs `hf auth login`."
+        ) from error
+    if stored:
+        return stored
+    if find_adapter_config_file(source):
+        raise ValueError(
+            f"{source} is an adapter. Merge it first (`normalign merge {source} --output DIR`), then diagnose DIR."
+        )
+    raise ValueError(f"{source} has no config.json, and so is no model of transformers.")
+
+
+def _kind(name: str, config: PreTrainedConfig) -> tuple[Kind, Any, PreTrainedConfig]:
+    """What a model of transformers is, the class that loads it, and that class's configuration."""
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return "vision-language model", AutoModelForImageTextToText, config
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return "language model", None, config
+    tower = getattr(config, "vision_config", config)
+    cls: Any = MODEL_MAPPING.get(type(tower), None)
+    inputs = () if cls is None or isinstance(cls, tuple) else inspect.signature(cls.forward).parameters
+    if "pixel_values" in inputs and "input_ids" not in inputs:
+        return "vision encoder", cls, tower
+    raise ValueError(
+        f"{name} is a {config.model_type!r} model: no vision-language model (AutoModelForImageTextToText), no vision "
+        "encoder (AutoModel with pixel_values alone) and no causal language model (AutoModelForCausalLM). Name one of "
+        "these."
+    )
+
+
+def _remote_kind(name: str, config: PreTrainedConfig, remote: dict) -> tuple[Kind, Any, PreTrainedConfig]:
+    """The same for a model with code of its own, from the Auto classes that its `auto_map` names."""
+    classes = [cls for cls in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel) if cls.__name__ in remote]
+    if not classes:
+        raise ValueError(f"{name} has code of its own for {', '.join(remote)} only, which loads no model.")
+    if classes[0] is AutoModelForImageTextToText or getattr(config, "vision_config", None) is not None:
+        return "vision-language model", classes[0], config
+    return "language model" if classes[0] is AutoModelForCausalLM else "vision encoder", classes[0], config

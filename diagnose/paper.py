@@ -1,0 +1,24 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What the paper measured (tables 1 to 3 and 5 to 8), to be set beside what is measured here."""
+
+import json
+from importlib.resources import files
+from typing import Any
+
+
+def paper_tables() -> dict[str, Any]:
+    """The tables by name, as `paper.json` holds them, and `source`, where they were published."""
+    return json.loads(files(__package__).joinpath("paper.json").read_text(encoding="utf-8"))
+
+
+def paper_ratios() -> dict[str, float]:
+    """Mean norm of visual tokens over that of text embeddings, by model.
+
+    Visual tokens are the projector's output (table 2); of Ovis 2.5, which has none, the rows of its visual embedding
+    table (table 3).
+    """
+    tables = paper_tables()
+    ratios = {row["model"]: row["after_mean"] / row["text_mean"] for row in tables["table_2"]}
+    ovis = tables["table_3_ovis2_5"]
+    return {**ratios, "Ovis2.5": ovis["visual_mean"] / ovis["text_mean"]}

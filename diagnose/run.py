@@ -1,0 +1,231 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""A whole diagnosis: measure a model and its baseline on the same pictures, draw, conclude, write a folder."""
+
+import json
+import math
+import platform
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from rich.progress import track
+from torch import Tensor
+from transformers import PreTrainedModel, ProcessorMixin
+
+from ..folders import replaced_folder
+from .attention import attention_maps
+from .data import Samples, batches, load_samples, picture_batches
+from .dynamics import read_dynamics, read_training_log
+from .embeddings import embedding_table_of, probe_language
+from .encoder import probe_encoder
+from .figures import draw
+from .findings import findings
+from .gain_table import gain_of
+from .load import Found, find, load
+from .page import write_page
+from .positions import tokenizer_ids
+from .probe import probe
+from .questions import Sample
+from .report import REPORT, SCHEMA_VERSION, Attention, Report
+from .simulation import simulate
+from .verdict import verdict
+
+
+FOLDER = "diagnostics"
+"""The folder within a checkpoint that holds its report."""
+
+QUESTIONS_DRAWN = 4
+"""Of how many samples, the first, attention is measured and drawn."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found, and the folder that holds it."""
+
+    report: Report
+    against: Report | None
+    verdict: list[str]
+    folder: Path
+
+
+def diagnose(
+    model: str,
+    *,
+    against: str | None = None,
+    data: str | None = None,
+    samples: int = 64,
+    output: str | Path | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    dtype: str = "auto",
+    load_in_4bit: bool = False,
+    trust_remote_code: bool = False,
+    name: str | None = None,
+    against_name: str | None = None,
+) -> Diagnosis:
+    """Measures `model`, and `against` on the same pictures, and writes `report.json`, `report.html` and the figures.
+
+    A vision-language model is measured whole. Of a vision encoder alone, the norms it gives are measured; of a
+    language model alone, its embedding matrix; the report says what was left out. `against` may be a language model:
+    then the embedding matrices are compared, as of a base and its descendant (tables 6 to 8).
+
+    Args:
+        model: Folder or Hub id.
+        against: Of the baseline.
+        data: Where pictures and questions come from: see [`~normalign_llava.diagnose.data.load_samples`].
+        samples: How many.
+        output: Folder to write; by default `diagnostics` in the folder of `model`, or for a Hub id
+            `diagnostics/NAME` here. A folder that an earlier diagnosis wrote is replaced when this one is complete.
+        batch_size: How many pictures at a time.
+        seed: Decides which samples are drawn.
+        dtype: "float32", "bfloat16", "float16", or "auto", the checkpoint's own.
+        load_in_4bit: Quantize both to 4 bits with bitsandbytes.
+        trust_remote_code: Run model code that comes with a checkpoint, where transformers has none for it.
+        name: What to call the model in the report; by default the last part of its folder, or the Hub id.
+        against_name: The same for the baseline.
+
+    Raises:
+        ValueError: Models, data or options cannot be used; before anything is measured, where it can be known by then.
+        OSError: The folder cannot be written.
+    """
+    found = [find(each, trust_remote_code=trust_remote_code) for each in (model, against) if each is not None]
+    folder = _folder(model, output)
+    names = _names(found, name, against_name)
+    with replaced_folder(folder, marker=REPORT) as staging:
+        seen = _Seen(staging, batch_size, seed, dtype, load_in_4bit)
+        drawn = None
+        if any(each.kind != "language model" for each in found):
+            drawn = load_samples(data, samples, seed=seed)
+        reports = [
+            seen.report(each, called, drawn, prefix)
+            for each, called, prefix in zip(found, names, ("", "baseline_"), strict=False)
+        ]
+        report, baseline = reports[0], reports[1] if against is not None else None
+        simulation = simulate() if report.depth else None
+        drawings = draw(report, baseline, staging, simulation=simulation)
+        provenance = seen.provenance(samples)
+        conclusion = verdict(report, baseline)
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            "verdict": conclusion,
+            "findings": [asdict(each) for each in findings(report, baseline)],
+            "report": report.to_dict(),
+            "against": baseline and baseline.to_dict(),
+            "simulation": simulation,
+            "figures": [asdict(drawing) for drawing in drawings],
+            "provenance": provenance,
+        }
+        (staging / REPORT).write_text(
+            json.dumps(_finite(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
+        )
+        write_page(report, baseline, drawings, staging, simulation=simulation, provenance=provenance)
+    return Diagnosis(report, baseline, conclusion, folder)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """How both models are measured."""
+
+    folder: Path
+    batch_size: int
+    seed: int
+    dtype: str
+    load_in_4bit: bool
+
+    def report(self, found: Found, name: str, drawn: Samples | None, prefix: str) -> Report:
+        if found.kind == "language model" or drawn is None:
+            return replace(probe_language(found.source), model=name)
+        model = load(found, dtype=self.dtype, load_in_4bit=self.load_in_4bit)
+        total = math.ceil(len(drawn.samples) / self.batch_size)
+        if found.image_processor is not None:
+            made = picture_batches(found.image_processor, drawn.samples, self.batch_size)
+            return probe_encoder(model, track(made, name, total=total), name=name, data=drawn.name)
+        processor = found.processor
+        assert processor is not None
+        made = batches(processor, drawn.samples, self.batch_size)
+        report = probe(
+            model, track(made, name, total=total), tokenizer=processor.tokenizer, name=name, data=drawn.name
+        )
+        attention, left_out = self._attention(model, processor, drawn.samples[:QUESTIONS_DRAWN], prefix)
+        trained = Path(found.source)
+        return replace(
+            report,
+            embeddings=embedding_table_of(model, processor.tokenizer, name=name),
+            gain=gain_of(model),
+            dynamics=read_dynamics(trained) if trained.is_dir() else [],
+            training=read_training_log(trained) if trained.is_dir() else {},
+            attention=attention,
+            left_out=[*report.left_out, *left_out],
+        )
+
+    def _attention(
+        self, model: PreTrainedModel, processor: ProcessorMixin, samples: list[Sample], prefix: str
+    ) -> tuple[list[Attention], list[str]]:
+        measured: list[Attention] = []
+        special = tokenizer_ids(processor.tokenizer)
+        for number, sample in enumerate(samples, 1):
+            (inputs,) = batches(processor, [sample], 1)
+            file = f"{prefix}picture_{number}.png"
+            try:
+                measured.append(
+                    attention_maps(model, inputs, question=sample.question, picture=file, special_ids=special)
+                )
+            except ValueError as error:
+                return [], [f"Attention: {error}"]
+            shown_picture(processor, inputs, sample.picture).save(self.folder / file)
+        return measured, []
+
+    def provenance(self, samples: int) -> dict[str, str]:
+        packages = ("normalign-llava", "torch", "transformers", "datasets", "pillow")
+        return {
+            "samples asked for": str(samples),
+            "seed of the sample": str(self.seed),
+            "batch size": str(self.batch_size),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "Python": platform.python_version(),
+            **{package: version(package) for package in packages},
+        }
+
+
+def shown_picture(processor: ProcessorMixin, inputs: dict[str, Tensor], picture: Image.Image) -> Image.Image:
+    """The picture as the model was shown it, cropped and resized; `picture` itself where that cannot be told.
+
+    It can be where `pixel_values` are one picture, `(1, 3, height, width)`, and the image processor says by which mean
+    and deviation it normalised them.
+    """
+    pixels = inputs["pixel_values"]
+    mean, std = (getattr(processor.image_processor, name, None) for name in ("image_mean", "image_std"))
+    if pixels.dim() != 4 or len(pixels) != 1 or mean is None or std is None:
+        return picture
+    shown = pixels[0].float() * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
+    return Image.fromarray((shown * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
+
+
+def _folder(model: str, output: str | Path | None) -> Path:
+    if output is not None:
+        return Path(output).expanduser().resolve()
+    path = Path(model).expanduser()
+    if path.exists():
+        return (path if path.is_dir() else path.parent).resolve() / FOLDER
+    return Path(FOLDER).resolve() / model.rpartition("/")[2]
+
+
+def _names(found: list[Found], *given: str | None) -> list[str]:
+    names = [name or each.name for each, name in zip(found, given, strict=False)]
+    if len(set(names)) == len(names):
+        return names
+    longer = ["/".join(Path(each.source).resolve().parts[-2:]) for each in found]  # such as baseline/model, ours/model
+    return longer if len(set(longer)) == len(longer) else [names[0], f"{names[1]} (baseline)"]
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,32 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The quickstart's last part: the same model without the norm, and both diagnosed on the same held-out pictures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..diagnose.report import PAGE, REPORT
+from ..diagnose.run import FOLDER, diagnose
+
+
+OURS, BASELINE = "with the norm", "without the norm"
+
+
+def diagnose_once(checkpoint: Path, name: str, baseline: Path | None = None, baseline_name: str | None = None) -> Path:
+    """Diagnoses a checkpoint, against a baseline where there is one, unless that has been done.
+
+    Returns:
+        The page, in the checkpoint's folder.
+    """
+    folder = checkpoint / FOLDER
+    done = folder / REPORT
+    if not done.exists() or (baseline is not None and read_report(checkpoint)["against"] is None):
+        against = None if baseline is None else str(baseline)
+        diagnose(str(checkpoint), against=against, output=folder, name=name, against_name=baseline_name)
+    return folder / PAGE
+
+
+def read_report(checkpoint: Path) -> dict[str, Any]:
+    """What a diagnosis wrote into a checkpoint's folder."""
+    return json.loads((checkpoint / FOLDER / REPORT).read_text(encoding="utf-8"))

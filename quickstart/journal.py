@@ -1,0 +1,56 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a quickstart run has done so far, so that one that was stopped goes on as it began."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .evaluate import write_json
+from .report import peak_rss_gib
+from .train import bfloat16_pays
+
+
+class Journal:
+    """What a run in one folder has done so far, kept in `journal.json`.
+
+    Attributes:
+        bf16: Whether this run multiplies in bfloat16; decided once, so that a resumed run does as it did before.
+        steps: Seconds and peak memory of each finished step; seconds before an interruption do not count.
+
+    Raises:
+        ValueError: The folder holds a run with other settings.
+    """
+
+    def __init__(self, output: Path, settings: Any):
+        self.path = output / "journal.json"
+        wanted = json.loads(json.dumps(asdict(settings)))  # as it will be read back
+        if self.path.exists():
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            changed = sorted(key for key, value in wanted.items() if content["settings"].get(key) != value)
+            if changed:
+                remedy = "name another output folder, or remove this one"
+                raise ValueError(f"{output} holds a run with other settings ({', '.join(changed)}): {remedy}")
+            self.bf16, self.steps = content["bf16"], content["steps"]
+        else:
+            self.bf16, self.steps = bfloat16_pays(), {}
+        self.settings = wanted
+        self.write()
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Times a step. One that was finished by an earlier run keeps the time it took then."""
+        start = time.perf_counter()
+        yield
+        self.steps.setdefault(
+            name, {"seconds": round(time.perf_counter() - start, 1), "peak_rss_gib": round(peak_rss_gib(), 2)}
+        )
+        self.write()
+
+    def write(self) -> None:
+        """Writes the file, whole."""
+        write_json(self.path, {"settings": self.settings, "bf16": self.bf16, "steps": self.steps})

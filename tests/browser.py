@@ -1,0 +1,101 @@
+"""Pages in headless Chromium: what it logs, what it asks for, and how it lays out."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+ARGUMENTS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+@dataclass(frozen=True)
+class Page:
+    """What became of a page that was loaded.
+
+    Attributes:
+        inner_width: `window.innerWidth`, CSS pixels.
+        scroll_width, client_width: Of the document; the first is larger where the page scrolls sideways.
+        undecoded: Alternative texts of the images that could not be drawn.
+        requests, failed: Addresses asked for, data URIs left out, and of those the ones that did not come.
+        console: What the browser logged.
+    """
+
+    inner_width: int
+    scroll_width: int
+    client_width: int
+    undecoded: list[str]
+    requests: list[str]
+    failed: list[str]
+    console: list[str]
+
+
+@contextmanager
+def chromium(profile: Path) -> Iterator:
+    """A headless Chromium with an empty profile in the new folder `profile`.
+
+    Without Chromium and its driver the test is skipped, but never in CI.
+    """
+    binary = shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if not (binary and driver) and not os.environ.get("CI"):
+        pytest.skip("there is no Chromium with chromedriver")
+    assert binary and driver, "Chromium and chromedriver are needed: install Debian's chromium and chromium-driver."
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for argument in (*ARGUMENTS, f"--user-data-dir={profile}"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    browser = webdriver.Chrome(options=options, service=Service(executable_path=driver))
+    try:
+        yield browser
+    finally:
+        browser.quit()
+
+
+def load(browser, address: str, width: int, height: int = 900, dark: bool = False) -> Page:
+    """Loads `address` as a device of `width` CSS pixels shows it."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    browser.get("about:blank")
+    for log in ("browser", "performance"):
+        browser.get_log(log)  # what was loaded before, Chromium's own start page for one
+    browser.get(address)
+    measured = browser.execute_script(
+        "const page = document.documentElement;"
+        "return [window.innerWidth, page.scrollWidth, page.clientWidth, [...document.images]"
+        ".filter(image => !image.complete || !image.naturalWidth).map(image => image.alt)]"
+    )
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    sent = {
+        event["params"]["requestId"]: event["params"]["request"]["url"]
+        for event in events
+        if event["method"] == "Network.requestWillBeSent"
+    }
+    failed = [
+        sent.get(event["params"]["requestId"], event["params"].get("errorText", "?"))
+        for event in events
+        if event["method"] == "Network.loadingFailed"
+    ]
+    requests = [url for url in sent.values() if not url.startswith("data:")]
+    return Page(*measured, requests, failed, [entry["message"] for entry in browser.get_log("browser")])

@@ -1,0 +1,209 @@
+"""Loading what is to be diagnosed: what it is found to be, in which form it comes, and every error."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tiny
+import tiny_parts
+import torch
+import training
+from hub_server import HubServer
+from transformers import (
+    AutoImageProcessor,
+    CLIPVisionModel,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    T5Config,
+    T5Model,
+)
+from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionConfig
+from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25VisionModel
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.diagnose.load import find, load
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return training.checkpoint(tmp_path_factory.mktemp("ours"))
+
+
+def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(checkpoint):
+    assert "auto_map" in json.loads((checkpoint / "config.json").read_text())
+    for trust in (False, True):
+        found = find(str(checkpoint), trust_remote_code=trust)
+        assert (found.kind, found.name) == ("vision-language model", "model")
+        assert isinstance(found.processor, LlavaProcessor) and found.image_processor is None
+        model = load(found)
+        assert type(model) is NormAlignLlavaForConditionalGeneration
+        assert not model.training and model.device.type == "cpu"
+    weights = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name])
+
+
+def test_dtype_and_device(checkpoint):
+    asked = load(find(str(checkpoint)), dtype="bfloat16", device_map={"": "cpu"})
+    assert asked.model.language_model.dtype == torch.bfloat16
+    assert asked.model.multi_modal_projector.norm.weight.dtype == torch.float32
+    assert load(find(str(checkpoint))).dtype == torch.float32
+    with pytest.raises(ValueError, match="dtype must be one of .* got 'float8'"):
+        load(find(str(checkpoint)), dtype="float8")
+
+
+def test_in_4_bits_the_decoder_alone_is_quantized(checkpoint):
+    pytest.importorskip("bitsandbytes")
+    model = load(find(str(checkpoint)), dtype="float32", load_in_4bit=True)
+    quantized = {name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
+    assert quantized and all(".language_model.layers." in name for name in quantized)
+
+
+def test_stock_llava(tmp_path, checkpoint):
+    tiny.llava().save_pretrained(tmp_path)
+    find(str(checkpoint)).processor.save_pretrained(tmp_path)
+    found = find(str(tmp_path))
+    assert found.kind == "vision-language model" and type(load(found)) is LlavaForConditionalGeneration
+
+
+@pytest.mark.parametrize("kind", tiny_parts.ENCODERS)
+def test_vision_encoders(kind, tmp_path):
+    found = find(tiny_parts.vision(tmp_path / kind, kind))
+    assert (found.kind, found.name, found.processor) == ("vision encoder", kind, None)
+    assert type(found.image_processor) is type(AutoImageProcessor.from_pretrained(tmp_path / kind))
+    torch.manual_seed(1)
+    made = tiny_parts.ENCODERS[kind]().eval()
+    made = made.vision_model if kind == "clip_full" else made
+    model = load(found)
+    assert not model.training
+    if kind == "clip_full":
+        assert type(model) is CLIPVisionModel
+    pixels = torch.randn(1, 3, 16, 16)
+    assert torch.equal(model(pixels).last_hidden_state, made(pixels).last_hidden_state)
+
+
+def test_the_encoder_of_kimi_alone(tmp_path):
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, patch_size=4)
+    Kimi_K25VisionModel(Kimi_K25VisionConfig(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="The processor of .* cannot be loaded"):
+        find(str(tmp_path))
+    tiny_parts.image_processor("siglip").save_pretrained(tmp_path)
+    found = find(str(tmp_path))
+    assert found.kind == "vision encoder" and type(load(found)) is Kimi_K25VisionModel
+
+
+def test_a_language_model_needs_no_weights(tmp_path):
+    folder = tiny_parts.language(tmp_path / "words")
+    (tmp_path / "words" / "model.safetensors").unlink()
+    found = find(folder)
+    assert (found.kind, found.name) == ("language model", "words")
+    assert found.processor is found.image_processor is None
+
+
+def test_gguf_files_are_language_models(tmp_path):
+    file = tmp_path / "words.gguf"
+    file.write_bytes(b"GGUF")
+    assert (find(str(file)).kind, find(str(file)).name) == ("language model", "words.gguf")
+    assert find(str(tmp_path)).kind == "language model"
+
+
+def test_an_adapter(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x"}))
+    with pytest.raises(ValueError, match=rf"is an adapter. .*normalign merge {tmp_path} --output DIR"):
+        find(str(tmp_path))
+
+
+def remote(folder, auto_class, **config):
+    (folder / "own.py").write_text(
+        "from transformers import LlavaConfig, LlavaForConditionalGeneration\n\n\n"
+        "class OwnConfig(LlavaConfig):\n    model_type = 'own'\n\n\n"
+        "class Own(LlavaForConditionalGeneration):\n    config_class = OwnConfig\n"
+    )
+    model = tiny.llava()
+    model.save_pretrained(folder)
+    stored = json.loads((folder / "config.json").read_text())
+    stored |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", auto_class: "own.Own"}, **config}
+    (folder / "config.json").write_text(json.dumps(stored))
+    return model
+
+
+@pytest.mark.parametrize("auto_class", ["AutoModelForImageTextToText", "AutoModelForCausalLM"])
+def test_remote_code_is_run_only_if_it_is_trusted(auto_class, tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / f"remote_{auto_class}"
+    folder.mkdir()
+    remote(folder, auto_class)
+    find(str(checkpoint)).processor.save_pretrained(folder)
+    with pytest.raises(ValueError, match="'own' model, .* code of its own. .*--trust-remote-code"):
+        find(str(folder))
+    found = find(str(folder), trust_remote_code=True)
+    assert found.kind == "vision-language model" and type(load(found)).__name__ == "Own"
+
+
+def test_remote_code_that_loads_no_model(tmp_path):
+    remote(tmp_path, "AutoTokenizer")
+    with pytest.raises(ValueError, match="own for AutoConfig, AutoTokenizer only, which loads no model"):
+        find(str(tmp_path), trust_remote_code=True)
+
+
+def test_what_is_not_there(tmp_path):
+    for name in ("nobody/nothing", str(tmp_path / "nothing")):
+        with pytest.raises(ValueError, match=f"'{name}' is no file or folder here, and the Hub gave no such model"):
+            find(name)
+    with pytest.raises(ValueError, match="has no config.json, and so is no model of transformers"):
+        find(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="The configuration of .* cannot be read"):
+        find(str(tmp_path))
+
+
+CLIENT = """
+from normalign_llava.diagnose.load import find, load
+found = find("user/tiny.clip")
+print(found.kind, found.name, type(load(found)).__name__)
+for name in ("user/adapter", "user/none"):
+    try:
+        find(name)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_models_of_the_hub(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    tiny_parts.vision(tmp_path / "clip")
+    with HubServer({"user/tiny.clip": tmp_path / "clip", "user/adapter": tmp_path / "adapter"}) as hub:
+        environment = hub.environment(tmp_path / "home")
+        client = subprocess.run([sys.executable, "-c", CLIENT], env=environment, capture_output=True, text=True)
+    assert client.returncode == 0, client.stderr
+    assert client.stdout.startswith("vision encoder user/tiny.clip CLIPVisionModel\n")
+    assert "user/adapter is an adapter. Merge it first (`normalign merge user/adapter --output DIR`)" in client.stdout
+    assert "'user/none' is no file or folder here, and the Hub gave no such model" in client.stdout
+
+
+def test_models_of_another_kind(tmp_path):
+    T5Model(T5Config(vocab_size=9, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a 't5' model: no vision-language model .* Name one of these"):
+        find(str(tmp_path))
+
+
+def test_a_vision_language_model_without_its_processor(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    tiny.llava().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="The processor of .* cannot be loaded: .*save_pretrained"):
+        find(str(tmp_path))
+    folder = tmp_path / "remote_tokenizer"
+    folder.mkdir()
+    remote(folder, "AutoModelForImageTextToText")
+    tiny_parts.tokenizer().save_pretrained(folder)
+    with pytest.raises(ValueError, match="has a tokenizer and no processor for pictures. .*save_pretrained"):
+        find(str(folder), trust_remote_code=True)
+
+
+def test_weights_that_are_missing_are_an_error(tmp_path, checkpoint):
+    tiny.llava(tied=False).model.save_pretrained(tmp_path)  # the base model, without the head
+    find(str(checkpoint)).processor.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="lacks 1 tensors of AutoModelForImageTextToText: lm_head.weight"):
+        load(find(str(tmp_path)))

@@ -1,0 +1,151 @@
+import dataclasses
+import math
+
+import pytest
+from diagnosed import diagnosed
+
+from normalign_llava.diagnose.findings import findings
+from normalign_llava.diagnose.report import Interface, Moments, Report
+from normalign_llava.diagnose.verdict import change, number, verdict
+
+
+def with_rate(report: Report, asymmetry: float | None) -> Report:
+    return dataclasses.replace(report, depth=dataclasses.replace(report.depth, asymmetry=asymmetry))
+
+
+def part(**interface) -> Report:
+    return Report("part", "siglip", "float32", 576, interface=Interface(**interface))
+
+
+@pytest.mark.parametrize(
+    "value, digits, written",
+    [
+        (39.96, 4, "39.96"),
+        (3484.24, 4, "3,484"),
+        (0.0134, 4, "0.01340"),
+        (0.99996, 4, "1.000"),
+        (9.996, 3, "10.0"),
+        (37.0, 2, "37"),
+        (0.4, 2, "0.40"),
+        (-0.25, 2, "−0.25"),
+        (2.5e-7, 3, "2.50e−07"),
+        (0.0, 4, "0"),
+        (None, 4, "–"),
+        (float("nan"), 4, "–"),
+        (float("inf"), 2, "–"),
+    ],
+)
+def test_numbers_have_significant_digits(value, digits, written):
+    assert number(value, digits) == written
+
+
+@pytest.mark.parametrize(
+    "ratio, asymmetry, first, second",
+    [
+        (37.0, 0.4, "enter at 37 × the norm of text and turn at 0.40 × the rate of text", "This is the problem"),
+        (1.03, 0.97, "enter with the norm of text (1.0 ×) and turn at the rate of text", "not the problem"),
+        (0.42, 1.9, "enter at 0.42 × the norm of text and turn at 1.9 × the rate", "opposite of the problem"),
+        (46.0, 1.1, "enter at 46 × the norm of text and turn at the rate of text (1.1 ×", "half of the problem"),
+        (46.0, 1.5, "turn at 1.5 × the rate", "larger than text, yet turn faster."),
+        (1.0, 0.5, "enter with the norm of text", "visual tokens turn more slowly all the same"),
+        (1.2501, 0.79, "enter at 1.3 ×", "This is the problem"),
+        (1.25, 0.8, "enter with the norm of text", "not the problem"),
+    ],
+)
+def test_one_model(ratio, asymmetry, first, second):
+    said = verdict(with_rate(diagnosed(ratio), asymmetry))
+    assert len(said) == 2
+    assert first in said[0] and "mean over layers 1 to 29" in said[0]
+    assert second in said[1]
+
+
+def test_what_was_not_measured_is_said():
+    no_depth = verdict(diagnosed(depth=None))
+    assert no_depth[0] == "Visual tokens enter at 37 × the norm of text; how fast they turn was not measured."
+    assert no_depth[1].endswith("whether it slows visual tokens is not known.")
+    report = with_rate(diagnosed(), None)
+    del report.depth.rotation["text"]
+    assert "the data hold no text tokens" in verdict(report)[0]
+    assert verdict(Report("x", "x", "float32", 8))[0] == "Neither visual tokens nor text were measured."
+
+
+def test_parts_alone():
+    encoder = verdict(part(encoder_output=Moments(71.78, 13.97, 729)))
+    assert encoder[0] == "The encoder's tokens have a norm of 71.8 ± 14.0; there is no text."
+    assert "only beside a language model" in encoder[1]
+    text = part(vocabulary=Moments(0.8, 0.18, 1000), vocabulary_raw=Moments(0.8, 0.18, 1000))
+    assert "a norm of 0.800 ± 0.180; there are no visual tokens." in verdict(text)[0]
+    assert "N_text / sqrt(d) = 0.0333" in verdict(text)[1]  # 0.8 / 24
+    base = part(vocabulary=Moments(0.69, 0.16, 1000))
+    assert verdict(text, base)[1] == "Against part text embeddings have a norm of 0.800 instead of 0.690."
+    assert verdict(text, part())[1] == "Nothing that was measured of it was measured of part too."
+
+
+@pytest.mark.parametrize(
+    "norm, ratio, rate, ending",
+    [
+        ("layer_norm", 1.0, 0.9, "instead of 0.40: with the norm both are nearer to 1."),
+        (
+            "layer_norm",
+            1.0,
+            0.2,
+            "instead of 0.40: with the norm the first is nearer to 1, the second farther from it.",
+        ),
+        ("rms_norm", 37.5, 0.41, "instead of 0.40: with the norm neither is nearer to 1."),
+        ("none", 1 / 60, 0.2, "instead of 0.40: both are farther from 1."),
+        (None, 1.0, None, "the ratio of norms is 1.0 instead of 37: nearer to 1."),
+    ],
+)
+def test_two_models(norm, ratio, rate, ending):
+    said = verdict(with_rate(diagnosed(ratio, norm, "ours"), rate), with_rate(diagnosed(model="base"), 0.4))
+    assert said[1].startswith("Against base the ratio of norms is ")
+    assert said[1].endswith(ending)
+
+
+def test_distance_is_logarithmic():
+    assert change(1 / 3, 4.0) == "nearer to"
+    assert change(1 / 5, 4.0) == "farther from"
+    assert change(0.25, 4.0) == "no nearer to"
+    assert change(0.0, 4.0) == "farther from"
+    assert change(0.0, 0.0) == "no nearer to"
+
+
+def test_claims_are_checked_on_the_model_without_the_norm():
+    found = {finding.claim.split(":")[0]: [] for finding in findings(diagnosed())}
+    for finding in findings(diagnosed(1.02, "layer_norm", "ours"), diagnosed(model="base")):
+        found[finding.claim.split(":")[0]].append(finding)
+    (encoder,), (projector,), (rates,) = found["RQ1"], found["RQ2"], found["RQ3"]
+    assert encoder.outcome == "agrees" and "71.8, text embeddings of 1.08: 66 ×." in encoder.sentence
+    assert projector.outcome == "agrees" and "37 × the norm" in projector.sentence
+    assert rates.outcome == "agrees" and "more slowly in 29 of 29 layers" in rates.sentence
+    size, angle = found["Section 3.1"]
+    assert size.outcome == "agrees" and "a factor of 1.0 on average" in size.sentence
+    assert angle.outcome == "agrees" and "97.4° for visual and 97.4° for text" in angle.sentence
+    bottom, focus = found["Appendix G"]
+    assert bottom.outcome == "agrees" and "1.6 ×" in bottom.sentence
+    assert focus.outcome == "disagrees" and focus.sentence.startswith("Entropy 0.930, 0.930 without it")
+    assert [finding.outcome for name in ("Figure 4a", "Figure 4b") for finding in found[name]] == ["agrees", "agrees"]
+
+
+def test_claims_that_fail_or_cannot_be_checked():
+    aligned = {finding.claim[:3]: finding for finding in findings(diagnosed(1.0, "layer_norm"))}
+    assert aligned["RQ2"].outcome == aligned["RQ3"].outcome == "not measured"
+    assert "the projector's own scale has no effect" in aligned["RQ2"].sentence
+    assert "not larger here" in aligned["RQ3"].sentence
+    alone = findings(part(encoder_output=Moments(71.78, 13.95, 729)))
+    assert {finding.outcome for finding in alone} == {"not measured"}
+    report = diagnosed()
+    report.depth.log_update["visual"].mean[:] = [size + math.log(3) for size in report.depth.log_update["text"].mean]
+    report.depth.update_angle["visual"].mean[:] = [angle + 0.2 for angle in report.depth.update_angle["text"].mean]
+    size, angle = (finding for finding in findings(report) if finding.claim.startswith("Section 3.1"))
+    assert size.outcome == "disagrees"
+    assert "a factor of 3.0 on average; visual tokens' are the larger in 29 of 29 layers." in size.sentence
+    assert angle.outcome == "disagrees" and angle.sentence.endswith("they differ by 11°.")  # 0.2 rad
+
+
+def test_visual_vocabulary():
+    table = dataclasses.replace(diagnosed().interface, visual_table=Moments(64.0, 0.71, 65536))
+    report = with_rate(diagnosed(46.4, None, interface=table), 1.05)
+    (finding,) = (finding for finding in findings(report) if finding.claim.startswith("RQ4"))
+    assert finding.outcome == "agrees"
+    assert "RQ4" not in "".join(each.claim for each in findings(diagnosed()))
