@@ -8,7 +8,7 @@ from typing import Any
 
 from .figures_attention import attention_figures
 from .figures_depth import depth_figures, predicted
-from .figures_dynamics import dynamics
+from .figures_dynamics import dynamics, training
 from .figures_interface import embeddings, interface, paper_interface
 from .figures_style import Sketch, save, shown
 from .figures_theory import simulation_figure
@@ -45,6 +45,7 @@ def draw(
         *depth_figures(models),
         embeddings(models),
         dynamics(models),
+        training(models),
         *attention_figures(models, output if pictures is None else pictures),
         predicted(models),
         None if simulation is None else simulation_figure(simulation),

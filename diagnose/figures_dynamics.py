@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The figure of training dynamics (appendix F, figure 5)."""
+"""The figures of training dynamics (appendix F, figure 5) and of what training logged."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.ticker import MaxNLocator
 
 from .figures_depth import LAYER, MODALITIES
-from .figures_style import Shown, Sketch, layer_axis, new_figure, tidy
+from .figures_style import COLORS, Shown, Sketch, layer_axis, legend, new_figure, tidy
 from .report import Drawing, DynamicsStep
 
 
@@ -44,6 +44,43 @@ def dynamics(models: Sequence[Shown]) -> Sketch | None:
         "training, from dark to light (figure 5)."
     )
     return Sketch(figure, Drawing("dynamics.png", "Training dynamics", caption, "dynamics"))
+
+
+LOGGED = (
+    ("L2 norm, entering the decoder", {"norm/visual": "visual", "norm/text": "text"}),
+    ("mean |gain|", {"gain/mean_abs": "visual"}),
+    ("mean |bias|", {"bias/mean_abs": "visual"}),
+)
+"""The panels of `training`: what each shows, and the logged curves in it with the kind whose style they have."""
+
+
+def training(models: Sequence[Shown]) -> Sketch | None:
+    """What `normalign train` logged of norms, gain and bias, over steps; None where nothing was."""
+    panels = [
+        (label, curves)
+        for label, curves in LOGGED
+        if any(name in m.report.training for m in models for name in curves)
+    ]
+    if not panels:
+        return None
+    figure = new_figure(3.0, "Norms of tokens, gain and bias in the course of training")
+    row = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (label, curves) in zip(row, panels, strict=True):
+        for model in models:
+            for name, kind in curves.items():
+                if points := model.report.training.get(name):
+                    what = f"{kind if len(curves) > 1 else 'gain and bias'}, {model.label}"
+                    style = model.line(kind) | {"markersize": 3, "color": COLORS[kind]}
+                    axes.plot([step for step, _ in points], [value for _, value in points], label=what, **style)
+        axes.set_ylim(0, 1.1 * max(axes.dataLim.y1, 1e-9))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        tidy(axes, "optimizer step", "", label)
+    legend(figure, row[0], len(models))
+    caption = (
+        "Means over the tokens of each logged step as they enter the first decoder layer, and means over the elements "
+        "of the norm's gain and bias after it."
+    )
+    return Sketch(figure, Drawing("training.png", "The course of training", caption, "dynamics"))
 
 
 def fill_dynamics(axes: Axes, recorded: Sequence[DynamicsStep], kind: str, scale: ScalarMappable) -> None:

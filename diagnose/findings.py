@@ -145,7 +145,7 @@ def _remedy_norms(report: Report, against: Report) -> tuple[str, str]:
     if new is None or old is None:
         return "not measured", "This takes visual and text tokens in both decoders."
     ours, theirs = _factor(*new), _factor(*old)
-    sentence = f"They differ by a factor of {number(ours, 2)} on average, of {number(theirs, 2)} without it."
+    sentence = f"They differ by a factor of {number(ours, 3)} on average, of {number(theirs, 3)} without it."
     return _when(change(ours, theirs) == "nearer to"), sentence
 
 
@@ -153,7 +153,7 @@ def _remedy_rates(report: Report, against: Report) -> tuple[str, str]:
     new, old = asymmetry(report), asymmetry(against)
     if new is None or old is None:
         return "not measured", "This takes visual and text tokens in both decoders."
-    sentence = f"Visual tokens turn at {number(new, 2)} × the rate of text, at {number(old, 2)} × without it."
+    sentence = f"Visual tokens turn at {number(new, 3)} × the rate of text, at {number(old, 3)} × without it."
     return _when(change(new, old) == "nearer to"), sentence
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from normalign_llava.diagnose.figures import draw
 from normalign_llava.diagnose.figures_attention import attention_figures
 from normalign_llava.diagnose.figures_depth import cosine, norms, predicted, rotation, updates
-from normalign_llava.diagnose.figures_dynamics import dynamics
+from normalign_llava.diagnose.figures_dynamics import dynamics, training
 from normalign_llava.diagnose.figures_interface import embeddings, interface, paper_interface
 from normalign_llava.diagnose.figures_style import number, printable, shown
 from normalign_llava.diagnose.report import (
@@ -259,6 +259,17 @@ def test_training_dynamics():
     assert [tuple(each.get_ydata()) for each in visual.lines] == [tuple(s.visual) for s in report.dynamics]
     assert [tuple(each.get_ydata()) for each in text.lines] == [tuple(s.text) for s in report.dynamics]
     assert dynamics(shown(plain, None)) is None
+
+
+def test_the_course_of_training():
+    logged = {"norm/visual": [(1, 9.0), (2, 4.0)], "norm/text": [(1, 3.0), (2, 3.0)], "loss": [(1, 1.0)]}
+    ours = report_of("ours", training={**logged, "gain/mean_abs": [(1, 0.13), (2, 0.14)]})
+    sketch = training(shown(ours, report_of("theirs", training=logged)))
+    norms_, gain = sketch.figure.axes
+    assert [line.get_ydata().tolist() for line in norms_.lines] == [[9.0, 4.0], [3.0, 3.0]] * 2
+    assert [line.get_ydata().tolist() for line in gain.lines] == [[0.13, 0.14]]
+    assert [line.get_xdata().tolist() for line in gain.lines] == [[1, 2]]
+    assert training(shown(report_of("untrained"), None)) is None
 
 
 def test_attention_maps_share_their_scale(pictures):
