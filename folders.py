@@ -4,7 +4,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,23 +40,34 @@ def new_folder(output: str | os.PathLike) -> Iterator[Path]:
 
 
 @contextmanager
-def replaced_folder(target: str | os.PathLike, marker: str) -> Iterator[Path]:
+def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collection[str]]) -> Iterator[Path]:
     """[`finished_folder`] for a folder whose earlier version, if there is one, is replaced whole.
 
     Args:
         target: The folder.
-        marker: A file that an earlier version has; a folder with other things and without it is not touched.
+        written: Given `target`, names all that its earlier version has; a folder with anything else is not touched.
 
     Raises:
-        ValueError: `target` is a file, or a folder of something else.
+        ValueError: `target` is a file, or has something in it that is of no earlier version.
+        OSError: The folder above it cannot be written.
     """
     target = Path(target).resolve()
-    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not (target / marker).exists())):
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file. Choose another folder.")
+    found = {each.name for each in target.iterdir()} if target.exists() else set()
+    if others := sorted(found - set(written(target))):
         raise ValueError(
-            f"{target} is there and was not written by an earlier run (it has no {marker}). Choose another folder, or "
-            "remove it first."
+            f"{target} holds {others[0]}, which no earlier run has written there. Choose another folder, or move that "
+            "away first."
         )
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=_existing_parent(target)) as temporary:
+    parent = _existing_parent(target)
+    try:
+        beside = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent)
+    except OSError as error:
+        raise OSError(
+            f"{parent} cannot be written ({error.strerror}). Choose another folder for the output."
+        ) from error
+    with beside as temporary:
         staging, old = Path(temporary) / target.name, Path(temporary) / "old"
         staging.mkdir()
         yield staging

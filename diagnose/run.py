@@ -4,6 +4,7 @@
 
 import json
 import math
+import os
 import platform
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -16,6 +17,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel, ProcessorMixin
 
+from ..build import torch_dtype
 from ..folders import replaced_folder
 from .attention import attention_maps
 from .data import Samples, batches, load_samples, picture_batches
@@ -30,7 +32,7 @@ from .page import write_page
 from .positions import tokenizer_ids
 from .probe import probe
 from .questions import Sample
-from .report import REPORT, SCHEMA_VERSION, Attention, Report
+from .report import PAGE, REPORT, SCHEMA_VERSION, Attention, Report
 from .simulation import simulate
 from .verdict import verdict
 
@@ -79,7 +81,8 @@ def diagnose(
         data: Where pictures and questions come from: see [`~normalign_llava.diagnose.data.load_samples`].
         samples: How many.
         output: Folder to write; by default `diagnostics` in the folder of `model`, or for a Hub id
-            `diagnostics/NAME` here. A folder that an earlier diagnosis wrote is replaced when this one is complete.
+            `diagnostics/NAME` here. A folder that an earlier diagnosis wrote is replaced when this one is complete; one
+            that holds anything else is refused.
         batch_size: How many pictures at a time.
         seed: Decides which samples are drawn.
         dtype: "float32", "bfloat16", "float16", or "auto", the checkpoint's own.
@@ -92,10 +95,13 @@ def diagnose(
         ValueError: Models, data or options cannot be used; before anything is measured, where it can be known by then.
         OSError: The folder cannot be written.
     """
+    torch_dtype(dtype)  # so that a wrong one is known now
+    if batch_size < 1:
+        raise ValueError(f"The batch size is {batch_size}; it must be at least 1.")
     found = [find(each, trust_remote_code=trust_remote_code) for each in (model, against) if each is not None]
     folder = _folder(model, output)
     names = _names(found, name, against_name)
-    with replaced_folder(folder, marker=REPORT) as staging:
+    with replaced_folder(folder, _written) as staging:
         seen = _Seen(staging, batch_size, seed, dtype, load_in_4bit)
         drawn = None
         if any(each.kind != "language model" for each in found):
@@ -138,7 +144,10 @@ class _Seen:
 
     def report(self, found: Found, name: str, drawn: Samples | None, prefix: str) -> Report:
         if found.kind == "language model" or drawn is None:
-            return replace(probe_language(found.source), model=name)
+            report = probe_language(found.source)
+            return replace(report, model=name, embeddings=report.embeddings and replace(report.embeddings, model=name))
+        trained = Path(found.source)
+        dynamics, training = (read_dynamics(trained), read_training_log(trained)) if trained.is_dir() else ([], {})
         model = load(found, dtype=self.dtype, load_in_4bit=self.load_in_4bit)
         total = math.ceil(len(drawn.samples) / self.batch_size)
         if found.image_processor is not None:
@@ -151,13 +160,12 @@ class _Seen:
             model, track(made, name, total=total), tokenizer=processor.tokenizer, name=name, data=drawn.name
         )
         attention, left_out = self._attention(model, processor, drawn.samples[:QUESTIONS_DRAWN], prefix)
-        trained = Path(found.source)
         return replace(
             report,
             embeddings=embedding_table_of(model, processor.tokenizer, name=name),
             gain=gain_of(model),
-            dynamics=read_dynamics(trained) if trained.is_dir() else [],
-            training=read_training_log(trained) if trained.is_dir() else {},
+            dynamics=dynamics,
+            training=training,
             attention=attention,
             left_out=[*report.left_out, *left_out],
         )
@@ -175,7 +183,7 @@ class _Seen:
                     attention_maps(model, inputs, question=sample.question, picture=file, special_ids=special)
                 )
             except ValueError as error:
-                return [], [f"Attention: {error}"]
+                return measured, [f"Attention, from question {number} on: {error}"]
             shown_picture(processor, inputs, sample.picture).save(self.folder / file)
         return measured, []
 
@@ -214,12 +222,29 @@ def _folder(model: str, output: str | Path | None) -> Path:
     return Path(FOLDER).resolve() / model.rpartition("/")[2]
 
 
+def _written(folder: Path) -> set[str]:
+    """Files of the diagnosis in `folder`; none if there is none."""
+    try:
+        content = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        asked = [each for report in (content["report"], content["against"]) if report for each in report["attention"]]
+        return {REPORT, PAGE, *(each["picture"] for each in asked), *(each["file"] for each in content["figures"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
 def _names(found: list[Found], *given: str | None) -> list[str]:
     names = [name or each.name for each, name in zip(found, given, strict=False)]
     if len(set(names)) == len(names):
         return names
-    longer = ["/".join(Path(each.source).resolve().parts[-2:]) for each in found]  # such as baseline/model, ours/model
+    longer = [name or _longer_name(each) for each, name in zip(found, given, strict=False)]
     return longer if len(set(longer)) == len(longer) else [names[0], f"{names[1]} (baseline)"]
+
+
+def _longer_name(found: Found) -> str:
+    """With the folder above, such as baseline/model; not with a home, which is called after a person."""
+    path = Path(found.source).resolve()
+    nameless = (Path(os.path.expanduser("~")).resolve(), Path(path.anchor))
+    return f"{path.parent.name}/{found.name}" if path.exists() and path.parent not in nameless else found.name
 
 
 def _finite(value: Any) -> Any:

@@ -13,17 +13,16 @@ from ..diagnose.run import FOLDER, diagnose
 OURS, BASELINE = "with the norm", "without the norm"
 
 
-def diagnose_once(checkpoint: Path, name: str, baseline: Path | None = None, baseline_name: str | None = None) -> Path:
+def diagnose_once(checkpoint: Path, name: str, baseline: Path | None, baseline_name: str, samples: int) -> Path:
     """Diagnoses a checkpoint, against a baseline where there is one, unless that has been done.
 
     Returns:
         The page, in the checkpoint's folder.
     """
     folder = checkpoint / FOLDER
-    done = folder / REPORT
-    if not done.exists() or (baseline is not None and read_report(checkpoint)["against"] is None):
+    if not (folder / REPORT).exists() or (baseline is not None and read_report(checkpoint)["against"] is None):
         against = None if baseline is None else str(baseline)
-        diagnose(str(checkpoint), against=against, output=folder, name=name, against_name=baseline_name)
+        diagnose(str(checkpoint), against=against, samples=samples, name=name, against_name=baseline_name)
     return folder / PAGE
 
 

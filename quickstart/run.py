@@ -45,6 +45,7 @@ class Settings:
         emoji_share: Share of training rows about emoji.
         per_kind: Held-out easy-VQA questions of each kind; even.
         shown_per_kind: Questions of each kind in the picture, which are also those asked again after reloading.
+        diagnosed: Held-out pictures that norms and rotation are measured on.
         seed: Of everything drawn; the order of training rows is the recipes'.
     """
 
@@ -56,6 +57,7 @@ class Settings:
     emoji_share: float = 0.25
     per_kind: int = 100
     shown_per_kind: int = 3
+    diagnosed: int = 64
     seed: int = 0
 
 
@@ -136,9 +138,11 @@ def run_quickstart(
         with journal.step("evaluate baseline"):
             of_baseline = evaluate_once(baseline / "model", questions, output / "evaluation" / "baseline.json", bf16)
     with journal.step("diagnose"):
-        pages = [diagnose_once(stage1, f"{OURS}, stage 1", baseline / "stage1", f"{BASELINE}, stage 1")]
-        other = (baseline / "model", BASELINE) if full_baseline else (None, None)
-        pages.append(diagnose_once(model, OURS, *other))
+        counterpart = baseline / "model" if full_baseline else None
+        pages = [
+            diagnose_once(stage1, f"{OURS}, stage 1", baseline / "stage1", f"{BASELINE}, stage 1", settings.diagnosed),
+            diagnose_once(model, OURS, counterpart, BASELINE, settings.diagnosed),
+        ]
 
     results = {
         "before": {key: before[key] for key in ("accuracy", "blank")},

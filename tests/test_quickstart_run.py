@@ -29,6 +29,7 @@ SHORT = Settings(
     emoji_count=4,
     per_kind=2,
     shown_per_kind=1,
+    diagnosed=4,
 )
 START = """
     import sys
@@ -67,19 +68,40 @@ def test_a_killed_quickstart_goes_on_to_its_end(archives, tmp_path):
     assert results["count"] == {**dict.fromkeys(KINDS, 2), OVERALL: 6, "emoji": 4}
     assert list(results["steps"])[:4] == ["fetch", "convert", "build", "evaluate before"]
     assert {path.name for path in output.iterdir()} == {
-        "untrained", "data", "stage1", "stage2", "model", "evaluation", "journal.json", "pictures.png", "results.json",
+        "untrained", "data", "stage1", "stage2", "model", "baseline", "evaluation", "journal.json", "pictures.png",
+        "results.json",
     }  # fmt: skip
+    assert {path.name for path in (output / "baseline").iterdir()} == {"untrained", "stage1"}
     assert not [path for folder in ("stage1", "stage2", "model") for path in (output / folder).glob("checkpoint-*")]
     assert json.loads((output / "model" / "training.json").read_text())["options"]["max_steps"] == 2
     with Image.open(output / "pictures.png") as picture:
         assert min(picture.size) > 200
     shown = console.export_text()
-    for word in (*KINDS, "blank picture", "majority answer", "the same answers", "peak memory"):
+    for word in (*KINDS, "blank picture", "majority answer", "the same answers", "peak memory", "report.html"):
         assert word in shown
 
-    assert run_quickstart(output, SHORT, console=Console(quiet=True))["steps"] == results["steps"]
+    compared, alone = (report(output / folder) for folder in ("stage1", "model"))
+    assert (compared["report"]["model"], compared["against"]["model"]) == (
+        "with the norm, stage 1",
+        "without the norm, stage 1",
+    )
+    assert (compared["report"]["norm"], compared["against"]["norm"]) == ("layer_norm", "none")
+    assert compared["report"]["interface"]["ratio"] == pytest.approx(1.0, abs=0.1)
+    assert [step["step"] for step in compared["report"]["dynamics"]] == [0]  # of the recipe's steps, those there were
+    assert alone["against"] is None and results["verdicts"]["model"] == alone["verdict"]
+
+    console = Console(record=True, width=160)
+    again = run_quickstart(output, SHORT, full_baseline=True, console=console)
+    assert {name: again["steps"][name] for name in results["steps"]} == results["steps"]
+    assert again["baseline"]["accuracy"].keys() == again["after"]["accuracy"].keys()
+    assert report(output / "model")["against"]["model"] == "without the norm"
+    assert "without the norm" in console.export_text() and (output / "baseline" / "model").exists()
     with pytest.raises(ValueError, match=r"other settings \(seed\)"):
         run_quickstart(output, replace(SHORT, seed=1))
+
+
+def report(checkpoint):
+    return json.loads((checkpoint / "diagnostics" / "report.json").read_text(encoding="utf-8"))
 
 
 def test_accuracy_is_by_kind_and_over_easy_vqa():
