@@ -41,7 +41,8 @@ def build(
     arm: Annotated[str, typer.Option(help="none, unit (gain 1), aligned (no compensation) or gwc.")] = "gwc",
     norm: Annotated[str, typer.Option(help="layer_norm or rms_norm.")] = "layer_norm",
     feature_layer: Annotated[
-        str | None, typer.Option(help="Hidden state(s) that the projector reads, such as -2 or -9,-4. [default: -2]")
+        str | None,
+        typer.Option(help="Hidden state(s) that the projector reads, such as -2 or -9,-4.", show_default="-2"),
     ] = None,
     select_strategy: Annotated[
         str | None, typer.Option(help="default (no class token) or full; by default what suits the encoder.")
@@ -171,11 +172,17 @@ def diagnose(
         str | None,
         typer.Option(
             help="Folder of images with metadata.jsonl (file_name, question), file or Hub data set (DATA:SPLIT), or "
-            "mmbench, pope, mmstar or paper (all three). [default: the quickstart's held-out pictures]"
+            "mmbench, pope, mmstar or paper (all three).",
+            show_default="the quickstart's held-out pictures",
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="How many questions with pictures.")] = 64,
-    output: Annotated[Path | None, typer.Option(help="Folder to write. [default: MODEL/diagnostics]")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder to write.", show_default="MODEL/diagnostics, or diagnostics/MODEL for a Hub id"),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What to call the model in the report.")] = None,
+    against_name: Annotated[str | None, typer.Option(help="The same for the baseline.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="How many pictures at a time.")] = 8,
     seed: Annotated[int, typer.Option(help="Decides which samples are drawn.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: the checkpoint's own.")] = "auto",
@@ -190,7 +197,8 @@ def diagnose(
 
         done = measure(
             model, against=against, data=data, samples=samples, output=output, batch_size=batch_size, seed=seed,
-            dtype=dtype, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code,
+            dtype=dtype, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code, name=name,
+            against_name=against_name,
         )  # fmt: skip
     console = Console()
     for sentence in [*done.verdict, *done.report.left_out]:

@@ -64,9 +64,7 @@ def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collect
     try:
         beside = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent)
     except OSError as error:
-        raise OSError(
-            f"{parent} cannot be written ({error.strerror}). Choose another folder for the output."
-        ) from error
+        raise OSError(f"{parent} cannot be written ({error.strerror}). Choose another output folder.") from error
     with beside as temporary:
         staging, old = Path(temporary) / target.name, Path(temporary) / "old"
         staging.mkdir()

@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure, FigureBase
-from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from .figures_style import WIDTH, Shown, Sketch, compare, elide, layer_axis, new_figure, printable, tidy
@@ -101,7 +100,7 @@ def question_maps(answers: Sequence[tuple[Shown, Attention]], picture: Image.Ima
             axes.set_axis_off()
         for axes, layer in zip(grid.flat, layers, strict=False):
             fill_map(axes, np.asarray(answer.maps[layer]), scale, None, shape)
-            axes.set_title(f"layer {layer + 1}", fontsize=8.5, pad=3)
+            axes.set_title(f"layer {answer.layers[layer]}", fontsize=8.5, pad=3)
         color_bar(part, list(grid.flat), grid[0, 0].images[-1])
     return figure
 
@@ -155,7 +154,8 @@ def question_shares(answers: Sequence[tuple[Shown, Attention]], picture: Image.I
         image = axes.imshow(shares, cmap=COLORMAP, norm=scale, extent=extent, aspect="auto", interpolation="nearest")
         tidy(axes, "visual token, in order", "layer", model.label)
         axes.grid(False)
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
+        ticks = sorted({round(place) for place in np.linspace(0, len(shares) - 1, min(len(shares), 6))})
+        axes.set_yticks([place + 1 for place in ticks], [str(answer.layers[place]) for place in ticks])
         color_bar(part, [axes], image)
     return figure
 
@@ -194,8 +194,9 @@ def fill_measure(axes: Axes, models: Sequence[Shown], name: str) -> None:
     last = 0
     for model in models:
         if (values := measure(model, name)) is not None:
-            axes.plot(range(1, len(values) + 1), factor * values, label=model.label, **model.line("visual"))
-            last = max(last, len(values))
+            layers = max((answer.layers for answer in model.report.attention), key=len)
+            axes.plot(layers, factor * values, label=model.label, **model.line("visual"))
+            last = max(last, layers[-1])
     if neutral is not None:
         axes.axhline(neutral, color="black", linewidth=0.8, linestyle=":")
     layer_axis(axes, last)

@@ -192,7 +192,7 @@ class Attention:
     image_share: list[float]
     entropy: list[float]
     bottom_bias: list[float] | None
-    layers: list[int] = field(default_factory=list)
+    layers: list[int]
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,7 @@ def diagnose(
         data: Where pictures and questions come from: see [`~normalign_llava.diagnose.data.load_samples`].
         samples: How many.
         output: Folder to write; by default `diagnostics` in the folder of `model`, or for a Hub id
-            `diagnostics/NAME` here. A folder that an earlier diagnosis wrote is replaced when this one is complete; one
-            that holds anything else is refused.
+            `diagnostics/ID` here. What an earlier diagnosis wrote there is replaced when this one is complete.
         batch_size: How many pictures at a time.
         seed: Decides which samples are drawn.
         dtype: "float32", "bfloat16", "float16", or "auto", the checkpoint's own.
@@ -95,10 +94,12 @@ def diagnose(
         ValueError: Models, data or options cannot be used; before anything is measured, where it can be known by then.
         OSError: The folder cannot be written.
     """
-    torch_dtype(dtype)  # so that a wrong one is known now
+    torch_dtype(dtype)  # for its error
     if batch_size < 1:
         raise ValueError(f"The batch size is {batch_size}; it must be at least 1.")
     found = [find(each, trust_remote_code=trust_remote_code) for each in (model, against) if each is not None]
+    if load_in_4bit and (alone := [each.name for each in found if each.kind == "vision encoder"]):
+        raise ValueError(f"{', '.join(alone)} has no language model to quantize. Leave --load-in-4bit out.")
     folder = _folder(model, output)
     names = _names(found, name, against_name)
     with replaced_folder(folder, _written) as staging:
@@ -113,7 +114,7 @@ def diagnose(
         report, baseline = reports[0], reports[1] if against is not None else None
         simulation = simulate() if report.depth else None
         drawings = draw(report, baseline, staging, simulation=simulation)
-        provenance = seen.provenance(samples)
+        provenance = seen.provenance(samples) | _revisions(found)
         conclusion = verdict(report, baseline)
         content = {
             "schema_version": SCHEMA_VERSION,
@@ -125,9 +126,7 @@ def diagnose(
             "figures": [asdict(drawing) for drawing in drawings],
             "provenance": provenance,
         }
-        (staging / REPORT).write_text(
-            json.dumps(_finite(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        (staging / REPORT).write_text(_json(content), encoding="utf-8")
         write_page(report, baseline, drawings, staging, simulation=simulation, provenance=provenance)
     return Diagnosis(report, baseline, conclusion, folder)
 
@@ -191,12 +190,19 @@ class _Seen:
         packages = ("normalign-llava", "torch", "transformers", "datasets", "pillow")
         return {
             "samples asked for": str(samples),
+            "precision asked for": "4-bit" if self.load_in_4bit else self.dtype,
             "seed of the sample": str(self.seed),
             "batch size": str(self.batch_size),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "Python": platform.python_version(),
             **{package: version(package) for package in packages},
         }
+
+
+def _revisions(found: list[Found]) -> dict[str, str]:
+    """Commits of what came from the Hub."""
+    commits = {each.name: getattr(each.config, "_commit_hash", None) for each in found}
+    return {f"revision of {name}": commit for name, commit in commits.items() if commit}
 
 
 def shown_picture(processor: ProcessorMixin, inputs: dict[str, Tensor], picture: Image.Image) -> Image.Image:
@@ -219,7 +225,7 @@ def _folder(model: str, output: str | Path | None) -> Path:
     path = Path(model).expanduser()
     if path.exists():
         return (path if path.is_dir() else path.parent).resolve() / FOLDER
-    return Path(FOLDER).resolve() / model.rpartition("/")[2]
+    return Path(FOLDER).resolve() / model
 
 
 def _written(folder: Path) -> set[str]:
@@ -245,6 +251,15 @@ def _longer_name(found: Found) -> str:
     path = Path(found.source).resolve()
     nameless = (Path(os.path.expanduser("~")).resolve(), Path(path.anchor))
     return f"{path.parent.name}/{found.name}" if path.exists() and path.parent not in nameless else found.name
+
+
+def _json(content: dict[str, Any]) -> str:
+    """A line for each key: attention maps, a number to a line, would fill thousands."""
+    lines = (
+        f"{json.dumps(key)}: {json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)}"
+        for key, value in content.items()
+    )
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def _finite(value: Any) -> Any:

@@ -66,6 +66,7 @@ def attention_of(question, layers, grid, picture=None, sharp=2.0):
         image_share=[0.1 + 0.3 * layer / layers for layer in range(layers)],
         entropy=[float(-(each * np.log(each)).sum() / math.log(each.size)) for each in maps],
         bottom_bias=None if grid is None else [0.5 + layer / layers for layer in range(layers)],
+        layers=list(range(1, layers + 1)),
     )
 
 
@@ -284,6 +285,21 @@ def test_attention_maps_share_their_scale(pictures):
     assert len({(axes.images[-1].norm.vmin, axes.images[-1].norm.vmax) for axes in drawn}) == 1
     share = depth.figure.axes[0]
     np.testing.assert_allclose(line(share, "ours"), 100 * np.array(ours.attention[0].image_share))
+
+
+def test_layers_that_were_left_out_keep_their_numbers(tmp_path):
+    answer = replace(attention_of("Where?", 3, (4, 4)), layers=[2, 5, 9])
+    report = report_of("hybrid", layers=9, attention=[answer, replace(answer, question="When?")])
+    maps, _, depth = (sketch.figure for sketch in attention_figures(shown(report, None), tmp_path))
+    titles = [axes.get_title() for part in maps.subfigs[1:] for axes in part.axes]
+    assert [title for title in titles if title.startswith("layer")] == ["layer 2", "layer 5", "layer 9"]
+    assert all(axes.lines[0].get_xdata().tolist() == [2, 5, 9] for axes in depth.axes)
+    tiled = replace(attention_of("Where?", 3, None), layers=[2, 5, 9])
+    (by_order, _) = (
+        sketch.figure for sketch in attention_figures(shown(replace(report, attention=[tiled]), None), tmp_path)
+    )
+    (axes,) = (axes for part in by_order.subfigs[1:] for axes in part.axes if axes.get_ylabel() == "layer")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["2", "5", "9"]
 
 
 def test_another_question_is_no_baseline(pictures):
