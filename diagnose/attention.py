@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .families import Parts, find_parts
+from .families import RESAMPLED, Parts, find_parts
 from .positions import boundary_ids, token_kinds
 from .probe import evaluating, model_inputs
 from .report import KINDS, Attention
@@ -32,8 +32,8 @@ def attention_maps(
     it. Several pictures are taken together, in token order; so are the tiles of one picture, with the newline rows
     that some families put at image positions.
 
-    Layers without an attention map (linear attention), and layers whose sliding window ends before the picture, say
-    nothing of where text looks and are left out of the result.
+    Layers without an attention map (linear attention), and layers in whose sliding window the picture does not lie
+    whole, say nothing of where text looks and are left out of the result.
 
     The decoder alone runs with eager attention, which costs `heads * tokens^2` numbers for one layer; afterwards its
     implementation is what it was, also after an error. The head is not run.
@@ -69,7 +69,9 @@ def attention_maps(
 
     with evaluating(parts.inner), _eager(parts.decoder), ExitStack() as hooks:
         for number, layer in enumerate(parts.layers, 1):
-            if (attention := dict(layer.named_children()).get("self_attn")) is not None:
+            attention = dict(layer.named_children()).get("self_attn")
+            window = getattr(attention, "sliding_window", None)
+            if attention is not None and (window is None or asking[-1] - visual[0] < window):
                 hooks.enter_context(attention.register_forward_hook(hook(number)))
         parts.inner(**inputs, use_cache=False)
     if any(row.isnan().any() for row in received.values()):
@@ -82,7 +84,8 @@ def attention_maps(
             "reaches the picture: looked at the second output of each layer's self_attn under eager attention."
         )
     shares = [row.sum().item() for row in received.values()]
-    grid = picture_grid(inputs, len(visual))
+    # Learned queries are no places in the picture, even where their number is a square.
+    grid = None if parts.model.config.model_type in RESAMPLED else picture_grid(inputs, len(visual))
     maps = [(row / share).reshape(grid or (1, -1)) for row, share in zip(received.values(), shares, strict=True)]
     return Attention(
         question=question,
@@ -92,6 +95,7 @@ def attention_maps(
         image_share=shares,
         entropy=[relative_entropy(each) for each in maps],
         bottom_bias=None if grid is None else [bottom_bias(each) for each in maps],
+        regions=None if grid is None else thirds(torch.stack(maps).mean(0)).tolist(),
         layers=list(received),
     )
 
@@ -130,10 +134,19 @@ def bottom_bias(shares: Tensor) -> float:
 
     Where three does not divide the number of rows, the row at the edge counts in part.
     """
-    rows = len(shares)
-    edges = torch.arange(1, rows + 1, dtype=shares.dtype)
-    weights = (edges - 2 * rows / 3).clamp(0, 1)
-    return 3 * (weights @ shares.sum(-1)).item()
+    return 3 * thirds(shares)[-1].sum().item()
+
+
+def thirds(shares: Tensor) -> Tensor:
+    """Shares `(rows, columns)` gathered into thirds of both, `(3, 3)`; cells that lie across an edge count in part."""
+
+    def weights(cells: int) -> Tensor:
+        edges = torch.arange(cells + 1, dtype=shares.dtype)
+        ends = torch.arange(1, 4, dtype=shares.dtype).unsqueeze(-1) * cells / 3
+        covered = torch.minimum(edges, ends).diff(dim=-1)  # of each cell, up to the end of each third
+        return covered.diff(dim=0, prepend=torch.zeros_like(covered[:1]))
+
+    return weights(shares.shape[0]) @ shares @ weights(shares.shape[1]).T
 
 
 def _positions(parts: Parts, inputs: Mapping[str, Any], special_ids: Iterable[int]) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What a decoder's layers do to visual and to text tokens, measured while it runs (figures 1b, 2, 3, 4)."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,7 @@ class DepthProbe:
         self._masks: Tensor | None = None
         self._state: Tensor | None = None  # what entered the layer before, widened, and its norms
         self._norms: Tensor | None = None
+        self._at_end = False
 
     @contextmanager
     def watching(self, masks: Callable[[], Tensor]) -> Iterator[None]:
@@ -52,6 +54,7 @@ class DepthProbe:
             yield
         finally:
             self._expected = self._masks = self._state = self._norms = None
+            self._at_end = False
             for handle in handles:
                 handle.remove()
 
@@ -95,6 +98,11 @@ class DepthProbe:
             after = output[0] if isinstance(output, tuple) else output
             before = args[0] if args else kwargs["hidden_states"]
             wide = widest(after.device)
+            if before.dim() != 3:
+                raise ValueError(
+                    f"{type(layer).__name__} takes hidden states of shape {tuple(before.shape)}, not (batch, tokens, "
+                    "d). This family cannot be measured."
+                )
             before, after = (_rows(each).to(after.device, wide) for each in (before, after))
             norm = before.norm(dim=-1)
             if number:
@@ -107,7 +115,7 @@ class DepthProbe:
                     torch.stack([norm, norm.log()]), _where(self._masks, torch.ones_like(norm) > 0, norm > 0)
                 )
                 self._add_cosine(number, after, norm)
-                self._state = self._norms = None
+                self._state, self._norms, self._at_end = None, None, True
 
         return hook
 
@@ -130,7 +138,10 @@ class DepthProbe:
         self._layers[number].add(torch.stack([norm, rotation, size, angle, norm.log(), size.log()]), masks)
 
     def _after_final_norm(self, norm: nn.Module, args: tuple, output: Tensor) -> None:
+        if not self._at_end:  # NanoChat applies it before the first layer too
+            return
         assert self._masks is not None
+        self._at_end = False
         self._final.add(_rows(output).to(widest(output.device)).norm(dim=-1), self._masks)
 
 
@@ -151,6 +162,8 @@ def _where(masks: Tensor, *defined: Tensor) -> Tensor:
 def _curve(values: list[Moments | None], name: str, kind: str) -> Curve:
     for number, value in enumerate(values, 1):
         where = f"{'entering' if name in ('norm', 'update_angle') else 'at'} layer {number}"
+        if value is None and name in ("update_angle", "log_update"):
+            continue
         if value is None:
             raise _Undefined(
                 f"All {kind} tokens are zero {where}, so that they have no direction ({name}). Has the projector been "
@@ -161,7 +174,11 @@ def _curve(values: list[Moments | None], name: str, kind: str) -> Curve:
                 f"The {kind} tokens' hidden states are NaN or infinite {where} ({name}). Load the model in bfloat16 "
                 "or float32, and check its weights."
             )
-    return Curve([value.mean for value in values if value], [value.std for value in values if value])
+    # A layer that changes nothing has an update without direction.
+    return Curve(
+        [math.nan if value is None else value.mean for value in values],
+        [math.nan if value is None else value.std for value in values],
+    )
 
 
 def _asymmetry(rotation: dict[str, Curve]) -> float | None:

@@ -14,14 +14,23 @@ from transformers import PreTrainedModel
 
 PROJECTORS = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "visual.merger"),
-    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), "visual.merger"),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "exaone4_5"), "visual.merger"),
     **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "connector"),
     **dict.fromkeys(("deepseek_vl", "deepseek_vl_hybrid", "janus"), "aligner"),
+    **dict.fromkeys(("hyperclovax_vision_v2", "paddleocr_vl", "video_llama_3"), "projector"),
+    "ernie4_5_vl_moe": "resampler_model",
     "kimi_k25": "mm_projector",
+    "lighton_ocr": "vision_projection",
     "ovis2": "visual_embeddings_table",
-    "video_llama_3": "projector",
 }
 """The projector's module within the base model, by `model_type`; elsewhere it is `multi_modal_projector`."""
+
+
+RESAMPLED = {"aria", "idefics2"}
+"""Families, by `model_type`, whose visual tokens are learned queries: none of them is a place in the picture."""
+
+UNREADABLE = {"hunyuan_vl": "its projector puts learned rows among the visual tokens, which nothing tells from them"}
+"""Families that would be measured wrong, by `model_type`, and why."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,11 @@ def find_parts(model: nn.Module) -> Parts:
             raise ValueError(
                 f"{type(model).__name__} is no model of transformers (PreTrainedModel). Load it with them."
             )
+        if model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]
+            raise ValueError("Prompt tuning adds tokens that are no part of the batch. Measure the model without it.")
         return find_parts(peft())
+    if model.config.model_type in UNREADABLE:
+        raise ValueError(f"{type(model).__name__} cannot be read: {UNREADABLE[model.config.model_type]}.")
     inner = model.base_model
     decoder = model.get_decoder()
     image_token = getattr(model.config, "image_token_id", None)
@@ -84,8 +97,8 @@ def find_parts(model: nn.Module) -> Parts:
         raise ValueError(
             f"{type(model).__name__} ({model.config.model_type}) cannot be read: looked for config.image_token_id, "
             "get_image_features, get_decoder().layers and get_decoder().norm, as in every vision-language model whose "
-            f"visual tokens stand in the decoder's sequence; not found: {', '.join(missing)}. There are no such "
-            "tokens where pictures are read by cross-attention, or in a language model alone."
+            f"visual tokens stand in the decoder's sequence; not found: {', '.join(missing)}. Its visual "
+            "tokens are kept in another way, or it has none (cross-attention, a language model alone)."
         )
     prefix = "" if inner is model else f"{model.base_model_prefix}."
     name = PROJECTORS.get(model.config.model_type, "multi_modal_projector")

@@ -45,6 +45,7 @@ class InterfaceProbe:
                 handles.append(self._parts.norm.register_forward_pre_hook(self._before_norm))
         inner = self._parts.inner
         original = inner.get_image_features  # a method, which no hook reaches
+        of_instance = vars(inner).get("get_image_features")
 
         @functools.wraps(original)
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -57,6 +58,8 @@ class InterfaceProbe:
             yield
         finally:
             del inner.get_image_features
+            if of_instance is not None:
+                inner.get_image_features = of_instance
             for handle in handles:
                 handle.remove()
 
@@ -72,8 +75,14 @@ class InterfaceProbe:
         raw = RunningMoments()
         raw.add(self._row_norms[counts])
         stored, text, text_raw = raw.result(), received.get("text"), found["text_raw"]
-        scale = text.mean / text_raw.mean if text and text_raw and text_raw.mean else self._expected_scale()
-        vocabulary = stored and Moments(scale * stored.mean, scale * stored.std, stored.count)
+        scale: float | None = self._expected_scale()
+        if text and text_raw and text_raw.mean:
+            scale = text.mean / text_raw.mean
+            # Where something else than a factor lies between rows and decoder, the deviation does not scale along.
+            scale = scale if abs(text.std - scale * text_raw.std) <= 0.01 * text.mean else None
+        vocabulary = None
+        if stored is not None and scale is not None:
+            vocabulary = Moments(scale * stored.mean, scale * stored.std, stored.count)
         visual = received.get("visual")
         visual_table, indicator_table = self._tables()
         return Interface(
@@ -108,11 +117,17 @@ class InterfaceProbe:
         if features is not None:
             # Convolutional encoders (FastVLM) give (images, channels, height, width).
             self._add("encoder_output", features.flatten(2).mT if features.dim() == 4 else features)
-        newline = dict(self._parts.inner.named_parameters(recurse=False)).get("image_newline")
-        if newline is not None:
-            features = output.pooler_output
-            features = torch.cat([f.reshape(-1, f.shape[-1]) for f in features])
-            self.newline = (features == newline.to(features.device, features.dtype)).all(-1)
+        learned = [row for row in self._parts.inner.parameters(recurse=False) if row.dim() == 1]
+        if not learned:
+            return
+        if output.pooler_output is None:
+            raise ValueError(
+                f"get_image_features of {type(self._parts.inner).__name__} has no pooler_output, by which learned "
+                "rows at image positions are told from the picture's. This family cannot be measured."
+            )
+        rows = torch.cat([each.reshape(-1, each.shape[-1]) for each in output.pooler_output])
+        same = [(rows == row.to(rows.device, rows.dtype)).all(-1) for row in learned if len(row) == rows.shape[-1]]
+        self.newline = torch.stack(same).any(0) if same else None
 
     def _at_projector(self, projector: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
         features = args[0] if args else next(iter(kwargs.values()))

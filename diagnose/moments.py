@@ -40,7 +40,8 @@ class RunningMoments:
         if masks is None:
             masks = torch.ones(values.shape[-1], dtype=torch.bool, device=values.device)
         masks = masks.to(values.device)
-        masks = masks.view(-1, 1, masks.shape[-1]) if masks.dim() < 3 else masks
+        if masks.dim() < 3:
+            masks = masks.reshape(1 if masks.dim() == 1 else len(masks), 1, masks.shape[-1])
         values = torch.where(masks, values, 0.0).expand(groups, quantities, -1)
         count = masks.sum(-1).to(values.dtype).expand(groups, quantities)
         mean = values.sum(-1) / count.clamp(min=1)

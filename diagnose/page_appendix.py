@@ -84,7 +84,19 @@ def attention_tables(models: Sequence[Report]) -> list[Table]:
         for each in model.attention
     ]
     columns = ["Question", "Model", "Visual tokens", "Share of the picture", "Entropy", "Bottom bias"]
-    return [Table("Attention from the text after a picture to the picture, mean over layers.", columns, rows)]
+    tables = [Table("Attention from the text after a picture to the picture, mean over layers.", columns, rows)]
+    ninths = [
+        [each.question, name, *(number(share, 3) for third in each.regions for share in third)]
+        for name, model in zip(names(models), models, strict=True)
+        for each in model.attention
+        if each.regions
+    ]
+    if ninths:
+        groups = [("", 2), ("Top", 3), ("Middle", 3), ("Bottom", 3)]
+        columns = ["Question", "Model", *["Left", "Centre", "Right"] * 3]
+        caption = "Share of the attention to the picture on each ninth of it, mean over layers; even is 0.111."
+        tables.append(Table(caption, columns, ninths, groups=groups))
+    return tables
 
 
 def _token(text: str | None) -> str:

@@ -29,7 +29,7 @@ def probe(
     """Measures norms at the interface and rotation in depth (RQ1 to RQ4, figures 1 to 4), in one pass over `batches`.
 
     Memory does not grow with the number of batches or of layers. The model is left as it was found. Its head is not
-    run.
+    run. Hooks are on it while it runs: not to be used from two threads at once.
 
     Args:
         model: A vision-language model of transformers, in any precision, quantized, offloaded or with PEFT adapters.
@@ -57,15 +57,15 @@ def probe(
             inputs["input_ids"], inputs.get("attention_mask"), parts.model.config, special, interface.newline
         )
 
-    with evaluating(parts.inner), interface.watching(), depth.watching(masks):
-        for batch in batches:
-            inputs = model_inputs(parts, batch)
-            interface.newline = None
+    for batch in batches:
+        inputs = model_inputs(parts, batch)
+        interface.newline = None
+        with evaluating(parts.inner), interface.watching(), depth.watching(masks):
             parts.inner(**inputs, use_cache=False)
-            kinds = masks()
-            interface.add_text(inputs["input_ids"].flatten()[kinds[KINDS.index("text")]])
-            tokens += kinds.sum(-1).cpu()
-            samples += len(inputs["input_ids"])
+        kinds = masks()
+        interface.add_text(inputs["input_ids"].flatten()[kinds[KINDS.index("text")]])
+        tokens += kinds.sum(-1).cpu()
+        samples += len(inputs["input_ids"])
     if not samples:
         raise ValueError("There is no batch to measure. Give at least one.")
     counts = {kind: count for kind, count in zip(KINDS, tokens.tolist(), strict=True) if count}
@@ -74,7 +74,15 @@ def probe(
             f"None of the {samples} sequences has a visual token, id {parts.image_token} (config.image_token_id). Put "
             "the image token into the prompts, as the processor does."
         )
-    config = parts.model.config
+    config, found = parts.model.config, interface.result(depth.norm_received())
+    left_out = []
+    if parts.projector is None:
+        left_out.append(f"The projector: where models of type {config.model_type!r} keep it is not known.")
+    if found.scale is None:
+        left_out.append(
+            "N_text and what follows from it: the norms of text tokens are no multiple of those of their rows in the "
+            "embedding matrix, as with an adapter on it, or with position embeddings."
+        )
     return Report(
         model=name or Path(config.name_or_path).name or config.model_type,
         model_type=config.model_type,
@@ -84,8 +92,9 @@ def probe(
         data=data,
         samples=samples,
         tokens=counts,
-        interface=interface.result(depth.norm_received()),
+        interface=found,
         depth=depth.result(),
+        left_out=left_out,
         norm=config.projector_norm if config.model_type == "normalign_llava" else None,
     )
 
@@ -103,12 +112,20 @@ def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """A batch without labels, on the model's device and in its precision.
 
     Raises:
-        ValueError: It has no `input_ids`.
+        ValueError: It is no mapping with `input_ids`, its mask is not `(batch, tokens)`, or it has video or sound.
     """
-    if "input_ids" not in batch:
-        raise ValueError(f"A batch has no input_ids, which tell image tokens from text; it has {', '.join(batch)}.")
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        keys = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ValueError(f"A batch has no input_ids, which tell image tokens from text; it has {keys}.")
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}. Give (batch, tokens), 1 where attended.")
+    if others := sorted({"pixel_values_videos", "input_features"} & set(batch)):
+        raise ValueError(
+            f"A batch has {' and '.join(others)}. Tokens of video and sound are not measured: give images."
+        )
     device = parts.model.device  # "meta" if offloaded: then accelerate's hooks move what comes
-    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name != "labels"}
+    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in ("labels", "use_cache")}
     for name, value in inputs.items():
         if isinstance(value, Tensor):
             value = value if device.type == "meta" else value.to(device)

@@ -55,7 +55,8 @@ class Interface:
         text_raw: Rows of the embedding matrix for the `text` tokens in the data, as stored.
         vocabulary_raw: Rows of the embedding matrix as stored: all that are not zero, without the image token's.
         vocabulary: The same as received: `scale * vocabulary_raw`. Its mean is N_text (eq. 11).
-        scale: Norm of text tokens as received over that of their rows as stored; 1 where nothing scales them.
+        scale: Norm of text tokens as received over that of their rows as stored; 1 where nothing scales them. None
+            where the one is no multiple of the other; `vocabulary` and `ratio` then are None too.
         visual_table, indicator_table: Rows of the visual embedding table (Ovis, table 3).
         ratio: `visual.mean / vocabulary.mean`: 1 is aligned.
         ratio_data: `visual.mean / text.mean`.
@@ -98,7 +99,7 @@ class Depth:
         log_norm, log_update: Natural logarithm of the norms of states (L + 1 values) and of updates (L values). The
             exponential of their means is the geometric mean, which a few tokens of huge norm (attention sinks) move
             little.
-        update_angle: Angle between a state and its update, radians, L values.
+        update_angle: Angle between a state and its update, radians, L values; NaN for a layer that changes nothing.
         asymmetry: Mean rotation of visual over mean rotation of text tokens, over layers 1 to L - 1; below 1 visual
             tokens turn more slowly. None without either kind.
     """
@@ -183,6 +184,8 @@ class Attention:
             the picture, in most models all.
         bottom_bias: By layer, attention on the bottom third of the grid over what an even map has there: 1 is no bias.
             None without a grid.
+        regions: Share of the attention to the picture on each ninth of it, `[top to bottom][left to right]`, averaged
+            over layers; they sum to 1. None without a grid.
     """
 
     question: str
@@ -192,6 +195,7 @@ class Attention:
     image_share: list[float]
     entropy: list[float]
     bottom_bias: list[float] | None
+    regions: list[list[float]] | None
     layers: list[int]
 
 

@@ -181,8 +181,8 @@ class _Seen:
                 measured.append(
                     attention_maps(model, inputs, question=sample.question, picture=file, special_ids=special)
                 )
-            except ValueError as error:
-                return measured, [f"Attention, from question {number} on: {error}"]
+            except (ValueError, RuntimeError) as error:  # out of memory, for one: maps take heads * tokens^2 numbers
+                return measured, [f"Attention, from question {number} on: {str(error).splitlines()[0]}"]
             shown_picture(processor, inputs, sample.picture).save(self.folder / file)
         return measured, []
 
@@ -208,12 +208,13 @@ def _revisions(found: list[Found]) -> dict[str, str]:
 def shown_picture(processor: ProcessorMixin, inputs: dict[str, Tensor], picture: Image.Image) -> Image.Image:
     """The picture as the model was shown it, cropped and resized; `picture` itself where that cannot be told.
 
-    It can be where `pixel_values` are one picture, `(1, 3, height, width)`, and the image processor says by which mean
-    and deviation it normalised them.
+    It can be where `pixel_values` are one picture, `(1, 3, height, width)`, which the image processor has scaled to
+    0 to 1 and normalised by a mean and deviation that it names.
     """
-    pixels = inputs["pixel_values"]
-    mean, std = (getattr(processor.image_processor, name, None) for name in ("image_mean", "image_std"))
-    if pixels.dim() != 4 or len(pixels) != 1 or mean is None or std is None:
+    pixels = inputs.get("pixel_values")
+    names = ("image_mean", "image_std", "do_normalize", "do_rescale")
+    mean, std, *done = (getattr(processor.image_processor, name, None) for name in names)
+    if pixels is None or pixels.dim() != 4 or len(pixels) != 1 or mean is None or std is None or not all(done):
         return picture
     shown = pixels[0].float() * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
     return Image.fromarray((shown * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy())

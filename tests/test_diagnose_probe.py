@@ -9,7 +9,7 @@ import tiny
 import torch
 import vlm_families
 from accelerate import cpu_offload
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
@@ -203,12 +203,86 @@ def test_boundaries_are_told_by_configuration_or_tokenizer():
     assert probe(model, [batch]).tokens == {"visual": 4, "text": 3, "special": 2}
 
 
+def test_sequences_without_text_or_without_a_picture():
+    model, batch = vlm_families.make("llava")
+    alone = {"input_ids": torch.tensor([[1, *[IMAGE] * 4]]), "pixel_values": batch["pixel_values"][:1]}
+    report = probe(model, [alone])
+    assert report.tokens == {"visual": 4, "special": 1}
+    assert report.interface.text is None and report.interface.ratio_data is None and report.depth.asymmetry is None
+    assert report.interface.ratio == pytest.approx(report.interface.visual.mean / report.interface.vocabulary.mean)
+    words = {"input_ids": torch.tensor([[1, 5, 6, 7]])}
+    assert probe(model, [alone, words]).tokens == {"visual": 4, "text": 3, "special": 2}
+
+
+def test_left_padding_changes_nothing():
+    model, batch = vlm_families.make("llava")
+    expected = probe(model, [batch]).to_dict()
+    padding = batch["attention_mask"].argmin(-1).tolist()  # where the shorter row ends
+    rolled = {name: batch[name].clone() for name in ("input_ids", "attention_mask")}
+    for row, end in enumerate(padding):
+        for value in rolled.values():
+            value[row] = value[row].roll(-end)
+    left = probe(model, [{**batch, **rolled}]).to_dict()
+    assert left["tokens"] == expected["tokens"]
+    for name in ("norm", "rotation", "update_norm"):
+        for kind, curve in expected["depth"][name].items():
+            assert left["depth"][name][kind]["mean"] == pytest.approx(curve["mean"], rel=1e-4)
+
+
+def test_a_layer_that_changes_nothing():
+    model, batch = vlm_families.make("llava")
+    with torch.no_grad():
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            model_layers(model)[1].get_submodule(name).weight.zero_()
+    depth = probe(model, [batch]).depth
+    assert depth.rotation["text"].mean[1] == 0 and depth.cosine["text"].mean[1] == pytest.approx(1)
+    assert math.isnan(depth.update_angle["text"].mean[1]) and not math.isnan(depth.update_angle["text"].mean[2])
+
+
+def test_rows_that_are_more_than_scaled_have_no_n_text():
+    model, batch = vlm_families.make("llava")
+    adapter = LoraConfig(target_modules=["embed_tokens"], r=4, lora_alpha=64, init_lora_weights=False)
+    report = probe(get_peft_model(model, adapter), [batch])
+    found = report.interface
+    assert found.scale is found.vocabulary is found.ratio is None and found.vocabulary_raw is not None
+    assert found.ratio_data == pytest.approx(found.visual.mean / found.text.mean)
+    assert "N_text" in report.left_out[0]
+
+
+def test_batches_may_come_from_the_model_itself():
+    model, batch = vlm_families.make("llava_next")
+    expected = probe(model, [batch, batch])
+    original = model.model.get_image_features
+    model.model.get_image_features = lambda *args, **kwargs: original(*args, **kwargs)
+    own = model.model.get_image_features
+
+    def batches():
+        for _ in range(2):
+            model(**batch)
+            probe(model, [batch])
+            yield batch
+
+    assert probe(model, batches()) == expected
+    assert model.model.get_image_features is own
+
+
 def test_refusals_name_the_remedy():
     model, batch = vlm_families.make("llava")
     with pytest.raises(ValueError, match="no batch"):
         probe(model, [])
     with pytest.raises(ValueError, match="input_ids.*pixel_values"):
         probe(model, [{"pixel_values": batch["pixel_values"]}])
+    with pytest.raises(ValueError, match="input_ids.*list"):
+        probe(model, [[1, 2]])
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 1, 4, 4\)"):
+        probe(model, [{**batch, "attention_mask": torch.ones(2, 1, 4, 4)}])
+    with pytest.raises(ValueError, match="pixel_values_videos"):
+        probe(model, [{**batch, "pixel_values_videos": batch["pixel_values"]}])
+    with pytest.raises(ValueError, match="Prompt tuning"):
+        tuned = get_peft_model(
+            vlm_families.make("llava")[0], PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        )
+        probe(tuned, [batch])
     with pytest.raises(ValueError, match="visual token.*97"):
         probe(model, [{"input_ids": torch.tensor([[1, 5, 6]])}])
     with torch.no_grad():

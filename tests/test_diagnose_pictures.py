@@ -1,0 +1,50 @@
+"""The picture that attention is drawn on is the one that the model was shown."""
+
+import numpy as np
+import pytest
+import tiny_parts
+from PIL import Image
+from transformers import LlavaProcessor
+
+from normalign_llava.diagnose.run import shown_picture
+
+
+def processor(kind, **changes):
+    image_processor = tiny_parts.image_processor(kind)
+    for name, value in changes.items():
+        setattr(image_processor, name, value)
+    return LlavaProcessor(image_processor, tiny_parts.tokenizer(extra=("<image>",)), image_token="<image>")
+
+
+def picture():
+    """Twice as wide as high, of a colour that tells left from right."""
+    columns = np.linspace(0, 255, 32).astype("uint8")
+    return Image.fromarray(
+        np.stack([np.tile(columns, (16, 1)), np.full((16, 32), 90, "uint8"), np.zeros((16, 32), "uint8")], -1)
+    )
+
+
+def shown(kind, **changes):
+    made = processor(kind, **changes)
+    inputs = {"pixel_values": made.image_processor(images=[picture()], return_tensors="pt")["pixel_values"]}
+    return shown_picture(made, inputs, picture())
+
+
+@pytest.mark.parametrize("kind", ["clip", "dinov2"])
+def test_a_cropped_picture_is_shown_cropped(kind):
+    found = np.asarray(shown(kind)).astype(int)
+    assert np.abs(found - np.asarray(picture().crop((8, 0, 24, 16))).astype(int)).max() <= 1
+
+
+@pytest.mark.parametrize("kind", ["siglip", "vit"])
+def test_a_squeezed_picture_is_shown_squeezed(kind):
+    found = shown(kind)
+    assert found.size == (16, 16)
+    red = np.asarray(found)[8, :, 0].astype(int)
+    assert red[0] < 20 and red[-1] > 235 and (np.diff(red) > 0).all()
+
+
+@pytest.mark.parametrize("switched_off", ["do_normalize", "do_rescale"])
+def test_where_it_cannot_be_told_the_picture_itself_is_shown(switched_off):
+    assert np.array_equal(np.asarray(shown("clip", **{switched_off: False})), np.asarray(picture()))
+    assert shown_picture(processor("clip"), {}, picture()).size == (32, 16)
