@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from .report import Curve, Report
-from .verdict import EQUAL, asymmetry, change, entry_ratio, has_norm, is_equal, number
+from .verdict import EQUAL, EQUAL_RATE, asymmetry, change, entry_ratio, has_norm, is_equal, number
 
 
 EQUAL_ANGLE = 10.0
@@ -37,7 +37,8 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
     """The paper's claims, each with what was measured here.
 
     Claims about models without the norm are checked on `against` where it alone has none. "Larger", "slower" and "the
-    same" are as `EQUAL` and `EQUAL_ANGLE` say, "nearer" as `NO_CHANGE`, "less diffuse" as `NO_CHANGE_ENTROPY`.
+    same" are as `EQUAL`, `EQUAL_RATE` and `EQUAL_ANGLE` say, "nearer" as `NO_CHANGE`, "less diffuse" as
+    `NO_CHANGE_ENTROPY`.
     """
     treated = against is not None and has_norm(report) and not has_norm(against)
     subject = against if against is not None and treated else report
@@ -98,7 +99,7 @@ def _asymmetry(report: Report) -> tuple[str, str]:
     sentence = f"They turn at {number(turn, 2)} × the rate of text; more slowly in {slower} of {len(pair[0])} layers."
     if ratio <= EQUAL:
         return "not measured", f"Visual tokens are not larger here. {sentence}"
-    return _when(turn < 1 / EQUAL), sentence
+    return _when(turn < 1 / EQUAL_RATE), sentence
 
 
 def _vocabulary(report: Report) -> tuple[str, str]:
@@ -106,7 +107,7 @@ def _vocabulary(report: Report) -> tuple[str, str]:
     if ratio is None or turn is None:
         return "not measured", "This takes visual and text tokens in the decoder."
     sentence = f"They enter at {number(ratio, 2)} × the norm of text and turn at {number(turn, 2)} × its rate."
-    return _when(ratio > EQUAL and is_equal(turn)), sentence
+    return _when(ratio > EQUAL and is_equal(turn, EQUAL_RATE)), sentence
 
 
 def _update_size(report: Report) -> tuple[str, str]:

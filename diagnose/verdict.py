@@ -10,6 +10,9 @@ from .report import Interface, Report
 EQUAL = 1.25
 """Two sizes within this factor of each other count as equal: ratios from 0.8 to 1.25."""
 
+EQUAL_RATE = 1.1
+"""Two rates within this factor of each other count as equal. Rates differ by less than norms in every model seen."""
+
 NO_CHANGE = 1.05
 """A ratio has come nearer to 1, or gone farther from it, if its distance from 1 changed by more than this factor."""
 
@@ -17,8 +20,9 @@ NO_CHANGE = 1.05
 def verdict(report: Report, against: Report | None = None) -> list[str]:
     """Two sentences for a person: how visual tokens enter and turn, and what that means.
 
-    The second answers whether the model has the problem that the paper describes (a ratio of norms above `EQUAL` and a
-    ratio of rates below 1 / `EQUAL`) or, with `against`, whether norms and rates are nearer to each other than there.
+    The second answers whether the model has the problem that the paper describes (a ratio of norms above `EQUAL` and
+    a ratio of rates below 1 / `EQUAL_RATE`) or, with `against`, whether norms and rates are nearer to each other than
+    there.
     """
     return [_first(report), _second(report) if against is None else _compared(report, against)]
 
@@ -56,9 +60,9 @@ def has_norm(report: Report) -> bool:
     return report.norm not in (None, "none")
 
 
-def is_equal(ratio: float) -> bool:
-    """Whether a ratio of two sizes counts as 1 (`EQUAL`)."""
-    return 1 / EQUAL <= ratio <= EQUAL
+def is_equal(ratio: float, within: float = EQUAL) -> bool:
+    """Whether a ratio counts as 1: of two sizes (`EQUAL`), or of what else `within` says."""
+    return 1 / within <= ratio <= within
 
 
 def distance(ratio: float) -> float:
@@ -88,7 +92,7 @@ def _first(report: Report) -> str:
             reason = "the data hold no text tokens whose rate theirs could be compared with"
         return f"{enter}; {reason}."
     over = f"mean over layers 1 to {layers(report) - 1}"
-    if is_equal(turn):
+    if is_equal(turn, EQUAL_RATE):
         return f"{enter} and turn at the rate of text ({number(turn, 2)} ×, {over})."
     return f"{enter} and turn at {number(turn, 2)} × the rate of text ({over})."
 
@@ -118,14 +122,14 @@ def _second(report: Report) -> str:
         no = "This is not the problem the paper describes: the norms are equal to within a factor of 1.25"
         if turn is None:
             return f"{no}."
-        rates = "so are the rates" if is_equal(turn) else f"visual tokens turn {_pace(turn)} all the same"
+        rates = "so are the rates" if is_equal(turn, EQUAL_RATE) else f"visual tokens turn {_pace(turn)} all the same"
         return f"{no}, and {rates}."
     if ratio < 1:
         opposite = "This is the opposite of the problem the paper describes: visual tokens are smaller than text"
         return f"{opposite}." if turn is None else f"{opposite}, and turn {_pace(turn)}."
     if turn is None:
         return "This is the difference in norm that the paper describes; whether it slows visual tokens is not known."
-    if turn < 1 and not is_equal(turn):
+    if turn < 1 and not is_equal(turn, EQUAL_RATE):
         return "This is the problem the paper describes: visual tokens are larger than text, and turn more slowly."
     return (
         f"This is half of the problem the paper describes: visual tokens are larger than text, yet turn {_pace(turn)}."
@@ -160,6 +164,6 @@ def _compared(report: Report, against: Report) -> str:
 
 
 def _pace(turn: float) -> str:
-    if is_equal(turn):
+    if is_equal(turn, EQUAL_RATE):
         return "at its rate"
     return "more slowly" if turn < 1 else "faster"

@@ -10,7 +10,8 @@ from ..diagnose.report import PAGE, REPORT
 from ..diagnose.run import FOLDER, diagnose
 
 
-OURS, BASELINE = "with the norm", "without the norm"
+OURS, BASELINE = "quickstart", "quickstart-no-norm"
+"""What the models are called in the reports."""
 
 
 def diagnose_once(checkpoint: Path, name: str, baseline: Path | None, baseline_name: str, samples: int) -> Path:

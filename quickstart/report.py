@@ -94,7 +94,7 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
     same = "the same answers" if results["reloaded_answers_identical"] else "[red]other answers"
     console.print(f"Reloaded in a fresh process from its own code: {same} to {results['reloaded_answers']} questions.")
     for name, sentences in results["verdicts"].items():
-        console.print(f"{name}: {' '.join(sentences)}", highlight=False)
+        console.print(f"Report on {name}: {' '.join(sentences)}", highlight=False, markup=False)
     console.print(f"Checkpoint: {output / 'model'}\nPictures:   {output / 'pictures.png'}")
     for page in pages:
         console.print(f"Report:     {page}")

@@ -140,7 +140,7 @@ def run_quickstart(
     with journal.step("diagnose"):
         counterpart = baseline / "model" if full_baseline else None
         pages = [
-            diagnose_once(stage1, f"{OURS}, stage 1", baseline / "stage1", f"{BASELINE}, stage 1", settings.diagnosed),
+            diagnose_once(stage1, f"{OURS}-stage1", baseline / "stage1", f"{BASELINE}-stage1", settings.diagnosed),
             diagnose_once(model, OURS, counterpart, BASELINE, settings.diagnosed),
         ]
 

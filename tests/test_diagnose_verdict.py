@@ -48,8 +48,8 @@ def test_numbers_have_significant_digits(value, digits, written):
         (46.0, 1.1, "enter at 46 × the norm of text and turn at the rate of text (1.1 ×", "half of the problem"),
         (46.0, 1.5, "turn at 1.5 × the rate", "larger than text, yet turn faster."),
         (1.0, 0.5, "enter with the norm of text", "visual tokens turn more slowly all the same"),
-        (1.2501, 0.79, "enter at 1.3 ×", "This is the problem"),
-        (1.25, 0.8, "enter with the norm of text", "not the problem"),
+        (1.2501, 0.9, "enter at 1.3 × the norm of text and turn at 0.90 × the rate", "This is the problem"),
+        (1.25, 0.92, "enter with the norm of text (1.2 ×) and turn at the rate of text (0.92 ×", "not the problem"),
     ],
 )
 def test_one_model(ratio, asymmetry, first, second):

@@ -82,8 +82,8 @@ def test_a_killed_quickstart_goes_on_to_its_end(archives, tmp_path):
 
     compared, alone = (report(output / folder) for folder in ("stage1", "model"))
     assert (compared["report"]["model"], compared["against"]["model"]) == (
-        "with the norm, stage 1",
-        "without the norm, stage 1",
+        "quickstart-stage1",
+        "quickstart-no-norm-stage1",
     )
     assert (compared["report"]["norm"], compared["against"]["norm"]) == ("layer_norm", "none")
     assert compared["report"]["interface"]["ratio"] == pytest.approx(1.0, abs=0.1)
@@ -94,7 +94,7 @@ def test_a_killed_quickstart_goes_on_to_its_end(archives, tmp_path):
     again = run_quickstart(output, SHORT, full_baseline=True, console=console)
     assert {name: again["steps"][name] for name in results["steps"]} == results["steps"]
     assert again["baseline"]["accuracy"].keys() == again["after"]["accuracy"].keys()
-    assert report(output / "model")["against"]["model"] == "without the norm"
+    assert report(output / "model")["against"]["model"] == "quickstart-no-norm"
     assert "without the norm" in console.export_text() and (output / "baseline" / "model").exists()
     with pytest.raises(ValueError, match=r"other settings \(seed\)"):
         run_quickstart(output, replace(SHORT, seed=1))
