@@ -138,7 +138,8 @@ def _bottom(report: Report) -> tuple[str, str]:
     bias = attention_mean(each.bottom_bias for each in report.attention)
     if bias is None:
         return "not measured", "This takes a question about a picture whose visual tokens form one grid."
-    return _when(bias > EQUAL), f"The bottom third gets {number(bias, 2)} × what even attention would give it."
+    sentence = f"The bottom third gets {number(bias, 2)} × what even attention would give it ({_asked(report)})."
+    return _when(bias > EQUAL), sentence
 
 
 def _remedy_norms(report: Report, against: Report) -> tuple[str, str]:
@@ -162,7 +163,13 @@ def _remedy_focus(report: Report, against: Report) -> tuple[str, str]:
     new, old = (attention_mean(each.entropy for each in model.attention) for model in (report, against))
     if new is None or old is None:
         return "not measured", "This takes the same questions asked of both."
-    return _when(old - new > NO_CHANGE_ENTROPY), f"Entropy {number(new, 3)}, {number(old, 3)} without it; 1 is even."
+    sentence = f"Entropy {number(new, 3)}, {number(old, 3)} without it; 1 is even ({_asked(report)})."
+    return _when(old - new > NO_CHANGE_ENTROPY), sentence
+
+
+def _asked(report: Report) -> str:
+    count = len(report.attention)
+    return f"{count} question{'' if count == 1 else 's'}"
 
 
 def _when(agrees: bool) -> str:
@@ -174,10 +181,11 @@ def _pair(report: Report, quantity: str) -> tuple[list[float], list[float]] | No
     curves: dict[str, Curve] = getattr(report.depth, quantity) if report.depth else {}
     if "visual" not in curves or "text" not in curves:
         return None
-    visual, text = curves["visual"].mean, curves["text"].mean
-    if quantity != "log_norm":
-        visual, text = visual[:-1], text[:-1]
-    return (visual, text) if visual else None
+    pairs = list(zip(curves["visual"].mean, curves["text"].mean, strict=True))
+    pairs = pairs if quantity == "log_norm" else pairs[:-1]
+    # A layer that changes nothing has an update without size or angle.
+    pairs = [pair for pair in pairs if all(map(math.isfinite, pair))]
+    return ([visual for visual, _ in pairs], [text for _, text in pairs]) if pairs else None
 
 
 def _factor(visual: list[float], text: list[float]) -> float:

@@ -149,3 +149,22 @@ def test_visual_vocabulary():
     (finding,) = (finding for finding in findings(report) if finding.claim.startswith("RQ4"))
     assert finding.outcome == "agrees"
     assert "RQ4" not in "".join(each.claim for each in findings(diagnosed()))
+
+
+def test_a_layer_that_changes_nothing_is_passed_over():
+    report = diagnosed(37.0, "none")
+    curves = {
+        kind: dataclasses.replace(curve, mean=list(curve.mean)) for kind, curve in report.depth.update_angle.items()
+    }
+    curves["visual"].mean[3] = math.nan
+    changed = dataclasses.replace(report, depth=dataclasses.replace(report.depth, update_angle=curves))
+    before, after = (next(each for each in findings(of) if "same angle" in each.claim) for of in (report, changed))
+    assert before == after and after.outcome == "agrees" and "nan" not in after.sentence
+
+
+def test_attention_says_of_how_many_questions():
+    report = diagnosed(37.0, "none")
+    (said,) = (each.sentence for each in findings(report) if "bottom of the picture" in each.claim)
+    assert said.endswith("(1 question).")
+    report = dataclasses.replace(report, attention=report.attention * 3)
+    assert any(each.sentence.endswith("(3 questions).") for each in findings(report))
