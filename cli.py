@@ -195,11 +195,15 @@ def diagnose(
     with _errors_for_people(extra="qlora"):
         from .diagnose.run import diagnose as measure
 
-        done = measure(
-            model, against=against, data=data, samples=samples, output=output, batch_size=batch_size, seed=seed,
-            dtype=dtype, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code, name=name,
-            against_name=against_name,
-        )  # fmt: skip
+        try:
+            done = measure(
+                model, against=against, data=data, samples=samples, output=output, batch_size=batch_size, seed=seed,
+                dtype=dtype, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code, name=name,
+                against_name=against_name,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            Console(stderr=True).print("Stopped. Nothing was written.")
+            raise typer.Exit(130) from None
     console = Console()
     for sentence in [*done.verdict, *done.report.left_out]:
         console.print(sentence, highlight=False, markup=False)

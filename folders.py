@@ -3,6 +3,7 @@
 """Folders that appear whole or not at all."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -73,6 +74,13 @@ def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collect
         if target.exists():
             os.replace(target, old)
         os.replace(staging, target)
+        # What runs that were killed left: folders of tempfile's eight letters that hold one of this name.
+        for left in target.parent.glob(f".{target.name}-" + "[a-z0-9_]" * 8):
+            if left != Path(temporary) and {each.name for each in left.iterdir()} in (
+                {target.name},
+                {target.name, "old"},
+            ):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _existing_parent(path: Path) -> Path:

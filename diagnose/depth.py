@@ -35,6 +35,8 @@ class DepthProbe:
         self._state: Tensor | None = None  # what entered the layer before, widened, and its norms
         self._norms: Tensor | None = None
         self._at_end = False
+        self._turned: Tensor | float = 0.0  # by the layers so far, mean rotation of each kind in this pass
+        self._ratios = RunningMoments()  # of visual to text rotation, one for each pass
 
     @contextmanager
     def watching(self, masks: Callable[[], Tensor]) -> Iterator[None]:
@@ -83,7 +85,13 @@ class DepthProbe:
             for name, curve in found.items():
                 curves[name][KINDS[kind]] = curve
         finals = {KINDS[kind]: moments for kind in kinds if (moments := final[kind][0]) is not None}
-        return Depth(final_norm=finals, asymmetry=_asymmetry(curves["rotation"]), **curves)
+        ratios = self._ratios.result()
+        return Depth(
+            final_norm=finals,
+            asymmetry=_asymmetry(curves["rotation"]),
+            asymmetry_error=ratios.std / math.sqrt(ratios.count - 1) if ratios and ratios.count > 1 else None,
+            **curves,
+        )
 
     def norm_received(self) -> dict[str, Moments]:
         """Norms of the first layer's input by kind."""
@@ -94,7 +102,7 @@ class DepthProbe:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             if number == 0:
                 assert self._expected is not None
-                self._masks = self._expected()
+                self._masks, self._turned = self._expected(), 0.0
             after = output[0] if isinstance(output, tuple) else output
             before = args[0] if args else kwargs["hidden_states"]
             wide = widest(after.device)
@@ -108,6 +116,8 @@ class DepthProbe:
             if number:
                 self._add_cosine(number - 1, before, norm)
             self._add_update(number, before, norm, after - before)
+            if number == len(self._layers) - 2:  # as in the asymmetry, without the last layer
+                self._add_ratio()
             self._state, self._norms = before, norm
             if number == len(self._layers) - 1:
                 norm = after.norm(dim=-1)
@@ -135,7 +145,14 @@ class DepthProbe:
         always, exists, moves = torch.ones_like(norm) > 0, norm > 0, size > 0
         turns = exists & (torch.hypot(across, norm + along) > 0)
         masks = _where(self._masks, always, turns, always, exists & moves, exists, moves)
-        self._layers[number].add(torch.stack([norm, rotation, size, angle, norm.log(), size.log()]), masks)
+        means = self._layers[number].add(torch.stack([norm, rotation, size, angle, norm.log(), size.log()]), masks)
+        turned = self._turned.to(means.device) if isinstance(self._turned, Tensor) else self._turned
+        self._turned = turned + means[:, _QUANTITIES.index("rotation")]
+
+    def _add_ratio(self) -> None:
+        assert isinstance(self._turned, Tensor)
+        ratio = self._turned[KINDS.index("visual")] / self._turned[KINDS.index("text")]
+        self._ratios.add(ratio.view(1), ratio.isfinite().view(1))
 
     def _after_final_norm(self, norm: nn.Module, args: tuple, output: Tensor) -> None:
         if not self._at_end:  # NanoChat applies it before the first layer too

@@ -31,13 +31,15 @@ MEASURES = {
 
 def attention_figures(models: Sequence[Shown], pictures: Path) -> list[Sketch]:
     """A figure for each question asked of the last of `models`, and one of the measures over depth."""
-    asked = models[-1].report.attention
+    asked = [each for each in models[-1].report.attention if each.maps]
     sketches = []
     for index, own in enumerate(asked):
         same = [
             (model, model.report.attention[index])
             for model in models
-            if index < len(model.report.attention) and model.report.attention[index].question == own.question
+            if index < len(model.report.attention)
+            and model.report.attention[index].question == own.question
+            and model.report.attention[index].maps
         ]
         sketches.append(question(same, index + 1, pictures))
     deep = [model for model in models if model.report.attention]

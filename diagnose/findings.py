@@ -5,10 +5,10 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 
 from .report import Curve, Report
-from .verdict import EQUAL, EQUAL_RATE, asymmetry, change, entry_ratio, has_norm, is_equal, number
+from .verdict import EQUAL, EQUAL_RATE, asymmetry, asymmetry_said, change, entry_ratio, has_norm, is_equal, number
 
 
 EQUAL_ANGLE = 10.0
@@ -24,7 +24,8 @@ class Finding:
 
     Attributes:
         claim: The claim and where the paper makes it.
-        outcome: "agrees", "disagrees" or "not measured".
+        outcome: "agrees", "disagrees", "unclear" (within two standard errors of the threshold), "no difference"
+            (between the two models) or "not measured".
         sentence: The numbers, or why there are none.
     """
 
@@ -73,13 +74,27 @@ def attention_mean(curves: Iterable[list[float] | None]) -> float | None:
     return fmean(values) if values else None
 
 
+def attention_spread(report: Report, name: str) -> tuple[float, float | None] | None:
+    """Mean over questions of one of the attention's measures, itself a mean over layers, and its standard error.
+
+    The error is None for one question; None for both where no question has the measure.
+    """
+    means = [fmean(curve) for each in report.attention if (curve := getattr(each, name)) is not None]
+    if not means:
+        return None
+    return fmean(means), stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+
+
 def _disparity(report: Report) -> tuple[str, str]:
     encoder, text = report.interface.encoder_output, report.interface.vocabulary
     if encoder is None or text is None or not text.mean:
         return "not measured", "This takes the encoder's output and a vocabulary."
     ratio = encoder.mean / text.mean
     sentence = f"They have a norm of {number(encoder.mean, 3)}, text embeddings of {number(text.mean, 3)}"
-    return _when(ratio > EQUAL), f"{sentence}: {number(ratio, 2)} ×."
+    sentence = f"{sentence}: {number(ratio, 2)} ×"
+    if (read := report.interface.projector_input) is not None:
+        sentence += f"; the rows that the projector reads have {number(read.mean, 3)}"
+    return _when(ratio > EQUAL), f"{sentence}."
 
 
 def _projector(report: Report) -> tuple[str, str]:
@@ -96,10 +111,11 @@ def _asymmetry(report: Report) -> tuple[str, str]:
     if ratio is None or turn is None or pair is None:
         return "not measured", "This takes visual and text tokens in the decoder."
     slower = sum(visual < text for visual, text in zip(*pair, strict=True))
-    sentence = f"They turn at {number(turn, 2)} × the rate of text; more slowly in {slower} of {len(pair[0])} layers."
+    said = asymmetry_said(report)
+    sentence = f"They turn at {said} × the rate of text; more slowly in {slower} of {len(pair[0])} layers."
     if ratio <= EQUAL:
         return "not measured", f"Visual tokens are not larger here. {sentence}"
-    return _when(turn < 1 / EQUAL_RATE), sentence
+    return _above(1 / EQUAL_RATE, turn, report.depth.asymmetry_error if report.depth else None), sentence
 
 
 def _vocabulary(report: Report) -> tuple[str, str]:
@@ -135,11 +151,12 @@ def _update_angle(report: Report) -> tuple[str, str]:
 def _bottom(report: Report) -> tuple[str, str]:
     if has_norm(report):
         return "not measured", "This takes a model without the norm."
-    bias = attention_mean(each.bottom_bias for each in report.attention)
-    if bias is None:
+    spread = attention_spread(report, "bottom_bias")
+    if spread is None:
         return "not measured", "This takes a question about a picture whose visual tokens form one grid."
-    sentence = f"The bottom third gets {number(bias, 2)} × what even attention would give it ({_asked(report)})."
-    return _when(bias > EQUAL), sentence
+    said = number(spread[0], 3) if spread[1] is None else f"{number(spread[0], 3)} ± {spread[1]:.1g}"
+    sentence = f"The bottom third gets {said} × what even attention would give it ({_asked(report)})."
+    return _above(spread[0], EQUAL, spread[1]), sentence
 
 
 def _remedy_norms(report: Report, against: Report) -> tuple[str, str]:
@@ -148,7 +165,7 @@ def _remedy_norms(report: Report, against: Report) -> tuple[str, str]:
         return "not measured", "This takes visual and text tokens in both decoders."
     ours, theirs = _factor(*new), _factor(*old)
     sentence = f"They differ by a factor of {number(ours, 3)} on average, of {number(theirs, 3)} without it."
-    return _when(change(ours, theirs) == "nearer to"), sentence
+    return _nearer(ours, theirs), sentence
 
 
 def _remedy_rates(report: Report, against: Report) -> tuple[str, str]:
@@ -156,20 +173,34 @@ def _remedy_rates(report: Report, against: Report) -> tuple[str, str]:
     if new is None or old is None:
         return "not measured", "This takes visual and text tokens in both decoders."
     sentence = f"Visual tokens turn at {number(new, 3)} × the rate of text, at {number(old, 3)} × without it."
-    return _when(change(new, old) == "nearer to"), sentence
+    return _nearer(new, old), sentence
 
 
 def _remedy_focus(report: Report, against: Report) -> tuple[str, str]:
-    new, old = (attention_mean(each.entropy for each in model.attention) for model in (report, against))
-    if new is None or old is None:
+    pairs = list(zip(report.attention, against.attention, strict=False))
+    if not pairs or any(new.question != old.question for new, old in pairs):
         return "not measured", "This takes the same questions asked of both."
+    new, old = (fmean(fmean(each.entropy) for each in model) for model in zip(*pairs, strict=True))
+    fallen = [fmean(theirs.entropy) - fmean(ours.entropy) for ours, theirs in pairs]
+    error = stdev(fallen) / math.sqrt(len(fallen)) if len(fallen) > 1 else None
     sentence = f"Entropy {number(new, 3)}, {number(old, 3)} without it; 1 is even ({_asked(report)})."
-    return _when(old - new > NO_CHANGE_ENTROPY), sentence
+    return _above(fmean(fallen), NO_CHANGE_ENTROPY, error), sentence
 
 
 def _asked(report: Report) -> str:
     count = len(report.attention)
     return f"{count} question{'' if count == 1 else 's'}"
+
+
+def _above(value: float, threshold: float, error: float | None) -> str:
+    """Whether a value is above a threshold, where its standard error lets that be said."""
+    if error is not None and abs(value - threshold) < 2 * error:
+        return "unclear"
+    return _when(value > threshold)
+
+
+def _nearer(new: float, old: float) -> str:
+    return {"nearer to": "agrees", "farther from": "disagrees"}.get(change(new, old), "no difference")
 
 
 def _when(agrees: bool) -> str:

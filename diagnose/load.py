@@ -143,6 +143,8 @@ def _stored_config(source: str) -> dict[str, Any]:
     except OSError as error:
         if Path(source).exists():
             raise ValueError(f"The configuration of {source} cannot be read: {error}") from error
+        if source.startswith(("/", ".", "~")):
+            raise ValueError(f"{source} is no file or folder here. Check the path.") from error
         raise ValueError(
             f"{source!r} is no file or folder here, and the Hub gave no such model: {error} Check the name and your "
             "connection; a gated or private one needs `hf auth login`."

@@ -2,6 +2,8 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Mean and standard deviation of values that come in parts, in memory that does not grow with them."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -27,8 +29,8 @@ class RunningMoments:
         self._shape = (groups, quantities)
         self._state: tuple[Tensor, Tensor, Tensor] | None = None  # count, mean, sum of squared distances from the mean
 
-    def add(self, values: Tensor, masks: Tensor | None = None) -> None:
-        """Takes values in.
+    def add(self, values: Tensor, masks: Tensor | None = None) -> Tensor:
+        """Takes values in, and returns their means alone, `(groups, quantities)`, NaN where there is none.
 
         Args:
             values: `(n,)`, or `(quantities, n)`.
@@ -46,9 +48,10 @@ class RunningMoments:
         count = masks.sum(-1).to(values.dtype).expand(groups, quantities)
         mean = values.sum(-1) / count.clamp(min=1)
         squares = (torch.where(masks, values - mean.unsqueeze(-1), 0.0)).square().sum(-1)
+        means = torch.where(count > 0, mean, math.nan)
         if self._state is None:
             self._state = (count, mean, squares)
-            return
+            return means
         old_count, old_mean, old_squares = (each.to(values.device) for each in self._state)
         total = (old_count + count).clamp(min=1)
         distance = mean - old_mean
@@ -57,6 +60,7 @@ class RunningMoments:
             old_mean + distance * count / total,
             old_squares + squares + distance.square() * old_count * count / total,
         )
+        return means
 
     def results(self) -> list[list[Moments | None]]:
         """Moments by group and quantity; None where no value came."""

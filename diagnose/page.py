@@ -97,6 +97,9 @@ def write_page(
             f"{unknown[0].file} is of section {unknown[0].section!r}. Choose one of {', '.join(SECTIONS)}."
         )
     models = [report] if against is None else [against, report]
+    claims = findings(report, against)
+    if all(claim.outcome == "not measured" for claim in claims):  # a vision encoder or a language model alone
+        claims = []
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -109,7 +112,7 @@ def write_page(
         against=against,
         verdict=verdict(report, against),
         measures=_measures(report, against),
-        findings=findings(report, against),
+        findings=claims,
         sections=_sections(models, drawings, folder, simulation),
         left_out=list(dict.fromkeys(sentence for model in reversed(models) for sentence in model.left_out)),
         data=model_table(models),

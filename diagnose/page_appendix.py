@@ -4,8 +4,9 @@
 
 from collections.abc import Sequence
 from itertools import zip_longest
+from statistics import fmean
 
-from .findings import attention_mean
+from .findings import attention_mean, attention_spread
 from .page_tables import Table, mean, names
 from .paper import paper_tables
 from .report import Report
@@ -84,19 +85,36 @@ def attention_tables(models: Sequence[Report]) -> list[Table]:
         for each in model.attention
     ]
     columns = ["Question", "Model", "Visual tokens", "Share of the picture", "Entropy", "Bottom bias"]
-    tables = [Table("Attention from the text after a picture to the picture, mean over layers.", columns, rows)]
-    ninths = [
-        [each.question, name, *(number(share, 3) for third in each.regions for share in third)]
+    caption = "Attention from the text after a picture to the picture, mean over layers, by question."
+    by_question = Table(caption, columns, rows, folded=len(rows) > 8)
+    measures = ("image_share", "entropy", "bottom_bias")
+    over_all = [
+        [name, f"{len(model.attention):,}", *(_spread(attention_spread(model, measure)) for measure in measures)]
         for name, model in zip(names(models), models, strict=True)
-        for each in model.attention
-        if each.regions
+        if model.attention
     ]
+    columns = ["Model", "Questions", "Share of the picture", "Entropy", "Bottom bias"]
+    caption = (
+        "Attention from the text after a picture to the picture, mean over layers and questions ± standard error."
+    )
+    tables = [Table(caption, columns, over_all), by_question]
+    ninths = []
+    for name, model in zip(names(models), models, strict=True):
+        if regions := [each.regions for each in model.attention if each.regions]:
+            shares = [fmean(each[row][column] for each in regions) for row in range(3) for column in range(3)]
+            ninths.append([name, *(number(share, 3) for share in shares)])
     if ninths:
-        groups = [("", 2), ("Top", 3), ("Middle", 3), ("Bottom", 3)]
-        columns = ["Question", "Model", *["Left", "Centre", "Right"] * 3]
-        caption = "Share of the attention to the picture on each ninth of it, mean over layers; even is 0.111."
+        groups = [("", 1), ("Top", 3), ("Middle", 3), ("Bottom", 3)]
+        columns = ["Model", *["Left", "Centre", "Right"] * 3]
+        caption = "Share of the attention to the picture on each ninth of it, mean over layers and questions."
         tables.append(Table(caption, columns, ninths, groups=groups))
     return tables
+
+
+def _spread(spread: tuple[float, float | None] | None) -> str:
+    if spread is None:
+        return "–"
+    return number(spread[0], 3) if spread[1] is None else f"{number(spread[0], 3)} ± {spread[1]:.1g}"
 
 
 def _token(text: str | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from .depth import DepthProbe
 from .families import Parts, find_parts
@@ -22,7 +22,7 @@ def probe(
     model: nn.Module,
     batches: Iterable[Mapping[str, Tensor]],
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     name: str | None = None,
     data: str | None = None,
 ) -> Report:
@@ -35,7 +35,7 @@ def probe(
         model: A vision-language model of transformers, in any precision, quantized, offloaded or with PEFT adapters.
         batches: Inputs of its forward pass: `input_ids` `(batch, tokens)` with image tokens expanded,
             `attention_mask`, `pixel_values` and whatever else the family needs. Labels are ignored.
-        tokenizer: Tells special tokens from text, besides those that the configuration names.
+        tokenizer: Tells special tokens from text, besides those that the configuration names; or the processor.
         name: What to call the model; by default the last part of the folder or Hub id it came from.
         data: What to call the data.
 
@@ -46,9 +46,11 @@ def probe(
         ValueError: The model cannot be read (`find_parts`), there is no batch, a batch has no `input_ids` or no token
             is visual in all of them, or hidden states are NaN or infinite.
     """
+    if isinstance(batches, Mapping):
+        raise ValueError("batches is one mapping. Give a list of batches, or any iterable of them.")
     parts = find_parts(model)
     interface, depth = InterfaceProbe(parts), DepthProbe(parts)
-    special = boundary_ids(parts.model.config) | tokenizer_ids(tokenizer)
+    special = boundary_ids(parts.model.config) | tokenizer_ids(getattr(tokenizer, "tokenizer", tokenizer))
     tokens, samples = torch.zeros(len(KINDS), dtype=torch.long), 0
     inputs: dict[str, Any] = {}
 

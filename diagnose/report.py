@@ -53,7 +53,8 @@ class Interface:
         norm_input: Rows that enter the norm at the projector's end, where it has one (this package's models).
         visual, text, special, newline, indicator: Tokens in the data as received, by kind (`KINDS`).
         text_raw: Rows of the embedding matrix for the `text` tokens in the data, as stored.
-        vocabulary_raw: Rows of the embedding matrix as stored: all that are not zero, without the image token's.
+        vocabulary_raw: Rows of the embedding matrix as stored: all that are not zero, without the image token's and
+            the padding that repeats it.
         vocabulary: The same as received: `scale * vocabulary_raw`. Its mean is N_text (eq. 11).
         scale: Norm of text tokens as received over that of their rows as stored; 1 where nothing scales them. None
             where the one is no multiple of the other; `vocabulary` and `ratio` then are None too.
@@ -102,6 +103,7 @@ class Depth:
         update_angle: Angle between a state and its update, radians, L values; NaN for a layer that changes nothing.
         asymmetry: Mean rotation of visual over mean rotation of text tokens, over layers 1 to L - 1; below 1 visual
             tokens turn more slowly. None without either kind.
+        asymmetry_error: Its standard error, from its spread over batches; None with fewer than two.
     """
 
     norm: dict[str, Curve]
@@ -113,6 +115,7 @@ class Depth:
     log_norm: dict[str, Curve]
     log_update: dict[str, Curve]
     asymmetry: float | None
+    asymmetry_error: float | None
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ class Attention:
         grid: Rows and columns of the picture's visual tokens; None where they form no single grid (tiles), and then
             `maps` are by token order, one row.
         maps: `[layer][row][column]`: share of the attention to the picture that falls on each visual token; each
-            layer sums to 1.
+            layer sums to 1. Kept of the questions that are drawn, empty for the others.
         image_share: Share of all attention that falls on the picture, by layer.
         entropy: Entropy of each layer's map over that of an even one: 1 is even, 0 is one token.
         layers: Numbers, from 1, of the layers that `maps` and the lists belong to: those whose attention map reaches

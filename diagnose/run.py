@@ -8,6 +8,7 @@ import os
 import platform
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ from .verdict import verdict
 FOLDER = "diagnostics"
 """The folder within a checkpoint that holds its report."""
 
-QUESTIONS_DRAWN = 4
-"""Of how many samples, the first, attention is measured and drawn."""
+QUESTIONS, QUESTIONS_DRAWN = 16, 4
+"""Of how many samples, the first, attention is measured; and of how many it is drawn."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,10 @@ def diagnose(
     if batch_size < 1:
         raise ValueError(f"The batch size is {batch_size}; it must be at least 1.")
     found = [find(each, trust_remote_code=trust_remote_code) for each in (model, against) if each is not None]
+    if load_in_4bit and find_spec("bitsandbytes") is None:
+        raise ModuleNotFoundError("Quantizing to 4 bits takes bitsandbytes, which is not installed")
+    if data is not None and all(each.kind == "language model" for each in found):
+        raise ValueError(f"Of {found[0].name}, a language model alone, no pictures are shown. Leave {data!r} out.")
     if load_in_4bit and (alone := [each.name for each in found if each.kind == "vision encoder"]):
         raise ValueError(f"{', '.join(alone)} has no language model to quantize. Leave --load-in-4bit out.")
     folder = _folder(model, output)
@@ -115,6 +120,8 @@ def diagnose(
         simulation = simulate() if report.depth else None
         drawings = draw(report, baseline, staging, simulation=simulation)
         provenance = seen.provenance(samples) | _revisions(found)
+        if drawn is not None:
+            provenance["first question"] = drawn.samples[0].question
         conclusion = verdict(report, baseline)
         content = {
             "schema_version": SCHEMA_VERSION,
@@ -158,7 +165,7 @@ class _Seen:
         report = probe(
             model, track(made, name, total=total), tokenizer=processor.tokenizer, name=name, data=drawn.name
         )
-        attention, left_out = self._attention(model, processor, drawn.samples[:QUESTIONS_DRAWN], prefix)
+        attention, left_out = self._attention(model, processor, drawn.samples[:QUESTIONS], prefix)
         return replace(
             report,
             embeddings=embedding_table_of(model, processor.tokenizer, name=name),
@@ -174,16 +181,18 @@ class _Seen:
     ) -> tuple[list[Attention], list[str]]:
         measured: list[Attention] = []
         special = tokenizer_ids(processor.tokenizer)
-        for number, sample in enumerate(samples, 1):
+        for number, sample in enumerate(track(samples, "attention"), 1):
             (inputs,) = batches(processor, [sample], 1)
-            file = f"{prefix}picture_{number}.png"
             try:
-                measured.append(
-                    attention_maps(model, inputs, question=sample.question, picture=file, special_ids=special)
-                )
+                found = attention_maps(model, inputs, question=sample.question, special_ids=special)
             except (ValueError, RuntimeError) as error:  # out of memory, for one: maps take heads * tokens^2 numbers
                 return measured, [f"Attention, from question {number} on: {str(error).splitlines()[0]}"]
+            if number > QUESTIONS_DRAWN:
+                measured.append(replace(found, maps=[]))
+                continue
+            file = f"{prefix}picture_{number}.png"
             shown_picture(processor, inputs, sample.picture).save(self.folder / file)
+            measured.append(replace(found, picture=file))
         return measured, []
 
     def provenance(self, samples: int) -> dict[str, str]:
@@ -234,7 +243,12 @@ def _written(folder: Path) -> set[str]:
     try:
         content = json.loads((folder / REPORT).read_text(encoding="utf-8"))
         asked = [each for report in (content["report"], content["against"]) if report for each in report["attention"]]
-        return {REPORT, PAGE, *(each["picture"] for each in asked), *(each["file"] for each in content["figures"])}
+        return {
+            REPORT,
+            PAGE,
+            *(each["picture"] for each in asked if each["picture"]),
+            *(each["file"] for each in content["figures"]),
+        }
     except (OSError, ValueError, KeyError, TypeError):
         return set()
 

@@ -55,6 +55,13 @@ def asymmetry(report: Report) -> float | None:
     return report.depth.asymmetry if report.depth else None
 
 
+def asymmetry_said(report: Report) -> str:
+    """The asymmetry in two digits, with its standard error where that is known."""
+    error = report.depth.asymmetry_error if report.depth else None
+    said = number(asymmetry(report), 2)
+    return said if error is None else f"{said} ± {error:.1g}"
+
+
 def has_norm(report: Report) -> bool:
     """Whether it is a model of this package with the norm after its projector."""
     return report.norm not in (None, "none")
@@ -82,10 +89,13 @@ def _first(report: Report) -> str:
     interface, ratio, turn = report.interface, entry_ratio(report), asymmetry(report)
     if ratio is None:
         return _one_part(interface)
+    data, seen = interface.ratio_data, ""
+    if interface.ratio is not None and data is not None and is_equal(data) != is_equal(ratio):
+        seen = f", {number(data, 2)} × that of the text in the data"
     if is_equal(ratio):
-        enter = f"Visual tokens enter with the norm of text ({number(ratio, 2)} ×)"
+        enter = f"Visual tokens enter with the norm of text ({number(ratio, 2)} ×{seen})"
     else:
-        enter = f"Visual tokens enter at {number(ratio, 2)} × the norm of text"
+        enter = f"Visual tokens enter at {number(ratio, 2)} × the norm of text{seen and f' ({seen[2:]})'}"
     if turn is None:
         reason = "how fast they turn was not measured"
         if report.depth is not None and "text" not in report.depth.rotation:
@@ -93,8 +103,8 @@ def _first(report: Report) -> str:
         return f"{enter}; {reason}."
     over = f"mean over layers 1 to {layers(report) - 1}"
     if is_equal(turn, EQUAL_RATE):
-        return f"{enter} and turn at the rate of text ({number(turn, 2)} ×, {over})."
-    return f"{enter} and turn at {number(turn, 2)} × the rate of text ({over})."
+        return f"{enter} and turn at the rate of text ({asymmetry_said(report)} ×, {over})."
+    return f"{enter} and turn at {asymmetry_said(report)} × the rate of text ({over})."
 
 
 def _one_part(interface: Interface) -> str:
@@ -159,7 +169,10 @@ def _compared(report: Report, against: Report) -> str:
         ("the encoder's tokens have", ours.encoder_output, theirs.encoder_output),
     ):
         if new is not None and old is not None:
-            return f"Against {against.model} {name} a norm of {number(new.mean, 3)} instead of {number(old.mean, 3)}."
+            said = f"{name} a norm of {number(new.mean, 3)} instead of {number(old.mean, 3)}"
+            if entry_ratio(report) is not None:  # a base without pictures: the model is judged by itself
+                return f"{_second(report)[:-1]}; against {against.model} {said}."
+            return f"Against {against.model} {said}."
     return f"Nothing that was measured of it was measured of {against.model} too."
 
 

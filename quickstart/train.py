@@ -47,15 +47,20 @@ def train_stage(options: dict[str, Any], checkpoint: Path, data: Path, output: P
         given = {"model_name_or_path": checkpoint, "dataset_name": data, "output_dir": run, "bf16": bf16}
         if run.exists():
             given["resume_from_checkpoint"] = "last"
-        words: list[str] = []
-        for name, value in {**options, **given}.items():
-            words += [f"--{name}", *(str(each) for each in (value if isinstance(value, list) else [value]))]
-        train(*parse(words))
+        train(*parse(words({**options, **given})))
         with finished_folder(output) as folder:
             for file in run.iterdir():
                 if file.is_file():  # folders are the trainer's checkpoints
                     file.rename(folder / file.name)
     shutil.rmtree(run, ignore_errors=True)
+
+
+def words(options: dict[str, Any]) -> list[str]:
+    """Options as they stand on a command line."""
+    found = []
+    for name, value in options.items():
+        found += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return found
 
 
 def bfloat16_pays() -> bool:

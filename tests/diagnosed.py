@@ -96,6 +96,7 @@ def _depth(entry: dict[str, float]) -> Depth:
         log_norm={kind: curve([math.log(value) for value in values]) for kind, values in norms.items()},
         log_update={kind: curve([math.log(size) for size in sizes]) for kind in entry},
         asymmetry=mean["visual"] / mean["text"],
+        asymmetry_error=None,
     )
 
 

@@ -50,6 +50,7 @@ def depth_of(layers, visual_norm, kinds=("visual", "text")):
         log_norm={kind: Curve(np.log(states[kind]).tolist(), [0.2] * (layers + 1)) for kind in kinds},
         log_update={kind: Curve(np.log(2 + 0.1 * np.arange(layers)).tolist(), [0.1] * layers) for kind in kinds},
         asymmetry=float(turns["visual"][:-1].mean() / turns["text"][:-1].mean()) if both else None,
+        asymmetry_error=None,
     )
 
 

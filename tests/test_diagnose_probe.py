@@ -29,7 +29,7 @@ def test_every_number_equals_the_reference(family):
     for kind, tokens in expected.items():
         assert report.tokens[kind] == len(tokens), kind
     for name, curves in vars(report.depth).items():
-        if name in ("asymmetry", "final_norm"):
+        if name in ("asymmetry", "asymmetry_error", "final_norm"):
             continue
         assert set(curves) == set(expected), name
         for kind, tokens in expected.items():
@@ -47,6 +47,9 @@ def test_every_number_equals_the_reference(family):
         for kind in ("visual", "text")
     }
     assert report.depth.asymmetry == pytest.approx(turned["visual"] / turned["text"], rel=1e-6)
+    alone = [probe(model, [each], tokenizer=tokenizer()).depth for each in (batch, other)]
+    assert report.depth.asymmetry_error == pytest.approx(abs(alone[0].asymmetry - alone[1].asymmetry) / 2, rel=1e-6)
+    assert alone[0].asymmetry_error is None
 
 
 @pytest.mark.parametrize("family", vlm_families.FAMILIES)
@@ -272,6 +275,8 @@ def test_refusals_name_the_remedy():
         probe(model, [])
     with pytest.raises(ValueError, match="input_ids.*pixel_values"):
         probe(model, [{"pixel_values": batch["pixel_values"]}])
+    with pytest.raises(ValueError, match="Give a list of batches"):
+        probe(model, batch)
     with pytest.raises(ValueError, match="input_ids.*list"):
         probe(model, [[1, 2]])
     with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 1, 4, 4\)"):

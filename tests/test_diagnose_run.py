@@ -25,7 +25,6 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
 from normalign_llava.diagnose import findings, report, simulation_results
 from normalign_llava.diagnose.run import diagnose
-from normalign_llava.folders import replaced_folder
 
 
 DOCS = Path(__file__).parent.parent / "docs" / "report.md"
@@ -96,7 +95,7 @@ def listed(content):
     """Names of all files that a report speaks of."""
     asked = [each for model in (content["report"], content["against"]) if model for each in model["attention"]]
     drawn = (each["file"] for each in content["figures"])
-    return {"report.json", "report.html", *(each["picture"] for each in asked), *drawn}
+    return {"report.json", "report.html", *(each["picture"] for each in asked if each["picture"]), *drawn}
 
 
 def cli(*arguments):
@@ -112,7 +111,9 @@ def test_the_report_holds_what_the_api_returned(compared):
     assert content["verdict"] == done.verdict and len(done.verdict) == 2
     assert content["report"] == as_json(done.report.to_dict())
     assert content["against"] == as_json(done.against.to_dict())
-    assert {finding["outcome"] for finding in content["findings"]} <= {"agrees", "disagrees", "not measured"}
+    outcomes = {"agrees", "disagrees", "unclear", "no difference", "not measured"}
+    assert {finding["outcome"] for finding in content["findings"]} <= outcomes
+    assert content["provenance"]["first question"] == done.report.attention[0].question
     assert content["provenance"]["torch"] == torch.__version__ and content["provenance"]["samples asked for"] == "6"
 
 
@@ -123,7 +124,9 @@ def test_what_was_measured_of_ours_and_of_the_baseline(compared):
     assert ours.interface.ratio == pytest.approx(1, abs=1e-4) and none.interface.ratio > 10
     assert ours.gain.distance == pytest.approx(0, abs=1e-6) and none.gain is None
     questions = [each.question for each in ours.attention]
-    assert questions == [each.question for each in none.attention] and len(questions) == 4
+    assert questions == [each.question for each in none.attention] and len(questions) == 6
+    assert [bool(each.maps and each.picture) for each in ours.attention] == [True] * 4 + [False] * 2  # what is drawn
+    assert all(len(each.entropy) == len(each.layers) == 2 for each in none.attention)
     assert ours.left_out == none.left_out == []
 
 
@@ -250,18 +253,6 @@ def test_a_folder_with_anything_else_is_refused_before_weights_are_read(alone, r
     assert hashes(tmp_path) == before
 
 
-def test_a_folder_is_replaced_only_when_the_block_ends(tmp_path):
-    target = tmp_path / "target"
-    for text in ("one", "two"):
-        with replaced_folder(target, lambda folder: ["file"]) as staging:
-            (staging / "file").write_text(text)
-            assert target.exists() == (text == "two")
-        assert (target / "file").read_text() == text
-    with pytest.raises(KeyboardInterrupt), replaced_folder(target, lambda folder: ["file"]):
-        raise KeyboardInterrupt
-    assert (target / "file").read_text() == "two" and list(tmp_path.iterdir()) == [target]
-
-
 def test_against_a_language_model_the_embedding_matrices_are_compared(root, tmp_path):
     base = root / "ours" / "language"
     done = diagnose(str(root / "ours" / "model"), against=str(base), data=str(root / "pictures"), samples=2,
@@ -271,7 +262,7 @@ def test_against_a_language_model_the_embedding_matrices_are_compared(root, tmp_
     assert (ours.model, theirs.model) == ("ours", "its base")
     assert (ours.mean, ours.std) == pytest.approx((theirs.mean, theirs.std)) and len(ours.top) == len(theirs.top) == 10
     assert [token.id for token in ours.top] == [token.id for token in theirs.top]  # made of it, and not trained since
-    assert len(done.against.left_out) == 2 and "Against its base text embeddings have a norm of" in done.verdict[1]
+    assert len(done.against.left_out) == 2 and "against its base text embeddings have a norm of" in done.verdict[1]
     assert "Tokens of largest L2 norm" in (done.folder / "report.html").read_text(encoding="utf-8")
 
 
@@ -318,8 +309,9 @@ def test_errors_name_the_thing_the_value_and_the_remedy(root, tmp_path):
     (record / "dynamics.jsonl").write_text("{}\n")
     output = ["--output", tmp_path / "out"]
     for arguments, words in (
-        ([tmp_path / "no", "--data", data], [f"'{tmp_path / 'no'}' is no file or folder here", "Check the name"]),
-        ([model, "--against", tmp_path / "no"], [f"'{tmp_path / 'no'}' is no file or folder here", "Check the name"]),
+        ([tmp_path / "no", "--data", data], [f"{tmp_path / 'no'} is no file or folder here", "Check the path"]),
+        ([model, "--against", tmp_path / "no"], [f"{tmp_path / 'no'} is no file or folder here", "Check the path"]),
+        ([root / "ours" / "language", "--data", data], ["language, a language model alone", "Leave"]),
         ([model, "--data", tmp_path / "no"], [f"{tmp_path / 'no'} is no file or folder here"]),
         ([model, "--data", data, "--dtype", "int3"], ["dtype must be one of auto, float32, bfloat16", "got 'int3'"]),
         ([adapter], [f"{adapter} is an adapter", f"normalign merge {adapter} --output DIR"]),

@@ -352,6 +352,7 @@ def measured(states, updates) -> Depth:
         log_norm={k: Curve([states[k].norm(dim=-1).log().mean().item(), math.nan], [0.0, math.nan]) for k in states},
         log_update={kind: curve(updates[kind].norm(dim=-1).log()) for kind in states},
         asymmetry=None,
+        asymmetry_error=None,
     )
 
 

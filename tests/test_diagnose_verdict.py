@@ -48,7 +48,7 @@ def test_numbers_have_significant_digits(value, digits, written):
         (46.0, 1.1, "enter at 46 × the norm of text and turn at the rate of text (1.1 ×", "half of the problem"),
         (46.0, 1.5, "turn at 1.5 × the rate", "larger than text, yet turn faster."),
         (1.0, 0.5, "enter with the norm of text", "visual tokens turn more slowly all the same"),
-        (1.2501, 0.9, "enter at 1.3 × the norm of text and turn at 0.90 × the rate", "This is the problem"),
+        (1.2501, 0.9, "(1.1 × that of the text in the data) and turn at 0.90 × the rate", "This is the problem"),
         (1.25, 0.92, "enter with the norm of text (1.2 ×) and turn at the rate of text (0.92 ×", "not the problem"),
     ],
 )
@@ -115,14 +115,17 @@ def test_claims_are_checked_on_the_model_without_the_norm():
     for finding in findings(diagnosed(1.02, "layer_norm", "ours"), diagnosed(model="base")):
         found[finding.claim.split(":")[0]].append(finding)
     (encoder,), (projector,), (rates,) = found["RQ1"], found["RQ2"], found["RQ3"]
-    assert encoder.outcome == "agrees" and "71.8, text embeddings of 1.08: 66 ×." in encoder.sentence
+    assert (
+        encoder.outcome == "agrees"
+        and "71.8, text embeddings of 1.08: 66 ×; the rows that the projector reads have 28.7." in encoder.sentence
+    )
     assert projector.outcome == "agrees" and "37 × the norm" in projector.sentence
     assert rates.outcome == "agrees" and "more slowly in 29 of 29 layers" in rates.sentence
     size, angle = found["Section 3.1"]
     assert size.outcome == "agrees" and "a factor of 1.0 on average" in size.sentence
     assert angle.outcome == "agrees" and "97.4° for visual and 97.4° for text" in angle.sentence
     bottom, focus = found["Appendix G"]
-    assert bottom.outcome == "agrees" and "1.6 ×" in bottom.sentence
+    assert bottom.outcome == "agrees" and "1.61 ×" in bottom.sentence
     assert focus.outcome == "disagrees" and focus.sentence.startswith("Entropy 0.930, 0.930 without it")
     assert [finding.outcome for name in ("Figure 4a", "Figure 4b") for finding in found[name]] == ["agrees", "agrees"]
 
@@ -168,3 +171,28 @@ def test_attention_says_of_how_many_questions():
     assert said.endswith("(1 question).")
     report = dataclasses.replace(report, attention=report.attention * 3)
     assert any(each.sentence.endswith("(3 questions).") for each in findings(report))
+
+
+def test_what_lies_within_two_standard_errors_of_a_threshold_is_unclear():
+    report = diagnosed(37.0, "none")
+
+    def of(claim, said):
+        (found,) = (each for each in findings(said) if claim in each.claim)
+        return found
+
+    for asymmetry, error, outcome in ((0.8, 0.01, "agrees"), (0.9, 0.01, "unclear"), (0.95, 0.01, "disagrees")):
+        depth = dataclasses.replace(report.depth, asymmetry=asymmetry, asymmetry_error=error)
+        found = of("turn more slowly", dataclasses.replace(report, depth=depth))
+        assert found.outcome == outcome and f"{asymmetry:.2f} ± 0.01 ×" in found.sentence
+
+    def asked(*biases):
+        asked = [dataclasses.replace(report.attention[0], bottom_bias=[bias] * 30) for bias in biases]
+        return of("bottom of the picture", dataclasses.replace(report, attention=asked))
+
+    assert asked(1.6, 1.7, 1.8).outcome == "agrees" and "1.70 ± 0.06 ×" in asked(1.6, 1.7, 1.8).sentence
+    assert asked(0.9, 1.7, 1.6).outcome == "unclear" and asked(0.9, 1.0, 1.1).outcome == "disagrees"
+
+
+def test_two_models_that_do_not_differ():
+    same = {each.claim[:9]: each.outcome for each in findings(diagnosed(1.0, "layer_norm"), diagnosed(1.0, "none"))}
+    assert same["Figure 4a"] == same["Figure 4b"] == "no difference"

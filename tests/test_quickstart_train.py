@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from normalign_llava.build import build_checkpoint
 from normalign_llava.quickstart.data import FEATURES, png
-from normalign_llava.quickstart.train import rows_of, stage, train_stage
+from normalign_llava.quickstart.train import rows_of, stage, train_stage, words
 from normalign_llava.train.merge import merge_adapter
 from normalign_llava.train.run import main
 
@@ -69,7 +69,7 @@ def changed(before: Path, after: Path) -> set[str]:
 
 def test_a_stage_is_its_recipe_with_changes():
     recipe = stage("quickstart-align")
-    assert recipe["stage"] == "align" and rows_of(recipe) == 640
+    assert recipe["stage"] == "align" and rows_of(recipe) == 480
     assert stage("quickstart-align", max_steps=3) == {**recipe, "max_steps": 3}
     assert rows_of(stage("quickstart-tune")) == 2240
     with pytest.raises(ValueError, match="no recipe of that name"):
@@ -135,7 +135,7 @@ def test_a_killed_stage_goes_on_and_ends_with_the_same_weights(untrained, data, 
 def test_a_stage_that_was_killed_while_its_result_was_moved_is_finished(untrained, data, tmp_path):
     options = stage("quickstart-align", **SHORT)
     given = {"model_name_or_path": untrained, "dataset_name": data, "output_dir": tmp_path / "cut-trainer"}
-    main([f"--{name}={value}" for name, value in {**options, **given, "bf16": False}.items()])
+    main(words({**options, **given, "bf16": False}))
     (tmp_path / "cut-trainer" / "model.safetensors").rename(tmp_path / "straight.model.safetensors")
     train_stage(options, untrained, data, tmp_path / "cut")
     assert changed(tmp_path, tmp_path / "cut") == set()
