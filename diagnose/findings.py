@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from .report import Curve, Report
-from .verdict import EQUAL, EQUAL_RATE, asymmetry, asymmetry_said, change, entry_ratio, has_norm, is_equal, number
+from .verdict import (
+    EQUAL,
+    EQUAL_RATE,
+    asymmetry,
+    asymmetry_said,
+    change,
+    entry_ratio,
+    has_norm,
+    is_equal,
+    number,
+    with_error,
+)
 
 
 EQUAL_ANGLE = 10.0
@@ -154,7 +165,7 @@ def _bottom(report: Report) -> tuple[str, str]:
     spread = attention_spread(report, "bottom_bias")
     if spread is None:
         return "not measured", "This takes a question about a picture whose visual tokens form one grid."
-    said = number(spread[0], 3) if spread[1] is None else f"{number(spread[0], 3)} ± {spread[1]:.1g}"
+    said = with_error(*spread, digits=3)
     sentence = f"The bottom third gets {said} × what even attention would give it ({_asked(report)})."
     return _above(spread[0], EQUAL, spread[1]), sentence
 

@@ -10,7 +10,7 @@ from .findings import attention_mean, attention_spread
 from .page_tables import Table, mean, names
 from .paper import paper_tables
 from .report import Report
-from .verdict import number
+from .verdict import number, with_error
 
 
 def embedding_tables(models: Sequence[Report]) -> list[Table]:
@@ -112,9 +112,7 @@ def attention_tables(models: Sequence[Report]) -> list[Table]:
 
 
 def _spread(spread: tuple[float, float | None] | None) -> str:
-    if spread is None:
-        return "–"
-    return number(spread[0], 3) if spread[1] is None else f"{number(spread[0], 3)} ± {spread[1]:.1g}"
+    return "–" if spread is None else with_error(*spread, digits=3)
 
 
 def _token(text: str | None) -> str:

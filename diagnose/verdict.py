@@ -56,10 +56,16 @@ def asymmetry(report: Report) -> float | None:
 
 
 def asymmetry_said(report: Report) -> str:
-    """The asymmetry in two digits, with its standard error where that is known."""
-    error = report.depth.asymmetry_error if report.depth else None
-    said = number(asymmetry(report), 2)
-    return said if error is None else f"{said} ± {error:.1g}"
+    """The asymmetry, in as many digits as its standard error allows, or two where that is not known."""
+    return with_error(asymmetry(report), report.depth.asymmetry_error if report.depth else None)
+
+
+def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
+    """`value` and its standard error, of which one digit is given; alone with `digits` where there is none."""
+    if value is None or not error:
+        return number(value, digits)
+    places = max(0, -math.floor(math.log10(error)))
+    return f"{value:.{places}f} ± {error:.{places}f}"
 
 
 def has_norm(report: Report) -> bool:
