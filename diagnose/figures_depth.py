@@ -133,10 +133,10 @@ def cosine(models: Sequence[Shown]) -> Sketch:
     seen = ", ".join(f"{value} for {kind}" for kind, value in means.items())
     figure = new_figure(4.2, f"Cosine similarity from layer to layer is {seen} tokens")
     fill_layers(axes := figure.subplots(), models, "cosine")
-    tidy(axes, LAYER, "cosine similarity,\ninput and output of the layer")
+    tidy(axes, LAYER, "cosine similarity\nof consecutive states")
     legend(figure, axes, len(models))
     caption = (
-        "Cosine similarity of a token's hidden state before and after each layer, averaged over tokens (figures 2, 3 "
+        "Cosine similarity of a token's states before a layer and before the next, averaged over tokens (figures 2, 3 "
         "and 4b): 1 is no change of direction. The bands are one standard deviation over the model's tokens; the "
         "title has the mean over layers."
     )

@@ -186,7 +186,7 @@ class _Seen:
             try:
                 found = attention_maps(model, inputs, question=sample.question, special_ids=special)
             except (ValueError, RuntimeError) as error:  # out of memory, for one: maps take heads * tokens^2 numbers
-                return measured, [f"Attention, from question {number} on: {str(error).splitlines()[0]}"]
+                return measured, [f"Attention, from question {number} on: {str(error).partition(chr(10))[0]}"]
             if number > QUESTIONS_DRAWN:
                 measured.append(replace(found, maps=[]))
                 continue
