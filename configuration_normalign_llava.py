@@ -1,5 +1,10 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# Copyright 2026 The NormAlign-LLaVA authors. Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# From the Python package normalign-llava 0.1.0. This file and modeling_normalign_llava.py are all the code that a
+# checkpoint has; `normalign publish` sends these two, byte for byte the package's, and no others. If you review remote
+# code before you trust it: both import torch and transformers (and DeepSpeed, where ZeRO-3 runs already) and parts of
+# the standard library that only hold or copy things. They themselves open no file and no connection, start no process,
+# read no environment variable and evaluate no text. On import, names are registered with transformers; all else is a
+# model's settings, its initial values and its forward and backward pass.
 """Configuration of NormAlign-LLaVA: LLaVA's, plus the norm that follows the projector."""
 
 from typing import ClassVar, Literal, get_args

@@ -1,4 +1,5 @@
 # Copyright 2026 The NormAlign-LLaVA authors. Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+# From the Python package normalign-llava 0.1.0. To review it, begin at the head of configuration_normalign_llava.py.
 """NormAlign-LLaVA: LLaVA with a norm after the projector whose gain gives visual tokens the norm of text embeddings.
 
 Method and equation numbers: "The Unseen Bias", https://huggingface.co/papers/2512.08374. Read it as a diff against
@@ -89,13 +90,12 @@ class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
     """LayerNorm whose backward pass does not shrink with its gain (Global Weight Compensation, eqs. 12, 24-26).
 
     Forward: `gain * (x - mean) / sqrt(var + eps) + bias`, [`torch.nn.functional.layer_norm`] bit for bit. Backward:
-    the gradient that reaches the normalised `x` is divided by `max(mean |gain|, gain_floor)`; the gradients of gain
-    and bias are LayerNorm's own. Gain and bias are made float32, because a gain of 0.0134 in bfloat16 moves in steps
-    of 6e-5; half-precision input is normalised in float32 and returned in its own dtype. Shape: `(..., d)`.
+    the gradient that reaches the normalised `x` is divided by `max(mean |gain|, gain_floor)`; those of gain and bias
+    are LayerNorm's own. Gain and bias are float32, since a gain of 0.0134 in bfloat16 moves in steps of 6e-5; half
+    precision is normalised in float32 and returned in its own dtype. Shape: `(..., d)`.
 
     Args:
-        hidden_size (`int`): size d of the last dimension.
-        eps (`float`): added to the variance.
+        hidden_size (`int`), eps (`float`): size d of the last dimension; what is added to the variance.
         gain_floor (`float`): smallest mean |gain| to divide by.
         compensate (`bool`): `False` is a plain LayerNorm.
     """
@@ -163,8 +163,8 @@ class NormAlignLlavaMultiModalProjector(llava.LlavaMultiModalProjector):
         super().__init__(config)
         norms = {"layer_norm": GlobalWeightCompensatedLayerNorm, "rms_norm": GlobalWeightCompensatedRMSNorm}
         arguments = config.text_config.hidden_size, config.projector_norm_eps, config.gain_floor
-        compensate, kind = config.gradient_compensation == "global", config.projector_norm
-        self.norm = nn.Identity() if kind == "none" else norms[kind](*arguments, compensate)
+        norm, compensate = norms.get(config.projector_norm, nn.Identity), config.gradient_compensation == "global"
+        self.norm = norm(*arguments, compensate)
 
     def forward(self, image_features: Tensor) -> Tensor:
         return self.norm(super().forward(image_features))

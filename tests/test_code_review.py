@@ -1,0 +1,95 @@
+"""What the header of the two Hub files tells a reviewer, checked against their syntax trees."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import normalign_llava
+
+
+ROOT = Path(normalign_llava.__file__).parent
+FILES = ("configuration_normalign_llava.py", "modeling_normalign_llava.py")
+HARMLESS = {"collections", "contextlib", "copy", "importlib", "typing"}
+"""Modules of the standard library that reach neither files, network, processes nor environment by what is used."""
+
+OPENS = {
+    "open",
+    "exec",
+    "eval",
+    "compile",
+    "__import__",
+    "input",
+    "breakpoint",
+    "globals",
+    "vars",
+    "setattr",
+    "delattr",
+}
+
+REACHES = {"load", "save", "load_file", "save_file", "cached_file", "hf_hub_download", "system", "run", "urlopen"}
+
+
+def tree(name: str) -> ast.Module:
+    return ast.parse((ROOT / name).read_text())
+
+
+def called(node: ast.Call) -> str:
+    return ast.unparse(node.func)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_header_names_package_version_and_licence(name):
+    header = (ROOT / name).read_text().split('"""')[0]
+    assert f"normalign-llava {normalign_llava.__version__}." in header
+    assert "Apache License, Version 2.0" in header
+    other = next(each for each in FILES if each != name)
+    assert other in header
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_are_torch_transformers_each_other_and_harmless_parts_of_the_standard_library(name):
+    for node in ast.walk(tree(name)):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 or node.module == "configuration_normalign_llava"
+            modules = [node.module] if node.level == 0 else []
+        for module in modules:
+            top = module.split(".")[0]
+            assert top in {"torch", "transformers"} | HARMLESS, module
+            assert top not in HARMLESS or top in sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_files_processes_environment_or_evaluated_text(name):
+    calls = [node for node in ast.walk(tree(name)) if isinstance(node, ast.Call)]
+    assert calls
+    assert not OPENS & {called(node) for node in calls}
+    # torch and transformers could be made to load or fetch: none of their functions that do is called.
+    last = {called(node).rsplit(".", 1)[-1] for node in calls}
+    assert not last & REACHES
+    # One import by name, of DeepSpeed, where ZeRO-3 is in use already.
+    by_name = [ast.unparse(node) for node in calls if called(node) == "import_module"]
+    assert by_name == (["import_module('deepspeed')"] if name == FILES[1] else [])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_on_import_nothing_runs_but_definitions_and_registrations(name):
+    for node in tree(name).body:
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef):
+            continue
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # the docstring
+            continue
+        assert isinstance(node, ast.For | ast.If), ast.unparse(node)
+        done = {called(call) for call in ast.walk(node) if isinstance(call, ast.Call)}
+        allowed = {
+            "register_checkpoint_conversion_mapping",
+            "get_checkpoint_conversion_mapping",
+            "__name__.startswith",
+        }
+        assert done <= allowed | {
+            f"{auto}.register" for auto in ("AutoConfig", "AutoModel", "AutoModelForImageTextToText")
+        }
