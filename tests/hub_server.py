@@ -1,82 +1,139 @@
-"""A real HTTP hub on the loopback interface, for the real client: read-only, files from folders, bytes counted.
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""A real HTTP hub on the loopback interface, which the real client pushes to and pulls from, faults included.
 
 `HF_ENDPOINT` is read when huggingface_hub is imported, so a client of this server runs in a process of its own, with
-[`HubServer.environment`].
+[`HubServer.environment`]. What is answered is in hub_reading.py and hub_writing.py, what is stored in
+hub_repository.py, what can go wrong in hub_faults.py, who may do what in hub_request.py.
 """
 
 import hashlib
-import json
 import os
-import re
+import secrets
+import shutil
+import socket
+import weakref
 from collections import Counter
-from functools import cached_property
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from tempfile import mkdtemp
+from threading import RLock, Thread
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from hub_faults import Fault, Kind, Pause
+from hub_reading import READING
+from hub_repository import Refusal, Repository, address
+from hub_request import Account, Answer, Request, Upload, reply
+from hub_writing import WRITING
+from hub_xet import XetStore
 
-LFS_SUFFIXES = (".safetensors", ".bin", ".gguf")
 
-
-class Repository:
-    """A model repository with one commit on `main`: the files of a folder."""
-
-    def __init__(self, name: str, folder: Path):
-        self.name = name
-        self.folder = folder
-
-    @cached_property
-    def commit(self) -> str:
-        return hashlib.sha1(repr(sorted(self.files().items())).encode()).hexdigest()
-
-    def files(self) -> dict[str, int]:
-        """Path in the repository -> size in bytes."""
-        paths = (path for path in sorted(self.folder.rglob("*")) if path.is_file())
-        return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in paths}
-
-    def entry(self, path: str) -> dict:
-        """A file as `tree` and `paths-info` list it."""
-        content = (self.folder / path).read_bytes()
-        entry = {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-        if path.endswith(LFS_SUFFIXES):
-            entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
-        return entry
+GITATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
+CHUNK = 2**20
 
 
 class HubServer:
     """Serves repositories while its `with` block runs.
 
     Args:
-        repositories: name (`"namespace/name"`) -> folder.
+        repositories: name (`"namespace/name"`) -> folder, whose files are the repository's first commit.
+        xet: An empty folder. The hub then offers it to its clients as their Xet store, one process at a time; without
+            it, they must upload by LFS.
 
     Attributes:
-        sent: path of a file (`"namespace/name/file"`) -> bytes of it that were sent.
         requests: method and path of every request, in order.
+        sent: path of a file (`"namespace/name/file"`) -> bytes of it that were sent.
+        received: SHA-256 -> bytes of LFS content received.
+        request_bytes: bytes of all bodies received.
     """
 
-    def __init__(self, repositories: dict[str, Path]):
-        self.repositories = {name: Repository(name, folder) for name, folder in repositories.items()}
-        self.sent: Counter[str] = Counter()
+    def __init__(self, repositories: dict[str, Path] | None = None, *, xet: Path | None = None):
+        self.xet = XetStore(xet.resolve()) if xet else None
+        self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
-        handler = type("Handler", (_Handler,), {"hub": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+        self.request_bytes = 0
+        self.accounts: dict[str, Account] = {}
+        self.faults: list[Fault] = []
+        self.pauses: list[Pause] = []
+        self.lock = RLock()
+        self.uploads = Path(mkdtemp(prefix="hub_uploads_"))
+        weakref.finalize(self, shutil.rmtree, self.uploads, ignore_errors=True)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        for repo_id, folder in (repositories or {}).items():
+            self.serve(repo_id, folder)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_port}"
 
-    def environment(self, home: Path) -> dict[str, str]:
+    def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
         """Environment for a client process with `home` as its cache."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING_FACE"))}
-        return {**inherited, "HF_ENDPOINT": self.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home)}
+        environment = {**inherited, "HF_ENDPOINT": self.url, "HF_HOME": str(home)}
+        if self.xet is None:
+            environment["HF_HUB_DISABLE_XET"] = "1"
+        if token is not None:
+            environment["HF_TOKEN"] = token
+        return environment
+
+    def token(self, name: str, role: str = "write", orgs: tuple[str, ...] = ()) -> str:
+        """A token of the account `name`, to "read" or to "write" in its own namespace and in those of `orgs`."""
+        token = f"hf_{secrets.token_hex(17)}"
+        self.accounts[token] = Account(name, role, tuple(orgs))
+        return token
+
+    def create(
+        self, repo_id: str, *, kind: str = "model", private: bool = False, files: dict[str, bytes] | None = None
+    ) -> Repository:
+        """A repository as the Hub makes one, with a `.gitattributes`; a second commit brings `files`."""
+        repository = Repository(repo_id, kind, private)
+        author = repo_id.split("/")[0]
+        attributes = {".gitattributes": repository.store(".gitattributes", GITATTRIBUTES)}
+        first = repository.advance("main", attributes, "initial commit", author, parent=None)
+        if files:
+            stored = {path: repository.store(path, content) for path, content in files.items()}
+            repository.advance("main", attributes | stored, "Upload files", author, parent=first.oid)
+        self.repositories[address(kind, repo_id)] = repository
+        return repository
+
+    def serve(self, repo_id: str, folder: Path, kind: str = "model") -> Repository:
+        """A public repository whose only commit is the files of a folder, and nothing else."""
+        repository = Repository(repo_id, kind, folder=folder)
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        names = [path.relative_to(folder).as_posix() for path in paths]
+        files = {name: repository.store(name, path) for name, path in zip(names, paths, strict=True)}
+        repository.advance("main", files, "initial commit", repo_id.split("/")[0], parent=None)
+        self.repositories[address(kind, repo_id)] = repository
+        return repository
+
+    def repository(self, repo_id: str, kind: str = "model") -> Repository:
+        """What the hub has under a name; KeyError if it has nothing."""
+        return self.repositories[address(kind, repo_id)]
+
+    def page(self, kind: str, repo_id: str) -> str:
+        """The address of a repository."""
+        return f"{self.url}/{address(kind, repo_id)}"
+
+    def fault(self, kind: Kind, request: str, *, times: int = 1, after: int = 0) -> None:
+        """Makes requests fail: see [`Fault`]."""
+        self.faults.append(Fault(kind, request, times, after))
+
+    def pause(self, request: str, times: int | None = None) -> Pause:
+        """Holds requests: see [`Pause`]."""
+        self.pauses.append(Pause(request, times))
+        return self.pauses[-1]
 
     def __enter__(self) -> "HubServer":
         self._thread = Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
+        for pause in self.pauses:
+            pause.release()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -85,92 +142,113 @@ class HubServer:
 class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        self.query = parse_qs(url.query)
-        self.hub.requests.append(f"{self.command} {url.path}")
-        path = unquote(url.path)
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(/.*)?)?", path):
-            self._api(*match.groups())
-        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-            self._resolve(*match.groups())
-        else:
-            self._refuse(404, "NotFound", f"this hub does not know {self.command} {path}")
+        try:
+            self._serve()
+        except ConnectionError:  # the client went away: a test ended it
+            self.close_connection = True
 
-    do_HEAD = do_GET
-    do_POST = do_GET
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
-    def _api(self, name: str, what: str | None, revision: str | None, folder: str | None) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        if (repository := self._repository(name, revision or "main")) is None:
+    def _serve(self) -> None:
+        self.address = urlsplit(self.path)
+        line = f"{self.command} {self.address.path}"
+        with self.hub.lock:
+            self.hub.requests.append(line)
+            fault = next((fault for fault in self.hub.faults if fault.strikes(line)), None)
+        kind = fault.kind if fault else None
+        body = self._body(half=kind == "half")
+        if kind in ("half", "close"):
+            return self._hang_up()
+        if any([pause.hold(line) for pause in [*self.hub.pauses]]) and self._client_is_gone():
+            return self._hang_up()
+        if kind == "error" or isinstance(kind, int):
+            status = 500 if kind == "error" else int(kind)
+            return self._send(reply({"error": "this request was made to fail"}, status))
+        try:
+            with self.hub.lock:
+                answer = self._answer(body)
+        except Refusal as refusal:
+            answer = reply({"error": str(refusal)}, refusal.status, refusal.headers)
+        if kind == "lost":
+            return self._hang_up()
+        self._send(answer, truncated=kind == "truncated")
+
+    def _answer(self, body: bytes | Upload) -> Answer:
+        account, credentials = None, self.headers.get("Authorization", "")
+        if credentials and (account := self.hub.accounts.get(credentials.removeprefix("Bearer "))) is None:
+            raise Refusal(401, "Unauthorized", "Invalid credentials in Authorization header")
+        query = parse_qs(self.address.query)
+        request = Request(self.command, self.address.path, query, self.headers.get("Range", ""), body, account)
+        method = "GET" if self.command == "HEAD" else self.command
+        for route_method, pattern, act in READING + WRITING:
+            if method == route_method and (match := pattern.fullmatch(self.address.path)):
+                groups = {name: unquote(value) for name, value in match.groupdict().items() if value is not None}
+                return act(self.hub, request, **groups)
+        raise Refusal(404, "NotFound", f"this hub does not know {self.command} {self.address.path}")
+
+    def _body(self, half: bool) -> bytes | Upload:
+        """The request's body, or half of it; that of an upload goes to disk."""
+        if self.command != "PUT" or "/lfs/" not in self.address.path:
+            return b"".join(self._chunks(half))
+        path = self.hub.uploads / secrets.token_hex(8)
+        digest, size = hashlib.sha256(), 0
+        with path.open("wb") as file:
+            for chunk in self._chunks(half):
+                digest.update(chunk)
+                size += file.write(chunk)
+        return Upload(path, size, digest.hexdigest())
+
+    def _chunks(self, half: bool) -> Iterator[bytes]:
+        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                yield self._read(size)
+                self.rfile.readline()
+                if half:
+                    return
+            self.rfile.readline()
             return
-        files = repository.files()
-        if what == "tree":
-            inside = f"{(folder or '').strip('/')}/".lstrip("/")
-            listed = [path for path in files if path.startswith(inside)]
-            if "recursive" not in self.query:
-                listed = [path for path in listed if "/" not in path.removeprefix(inside)]
-            self._json([repository.entry(path) for path in listed])
-        elif what == "paths-info":
-            asked = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body).get("paths", [])
-            self._json([repository.entry(path) for path in asked if path in files])
-        else:
-            self._json(
-                {
-                    "id": name,
-                    "sha": repository.commit,
-                    "private": False,
-                    "gated": False,
-                    "tags": [],
-                    "siblings": [{"rfilename": path} for path in files],
-                }
-            )
+        left = int(self.headers.get("Content-Length", 0))
+        left = left // 2 if half else left
+        while left > 0:
+            yield self._read(min(left, CHUNK))
+            left -= min(left, CHUNK)
 
-    def _resolve(self, name: str, revision: str, path: str) -> None:
-        if (repository := self._repository(name, revision)) is None:
-            return
-        if path not in repository.files():
-            return self._refuse(404, "EntryNotFound", f"{name} has no {path}", {"X-Repo-Commit": repository.commit})
-        content, entry = (repository.folder / path).read_bytes(), repository.entry(path)
-        headers = {"X-Repo-Commit": repository.commit, "ETag": f'"{entry["oid"]}"', "Accept-Ranges": "bytes"}
-        if lfs := entry.get("lfs"):
-            headers |= {"X-Linked-Etag": f'"{lfs["oid"]}"', "X-Linked-Size": str(lfs["size"])}
-        status, size = 200, len(content)
-        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            first, last = int(asked[1]), min(int(asked[2] or size), size - 1)
-            if first >= size:
-                return self._refuse(416, "RangeNotSatisfiable", f"{path} has {size} bytes")
-            status, content = 206, content[first : last + 1]
-            headers["Content-Range"] = f"bytes {first}-{last}/{size}"
-        if self.command == "GET":
-            self.hub.sent[f"{name}/{path}"] += len(content)
-        self._send(status, content, {"Content-Type": "application/octet-stream", **headers})
+    def _read(self, size: int) -> bytes:
+        chunk = self.rfile.read(size)
+        with self.hub.lock:
+            self.hub.request_bytes += len(chunk)
+        if len(chunk) < size:
+            raise ConnectionAbortedError("the client went away")
+        return chunk
 
-    def _repository(self, name: str, revision: str) -> Repository | None:
-        repository = self.hub.repositories.get(name)
-        if repository is None:
-            self._refuse(404, "RepoNotFound", "Repository not found")
-        elif revision not in ("main", repository.commit):
-            self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        else:
-            return repository
-        return None
+    def _client_is_gone(self) -> bool:
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
 
-    def _json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+    def _hang_up(self) -> None:
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
 
-    def _refuse(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
-        body = json.dumps({"error": message}).encode()
-        self._send(status, body, {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})})
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+    def _send(self, answer: Answer, truncated: bool = False) -> None:
+        body = answer.body[: len(answer.body) // 2] if truncated else answer.body
+        if self.command == "GET" and answer.download:
+            with self.hub.lock:
+                self.hub.sent[answer.download] += len(body)
+        self.send_response(answer.status)
+        for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+        if truncated:
+            self._hang_up()
 
     def log_message(self, *args: object) -> None:
         pass  # the test that asks for `requests` reports them

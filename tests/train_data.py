@@ -135,15 +135,7 @@ def assistant(content) -> dict:
 class DatasetHub(HubServer):
     """The same hub, whose repositories are data sets."""
 
-    def __init__(self, repositories):
-        super().__init__(repositories)
-        models = self._server.RequestHandlerClass
-
-        class Handler(models):
-            def do_GET(self):
-                self.path = self.path.replace("/api/datasets/", "/api/models/").replace("/datasets/", "/", 1)
-                super().do_GET()
-
-            do_HEAD = do_POST = do_GET
-
-        self._server.RequestHandlerClass = Handler
+    def __init__(self, repositories: dict[str, Path]):
+        super().__init__()
+        for repo_id, folder in repositories.items():
+            self.serve(repo_id, folder, kind="dataset")

@@ -1,0 +1,177 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What the hub of the tests stores: repositories, whose commits are snapshots of paths and blobs."""
+
+import hashlib
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from hub_xet import XetFile
+
+
+LFS_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".parquet", ".arrow", ".zip")
+LFS_SIZE = 10 * 2**20
+
+
+class Refusal(Exception):
+    """What the hub does not do: an HTTP status, the Hub's error code, a message, and further headers."""
+
+    def __init__(self, status: int, code: str, message: str, headers: dict[str, str] | None = None):
+        super().__init__(message)
+        self.status = status
+        self.headers = {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})}
+
+
+@dataclass(frozen=True)
+class Blob:
+    """The content of a file: in memory, on disk, or in a Xet store."""
+
+    size: int
+    content: bytes | Path | XetFile
+
+    def read(self, first: int = 0, last: int | None = None) -> bytes:
+        """Bytes `first` to `last`, both included; to the end without `last`."""
+        last = self.size - 1 if last is None else last
+        if isinstance(self.content, bytes):
+            return self.content[first : last + 1]
+        if isinstance(self.content, XetFile):
+            return self.content.read(first, last)
+        with self.content.open("rb") as file:
+            file.seek(first)
+            return file.read(last + 1 - first)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A snapshot of the whole repository.
+
+    Attributes:
+        oid: 40 hexadecimal digits.
+        parent: The commit before it; None for the first.
+        author: Name of the account.
+        files: Path -> blob id, as the Hub has it: git's SHA-1 for a regular file, the SHA-256 of the content in LFS.
+    """
+
+    oid: str
+    parent: str | None
+    title: str
+    message: str
+    author: str
+    date: str
+    files: dict[str, str]
+
+
+class Repository:
+    """A repository of any kind.
+
+    Attributes:
+        kind: "model", "dataset" or "space".
+        private: Whether only its owner sees it.
+        folder: Where its first files lie, if they came from a folder.
+        branches: Name -> commit, pull requests among them as `refs/pr/1`.
+        tags: Name -> commit.
+        blobs: Blob id -> content, uploaded content that is in no commit among them.
+    """
+
+    def __init__(self, repo_id: str, kind: str = "model", private: bool = False, folder: Path | None = None):
+        self.repo_id = repo_id
+        self.kind = kind
+        self.private = private
+        self.folder = folder
+        self.branches: dict[str, str] = {}
+        self.tags: dict[str, str] = {}
+        self.blobs: dict[str, Blob] = {}
+        self._commits: dict[str, Commit] = {}
+
+    @property
+    def commit(self) -> str:
+        """Id of the newest commit of `main`."""
+        return self.branches["main"]
+
+    def files(self) -> dict[str, int]:
+        """Path -> size in bytes, on `main`."""
+        return {path: self.blobs[blob_id].size for path, blob_id in self.head().files.items()}
+
+    def commits(self, branch: str = "main") -> list[Commit]:
+        """The commits that lead to a revision, newest first."""
+        listed = [self.resolve(branch)]
+        while (parent := listed[-1].parent) is not None:
+            listed.append(self._commits[parent])
+        return listed
+
+    def head(self, branch: str = "main") -> Commit:
+        """The newest commit of a branch."""
+        return self._commits[self.branches[branch]]
+
+    def read(self, path: str, revision: str = "main") -> bytes:
+        """A file's content; KeyError if the revision has no such file."""
+        return self.blobs[self.resolve(revision).files[path]].read()
+
+    def resolve(self, revision: str) -> Commit:
+        """The commit that a branch, a tag or an id names."""
+        oid = self.branches.get(revision) or self.tags.get(revision) or revision
+        if oid not in self._commits:
+            raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return self._commits[oid]
+
+    def advance(
+        self, branch: str, files: dict[str, str], title: str, author: str, message: str = "", *, parent: str | None
+    ) -> Commit:
+        """Makes the snapshot `files` the newest commit of a branch; a squashed history has no parent."""
+        number = len(self._commits)
+        date = (datetime(2026, 1, 1) + timedelta(seconds=number)).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+        text = repr((self.kind, self.repo_id, number, parent, sorted(files.items()), title, message, author))
+        oid = hashlib.sha1(text.encode()).hexdigest()
+        self._commits[oid] = Commit(oid, parent, title, message, author, date, dict(sorted(files.items())))
+        self.branches[branch] = oid
+        return self._commits[oid]
+
+    def store(self, path: str, content: bytes | Path) -> str:
+        """Stores what a file at `path` holds, in LFS where the Hub would; returns its blob id."""
+        data = content if isinstance(content, bytes) else content.read_bytes()
+        lfs = stored_in_lfs(path, len(data), data[:512])
+        blob_id = hashlib.sha256(data).hexdigest() if lfs else git_blob_id(data)
+        self.blobs[blob_id] = Blob(len(data), content)
+        return blob_id
+
+    def open_pull_request(self, base: Commit) -> str:
+        """A new branch `refs/pr/N` at `base`."""
+        branch = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in self.branches)}"
+        self.branches[branch] = base.oid
+        return branch
+
+    def entry(self, path: str, commit: Commit) -> dict:
+        """A file or a folder as `tree` and `paths-info` list it."""
+        if path not in commit.files:
+            return {"type": "directory", "path": path, "size": 0, "oid": git_blob_id(path.encode())}
+        blob_id = commit.files[path]
+        blob = self.blobs[blob_id]
+        entry = {"type": "file", "path": path, "size": blob.size, "oid": blob_id}
+        if in_lfs(blob_id):
+            pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{blob_id}\nsize {blob.size}\n".encode()
+            entry["oid"] = git_blob_id(pointer)
+            entry["lfs"] = {"oid": blob_id, "size": blob.size, "pointerSize": len(pointer)}
+        if isinstance(blob.content, XetFile):
+            entry["xetHash"] = blob.content.hash
+        return entry
+
+
+def address(kind: str, repo_id: str) -> str:
+    """Where the Hub has a repository, below its own address: `user/name`, `datasets/user/name`, `spaces/user/name`."""
+    return repo_id if kind == "model" else f"{kind}s/{repo_id}"
+
+
+def git_blob_id(content: bytes) -> str:
+    """The id git gives to a file of this content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def in_lfs(blob_id: str) -> bool:
+    """Whether a blob lies in LFS: its id is a SHA-256."""
+    return len(blob_id) == 64
+
+
+def stored_in_lfs(path: str, size: int, sample: bytes) -> bool:
+    """Whether the Hub wants a file in LFS: by its suffix, or because it is large, or binary by its first bytes."""
+    return path.endswith(LFS_SUFFIXES) or size >= LFS_SIZE or b"\0" in sample

@@ -1,0 +1,258 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What the hub of the tests does for those who write: repositories, branches, uploads, commits."""
+
+import base64
+import json
+import re
+import time
+from typing import TYPE_CHECKING
+
+from hub_card import metadata
+from hub_reading import REVISION
+from hub_repository import Blob, Refusal, Repository, address, git_blob_id, stored_in_lfs
+from hub_request import GIT, REPO, Answer, Request, Route, Upload, may_write, reply, signed_in, visible, writable
+
+
+if TYPE_CHECKING:
+    from hub_server import HubServer
+
+
+def create_repository(hub: "HubServer", request: Request) -> Answer:
+    kind, repo_id = _named(request)
+    may_write(request, repo_id)
+    if address(kind, repo_id) in hub.repositories:
+        message = f"You already created this {kind} repo"
+        return reply({"error": message, "url": hub.page(kind, repo_id)}, 409, {"X-Error-Message": message})
+    hub.create(repo_id, kind=kind, private=_private(request))
+    return reply({"url": hub.page(kind, repo_id), "name": repo_id})
+
+
+def delete_repository(hub: "HubServer", request: Request) -> Answer:
+    kind, repo_id = _named(request)
+    writable(hub, request, kind, repo_id)
+    del hub.repositories[address(kind, repo_id)]
+    return reply({})
+
+
+def change_settings(hub: "HubServer", request: Request, kind: str, repo_id: str) -> Answer:
+    repository = writable(hub, request, kind, repo_id)
+    if {"private", "visibility"} & request.json().keys():
+        repository.private = _private(request)
+    return reply({"private": repository.private})
+
+
+def create_branch(hub: "HubServer", request: Request, kind: str, repo_id: str, name: str) -> Answer:
+    repository = writable(hub, request, kind, repo_id)
+    _add(repository.branches, name, repository.resolve(request.json().get("startingPoint", "main")).oid)
+    return reply({})
+
+
+def delete_branch(hub: "HubServer", request: Request, kind: str, repo_id: str, name: str) -> Answer:
+    if name == "main":
+        raise Refusal(403, "Forbidden", "The default branch cannot be deleted")
+    _remove(writable(hub, request, kind, repo_id).branches, name)
+    return reply({})
+
+
+def create_tag(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
+    repository = writable(hub, request, kind, repo_id)
+    _add(repository.tags, request.json()["tag"], repository.resolve(revision).oid)
+    return reply({})
+
+
+def delete_tag(hub: "HubServer", request: Request, kind: str, repo_id: str, name: str) -> Answer:
+    _remove(writable(hub, request, kind, repo_id).tags, name)
+    return reply({})
+
+
+def squash(hub: "HubServer", request: Request, kind: str, repo_id: str, name: str) -> Answer:
+    repository = writable(hub, request, kind, repo_id)
+    files, title = repository.resolve(name).files, request.json()["message"]
+    repository.advance(name, files, title, signed_in(request).name, parent=None)
+    return reply({})
+
+
+def validate_yaml(hub: "HubServer", request: Request) -> Answer:
+    try:
+        found = metadata(request.json()["content"])
+    except ValueError as error:
+        return reply({"errors": [{"message": str(error)}], "warnings": []}, status=400)
+    missing = [] if found else [{"message": "empty or missing yaml metadata in repo card"}]
+    return reply({"errors": [], "warnings": missing})
+
+
+def preupload(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
+    repository = writable(hub, request, kind, repo_id, proposal=_proposes(request, revision))
+    files, answered = repository.resolve(revision).files, []
+    for asked in request.json()["files"]:
+        path, sample = asked["path"], base64.b64decode(asked["sample"])
+        mode = "lfs" if stored_in_lfs(path, asked["size"], sample) else "regular"
+        known = {"oid": files[path]} if path in files else {}
+        answered.append({"path": path, "uploadMode": mode, "shouldIgnore": False, **known})
+    return reply({"files": answered})
+
+
+def batch(hub: "HubServer", request: Request, repo_id: str, kind: str = "model") -> Answer:
+    repository = writable(hub, request, kind, repo_id, proposal=True)
+    answered: list[dict] = []
+    for asked in request.json()["objects"]:
+        answered.append({"oid": asked["oid"], "size": asked["size"]})
+        if asked["oid"] not in repository.blobs:
+            git = f"{hub.page(kind, repo_id)}.git"
+            upload, verify = f"{git}/lfs/{asked['oid']}", f"{git}/info/lfs/objects/verify"
+            answered[-1]["actions"] = {"upload": {"href": upload}, "verify": {"href": verify}}
+    return reply({"transfer": "basic", "objects": answered})
+
+
+def upload(hub: "HubServer", request: Request, repo_id: str, sha256: str, kind: str = "model") -> Answer:
+    # The address is the permit, as with the signed addresses of the Hub's storage: no token comes with it.
+    repository = hub.repositories.get(address(kind, repo_id))
+    if repository is None or not isinstance(request.body, Upload):
+        raise Refusal(404, "NotFound", f"no upload is expected at {request.path}")
+    if request.body.sha256 != sha256:
+        raise Refusal(400, "BadDigest", f"what was received has the SHA-256 {request.body.sha256}, not {sha256}")
+    repository.blobs[sha256] = Blob(request.body.size, request.body.path)
+    hub.received[sha256] += request.body.size
+    return Answer()
+
+
+def verify(hub: "HubServer", request: Request, repo_id: str, kind: str = "model") -> Answer:
+    asked = request.json()
+    _check_stored(hub, writable(hub, request, kind, repo_id, proposal=True), asked["oid"], asked["size"])
+    return reply({})
+
+
+def commit(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
+    repository = writable(hub, request, kind, repo_id, proposal=_proposes(request, revision))
+    assert isinstance(request.body, bytes)
+    header, *operations = [json.loads(line) for line in request.body.splitlines()]
+    head = repository.resolve(revision)
+    if header["value"].get("parentCommit", head.oid) != head.oid:
+        raise Refusal(412, "PreconditionFailed", "A commit has happened since. Please refresh and try again.")
+    if revision not in repository.branches:
+        raise Refusal(400, "BadRequest", f"{revision} is no branch")
+    files = dict(head.files)
+    for operation in operations:
+        _apply(hub, repository, files, operation["key"], operation["value"])
+    branch = repository.open_pull_request(head) if request.asks("create_pr") else revision
+    title, message = header["value"]["summary"], header["value"].get("description", "")
+    made = repository.advance(branch, files, title, signed_in(request).name, message, parent=head.oid)
+    page = hub.page(kind, repo_id)
+    answered = {"success": True, "commitOid": made.oid, "commitUrl": f"{page}/commit/{made.oid}", "hookOutput": ""}
+    if request.asks("create_pr"):
+        answered["pullRequestUrl"] = f"{page}/discussions/{branch.removeprefix('refs/pr/')}"
+    return reply(answered)
+
+
+def open_pull_request(hub: "HubServer", request: Request, kind: str, repo_id: str) -> Answer:
+    repository = writable(hub, request, kind, repo_id, proposal=True)
+    branch = repository.open_pull_request(repository.head())
+    return reply({"num": int(branch.removeprefix("refs/pr/"))})
+
+
+def pull_request(hub: "HubServer", request: Request, kind: str, repo_id: str, number: str) -> Answer:
+    commit = visible(hub, request, kind, repo_id).resolve(f"refs/pr/{number}")
+    repo = {"name": repo_id, "type": kind}
+    described = {"num": int(number), "title": commit.title, "createdAt": commit.date, "status": "draft", "repo": repo}
+    changes = {"changes": {"base": "refs/heads/main"}, "filesWithConflicts": [], "events": []}
+    return reply({**described, "isPullRequest": True, "author": {"name": commit.author}, **changes})
+
+
+def xet_token(
+    hub: "HubServer", request: Request, kind: str, repo_id: str, role: str, revision: str = "main"
+) -> Answer:
+    if hub.xet is None:
+        raise Refusal(404, "NotFound", "this hub has no Xet store")
+    if role == "write":
+        writable(hub, request, kind, repo_id, proposal=_proposes(request, revision))
+    else:
+        visible(hub, request, kind, repo_id)
+    expiry = int(time.time()) + 3600
+    headers = {"X-Xet-Cas-Url": hub.xet.url, "X-Xet-Access-Token": "xet", "X-Xet-Token-Expiration": str(expiry)}
+    return reply({"casUrl": hub.xet.url, "accessToken": "xet", "exp": expiry}, headers=headers)
+
+
+def _apply(hub: "HubServer", repository: Repository, files: dict[str, str], key: str, value: dict) -> None:
+    """One line of a commit, applied to the snapshot `files`."""
+    path = value["path"].rstrip("/")
+    if key == "file":
+        content = base64.b64decode(value["content"])
+        if path == "README.md":
+            try:
+                metadata(content.decode())
+            except ValueError as error:
+                raise Refusal(400, "BadRequest", str(error)) from error
+        files[path] = git_blob_id(content)
+        repository.blobs[files[path]] = Blob(len(content), content)
+    elif key == "lfsFile":
+        _check_stored(hub, repository, value["oid"], value.get("size"))
+        files[path] = value["oid"]
+    elif key in ("deletedFile", "deletedFolder"):
+        gone = [path] if key == "deletedFile" else [name for name in files if name.startswith(f"{path}/")]
+        if not gone or any(name not in files for name in gone):
+            raise Refusal(404, "EntryNotFound", f"A file with this name doesn't exist: {path}")
+        for name in gone:
+            del files[name]
+    else:
+        raise Refusal(400, "BadRequest", f"this hub does not know the operation {key}")
+
+
+def _check_stored(hub: "HubServer", repository: Repository, sha256: str, size: int | None) -> None:
+    """Refuses content that no upload has brought, here or to the Xet store, or that has another size."""
+    if sha256 not in repository.blobs and hub.xet and (found := hub.xet.find(sha256)):
+        repository.blobs[sha256] = Blob(found.size, found)
+    if sha256 not in repository.blobs:
+        raise Refusal(400, "BadRequest", f"an LFS pointer pointed to a file that does not exist: {sha256}")
+    if size not in (None, repository.blobs[sha256].size):
+        raise Refusal(400, "BadRequest", f"{sha256} has {repository.blobs[sha256].size} bytes, not {size}")
+
+
+def _named(request: Request) -> tuple[str, str]:
+    """Kind and id of the repository that a body names."""
+    asked = request.json()
+    return asked.get("type") or "model", f"{asked.get('organization') or signed_in(request).name}/{asked['name']}"
+
+
+def _proposes(request: Request, revision: str) -> bool:
+    """Whether a request is for a pull request, which anyone may open."""
+    return request.asks("create_pr") or revision.startswith("refs/pr/")
+
+
+def _private(request: Request) -> bool:
+    asked = request.json()
+    return asked.get("visibility") == "private" or bool(asked.get("private"))
+
+
+def _add(references: dict[str, str], name: str, oid: str) -> None:
+    if name in references:
+        raise Refusal(409, "Conflict", f"Reference already exists: {name}")
+    references[name] = oid
+
+
+def _remove(references: dict[str, str], name: str) -> None:
+    if references.pop(name, None) is None:
+        raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {name}")
+
+
+NAME = "(?P<name>[^/]+)"
+LFS = rf"{GIT}\.git"
+WRITING: list[Route] = [
+    ("POST", re.compile("/api/repos/create"), create_repository),
+    ("DELETE", re.compile("/api/repos/delete"), delete_repository),
+    ("PUT", re.compile(f"{REPO}/settings"), change_settings),
+    ("POST", re.compile(f"{REPO}/branch/{NAME}"), create_branch),
+    ("DELETE", re.compile(f"{REPO}/branch/{NAME}"), delete_branch),
+    ("POST", re.compile(f"{REPO}/tag/{REVISION}"), create_tag),
+    ("DELETE", re.compile(f"{REPO}/tag/{NAME}"), delete_tag),
+    ("POST", re.compile(f"{REPO}/super-squash/{NAME}"), squash),
+    ("POST", re.compile("/api/validate-yaml"), validate_yaml),
+    ("POST", re.compile(f"{REPO}/preupload/{REVISION}"), preupload),
+    ("POST", re.compile(f"{LFS}/info/lfs/objects/batch"), batch),
+    ("PUT", re.compile(f"{LFS}/lfs/(?P<sha256>[0-9a-f]{{64}})"), upload),
+    ("POST", re.compile(f"{LFS}/info/lfs/objects/verify"), verify),
+    ("POST", re.compile(f"{REPO}/commit/{REVISION}"), commit),
+    ("POST", re.compile(f"{REPO}/discussions"), open_pull_request),
+    ("GET", re.compile(f"{REPO}/discussions/(?P<number>[0-9]+)"), pull_request),
+    ("GET", re.compile(f"{REPO}/xet-(?P<role>read|write)-token(?:/{REVISION})?"), xet_token),
+]
