@@ -1,0 +1,250 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a checkpoint folder says of itself: the only source of its card."""
+
+import json
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError, safe_open
+
+from ..configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
+from ..diagnose.report import SCHEMA_VERSION
+from .evaluation import Evaluation, read_evaluations
+
+
+NORM = "multi_modal_projector.norm."
+
+
+@dataclass(frozen=True)
+class Licence:
+    """A licence as the Hub's metadata has it: its id, and name and link where the id is "other"."""
+
+    license: str
+    license_name: str | None = None
+    license_link: str | None = None
+
+    def __str__(self) -> str:
+        return self.license_name or self.license
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the model was put together from, or was trained on.
+
+    Attributes:
+        role: "vision encoder", "language model", "LLaVA checkpoint", "base model" or "data".
+        name: A Hub id, or a folder's name.
+        hub_id, revision: Where the Hub has it, and the commit.
+        licence: Where it is recorded.
+    """
+
+    role: str
+    name: str
+    hub_id: str | None = None
+    revision: str | None = None
+    licence: Licence | None = None
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The norm after the projector: mean |gain| now and at its start, mean |bias| (None for an RMSNorm).
+
+    `moved` says whether gain or bias is any other than at the start; it is None where the start is not known.
+    """
+
+    now: float
+    bias: float | None
+    start: float | None
+    moved: bool | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that a card is made from; what the folder does not say is None or empty.
+
+    Attributes:
+        name: The folder's.
+        config: None in the folder of an adapter, which has none.
+        adapter: `adapter_config.json`, of an adapter.
+        build: `build.json`.
+        stages: The `training.json` of each stage, the first stage first; options, rates and versions may be empty.
+        parts: Vision encoder and language model, or the LLaVA checkpoint that had both.
+        data: What was trained on, each once.
+        gain: None without the norm.
+        parameters, weight_bytes: Of the safetensors files.
+        image_processor: Of `processor_config.json`.
+        diagnosis: `diagnostics/report.json`.
+        figures: Of the diagnosis, those whose files are there and that show no sample of the data.
+        evaluations: The folder `evaluation`.
+    """
+
+    name: str
+    config: NormAlignLlavaConfig | None
+    adapter: dict[str, Any] | None
+    build: dict[str, Any] | None
+    stages: list[dict[str, Any]]
+    parts: list[Part]
+    data: list[Part]
+    gain: Gain | None
+    parameters: int
+    weight_bytes: int
+    image_processor: dict[str, Any]
+    has_processor: bool
+    diagnosis: dict[str, Any] | None
+    figures: list[dict[str, str]]
+    evaluations: list[Evaluation]
+
+    def setting(self, name: str) -> Any:
+        """A field of the configuration; of an adapter, what its training recorded of it."""
+        if self.config is not None:
+            return getattr(self.config, name)
+        record = self.stages[-1] if self.stages else {}
+        return record.get("config_changes", {}).get(name, record.get(name))
+
+    @property
+    def started_from(self) -> str | None:
+        """The Hub id of the checkpoint that the last stage started from; None for a folder's name."""
+        # A local path is cut to its last part in training.json, so what has an owner is on the Hub.
+        return hub_id(self.stages[-1].get("options", {}).get("model_name_or_path")) if self.stages else None
+
+
+def read_facts(checkpoint: Path) -> Facts:
+    """Reads a checkpoint folder, or an adapter's; of its weights the headers and the norm alone.
+
+    Raises:
+        ValueError: It is neither, or a file in it cannot be read; the message names the file.
+    """
+    adapter, plain = read_json(checkpoint / "adapter_config.json"), read_json(checkpoint / "config.json")
+    if adapter is None and plain is None:
+        raise ValueError(f"{checkpoint} has no config.json and no adapter_config.json. Give a checkpoint folder.")
+    if adapter is None and (kind := (plain or {}).get("model_type")) != NormAlignLlavaConfig.model_type:
+        raise ValueError(f"{checkpoint} is a {kind!r} model. A card is made of NormAlign-LLaVA checkpoints only.")
+    config = NormAlignLlavaConfig.from_pretrained(checkpoint) if adapter is None else None
+    record, build = read_json(checkpoint / "training.json"), read_json(checkpoint / "build.json")
+    stages: list[dict[str, Any]] = []
+    while record:
+        stages.insert(0, {"options": {}, "learning_rates": {}, "versions": {}, **record})
+        record = record.get("before")
+    diagnosis = read_json(checkpoint / "diagnostics" / "report.json")
+    if diagnosis is not None and diagnosis.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"{checkpoint / 'diagnostics' / 'report.json'} is of another version. Diagnose anew.")
+    processor = read_json(checkpoint / "processor_config.json")
+    gain, parameters, size = _weights(checkpoint, config)
+    return Facts(
+        name=checkpoint.resolve().name,
+        config=config,
+        adapter=adapter,
+        build=build,
+        stages=stages,
+        parts=_parts(build, config),
+        data=_data(stages),
+        gain=gain,
+        parameters=parameters,
+        weight_bytes=size,
+        image_processor=(processor or {}).get("image_processor") or {},
+        has_processor=processor is not None,
+        diagnosis=diagnosis,
+        figures=_figures(checkpoint / "diagnostics", diagnosis),
+        evaluations=read_evaluations(checkpoint),
+    )
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """The object in `file`, None where there is no such file. Raises ValueError if it holds anything else."""
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read: {error}. Mend or remove it.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is no JSON object. Mend or remove it.")
+    return content
+
+
+def hub_id(name: str | None) -> str | None:
+    """`name` if it has the form of a Hub id with an owner; None otherwise."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name if name and "/" in name else None
+
+
+def _parts(build: dict[str, Any] | None, config: NormAlignLlavaConfig | None) -> list[Part]:
+    found, build = [], build or {}
+    settings = {"vision": config and config.vision_config, "language": config and config.text_config}
+    for key, role in (("vision", "vision encoder"), ("language", "language model")):
+        name: str = build.get(key) or ""
+        if not name and (name := getattr(settings[key], "_name_or_path", "")):
+            name = name if hub_id(name) and not Path(name).exists() else Path(name).name  # no local path is published
+        if name:
+            licence = (build.get("licenses") or {}).get(key)
+            licence = None if licence is None else Licence(**licence)
+            found.append(Part(role, name, hub_id(name), build.get(f"{key}_revision"), licence))
+    if len({part.name for part in found}) == 1 and len(found) == 2:  # the norm was added to a model that had both
+        return [replace(found[0], role="LLaVA checkpoint")]
+    return found
+
+
+def _data(stages: list[dict[str, Any]]) -> list[Part]:
+    found: dict[str, Part] = {}
+    for source in (source for stage in stages for source in stage.get("data", ()) if source.get("split") == "train"):
+        dataset = source.get("dataset") or {}
+        licence = dataset.get("license")
+        licence = ", ".join(licence) if isinstance(licence, list) else licence
+        licence = Licence(licence) if licence else None
+        name = dataset.get("id") or source["source"]
+        found[name] = Part("data", name, hub_id(dataset.get("id")), dataset.get("revision"), licence)
+    return list(found.values())
+
+
+def _weights(checkpoint: Path, config: NormAlignLlavaConfig | None) -> tuple[Gain | None, int, int]:
+    """The norm, and number of parameters and bytes of all that belongs to the checkpoint."""
+    norm: dict[str, torch.Tensor] = {}
+    parameters = size = 0
+    index = read_json(checkpoint / "model.safetensors.index.json") if config is not None else None
+    single = "adapter_model.safetensors" if config is None else "model.safetensors"
+    for path in (checkpoint / name for name in sorted(set(index["weight_map"].values()) if index else {single})):
+        if not path.is_file():
+            continue
+        size += path.stat().st_size
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    parameters += math.prod(file.get_slice(name).get_shape())
+                    if NORM in name:
+                        norm[name.rpartition(".")[2]] = file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path} cannot be read: {error}. Was it cut short? Take another.") from error
+    if "weight" not in norm:
+        return None, parameters, size
+    gain, bias = norm["weight"], norm.get("bias")
+    start = moved = None
+    if config is not None and config.projector_gain_init == "one":
+        start = 1.0
+    elif config is not None and config.text_embedding_norm is not None:
+        start = config.text_embedding_norm / embedding_scales(config.text_config)[1] / len(gain) ** 0.5
+    if start is not None:
+        moved = not torch.allclose(gain.double(), torch.full_like(gain, start).double(), rtol=1e-6, atol=0.0)
+        moved = moved or (bias is not None and bool(bias.any()))
+    mean = gain.double().abs().mean().item()
+    return Gain(mean, None if bias is None else bias.double().abs().mean().item(), start, moved), parameters, size
+
+
+def _figures(folder: Path, diagnosis: dict[str, Any] | None) -> list[dict[str, str]]:
+    """Figures that can be shown to anyone: attention is drawn over samples, all but its mean by layer."""
+    return [
+        figure
+        for figure in (diagnosis or {}).get("figures", [])
+        if (figure["section"] != "attention" or figure["file"] == "attention_depth.png")
+        and re.fullmatch(r"\w[\w.-]*\.png", figure["file"])
+        and (folder / figure["file"]).is_file()
+    ]

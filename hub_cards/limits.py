@@ -1,0 +1,71 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a card must not leave unsaid: what was not measured, and how little stands behind what was."""
+
+from .facts import Facts
+
+
+LLAVA_ROWS = 1_223_000
+"""Rows that LLaVA-1.5 was trained on: 558 thousand and 665 thousand."""
+
+
+def limits(facts: Facts) -> list[str]:
+    """Sentences for a person who decides whether to rely on the model."""
+    return [*_training(facts), *_evaluation(facts), *_diagnosis(facts)]
+
+
+def _training(facts: Facts) -> list[str]:
+    if not facts.stages:
+        return []
+    found = []
+    seeds = dict.fromkeys(str(stage["options"]["seed"]) for stage in facts.stages if "seed" in stage["options"])
+    seed = f", seed {', '.join(seeds)}" if seeds else ""
+    found.append(f"It is one training run{seed}: how much another run would differ was not measured.")
+    sources = [source for stage in facts.stages for source in stage.get("data", ()) if source.get("split") == "train"]
+    if sources and all(source.get("used") is not None for source in sources):
+        rows = sum(source["used"] for source in sources)
+        if rows < LLAVA_ROWS / 10:
+            found.append(
+                f"The training recorded here took {rows:,} rows, that of LLaVA-1.5 {LLAVA_ROWS:,}. Expect nothing "
+                "that is not in them."
+            )
+    if any(source.get("used") is None for source in sources):
+        found.append("Some of its data were streams, whose rows were not counted.")
+    modules = [stage.get("run", {}).get("modules", []) for stage in facts.stages]
+    names = list(dict.fromkeys(module["module"] for stage in modules for module in stage))
+    moved = {module["module"] for stage in modules for module in stage if module["trained"]}
+    if "adapters" in moved:
+        moved.add("language model")
+    if never := [name for name in names if name not in moved]:
+        found.append(f"Not trained in any stage recorded here: {', '.join(never)}.")
+    return found
+
+
+def _evaluation(facts: Facts) -> list[str]:
+    found = []
+    if not facts.evaluations:
+        found.append("No evaluation is recorded: how good its answers are is not known.")
+    for evaluation in facts.evaluations:
+        if evaluation.partial:
+            found.append(
+                f"{evaluation.title} was asked in part, {evaluation.samples:,} of {evaluation.total:,} samples: not "
+                "to be set beside results on all of them."
+            )
+    found.append("Bias, safety and made-up answers were not measured.")
+    return found
+
+
+def _diagnosis(facts: Facts) -> list[str]:
+    if facts.diagnosis is None:
+        return ["Norms and rotation of visual tokens were not measured on this checkpoint."]
+    report, baseline = facts.diagnosis["report"], facts.diagnosis.get("against")
+    found = []
+    if report.get("samples"):
+        on = f" of {report['data']}" if report.get("data") else ""
+        found.append(
+            f"Norms and rotation were measured on {report['samples']:,} samples{on}, in {report['dtype']}; on other "
+            "pictures they may differ."
+        )
+    if baseline is None and report.get("norm") not in (None, "none"):
+        found.append("No baseline without the norm was measured beside it: what the norm changed is not shown.")
+    return [*found, *(f"Not measured: {sentence}" for sentence in report.get("left_out", ()))]

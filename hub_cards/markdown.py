@@ -1,0 +1,62 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Names and sentences that others wrote, as text in Markdown: whatever is in them, it is shown and does nothing."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+import yaml
+from markupsafe import Markup
+
+
+_ENTITIES = {character: f"&#{ord(character)};" for character in "<>|`\\$"} | {"&": "&amp;"}
+
+
+def text(value: Any) -> Markup:
+    """`value` on one line, with every character that Markdown or HTML would read as markup made harmless."""
+    if isinstance(value, Markup):
+        return value
+    line = " ".join(str(value).split())
+    line = "".join(_ENTITIES.get(character, character) for character in line if character.isprintable())
+    line = re.sub(r"([*\[\]~])", r"\\\1", line)
+    line = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", line)  # inside a word it is no markup
+    return Markup(line)
+
+
+def link(name: str, address: str) -> Markup:
+    """`name` as a link to `address`."""
+    return Markup(f"[{text(name)}]({quote(address, safe='/:@#')})")
+
+
+def hub_link(name: str, hub_id: str | None, *, revision: str | None = None, kind: str = "") -> Markup:
+    """`name`, linked where the Hub has it (`kind` is "datasets/" for data sets), and the commit where it is known."""
+    if hub_id is None:
+        return text(name)
+    address = f"https://huggingface.co/{kind}{hub_id}"
+    commit = f" ({link(revision[:7], f'{address}/tree/{revision}')})" if revision else ""
+    return Markup(link(name, address) + commit)
+
+
+def literal(value: str) -> Markup:
+    """`value` as a Python string on one line."""
+    shown = json.dumps(value, ensure_ascii=False)
+    return Markup("".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown))
+
+
+def yaml_block(content: dict[str, Any]) -> Markup:
+    """`content` as a fenced block of YAML."""
+    body = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    longest = max(map(len, re.findall("`+", body)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return Markup(f"{fence}yaml\n{body}{fence}")
+
+
+def table(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Markup:
+    """A table; columns of figures are aligned to the right, and a figure and its error stay on one line."""
+    cells = [[text(cell).replace(" ± ", "\xa0±\xa0") for cell in line] for line in (columns, *rows)]
+    figures = [all(re.match(r"[\d–−-]", line[column]) for line in cells[1:]) for column in range(len(columns))]
+    cells.insert(1, [Markup("---:" if each else "---") for each in figures])
+    return Markup("".join(f"| {' | '.join(line)} |\n" for line in cells))

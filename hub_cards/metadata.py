@@ -1,0 +1,219 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What the Hub reads of a card: the front matter of README.md, and `.eval_results/*.yaml`."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import yaml
+from huggingface_hub import (
+    EvalResult,
+    EvalResultEntry,
+    ModelCard,
+    ModelCardData,
+    eval_result_entries_to_yaml,
+)
+
+from .evaluation import Evaluation
+from .facts import Facts, Licence, Part, hub_id
+
+
+TASK = "image-text-to-text"
+TAGS = ["normalign-llava", "llava", "vision-language-model", "custom_code"]
+PERMISSIVE = ("mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
+"""Licences whose parts may be passed on together under the last of them, which asks for the most, notices kept."""
+
+_ORDER = ["license", "license_name", "license_link", "language", "library_name", "pipeline_tag"]
+_ORDER += ["base_model", "base_model_relation", "datasets", "tags"]
+_MARK = "# written by normalign card"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What follows from the licences of all parts: metadata, a sentence, and a warning where none follows."""
+
+    metadata: dict[str, str]
+    sentence: str
+    warning: str | None = None
+
+
+def terms(parts: Sequence[Part]) -> Terms:
+    """The licence of a model that is made of `parts`, data included."""
+    if unknown := [part.name for part in parts if not _is_known(part.licence)] or ([] if parts else ["its parts"]):
+        missing = ", ".join(dict.fromkeys(unknown))
+        return Terms(
+            {},
+            f"The licence of {missing} is not recorded here, so none follows for the whole.",
+            f"No licence in the metadata, since that of {missing} is not recorded. Write `license:` into the front "
+            "matter of README.md; it is kept.",
+        )
+    known = list(dict.fromkeys(part.licence for part in parts if part.licence is not None))
+    if len(known) == 1:
+        metadata = {key: value for key, value in asdict(known[0]).items() if value is not None}
+        return Terms(metadata, f"All parts are under {known[0]}, and so is the whole.")
+    names = sorted(str(each) for each in known)
+    if all(each.license in PERMISSIVE for each in known):
+        whole = max((each.license for each in known), key=PERMISSIVE.index)
+        sentence = f"The parts are under {', '.join(names)}; the whole is under {whole}, and their notices stay."
+        return Terms({"license": whole}, sentence)
+    named = ", ".join(f"{part.name} ({part.licence})" for part in parts)
+    return Terms(
+        {"license": "other"},
+        "The licences of the parts differ, and none of them covers the whole: the conditions of each hold.",
+        f"The metadata says `license: other`, since the licences of the parts differ: {named}. If one holds for the "
+        "whole, write it into the front matter of README.md; it is kept.",
+    )
+
+
+def metadata(facts: Facts, name: str, base: str | None, parts_terms: Terms) -> dict[str, Any]:
+    """The front matter as far as it follows from `facts`.
+
+    Args:
+        facts: Of the folder.
+        name: The model's.
+        base: Hub id of the model that an adapter belongs to.
+        parts_terms: From [`terms`].
+    """
+    models, relation = _bases(facts, base)
+    datasets = list(dict.fromkeys(part.hub_id for part in facts.data if part.hub_id))
+    results = [result for evaluation in facts.evaluations for result in _model_index(evaluation)]
+    data = ModelCardData(
+        license=parts_terms.metadata.get("license"),
+        license_name=parts_terms.metadata.get("license_name"),
+        license_link=parts_terms.metadata.get("license_link"),
+        language=_languages(facts),
+        library_name="transformers" if facts.adapter is None else "peft",
+        pipeline_tag=TASK,
+        base_model=models or None,
+        base_model_relation=relation,
+        datasets=datasets or None,
+        tags=[*TAGS, *(["lora"] if facts.adapter is not None else [])],
+        eval_results=results or None,
+        model_name=name if results else None,
+    )
+    return data.to_dict()
+
+
+def merged(derived: dict[str, Any], kept: Sequence[tuple[dict[str, Any], set[str]]]) -> dict[str, Any]:
+    """`derived`, and what the author added to earlier cards: keys that were not derived then, and tags.
+
+    Args:
+        derived: From [`metadata`].
+        kept: Front matter of earlier cards in order of preference, each with the keys that were derived in it.
+    """
+    result = dict(derived)
+    for earlier, derived_then in kept:
+        theirs = {key: value for key, value in earlier.items() if key not in derived_then}
+        if result.get("license") == "other" and "license" not in derived_then and "license" in theirs:
+            result = {key: value for key, value in result.items() if not key.startswith("license")}
+        if isinstance(tags := earlier.get("tags"), list):
+            result["tags"] = list(dict.fromkeys([*result["tags"], *tags]))
+        result = {**theirs, **result}
+    return result
+
+
+def front_matter(content: dict[str, Any]) -> str:
+    """`content` as YAML, in the order that people look for.
+
+    Raises:
+        ValueError: `model-index` has another form than the Hub's.
+    """
+    return ModelCardData(**content).to_yaml(original_order=_ORDER)
+
+
+def read_front_matter(card: str) -> dict[str, Any]:
+    """The front matter of a card. Raises ValueError if it is no YAML."""
+    try:
+        return ModelCard(card).data.to_dict()
+    except yaml.YAMLError as error:
+        raise ValueError(f"The front matter of README.md is no YAML: {error}. Mend it.") from error
+
+
+def result_files(evaluations: Sequence[Evaluation], repo_id: str | None) -> dict[str, bytes]:
+    """`.eval_results/TASK.yaml` for each complete evaluation of a task that the Hub has a leaderboard for.
+
+    Raises:
+        ValueError: The name of a task cannot be that of a file.
+    """
+    files = {}
+    for evaluation in evaluations:
+        whole = next((metric for metric in evaluation.metrics if metric.subset is None), None)
+        if evaluation.partial or whole is None or evaluation.dataset is None or evaluation.dataset.task_id is None:
+            continue
+        if not re.fullmatch(r"\w[\w.-]*", evaluation.task):
+            raise ValueError(f"evaluation/*.json names the task {evaluation.task!r}, which cannot name a file.")
+        entry = EvalResultEntry(
+            dataset_id=evaluation.dataset.dataset_id,
+            task_id=evaluation.dataset.task_id,
+            value=whole.value,
+            dataset_revision=evaluation.dataset.revision,
+            date=evaluation.date,
+            source_url=f"https://huggingface.co/{repo_id}" if hub_id(repo_id) else None,
+            source_name="Model card" if hub_id(repo_id) else None,
+            notes=" ".join([f"{whole.name}.", *evaluation.protocol]),
+        )
+        content = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True)
+        files[f".eval_results/{evaluation.task}.yaml"] = f"{_MARK}\n{content}".encode()
+    return files
+
+
+def is_written(content: bytes) -> bool:
+    """Whether a file of `.eval_results` is one of [`result_files`]."""
+    return content.startswith(_MARK.encode())
+
+
+def _is_known(licence: Licence | None) -> bool:
+    """Whether it says what is allowed: two that are called "other" need not be the same."""
+    return licence is not None and (licence.license not in ("other", "unknown") or licence.license_name is not None)
+
+
+def _bases(facts: Facts, base: str | None) -> tuple[list[str], str | None]:
+    """Base models that the Hub has, and how this one comes from them."""
+    if facts.adapter is not None:
+        return ([base], "adapter") if base else ([], None)
+    if facts.started_from:
+        return [facts.started_from], "finetune"
+    found = [part.hub_id for part in facts.parts if part.hub_id]
+    if found and len(facts.parts) == 1:  # a LLaVA checkpoint, to which the norm was added
+        return found, "finetune"
+    # Of two models one; with only one of them on the Hub, the Hub is left to say how they are related.
+    return found, "merge" if len(found) > 1 else None
+
+
+def _languages(facts: Facts) -> list[str] | None:
+    found: list[str] = []
+    for source in (source for stage in facts.stages for source in stage.get("data", ())):
+        if source.get("split") == "train":
+            language = (source.get("dataset") or {}).get("language")
+            if not language:
+                return None  # a list that may lack one would mislead
+            found += [language] if isinstance(language, str) else language
+    return list(dict.fromkeys(found)) or None
+
+
+def _model_index(evaluation: Evaluation) -> list[EvalResult]:
+    dataset = evaluation.dataset
+    if evaluation.partial or dataset is None:
+        return []
+    return [
+        EvalResult(
+            task_type=TASK,
+            dataset_type=dataset.dataset_id,
+            dataset_name=evaluation.title,
+            dataset_config=dataset.config,
+            dataset_split=dataset.split,
+            dataset_revision=dataset.revision,
+            metric_type=metric.name,
+            metric_name=metric.name if metric.subset is None else f"{metric.name}, {metric.subset}",
+            metric_value=metric.value,
+        )
+        for metric in evaluation.metrics
+    ]
+
+
+def licence_of(content: dict[str, Any]) -> Licence | None:
+    """The licence that front matter states."""
+    stated = content.get("license")
+    return stated and Licence(str(stated), content.get("license_name"), content.get("license_link"))
