@@ -1,0 +1,231 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Loading a checkpoint as a stranger does: in a fresh process, without this package, with nothing in any cache.
+
+This file is also the script of that process, so it imports nothing of the package.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+TOLERANCE = 1e-5
+"""How far logits of the same weights may be apart, as a share of the largest."""
+
+MAX_NEW_TOKENS, LOGITS = 8, 32
+QUESTION = "What is in the picture?"
+_PACKAGE = "normalign_llava"
+_OF_THIS_MACHINE = (
+    *("HF_TOKEN", "HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_DISABLE_IMPLICIT_TOKEN"),
+    *("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "HF_MODULES_CACHE", "HF_XET_CACHE"),
+    *("HF_ASSETS_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a checkpoint makes of a picture and a question that are always the same.
+
+    Attributes:
+        model: Class of the model, which came with the checkpoint.
+        dtype: Of its weights, as it loads by default.
+        parameters: How many it has.
+        weights: SHA-256 of all of them, by name.
+        input_ids: The prompt.
+        placeholders, features: Image tokens in the prompt, and features of the encoder.
+        logits: The 32 of largest magnitude after the prompt, largest first, with their sign.
+        logits_norm: L2 norm of all of them.
+        generated: Greedily generated tokens, at most 8.
+    """
+
+    model: str
+    dtype: str
+    parameters: int
+    weights: str
+    input_ids: list[int]
+    placeholders: int
+    features: int
+    logits: list[float]
+    logits_norm: float
+    generated: list[int]
+
+
+def ask_stranger(
+    source: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    base: str | os.PathLike | None = None,
+    base_revision: str | None = None,
+    token: str | None = None,
+    endpoint: str | None = None,
+) -> Answer:
+    """Loads a checkpoint in a fresh process with `trust_remote_code=True`, and asks it about a picture, on the CPU.
+
+    The process can import nothing of this package, and starts from an empty cache in the temporary folder, which has
+    to have room for a repository's files. Without `token` no token of this machine is sent. It takes seconds for small
+    models and minutes for large ones.
+
+    Args:
+        source: Folder of a checkpoint or, with `base`, of an adapter; or its Hub id.
+        revision: Branch, tag or commit, of the code too.
+        base: Folder or Hub id of what the adapter is applied to.
+        base_revision: Its branch, tag or commit.
+        token: For private repositories.
+        endpoint: The Hub's address; by default that of this process.
+
+    Raises:
+        ValueError: The checkpoint does not load so, or what it computes is wrong; the message ends with what the
+            process said, without the token.
+    """
+    request = {"source": _name(source, revision), "revision": revision, "base": None, "base_revision": base_revision}
+    if base is not None:
+        request["base"] = _name(base, base_revision)
+    local = _local(source, revision) and (base is None or _local(base, base_revision))
+    with tempfile.TemporaryDirectory(prefix="stranger-") as folder:
+        question, reply = Path(folder) / "question.json", Path(folder) / "reply.json"
+        question.write_text(json.dumps(request), encoding="utf-8")
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_THIS_MACHINE}
+        environment |= {"HF_HOME": str(Path(folder) / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        environment |= {"HF_TOKEN": token} if token else {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
+        environment |= {"HF_ENDPOINT": endpoint} if endpoint else {}
+        environment |= {"HF_HUB_OFFLINE": "1"} if local else {}
+        command = [sys.executable, __file__, str(question), str(reply)]
+        run = subprocess.run(
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        if run.returncode or not reply.exists():
+            said = run.stderr[-3000:].strip() or f"It ended with status {run.returncode} and said nothing."
+            said = said.replace(token, "[token]") if token else said
+            at = f" at {revision}" if revision else ""
+            raise ValueError(f"{source}{at} does not work in a process without this package:\n{said}")
+        return Answer(**json.loads(reply.read_text(encoding="utf-8")))
+
+
+def difference(before: Answer, after: Answer) -> str | None:
+    """What tells two answers apart, in a sentence, or None. Logits may differ by `TOLERANCE`, all else not at all."""
+    names = ("model", "parameters", "dtype", "input_ids", "placeholders", "features", "weights", "generated")
+    old, new = asdict(before), asdict(after)
+    told = [
+        f"{name}: {_short(old[name])} before, {_short(new[name])} after" for name in names if old[name] != new[name]
+    ]
+    if len(before.logits) != len(after.logits):
+        told.append(f"logits: {len(before.logits)} before, {len(after.logits)} after")
+    else:
+        apart = max(abs(first - second) for first, second in zip(before.logits, after.logits, strict=True))
+        if apart > TOLERANCE * (largest := abs(before.logits[0])):
+            told.append(f"logits: up to {apart:.3g} apart, where the largest is {largest:.3g}")
+        if abs(before.logits_norm - after.logits_norm) > TOLERANCE * before.logits_norm:
+            told.append(f"norm of the logits: {before.logits_norm:.6g} before, {after.logits_norm:.6g} after")
+    return f"It answers otherwise: {'; '.join(told)}." if told else None
+
+
+def _local(source: str | os.PathLike, revision: str | None) -> bool:
+    return revision is None and Path(source).is_dir()
+
+
+def _name(source: str | os.PathLike, revision: str | None) -> str:
+    return str(Path(source).resolve()) if _local(source, revision) else str(source)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def main(request: Path, reply: Path) -> None:
+    """Loads what `request` names, and writes the answer."""
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]  # its names would hide others'
+    sys.modules[_PACKAGE] = None  # type: ignore[assignment]  # an import of it fails from here on
+
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    asked = json.loads(request.read_text(encoding="utf-8"))
+    with torch.inference_mode():
+        answer = _answer(*_load(**asked))
+    reply.write_text(json.dumps(asdict(answer)), encoding="utf-8")
+
+
+def _load(source: str, revision: str | None, base: str | None, base_revision: str | None):
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+    from transformers.utils import cached_file
+
+    of_model, at = (base, base_revision) if base else (source, revision)
+    remote: dict[str, Any] = {"revision": at, "code_revision": at, "trust_remote_code": True}
+    config = AutoConfig.from_pretrained(of_model, **remote)
+    model = AutoModelForImageTextToText.from_pretrained(of_model, **remote)
+    for each in (config, model):
+        if not type(each).__module__.startswith("transformers_modules."):
+            raise ValueError(f"{type(each).__name__} came from {type(each).__module__}, not with the checkpoint")
+    of_processor = of_model
+    if base:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, source, revision=revision)
+        own = cached_file(
+            source, "processor_config.json", revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+        of_processor, at = (source, revision) if own else (base, base_revision)
+    return model.eval(), AutoProcessor.from_pretrained(of_processor, revision=at, trust_remote_code=True)
+
+
+def _answer(model, processor) -> Answer:
+    import torch
+    from PIL import Image
+
+    ramp = Image.linear_gradient("L")
+    picture = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+    ).to(model.dtype)  # fmt: skip
+    logits = model(**inputs).logits[0, -1].double()
+    if not logits.isfinite().all():
+        raise ValueError("the model's logits are NaN or infinite")
+    images = model.get_image_features(inputs["pixel_values"]).pooler_output
+    placeholders, features = int((inputs["input_ids"] == processor.image_token_id).sum()), sum(map(len, images))
+    if placeholders != features:
+        raise ValueError(
+            f"the processor writes {placeholders} image tokens, and the encoder gives {features} features"
+        )
+    largest = logits[logits.abs().topk(min(LOGITS, len(logits))).indices]
+    tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    inner = model.get_base_model() if type(model).__module__.startswith("peft.") else model
+    return Answer(
+        model=type(inner).__name__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        weights=_digest(model),
+        input_ids=inputs["input_ids"][0].tolist(),
+        placeholders=placeholders,
+        features=features,
+        logits=largest.tolist(),
+        logits_norm=math.sqrt(float(torch.dot(logits, logits))),
+        generated=tokens[0, inputs["input_ids"].shape[1] :].tolist(),
+    )
+
+
+def _digest(model) -> str:
+    import hashlib
+
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
