@@ -1,0 +1,36 @@
+"""One question about pictures, as requests to a server have it and as `generate` answers it."""
+
+import base64
+import io
+
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+
+def data_url(picture):
+    png = io.BytesIO()
+    picture.save(png, "PNG")
+    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+
+
+def request(text, *pictures):
+    """A conversation as OpenAI's API has it."""
+    shown = [{"type": "image_url", "image_url": {"url": data_url(picture)}} for picture in pictures]
+    return [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}]
+
+
+def generate(checkpoint, text, *pictures, tokens=8):
+    """What `generate` says greedily: the text, the length of the prompt, the ids, and their log-probabilities."""
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    shown = [{"type": "image", "image": picture} for picture in pictures]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}],
+        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+    )  # fmt: skip
+    length = inputs["input_ids"].shape[1]
+    made = model.generate(
+        **inputs, max_new_tokens=tokens, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    ids = made.sequences[0, length:].tolist()
+    logprobs = [logits[0].log_softmax(-1)[token].item() for logits, token in zip(made.logits, ids, strict=True)]
+    return processor.decode(ids, skip_special_tokens=True), length, ids, logprobs
