@@ -2,14 +2,15 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The command line, `normalign`. Commands import what they need when they run, so that `--help` is quick."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from .errors import errors_for_people
+from .hub_cards.cli import app as hub
 
 
 app = typer.Typer(
@@ -18,18 +19,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Vision-language models whose visual tokens enter the language model with the norm of text.",
 )
-
-
-@contextmanager
-def _errors_for_people(extra: str | None = None) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        remedy = f". Install it with: pip install 'normalign-llava[{extra}]'"
-        message = f"{error}{remedy if extra and isinstance(error, ModuleNotFoundError) else ''}"
-        Console(stderr=True).print(f"[bold red]Error:[/] {type(error).__name__}:", end=" ")
-        Console(stderr=True).print(message, markup=False, highlight=False)
-        raise typer.Exit(1) from error
 
 
 @app.command()
@@ -60,7 +49,7 @@ def build(
 
     from .build import build_checkpoint, retrofit_checkpoint
 
-    with _errors_for_people():
+    with errors_for_people():
         layers = -2 if feature_layer is None else _layers(feature_layer)
         if from_llava:
             report = retrofit_checkpoint(from_llava, output, arm=arm, norm=norm, dtype=dtype)
@@ -104,7 +93,7 @@ def gain(
     """Measure N_text and the gain of a model, reading nothing but its embedding tensor."""
     from .gain import embedding_statistics
 
-    with _errors_for_people():
+    with errors_for_people():
         statistics = embedding_statistics(model, top=top, revision=revision)
     if as_json:
         typer.echo(statistics.to_json())
@@ -126,7 +115,7 @@ def train(
     RECIPE is a file or the name of one that the package brings; `--help` lists every option. With --accelerate_config
     (ddp, fsdp2, zero2, zero3 or a file) and --num_processes the run is started by `accelerate launch`.
     """
-    with _errors_for_people():
+    with errors_for_people():
         if num_processes > 1 and not accelerate_config:
             raise ValueError("--num_processes needs --accelerate_config: ddp, fsdp2, zero2, zero3 or a file.")
         if accelerate_config:
@@ -151,7 +140,7 @@ def merge(
     dtype: Annotated[str, typer.Option(help="Precision of all weights but the norm's; auto is the base's.")] = "auto",
 ) -> None:
     """Merge a LoRA adapter into its base: a checkpoint folder that needs no PEFT."""
-    with _errors_for_people(extra="qlora"):
+    with errors_for_people(extra="qlora"):
         from .train.merge import merge_adapter
 
         report = merge_adapter(adapter, output, base=base, dtype=dtype)
@@ -192,7 +181,7 @@ def diagnose(
     ] = False,
 ) -> None:
     """Measure norms, rotation and attention of any vision-language model, as the paper does, and write a report."""
-    with _errors_for_people(extra="qlora"):
+    with errors_for_people(extra="qlora"):
         from .diagnose.run import diagnose as measure
 
         try:
@@ -220,7 +209,10 @@ def quickstart(
     ] = False,
 ) -> None:
     """Fetch real parts and data, build, train, evaluate and diagnose a small model: minutes on two CPU cores."""
-    with _errors_for_people(extra="quickstart"):
+    with errors_for_people(extra="quickstart"):
         from .quickstart.run import run_quickstart
 
         run_quickstart(output, full_baseline=full_baseline)
+
+
+app.add_typer(hub)

@@ -1,0 +1,103 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What of an adapter folder is published: the model it makes of its base, or the adapter with its base pinned."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from huggingface_hub.errors import HTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+from .card import AdapterBase
+from .client import Client, check_repo_id
+from .contents import ADAPTER_CONFIG
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A folder that can be published.
+
+    Attributes:
+        folder: The checkpoint's, a merged one in the temporary folder, or the adapter's.
+        generated: Path -> content of files to send in place of the folder's.
+        base: Of an adapter that is published as one.
+    """
+
+    folder: Path
+    generated: dict[str, bytes] = field(default_factory=dict)
+    base: AdapterBase | None = None
+
+
+@contextmanager
+def staged(checkpoint: Path, *, as_adapter: bool, base: str | None, client: Client | None) -> Iterator[Staged]:
+    """What to publish of `checkpoint`; for adapters see [`normalign_llava.hub_cards.publish.publish`].
+
+    Args:
+        checkpoint: Folder of a checkpoint or an adapter.
+        as_adapter: Publish an adapter as one, in place of merging it.
+        base: The adapter's base, where it is not the one that it names.
+        client: Resolves the base's revision to a commit; None for a dry run, which leaves it as it is.
+
+    Raises:
+        ValueError: `as_adapter` or `base` without an adapter; an adapter that cannot be merged; a base that is not on
+            the Hub.
+        OSError: There is no room for the merged model. Nothing of it is left.
+    """
+    if not (checkpoint / ADAPTER_CONFIG).is_file():
+        if as_adapter or base:
+            raise ValueError(
+                f"{checkpoint} has no {ADAPTER_CONFIG}, so it is no adapter: leave out --adapter and --base."
+            )
+        yield Staged(checkpoint)
+    elif as_adapter:
+        yield _with_base(checkpoint, base, client)
+    else:
+        from ..train.merge import merge_adapter
+
+        with tempfile.TemporaryDirectory(prefix="normalign-merged-") as folder:
+            merged = Path(folder) / checkpoint.resolve().name
+            try:
+                merge_adapter(checkpoint, merged, base=base)
+            except HTTPError:
+                raise
+            except OSError as error:
+                raise OSError(
+                    f"The adapter could not be merged in {tempfile.gettempdir()}: {error} Nothing was sent. Set "
+                    "TMPDIR to a folder with room for the model."
+                ) from error
+            yield Staged(merged)
+
+
+def _with_base(adapter: Path, base: str | None, client: Client | None) -> Staged:
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text("utf-8"))
+    named = config.get("base_model_name_or_path")
+    base = base or named
+    remedy = "Publish the base first, and name it: --base user/name. Or publish the merged model, without --adapter."
+    if not base or Path(base).exists():
+        raise ValueError(f"The adapter's base, {base!r}, is not on the Hub, so nobody else could load it. {remedy}")
+    try:
+        check_repo_id(base)
+    except ValueError as error:
+        raise ValueError(f"The adapter's base cannot be on the Hub: {error} {remedy}") from None
+    revision = config.get("revision") if base == named else None
+    if client is not None:
+        try:
+            with client.step(f"looking for the base {base}", "Nothing was sent."):
+                revision = _commit_of(client, base, revision)
+        except LookupError as error:
+            raise ValueError(f"The adapter's base, {base}, is not on the Hub: {error}. {remedy}") from None
+    pinned = AdapterBase(base, revision or "main")
+    config |= {"base_model_name_or_path": pinned.repo_id, "revision": pinned.revision}
+    return Staged(adapter, {ADAPTER_CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}, pinned)
+
+
+def _commit_of(client: Client, repo_id: str, revision: str | None) -> str:
+    try:
+        return str(client.ask(client.api.model_info, repo_id, revision=revision).sha)
+    except RevisionNotFoundError:
+        raise LookupError(f"it has no revision {revision}") from None
+    except RepositoryNotFoundError:
+        raise LookupError("there is no such repository, or the token may not see it") from None

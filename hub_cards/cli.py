@@ -1,0 +1,128 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The commands that show a checkpoint to others: `normalign card`, `publish`, `demo` and `serve`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import errors_for_people
+
+
+app = typer.Typer()
+
+
+@app.command()
+def card(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    repo_id: Annotated[str | None, typer.Option(help="Repository that its snippets load from: user/name.")] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Write over a README.md that this command did not write.")
+    ] = False,
+) -> None:
+    """Write the model card, README.md, from what lies in the checkpoint; what stands between marks there is kept."""
+    with errors_for_people():
+        from .card import write_card
+
+        written = write_card(checkpoint, repo_id=repo_id, replace=replace)
+    console = Console()
+    for warning in written.warnings:
+        console.print(f"Warning: {warning}", highlight=False, markup=False)
+    console.print(f"Card: {checkpoint / 'README.md'}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def publish(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of an adapter.")],
+    repo_id: Annotated[str, typer.Option(help="Repository: user/name or organisation/name.")],
+    private: Annotated[bool | None, typer.Option("--private/--public", help="For a new repository.")] = None,
+    revision: Annotated[str, typer.Option(help="Branch; it is made where it is not there.")] = "main",
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
+    space: Annotated[bool, typer.Option("--space", help="Publish a demo as well: the Space REPO_ID-demo.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Publish an adapter as one, in place of merging it first.")
+    ] = False,
+    base: Annotated[str | None, typer.Option(help="The adapter's base, where it has moved: folder or Hub id.")] = None,
+    replace_card: Annotated[
+        bool, typer.Option("--replace-card", help="Write over a card there that is none of ours.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check, and show what would be sent. Sends nothing.")
+    ] = False,
+) -> None:
+    """Check a checkpoint, send it to the Hub in one commit, and load it from there as a stranger would."""
+    console = Console()
+    with errors_for_people():
+        from .publish import publish as send
+
+        try:
+            done = send(
+                checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, space=space,
+                as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run,
+                say=lambda text: console.print(text, highlight=False, markup=False),
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            Console(stderr=True).print(
+                "Stopped. What was uploaded is kept there unseen: run it again to send the rest."
+            )
+            raise typer.Exit(130) from None
+    if dry_run:
+        files = Table(title=f"Would be sent to {repo_id}", title_justify="left")
+        files.add_column("file")
+        files.add_column("bytes", justify="right")
+        for path, size in done.files.items():
+            files.add_row(path, f"{size:,}")
+        files.add_section()
+        files.add_row(f"{len(done.files)} files", f"{sum(done.files.values()):,}")
+        left = Table(title="Stays here", title_justify="left")
+        left.add_column("file")
+        left.add_column("why")
+        for path, reason in done.left.items():
+            left.add_row(path, reason)
+        console.print(files, left, sep="\n")
+        return
+    what = (
+        f"{len(done.sent_files)} of {len(done.files)} files, {done.sent_bytes / 1e6:.1f} MB"
+        if done.changed
+        else "nothing"
+    )
+    lines = [f"Sent: {what}; removed: {', '.join(done.deleted) or 'nothing'}.", f"Commit: {done.commit}"]
+    lines += [f"Pull request: {done.pull_request}"] if done.pull_request else [f"Repository: {done.url}"]
+    lines += [f"Space: {done.space}"] if done.space else []
+    for line in [*lines, "Load exactly this:", "", done.snippet]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def demo(
+    checkpoint: Annotated[str, typer.Argument(help="Folder or Hub id.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(help="Port.", show_default="the first that is free from 7860")] = None,
+) -> None:
+    """Ask a checkpoint about pictures in the browser, and see where it looks."""
+    with errors_for_people(extra="demo"):
+        from .demo import run_demo
+
+        run_demo(checkpoint, host=host, port=port)
+
+
+@app.command()
+def serve(
+    checkpoint: Annotated[str, typer.Argument(help="Folder or Hub id.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port.")] = 8000,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: the checkpoint's own.")] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="bnb-4bit or bnb-8bit, with bitsandbytes.")] = None,
+) -> None:
+    """Serve a checkpoint with transformers' OpenAI-compatible server."""
+    with errors_for_people(extra="serve"):
+        from ..serve import serve as run
+
+        run(
+            checkpoint, host=host, port=port, revision=revision, dtype=dtype, device=device, quantization=quantization
+        )  # fmt: skip

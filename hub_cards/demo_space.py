@@ -1,0 +1,49 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Publishing the demo of a published model, as a Space."""
+
+from collections.abc import Callable
+
+from .client import Client
+from .contents import Content, Contents
+from .hub import Pushed, push_snapshot
+from .manifest import NAME
+from .remote import look
+from .snapshot import take_snapshot
+from .space import space_files
+
+
+def space_of(repo_id: str) -> str:
+    """The name of a model's Space."""
+    return f"{repo_id}-demo"
+
+
+def check_space(client: Client, repo_id: str) -> None:
+    """Raises ValueError if a model's Space is there and something else: no manifest of ours, but an app."""
+    there = look(client, space_of(repo_id), "space")
+    if there is not None and NAME not in there.files and "app.py" in there.files:
+        raise ValueError(
+            f"The Space {space_of(repo_id)} is there, and was not published by this package. Rename it, or publish "
+            "without --space."
+        )
+
+
+def push_space(client: Client, pushed: Pushed, say: Callable[[str], object]) -> str:
+    """Publishes the Space of a model that was pushed, at that commit; returns its page.
+
+    A new Space is private if the model is.
+
+    Raises:
+        OSError: It failed. The model is published.
+    """
+    name = space_of(pushed.repo_id)
+    files = space_files(pushed.repo_id, pushed.commit, pushed.repo_id.split("/")[1])
+    sent = Contents([Content(path, content, len(content), "code") for path, content in files.items()], {})
+    try:
+        with client.step(f"looking at {name}"):
+            private = pushed.private if look(client, name, "space") is None else None
+        return push_snapshot(client, take_snapshot(sent), name, kind="space", private=private, say=say).url
+    except (ValueError, OSError) as error:
+        raise OSError(
+            f"The model is published, at {pushed.commit} of {pushed.repo_id}; its Space {name} is not. {error}"
+        ) from None

@@ -1,0 +1,128 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Publishing adapter folders: merged, which is what happens by default, and as adapters with their base pinned."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import train_data
+import training
+import yaml
+from hub_server import HubServer
+from publish_worker import Worker
+
+from normalign_llava.train.run import main
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parts")
+    training.checkpoint(folder)
+    train_data.write_json(
+        folder / "data", [train_data.llava(f"<image>\nand {i}?", f"it is {i}", "red.png") for i in range(4)]
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(parts):
+    return parts / "model"
+
+
+@pytest.fixture(scope="module")
+def adapter(parts):
+    """What training wrote; its base is named by its folder."""
+    options = {
+        "stage": "tune",
+        "model_name_or_path": str(parts / "model"),
+        "dataset_name": str(parts / "data" / "data.json"),
+        "output_dir": str(parts / "adapter"),
+        "global_batch_size": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "max_steps": 1,
+        "bf16": False,
+        "use_peft": True,
+        "lora_r": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    (parts / "recipe.yaml").write_text(yaml.safe_dump(options))
+    folder = main([str(parts / "recipe.yaml")])
+    (folder / "optimizer.pt").write_bytes(b"not to be sent")
+    return folder
+
+
+@contextmanager
+def worker(folder, **variables):
+    made = Worker(folder, **variables)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture
+def hub():
+    with HubServer() as server:
+        yield server
+
+
+def request(hub, adapter, **arguments):
+    arguments = {"token": hub.token("ann"), "endpoint": hub.url, "waits": [0, 0], **arguments}
+    return {"checkpoint": str(adapter), "repo_id": "ann/m", "arguments": arguments}
+
+
+def test_by_default_the_merged_model_is_published(hub, adapter, tmp_path):
+    with worker(tmp_path, TMPDIR=str(tmp_path)) as process:
+        done = process.ask(request(hub, adapter))["done"]
+    repository = hub.repository("ann/m")
+    assert {"model.safetensors", "modeling_normalign_llava.py", "README.md"} <= set(repository.head().files)
+    assert not [path for path in repository.head().files if path.startswith(("adapter", "optimizer"))]
+    assert "AutoModelForImageTextToText" in done["snippet"] and "Peft" not in done["snippet"]
+    assert not list(tmp_path.glob("normalign-merged-*"))
+
+
+def test_as_an_adapter_with_its_base_pinned(hub, base, adapter, tmp_path):
+    served = hub.serve("lab/base", base)
+    with worker(tmp_path, HF_ENDPOINT=hub.url) as process:
+        said = process.ask(request(hub, adapter, as_adapter=True))
+        assert said["type"] == "ValueError" and "Publish the base first" in said["error"]
+        said = process.ask(request(hub, adapter, as_adapter=True, base="lab/other"))
+        assert said["type"] == "ValueError" and "lab/other" in said["error"] and "--base" in said["error"]
+        assert not [line for line in hub.requests if line.startswith("POST")]
+        done = process.ask(request(hub, adapter, as_adapter=True, base="lab/base"))["done"]
+    repository, commit = hub.repository("ann/m"), served.head().oid
+    config = json.loads(repository.read("adapter_config.json"))
+    assert (config["base_model_name_or_path"], config["revision"]) == ("lab/base", commit)
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    assert "model.safetensors" not in repository.head().files and "optimizer.pt" in done["left"]
+    assert "lab/base" in repository.read("README.md").decode() and commit in repository.read("README.md").decode()
+
+    code = (
+        f"import sys\nsys.modules['normalign_llava'] = None\n{done['snippet']}\nprint(type(model).__name__, processor)"
+    )
+    environment = hub.environment(tmp_path / "empty")
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.stdout.startswith("Peft") and "LlavaProcessor" in ran.stdout, ran.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_disk_that_is_full_while_merging(hub, adapter, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        with worker(tmp_path, TMPDIR=str(disk)) as process:
+            said = process.ask(request(hub, adapter))
+        left = list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert said["type"] == "OSError" and str(disk) in said["error"] and "TMPDIR" in said["error"]
+    assert "No space left" in said["error"] and not left
+    assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
