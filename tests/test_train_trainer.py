@@ -1,4 +1,5 @@
 import copy
+import json
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from transformers import GPT2Config, MixtralConfig
 from trl import SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.hub_cards.card import by_hand, is_ours
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.merge import merge_adapter
 from normalign_llava.train.model import base_model, module_of, projector_norm
@@ -212,12 +214,23 @@ def test_grouped_batches_keep_pictures_and_text_apart(tmp_path, checkpoint):
     assert set(counts) == {0, 2}
 
 
-def test_the_model_card_of_trl_is_not_written(tmp_path, checkpoint):
+def test_the_card_is_ours_and_stays_as_the_author_left_it(tmp_path, checkpoint, caplog):
     trainer = training.trainer(tmp_path, checkpoint, save_strategy="steps", save_steps=1, max_steps=1)
     trainer.train()
-    assert not (tmp_path / "checkpoint-1" / "README.md").exists()
-    assert (tmp_path / "checkpoint-1" / "training.json").exists()
+    assert not list(tmp_path.rglob("README.md"))  # nor TRL's, which it writes at each save
     assert (tmp_path / "checkpoint-1" / "modeling_normalign_llava.py").exists()
+    kept = (tmp_path / "checkpoint-1" / "build.json").read_text()
+    assert json.loads(kept) == json.loads((checkpoint / "build.json").read_text())
+    trainer.save_model()
+    card = tmp_path / "README.md"
+    assert is_ours(card.read_text())
+    start = "<!-- by hand: notes -->\n"
+    card.write_text(card.read_text().replace(start, f"{start}Mine."))
+    trainer.save_model()
+    assert by_hand(card.read_text())["notes"].startswith("Mine.")
+    card.write_text("another card")
+    trainer.save_model()
+    assert card.read_text() == "another card" and "was not written by `normalign card`" in caplog.text
 
 
 def test_a_collator_is_made_where_none_is_given(tmp_path, checkpoint):

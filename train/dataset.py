@@ -54,6 +54,7 @@ class SourceReport:
         text_only: Rows kept that have no picture.
         shortest, median, longest: Tokens in a kept row, image tokens included.
         dropped: Every row that was bad or too long.
+        dataset: Of a data set of the Hub, which it is, and its licence: see [`hub_dataset`].
     """
 
     source: str
@@ -69,6 +70,7 @@ class SourceReport:
     median: float | None = None
     longest: int | None = None
     dropped: list[DroppedRow] = field(default_factory=list)
+    dataset: dict[str, Any] | None = None
 
 
 @dataclass
@@ -133,8 +135,9 @@ def load_data(
     held_out = open_held_out(arguments) if with_eval and not parting else None
     sources = [open_source(source, streaming) for source in arguments.sources]
     checks = Checks(processor, max_length, arguments, dropped_rows)
-    reports = [SourceReport(source.name, "train") for source in sources]
+    reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]
     held_report = SourceReport(held_out.name if held_out else "held out of training", "eval")
+    held_report.dataset = held_out.dataset if held_out else None
     train: Dataset | IterableDataset
     held: Dataset | IterableDataset | None = None
     if streaming:

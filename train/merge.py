@@ -18,16 +18,18 @@ from torch import Tensor
 from transformers import AutoConfig, AutoProcessor, LlavaProcessor
 from transformers.utils import cached_file
 
-from ..build import torch_dtype
+from ..build import BUILD_RECORD, torch_dtype
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..folders import new_folder
+from ..hub_cards.card import is_ours, write_card
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .checkpoints import STATE, read_json, write_failure
+from .model import RECORD
 from .probe import DYNAMICS
 
 
 WEIGHTS = "adapter_model.safetensors"
-CARRIED = ("README.md", "training.json", "build.json")
+CARRIED = ("README.md", RECORD, BUILD_RECORD)
 """Card and run records, which the merged checkpoint takes from the adapter's folder, or else from the base.
 
 The curves of training, `DYNAMICS` and the log in `STATE`, come from the adapter's alone: the base's are another run's.
@@ -151,7 +153,7 @@ def _adapter_config(adapter: Path) -> LoraConfig:
 
 
 def _record(adapter: Path) -> dict[str, Any]:
-    file = adapter / "training.json"
+    file = adapter / RECORD
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
@@ -243,3 +245,6 @@ def _carry(adapter: Path, base: str, folder: Path, revision: str | None) -> None
     if isinstance(state := read_json(adapter / STATE), dict):
         state["best_model_checkpoint"] = None  # a local path
         (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    card = folder / "README.md"
+    if card.exists() and is_ours(card.read_text(encoding="utf-8")):
+        write_card(folder)  # it was the adapter's, or the base's

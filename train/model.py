@@ -4,15 +4,18 @@
 
 from pathlib import Path
 
+import torch
 from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 from trl import get_peft_config, get_quantization_config
 
 from ..build import ARMS
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..provenance import hub_commit
 from .arguments import ModelArguments, TrainArguments
 
 
@@ -158,6 +161,8 @@ def lora_config(
             where = "in the vision tower or the projector, which have rates of their own" if places else "no module"
             raise ValueError(f"lora_modules_to_save names {name}: {where}. Name modules of the language model.")
     config.modules_to_save = [*sorted(asked), *(name for name, rate in whole if rate > 0)] or None
+    # Or an adapter would say what its base is called, and not which it was.
+    config.revision = hub_commit(str(arguments.model_name_or_path), arguments.model_revision)
     return config
 
 
@@ -173,6 +178,37 @@ def freeze(model: PreTrainedModel, rates: dict[str, float]) -> None:
             continue  # packed 4-bit weights
         trained = rates[module_of(name)] > 0
         parameter.requires_grad_(trained and (parameter.requires_grad or not isinstance(model, PeftModel)))
+
+
+def restore_projector(model: PeftModel, values: dict[str, torch.Tensor], wide: bool) -> None:
+    """Gives the adapter's copy of the projector the values that it was made from, which casting has rounded.
+
+    Args:
+        model: The model with its adapter; one whose projector is frozen has no copy.
+        values: The projector's state before.
+        wide: Whether linear layers become float32 as well, which takes autocast to multiply: at small rates bfloat16
+            weights hardly move. The norm is float32 in any case.
+    """
+    for name, parameter in model.named_parameters():
+        _, copied, name = name.partition("multi_modal_projector.modules_to_save.default.")
+        if copied:
+            dtype = torch.float32 if wide or name.startswith("norm.") else values[name].dtype
+            parameter.data = values[name].to(dtype)
+
+
+def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
+    """Puts modules without a trained parameter into evaluation mode: their dropout is off.
+
+    Decoder layers keep their own flag: in evaluation mode they would not be checkpointed, and a frozen language model
+    still has to carry gradients to the projector.
+    """
+    for module in (model.model.vision_tower, model.model.language_model, model.model.multi_modal_projector):
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            module.eval()
+            if module is model.model.language_model:
+                for layer in module.modules():
+                    if isinstance(layer, GradientCheckpointingLayer):
+                        layer.training = True
 
 
 def projector_norm(model: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@
 
 import json
 import os
+import time
 from dataclasses import MISSING, fields
 from enum import Enum
 from importlib.metadata import version
@@ -12,8 +13,10 @@ from typing import Any
 
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 
+from .. import __version__
+from ..provenance import code_commit, hardware, hub_commit, read_beside
 from .arguments import BOTH_STAGES, STAGES, DataArguments, ModelArguments, TrainArguments
 from .dataset import DataReport
 from .model import RECORD, arm_of
@@ -41,7 +44,10 @@ def training_record(
     """The resolved recipe as JSON: options that are not their class's default, and all that the stages decide.
 
     Local paths are cut to their last part. Of dropped rows the numbers are kept; `dropped_rows.jsonl` has the reasons.
+    `model_revision` is the commit of a checkpoint that came from the Hub, `before` the record of the training that
+    made it, and `commit` that of this package's code. All processes must call this at the same time.
     """
+    started_from, revision = str(model_args.model_name_or_path), model_args.model_revision
     decided = {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "max_length"}
     options = {**_changed(data, set()), **_changed(model_args, set()), **_changed(args, decided)}
     quantization = getattr(model.config, "quantization_config", None)
@@ -54,11 +60,35 @@ def training_record(
         "processes": args.world_size,
         "quantization": None if quantization is None else json.loads(quantization.to_json_string()),
         "text_embedding_norm": model.config.text_embedding_norm,
+        "model_revision": hub_commit(started_from, revision),
         "data": [
             {**_plain(vars(source)), "dropped": [row.row for row in source.dropped]} for source in report.sources
         ],
-        "versions": {name: version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate")},
+        "hardware": hardware(args.device),
+        "versions": {name: version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate")}
+        | {"normalign_llava": __version__},
+        "commit": code_commit(),
+        "before": read_beside(started_from, RECORD, revision),
     }
+
+
+class Clock(TrainerCallback):
+    """Counts the seconds of training, evaluations and saves on the way included."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far."""
+        return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._since = time.perf_counter()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._seconds, self._since = self.seconds, None
 
 
 def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:

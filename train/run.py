@@ -11,9 +11,10 @@ from rich.console import Console
 from transformers import AutoProcessor
 
 from .arguments import DataArguments, ModelArguments, TrainArguments
+from .checkpoints import read_json
 from .collator import ConversationCollator
 from .dataset import load_data
-from .model import check_checkpoint, load_model, lora_config
+from .model import RECORD, check_checkpoint, load_model, lora_config
 from .pictures import picture_problem
 from .probe import CosineProbe
 from .record import check_same_run, render_options, training_record
@@ -76,6 +77,7 @@ def train(data_args: DataArguments, args: TrainArguments, model_args: ModelArgum
     record = training_record(data_args, args, model_args, model, data.report)
     if resume:
         check_same_run(record, resume)
+        record["seconds"] = (read_json(resume / RECORD) or {}).get("seconds", 0.0)
     trainer = NormAlignTrainer(
         model,
         args,
@@ -112,8 +114,12 @@ def train(data_args: DataArguments, args: TrainArguments, model_args: ModelArgum
     console.print(render_options(trainer.record), render(facts))
     console.print(*render_dropped(dropped), sep="\n", highlight=False, markup=False)
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    trainer.save_model()
     trainer.save_state()
+    if args.push_to_hub:
+        pushed = trainer.push_to_hub()  # which saves first
+        console.print(f"Pushed to {pushed.url}, commit {pushed.commit}." if pushed else "", highlight=False)
+    else:
+        trainer.save_model()
     console.print(*render_dropped(dropped), sep="\n", highlight=False, markup=False)
     trainer.end()  # trackers, and the process group
     return output

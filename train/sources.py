@@ -13,6 +13,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
+from ..provenance import hub_dataset
 from .arguments import DataArguments, DataSource
 
 
@@ -22,13 +23,17 @@ _REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 
 
 @dataclass
 class Source:
-    """An opened data set; iterating over it gives the name of file or data set, the number, and the row as it is."""
+    """An opened data set; iterating over it gives the name of file or data set, the number, and the row as it is.
+
+    Of one from the Hub, `dataset` says which it is: see [`hub_dataset`].
+    """
 
     name: str
     image_folder: str | None
     columns: list[str] | None
     files: tuple[str, ...] = ()
     data: Dataset | IterableDataset | None = None
+    dataset: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[tuple[str, int, Any]]:
         for file in self.files:
@@ -82,6 +87,7 @@ def open_source(source: DataSource, streaming: bool) -> Source:
                 streaming=streaming,
                 verification_mode="no_checks",  # cards are often wrong about the number of rows; they are counted here
             )
+            opened.dataset = None if folder or is_file else hub_dataset(source.path)
     except (OSError, ValueError, DatasetsError) as error:
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         raise ValueError(f"The data set {source.path}, split {source.split!r}, cannot be read: {reason}") from error

@@ -7,27 +7,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from PIL import Image
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlavaProcessor, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.modeling_layers import GradientCheckpointingLayer
-from trl import SFTTrainer
 
+from ..build import BUILD_RECORD
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..provenance import read_beside
 from .arguments import TrainArguments
 from .callbacks import Measurements
 from .checkpoints import write_failure, writing_checkpoint
 from .collator import ConversationCollator
-from .model import MODULES, RECORD, base_model, freeze, module_of, projector_norm
+from .model import MODULES, RECORD, base_model, eval_frozen, freeze, module_of, projector_norm, restore_projector
 from .probe import CosineProbe
+from .push import PushingTrainer
+from .record import Clock
 from .sampler import ModalityLengthGroupedSampler
+from .sharding import fill_gradients, name_as_unsharded, name_fsdp_units
 from .stages import accumulation_steps
 
 
-class NormAlignTrainer(SFTTrainer):
+class NormAlignTrainer(PushingTrainer):
     """[`SFTTrainer`] for NormAlign-LLaVA.
 
     Args:
@@ -38,7 +41,8 @@ class NormAlignTrainer(SFTTrainer):
         peft_config: adapters to train in place of the language model, as [`lora_config`] makes it.
         eval_dataset: held-out rows in the same form.
         data_collator: makes batches of rows; by default one that stops at a picture that cannot be read.
-        record: what to keep beside every checkpoint, in `training.json`.
+        record: what to keep beside every checkpoint, in `training.json`, as [`training_record`] gives it; the seconds
+            of training are added. The card tells of the training by it.
         callbacks: more callbacks.
 
     Raises:
@@ -61,6 +65,8 @@ class NormAlignTrainer(SFTTrainer):
         args.gradient_accumulation_steps = accumulation_steps(args)
         self.rates = args.rates(use_peft=peft_config is not None)
         self.record = record or {}
+        self.build = read_beside(model.name_or_path, BUILD_RECORD, self.record.get("model_revision"))
+        self.clock = Clock()
         self.measurements = Measurements(args)
         norm = projector_norm(model)
         if any(parameter.is_meta for parameter in norm.parameters()):
@@ -77,7 +83,7 @@ class NormAlignTrainer(SFTTrainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            callbacks=[self.measurements, *(callbacks or [])],
+            callbacks=[self.clock, self.measurements, *(callbacks or [])],
             peft_config=peft_config,
         )
         if peft_config is not None and not is_deepspeed_zero3_enabled():  # which keeps float32 copies of its own
@@ -177,14 +183,14 @@ class NormAlignTrainer(SFTTrainer):
                     logs.update(callback.collect())
         super().log(logs, start_time)
 
-    def create_model_card(self, *args, **kwargs) -> None:
-        """Writes nothing: TRL's card would call the checkpoint a text-generation model fine-tuned from None."""
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves what the Trainer saves, and the record of how it was trained.
+        """Saves what the Trainer saves, the records of how it was built and trained, and in `output_dir` the card.
+
+        With `push_to_hub`, a call of the user's pushes `output_dir` too, as the Trainer does.
 
         Raises:
-            OSError: There is no room.
+            OSError: There is no room, or the Hub or the connection failed.
+            ValueError: What [`push_to_hub`] raises.
         """
         folder = Path(output_dir or self.args.output_dir)
         if isinstance(self.model, FSDPModule):
@@ -192,18 +198,28 @@ class NormAlignTrainer(SFTTrainer):
         try:
             readme = folder / "README.md"
             card = readme.read_bytes() if readme.exists() else None
-            super().save_model(str(folder), _internal_call)
+            super().save_model(str(folder), _internal_call=True)
             if self.args.should_save:
                 if card is not None:
                     readme.write_bytes(card)
                 else:  # PEFT's own names the base by its local path
                     readme.unlink(missing_ok=True)
-                (folder / RECORD).write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
+                for name, content in {RECORD: self._record_so_far(), BUILD_RECORD: self.build}.items():
+                    if content is not None:
+                        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            if folder == Path(self.args.output_dir):
+                self.create_model_card()
         except Exception as error:
             if _internal_call or (cause := write_failure(error)) is None:
                 raise
             remedy = "Make room, and go on from the last checkpoint with --resume_from_checkpoint."
             raise OSError(f"{folder} could not be written: {cause}. {remedy}") from error
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def _record_so_far(self) -> dict[str, Any] | None:
+        seconds = round(self.record.get("seconds", 0.0) + self.clock.seconds, 3)
+        return {**self.record, "seconds": seconds} if self.record else None
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         # PEFT makes an adapter float32, and all of it trainable, as it loads it: the run would not go on as it was.
@@ -220,66 +236,3 @@ class NormAlignTrainer(SFTTrainer):
         with writing_checkpoint(folder, self.args.world_size):
             self.accelerator.wait_for_everyone()  # the first process removes what an earlier run left there
             super()._save_checkpoint(model, trial)
-
-
-def restore_projector(model: PeftModel, values: dict[str, torch.Tensor], wide: bool) -> None:
-    """Gives the adapter's copy of the projector the values that it was made from, which casting has rounded.
-
-    Args:
-        model: The model with its adapter; one whose projector is frozen has no copy.
-        values: The projector's state before.
-        wide: Whether linear layers become float32 as well, which takes autocast to multiply: at small rates bfloat16
-            weights hardly move. The norm is float32 in any case.
-    """
-    for name, parameter in model.named_parameters():
-        _, copied, name = name.partition("multi_modal_projector.modules_to_save.default.")
-        if copied:
-            dtype = torch.float32 if wide or name.startswith("norm.") else values[name].dtype
-            parameter.data = values[name].to(dtype)
-
-
-def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
-    """Puts modules without a trained parameter into evaluation mode: their dropout is off.
-
-    Decoder layers keep their own flag: in evaluation mode they would not be checkpointed, and a frozen language model
-    still has to carry gradients to the projector.
-    """
-    for module in (model.model.vision_tower, model.model.language_model, model.model.multi_modal_projector):
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            module.eval()
-            if module is model.model.language_model:
-                for layer in module.modules():
-                    if isinstance(layer, GradientCheckpointingLayer):
-                        layer.training = True
-
-
-def name_fsdp_units(plugin, model: NormAlignLlavaForConditionalGeneration) -> None:
-    """Names the layers that FSDP2 shards one by one, unless the user's configuration does.
-
-    accelerate's own list has the classes of every family the model could be made of, and fails on those that are not
-    there. The norm is a unit of its own because FSDP2 wants one dtype in a unit, and the gain is float32.
-    """
-    if plugin.transformer_cls_names_to_wrap is None:
-        layers = {type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
-        plugin.transformer_cls_names_to_wrap = sorted(layers | {type(projector_norm(model)).__name__})
-
-
-def name_as_unsharded(model: FSDPModule) -> None:
-    """Gives the class that FSDP2 makes of the model's the name and module of the model's own.
-
-    They are written into a checkpoint as the code to load it with, and that module's files copied.
-    """
-    sharded, own = type(model), type(model).__bases__[-1]
-    sharded.__name__, sharded.__qualname__, sharded.__module__ = own.__name__, own.__qualname__, own.__module__
-
-
-def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-    """Before a step under FSDP2, gives zeros as gradients to trained parameters that have none.
-
-    Such are the vision tower's layers after the one that is read. Without a state for every trained parameter, torch
-    refuses to load the optimizer's states again.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
