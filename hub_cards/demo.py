@@ -35,7 +35,7 @@ def run_demo(
         raise ImportError("The demo needs gradio. Install it with: pip install 'normalign-llava[demo]'") from error
     from transformers import AutoConfig
 
-    from .space.app import build_app, launch, load
+    from .space.demo import build_app, launch, load
 
     if concurrency < 1:
         raise ValueError(f"concurrency is {concurrency}; at least 1 person must be answered. Leave it out for 2.")

@@ -1,0 +1,136 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What was measured, drawn and in words."""
+
+import io
+from typing import Any
+
+import gradio as gr
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from PIL import Image
+
+from .measuring import Measured
+
+
+COLORS = {"visual": "#E69F00", "text": "#0072B2"}  # Okabe and Ito's, which colour-blind readers can tell apart
+MARKERS = {"visual": "o", "text": "s"}
+
+
+def show_layer(measured: Measured | None, layer: int) -> Any:
+    """The heat map of a layer, or of the mean over layers if `layer` is 0, for the page's image."""
+    if measured is None:
+        return gr.skip()
+    title, shares = attention(measured, layer)
+    where = "" if shares is None else f". {describe_map(measured, shares)}"
+    return gr.Image(draw_map(measured, title, shares), alt_text=f"{title}{where}.")
+
+
+def attention(measured: Measured, layer: int) -> tuple[str, np.ndarray | None]:
+    """A sentence, and each visual token's share of the attention on the picture, or None where there is no map.
+
+    With `layer` 0 the shares are averaged over layers, each of which counts the same however much of its attention
+    the picture has.
+    """
+    if layer and layer not in measured.shares:
+        return f"Layer {layer} has no attention map that reaches the picture", None
+    rows = [measured.shares[layer]] if layer else list(measured.shares.values())
+    if not rows:
+        return "This model gives no attention maps that reach the picture", None
+    falls = np.mean([row.sum() for row in rows])
+    shares = np.mean([row / row.sum() for row in rows], axis=0)
+    return (
+        f"{f'Layer {layer}' if layer else 'Mean over layers'}: {falls:.1%} of the text's attention is on the picture",
+        shares,
+    )
+
+
+def describe_map(measured: Measured, shares: np.ndarray) -> str:
+    """Where the map of `shares` is strongest, in words."""
+    place, share = int(shares.argmax()), f"{shares.max():.1%} of it"
+    if measured.grid is None:
+        return f"Strongest on visual token {place + 1} of {len(shares)}, with {share}"
+    row, column = divmod(place, measured.grid[1])
+    rows, columns = measured.grid
+    return f"Strongest in row {row + 1} of {rows}, column {column + 1} of {columns}, with {share}"
+
+
+def draw_map(measured: Measured, title: str, shares: np.ndarray | None) -> Image.Image:
+    """The picture as the encoder received it, and beside it in grey under the map; a strip if there is no grid."""
+    height, width = measured.picture.shape[:2]
+    figure = Figure(figsize=(5.2, 2.9), layout="constrained")
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    left, right = figure.subplots(1, 2)
+    left.imshow(measured.picture, interpolation="bicubic")
+    left.set_title(f"as the model gets it, {width} × {height}", fontsize=9)
+    left.set_axis_off()
+    right.set_axis_off()
+    if shares is None:
+        return _image(figure)
+    if measured.grid is None:
+        extent, cells, opacity = (0.0, float(len(shares)), 0.0, 1.0), shares[None], 1.0
+        right.set_title("by visual token, in order", fontsize=9)
+    else:
+        right.imshow(measured.picture @ [0.299, 0.587, 0.114], cmap="gray", vmin=0, vmax=1, interpolation="bicubic")
+        extent, cells, opacity = (-0.5, width - 0.5, height - 0.5, -0.5), shares.reshape(measured.grid), 0.7
+        right.set_title("attention of the text", fontsize=9)
+    drawn = right.imshow(100 * cells, cmap="magma", vmin=0, extent=extent, alpha=opacity, interpolation="nearest")
+    right.set_aspect("auto" if measured.grid is None else "equal")
+    bar = figure.colorbar(drawn, ax=right, shrink=0.85)
+    bar.set_label("share of the attention\nto the picture (%)", fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    return _image(figure)
+
+
+def draw_norms(measured: Measured) -> Image.Image:
+    """The norms of visual and text tokens over the layers, on a logarithmic axis."""
+    figure = Figure(figsize=(5.2, 3.1), layout="constrained")
+    axes = figure.subplots()
+    for kind, norms in measured.norms.items():
+        # Wide under narrow: where curves lie on each other, both can be seen.
+        width, size = (2.6, 5.5) if kind == "visual" else (1.4, 3.5)
+        style = {"color": COLORS[kind], "marker": MARKERS[kind], "linewidth": width, "markersize": size}
+        axes.plot(range(len(norms)), norms, label=f"{kind} tokens", **style)
+    axes.set_yscale("log")
+    values = [value for norms in measured.norms.values() for value in norms]
+    narrow = max(values) < 1000 * min(values)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=12))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("after layer (0: on entry)", fontsize=10)
+    axes.set_ylabel("mean L2 norm", fontsize=10)
+    axes.tick_params(labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, color="#DDDDDD", linewidth=0.6)
+    axes.set_title("visual and text tokens, logarithmic axis", fontsize=10, loc="left")
+    axes.legend(fontsize=9, frameon=False)
+    return _image(figure)
+
+
+def describe_norms(measured: Measured) -> str:
+    """The chart of norms in words."""
+    ends = {kind: f"from {_number(norms[0])} on entry to {_number(norms[-1])} after the last layer"
+            for kind, norms in measured.norms.items()}  # fmt: skip
+    return f"Mean L2 norm by layer. Visual tokens: {ends['visual']}. Text tokens: {ends['text']}."
+
+
+def summary(measured: Measured) -> str:
+    """The norms on entry and their ratio, as Markdown."""
+    (visual, *_), (text, *_), known = measured.norms["visual"], measured.norms["text"], measured.vocabulary
+    return (
+        f"Norm on entry to the language model: visual tokens **{_number(visual)}**, text tokens "
+        f"**{_number(text)}**, ratio **{_number(visual / text)}**."
+        + ("" if known is None else f" Text over the whole vocabulary: **{_number(known)}**.")
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:#.3g}".rstrip(".")  # three digits, the zeros at the end among them
+
+
+def _image(figure: Figure) -> Image.Image:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=200)
+    return Image.open(file)

@@ -1,0 +1,137 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The page, and its server."""
+
+from typing import Any
+
+import gradio as gr
+
+from .asking import Asker
+from .figures import show_layer
+from .pictures import EXAMPLES, check_upload, draw_example
+
+
+MAX_FILE = "20mb"
+FIGURE: dict[str, Any] = {"interactive": False, "format": "png", "show_label": False, "buttons": ["fullscreen"]}
+CSS = """
+.gradio-container { max-width: 1180px !important; margin: 0 auto !important; }
+#figures img { background: white; }
+footer { opacity: 0.8; }
+"""
+
+
+def build_app(
+    model: Any,
+    processor: Any,
+    *,
+    title: str,
+    source: str,
+    concurrency: int = 2,
+    max_new_tokens: int = 256,
+) -> gr.Blocks:
+    """The page.
+
+    Args:
+        model: What `load` gave; hooks are put on its decoder, which act for the thread that measures alone.
+        processor: What `load` gave.
+        title: The page's heading.
+        source: Markdown that says which model answers.
+        concurrency: How many people are answered at the same time; others wait in a queue.
+        max_new_tokens: The longest answer.
+
+    Returns:
+        The page, for `launch`.
+    """
+    asker = Asker(model, processor, max_new_tokens)
+    layers = len(model.get_decoder().layers)
+    with gr.Blocks(title=title, analytics_enabled=False, delete_cache=(3600, 3600)) as app:
+        gr.Markdown(
+            f"# {title}\nAsk about a picture. Below the answer the page shows where the words look in the picture, "
+            f"and the norms of visual and text tokens in every layer of the language model. {source}"
+        )
+        measured = gr.State(time_to_live=3600)
+        with gr.Row(equal_height=False):
+            with gr.Column(scale=2, min_width=320):
+                picture = gr.Image(
+                    label="Picture",
+                    sources=["upload", "clipboard"],
+                    height=300,
+                    buttons=["fullscreen"],
+                    alt_text="The picture that is asked about",
+                    elem_id="picture",
+                )
+                question = gr.Textbox(
+                    label="Question", placeholder="What is in the picture?", max_lines=4, elem_id="question"
+                )
+                with gr.Row():
+                    ask = gr.Button("Ask", variant="primary", min_width=80, elem_id="ask")
+                    stop = gr.Button("Stop", min_width=80, elem_id="stop")
+                gr.Examples(
+                    [[draw_example(shape, color), asked] for shape, color, asked in EXAMPLES],
+                    [picture, question],
+                    label="Examples",
+                    example_labels=[f"{color} {shape}: {asked}" for shape, color, asked in EXAMPLES],
+                )
+            with gr.Column(scale=3, min_width=320, elem_id="figures"):
+                answer = gr.Textbox(label="Answer", lines=2, interactive=False, elem_id="answer")
+                numbers = gr.Markdown(elem_id="numbers")
+                gr.Markdown("### Where the words look")
+                heat = gr.Image(label="Attention map", elem_id="heat", **FIGURE)
+                layer = gr.Slider(
+                    0, layers, 0, step=1, precision=0, label="Layer", info="0: mean over all layers", elem_id="layer"
+                )
+                gr.Markdown("### Norms of visual and text tokens, layer by layer")
+                chart = gr.Image(label="Norms by layer", elem_id="chart", **FIGURE)
+        # Without gr.Image's own preprocessing, so that a file that cannot be read gets a message of ours.
+        asked = gr.on(
+            [ask.click, question.submit],
+            asker.ask,
+            [picture, question, layer],
+            [answer, numbers, heat, chart, measured],
+            preprocess=False,
+            concurrency_limit=concurrency,
+            trigger_mode="once",
+            show_progress_on=answer,
+            scroll_to_output=True,
+            api_name="ask",
+        )
+        stop.click(None, cancels=[asked], api_visibility="private")
+        picture.upload(
+            check_upload,
+            picture,
+            picture,
+            preprocess=False,
+            concurrency_limit=concurrency,
+            api_visibility="private",
+        )
+        layer.input(
+            show_layer,
+            [measured, layer],
+            heat,
+            concurrency_limit=concurrency,
+            trigger_mode="always_last",
+            show_progress="hidden",
+            api_visibility="private",
+        )
+    return app
+
+
+def launch(app: gr.Blocks, **options: Any) -> None:
+    """Serves the page and nothing else: no tunnel, no telemetry, no font or script from elsewhere."""
+    plain, mono = gr.themes.Font("system-ui"), gr.themes.Font("ui-monospace")
+    theme = gr.themes.Default(
+        primary_hue="blue",
+        font=[plain, gr.themes.Font("sans-serif")],
+        font_mono=[mono, gr.themes.Font("monospace")],
+    ).set(block_info_text_color="*neutral_600")  # the default is too pale to read
+    app.launch(
+        theme=theme,
+        css=CSS,
+        share=False,
+        ssr_mode=False,
+        pwa=False,
+        run_history=False,
+        footer_links=["api", "gradio"],
+        max_file_size=MAX_FILE,
+        **options,
+    )

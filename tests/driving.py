@@ -1,0 +1,110 @@
+"""The demo's page driven in headless Chromium: a picture given, a question typed, what appears read."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+
+def until(holds: Callable, seconds: float = 60.0):
+    """Waits until `holds()` is true, and returns what it gave."""
+    deadline = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < deadline, "what the page should show did not appear"
+        time.sleep(0.05)
+    return found
+
+
+class Driver:
+    """A page of the demo in a browser.
+
+    Args:
+        browser: Selenium's, which has loaded the page.
+    """
+
+    def __init__(self, browser):
+        self.browser = browser
+        until(lambda: self.browser.find_elements(By.CSS_SELECTOR, "#question textarea"))
+
+    def upload(self, file: Path) -> None:
+        """Gives the file as a person does who chooses it, in place of an earlier one."""
+        for button in self.browser.find_elements(By.CSS_SELECTOR, "#picture button[aria-label='Remove Image']"):
+            self.browser.execute_script("arguments[0].click()", button)
+        field = until(lambda: self.browser.find_elements(By.CSS_SELECTOR, "#picture input[type=file]"))[0]
+        field.send_keys(str(file))
+
+    def has_picture(self) -> bool:
+        """Whether a picture has been uploaded and is drawn."""
+        return self._decoded("#picture img") is not None
+
+    def ask(self, question: str, *, by_key: bool = False) -> None:
+        """Types the question and asks it, with the button or with the Enter key."""
+        field = self.browser.find_element(By.CSS_SELECTOR, "#question textarea")
+        field.send_keys(Keys.CONTROL, "a")
+        field.send_keys(Keys.BACKSPACE, question)
+        if by_key:
+            field.send_keys(Keys.ENTER)
+        else:
+            self.browser.find_element(By.CSS_SELECTOR, "#ask").click()
+
+    def take_example(self) -> None:
+        """Takes the first of the examples."""
+        until(lambda: self.browser.find_elements(By.CSS_SELECTOR, "button.gallery-item"))[0].click()
+
+    def stop(self) -> None:
+        """Presses Stop."""
+        self.browser.find_element(By.CSS_SELECTOR, "#stop").click()
+
+    def ended(self) -> bool:
+        """Whether the answer's box no longer says that it is being filled."""
+        return not self.browser.find_elements(By.CSS_SELECTOR, "#answer .generating, #answer .wrap:not(.hide)")
+
+    def choose_layer(self, layer: int) -> None:
+        """Moves the slider from 0 with the arrow key."""
+        slider = self.browser.find_element(By.CSS_SELECTOR, "#layer input[type=range]")
+        slider.send_keys(Keys.ARROW_RIGHT * layer)
+
+    def names(self) -> set[str]:
+        """What assistive technology calls the fields and buttons."""
+        fields = self.browser.find_elements(By.CSS_SELECTOR, "button, textarea, input[type=range]")
+        return {field.accessible_name for field in fields}
+
+    def answer(self) -> str:
+        """The text in the answer's box."""
+        return self.browser.find_element(By.CSS_SELECTOR, "#answer textarea").get_attribute("value")
+
+    def numbers(self) -> str:
+        """The line with the norms on entry."""
+        return self.browser.find_element(By.CSS_SELECTOR, "#numbers").text
+
+    def figure(self, name: str) -> dict | None:
+        """Address, alternative text and size of the image `name` (`heat` or `chart`); None if none is drawn."""
+        return self._decoded(f"#{name} img")
+
+    def messages(self) -> str:
+        """The text of all messages that are shown."""
+        return "\n".join(each.text for each in self.browser.find_elements(By.CSS_SELECTOR, "[data-testid=toast-body]"))
+
+    def close_messages(self) -> None:
+        """Closes all messages."""
+        for button in self.browser.find_elements(By.CSS_SELECTOR, "[data-testid=toast-close]"):
+            self.browser.execute_script("arguments[0].click()", button)
+        until(lambda: not self.messages())
+
+    def requests(self) -> list[str]:
+        """Addresses asked for since the last call, data URIs left out."""
+        events = [json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance")]
+        sent = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        urls = [each["request"]["url"] for each in sent]
+        return [url for url in urls if not url.startswith(("data:", "blob:"))]
+
+    def _decoded(self, selector: str) -> dict | None:
+        return self.browser.execute_script(
+            "const image = document.querySelector(arguments[0]);"
+            "return image && image.complete && image.naturalWidth ?"
+            " {src: image.src, alt: image.alt, width: image.naturalWidth, height: image.naturalHeight} : null",
+            selector,
+        )
