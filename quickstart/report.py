@@ -95,7 +95,8 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
     console.print(f"Reloaded in a fresh process from its own code: {same} to {results['reloaded_answers']} questions.")
     for name, sentences in results["verdicts"].items():
         console.print(f"Report on {name}: {' '.join(sentences)}", highlight=False, markup=False)
-    console.print(f"Checkpoint: {output / 'model'}\nPictures:   {output / 'pictures.png'}")
+    console.print(f"Checkpoint: {output / 'model'}\nModel card: {output / 'model' / 'README.md'}")
+    console.print(f"Pictures:   {output / 'pictures.png'}")
     for page in pages:
         console.print(f"Report:     {page}")
 

@@ -48,7 +48,7 @@ def write_evaluations(
     def metric(kind: str, subset: str | None = None) -> Metric:
         value, count = after["accuracy"][kind], after["count"][kind]
         given = {name: accuracy[kind] for name, accuracy in references.items()}
-        error = (value * (1 - value) / count) ** 0.5
+        error = (value * (1 - value) / count) ** 0.5 or None  # at 0 and 1 the formula knows no error
         return Metric("accuracy", value, error, references=given, subset=subset, samples=count)
 
     about: dict[str, Any] = {
