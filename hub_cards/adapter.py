@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
+from ..configuration_normalign_llava import NormAlignLlavaConfig
 from .card import AdapterBase
 from .client import Client, check_repo_id
-from .contents import ADAPTER_CONFIG
+from .contents import ADAPTER_CONFIG, RECORD
+from .facts import read_json
+from .remote import read
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ def staged(checkpoint: Path, *, as_adapter: bool, base: str | None, client: Clie
 
     Raises:
         ValueError: `as_adapter` or `base` without an adapter; an adapter that cannot be merged; a base that is not on
-            the Hub.
+            the Hub, or is not set as the adapter was trained with it.
         OSError: There is no room for the merged model. Nothing of it is left.
     """
     if not (checkpoint / ADAPTER_CONFIG).is_file():
@@ -68,7 +72,13 @@ def staged(checkpoint: Path, *, as_adapter: bool, base: str | None, client: Clie
                     f"The adapter could not be merged in {tempfile.gettempdir()}: {error} Nothing was sent. Set "
                     "TMPDIR to a folder with room for the model."
                 ) from error
-            yield Staged(merged)
+            try:
+                yield Staged(merged)
+            except (ValueError, OSError) as error:
+                if str(merged) not in str(error):
+                    raise
+                kind = ValueError if isinstance(error, ValueError) else OSError
+                raise kind(str(error).replace(str(merged), f"{checkpoint}, merged,")) from error
 
 
 def _with_base(adapter: Path, base: str | None, client: Client | None) -> Staged:
@@ -87,11 +97,28 @@ def _with_base(adapter: Path, base: str | None, client: Client | None) -> Staged
         try:
             with client.step(f"looking for the base {base}", "Nothing was sent."):
                 revision = _commit_of(client, base, revision)
+                its_config = json.loads(read(client, base, "config.json", revision))
         except LookupError as error:
             raise ValueError(f"The adapter's base, {base}, is not on the Hub: {error}. {remedy}") from None
+        _check_arm(adapter, base, its_config)
     pinned = AdapterBase(base, revision or "main")
     config |= {"base_model_name_or_path": pinned.repo_id, "revision": pinned.revision}
     return Staged(adapter, {ADAPTER_CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}, pinned)
+
+
+def _check_arm(adapter: Path, base: str, config: dict[str, Any]) -> None:
+    """Raises ValueError if training changed settings of the base: PEFT alone would load the base without them."""
+    record = read_json(adapter / RECORD) or {}
+    changed = [
+        f"{name} {value!r}, not {there!r}"
+        for name, value in record.get("config_changes", {}).items()
+        if value != (there := config.get(name, getattr(NormAlignLlavaConfig, name)))
+    ]
+    if changed:
+        raise ValueError(
+            f"The adapter was trained with {'; '.join(changed)} as config.json of its base {base} says: as an adapter "
+            "it would be loaded on another model. Publish the merged model, without --adapter."
+        )
 
 
 def _commit_of(client: Client, repo_id: str, revision: str | None) -> str:

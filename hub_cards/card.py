@@ -168,6 +168,14 @@ def is_ours(card: str) -> bool:
     return _OURS.search(card) is not None
 
 
+def decoded(card: bytes, where: str) -> str:
+    """The text of a `README.md`, line ends as they are. Raises ValueError, which names `where`, if it is no UTF-8."""
+    try:
+        return card.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"README.md of {where} is no text in UTF-8 ({error}). Save it as that.") from error
+
+
 def by_hand(card: str) -> dict[str, str]:
     """The parts of a card that were written by hand, by name, byte for byte.
 
@@ -190,7 +198,7 @@ def by_hand(card: str) -> dict[str, str]:
 
 
 def _read(file: Path) -> str:
-    return file.read_bytes().decode("utf-8-sig") if file.is_file() else ""
+    return decoded(file.read_bytes(), str(file.parent)) if file.is_file() else ""
 
 
 def _derived(card: str) -> set[str]:
@@ -217,7 +225,9 @@ def _licensed(facts: Facts, adapter: AdapterBase | None) -> list[Part]:
 def _warnings(facts: Facts, follows: Terms, by_author: bool, adapter: AdapterBase | None) -> list[str]:
     found = [follows.warning] if follows.warning and not by_author else []
     if unlisted := [part.name for part in facts.parts if not part.hub_id]:
-        found.append(f"{', '.join(unlisted)} has no Hub id in build.json, so the metadata does not name it as a base.")
+        have, them = ("have", "them as bases") if unlisted[1:] else ("has", "it as a base")
+        named = " and ".join(unlisted)
+        found.append(f"{named} {have} no Hub id in build.json, so the metadata does not name {them}.")
     if facts.adapter is not None and adapter is None:
         found.append("The adapter's base is not on the Hub, so the card cannot say how a stranger loads it.")
     elif adapter is not None and not re.fullmatch("[0-9a-f]{40}", adapter.revision):

@@ -172,7 +172,8 @@ def _norm_faults(folder: Path, model: PreTrainedModel, norm: dict[str, Tensor]) 
     why = "all its elements are the same" if any(trainings) else f"no {RECORD} here says so"
     return [
         f"{_NORM}weight: the gain, {gain.double().mean().item():.6g} on average, is not aligned: {should}. Nor was it "
-        f"trained: {why}. Load the model, call align_projector_norm() and save it; or publish what training wrote."
+        f"trained: {why}. Load the model, call align_projector_norm() and save it; or publish it with the {RECORD} "
+        "that `normalign train` writes, and in Python the trainer that is given a `record`."
     ]
 
 

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The commands that show a checkpoint to others: `normalign card`, `publish`, `demo` and `serve`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,7 @@ def card(
         written = write_card(checkpoint, repo_id=repo_id, replace=replace)
     console = Console()
     for warning in written.warnings:
-        console.print(f"Warning: {warning}", highlight=False, markup=False)
+        console.print(f"Warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"Card: {checkpoint / 'README.md'}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -56,17 +57,21 @@ def publish(
     """Check a checkpoint, send it to the Hub in one commit, and load it from there as a stranger would."""
     console = Console()
     with errors_for_people():
+        from huggingface_hub.utils import disable_progress_bars
+
         from .publish import publish as send
 
+        if not sys.stderr.isatty():
+            disable_progress_bars()
         try:
             done = send(
                 checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, space=space,
                 as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run,
-                say=lambda text: console.print(text, highlight=False, markup=False),
+                say=lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
             )  # fmt: skip
         except KeyboardInterrupt:
             Console(stderr=True).print(
-                "Stopped. What was uploaded is kept there unseen: run it again to send the rest."
+                "Stopped. The branch is as it was, or holds all of it. Run it again: it sends the rest, and checks."
             )
             raise typer.Exit(130) from None
     if dry_run:
@@ -82,7 +87,7 @@ def publish(
         left.add_column("why")
         for path, reason in done.left.items():
             left.add_row(path, reason)
-        console.print(files, left, sep="\n")
+        console.print(files, *([left] if done.left else []), sep="\n")
         return
     what = (
         f"{len(done.sent_files)} of {len(done.files)} files, {done.sent_bytes / 1e6:.1f} MB"

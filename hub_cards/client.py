@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError  # HTTPError: of httpx or httpx2, whichever the client has
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub.utils import HFValidationError, build_hf_headers, hf_raise_for_status, validate_repo_id
 
 from .. import __version__
+from .contents import CARD, Contents
 
 
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -118,6 +119,33 @@ class Client:
                 f"{repo_id} belongs to {namespace}, and the token to {account['name']}, who may publish as "
                 f"{' or '.join(f'{name}/...' for name in names)}. Choose one of these, or a pull request: --create-pr."
             )
+
+    def check_card(self, contents: Contents, kind: str = "model") -> None:
+        """Checks `README.md` as the Hub will when it is committed, which is after the upload.
+
+        Raises:
+            ValueError: The Hub does not accept its metadata.
+            OSError: The Hub cannot be asked.
+        """
+
+        def refused(card: str) -> list[str]:
+            response = get_session().post(
+                f"{self.api.endpoint}/api/validate-yaml",
+                json={"content": card, "repoType": kind},
+                headers=build_hf_headers(token=self.token),
+            )
+            if response.status_code != 400:
+                hf_raise_for_status(response)
+            return [error["message"] for error in response.json().get("errors", [])]
+
+        for source in (content.source for content in contents.sent if content.path == CARD):
+            card = source if isinstance(source, bytes) else source.read_bytes()
+            with self.step("checking the card", "Nothing was sent."):
+                errors = self.ask(refused, card.decode())
+            if errors:
+                raise ValueError(
+                    f"The Hub does not accept the metadata of README.md: {'; '.join(errors)}. Mend its front matter."
+                )
 
     def _sentence(self, error: Exception, doing: str) -> str:
         cause: BaseException | None = error

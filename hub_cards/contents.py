@@ -17,7 +17,7 @@ from .evaluation import FOLDER as EVALUATION
 DIAGNOSTICS, RESULTS, TEMPLATES = "diagnostics", ".eval_results", "chat_templates"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-RECORD = "training.json"
+CARD, RECORD = "README.md", "training.json"
 CODE = ("configuration_normalign_llava.py", "modeling_normalign_llava.py")
 
 ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -30,7 +30,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
             *("spiece.model", "sentencepiece.bpe.model", "chat_template.json", "chat_template.jinja"),
         ),
-        "card": ("README.md",),
+        "card": (CARD,),
         "record": ("build.json", RECORD, "dynamics.jsonl", "LICENSE*", "LICENCE*", "NOTICE*"),
     },
     TEMPLATES: {"processor": ("*.jinja",)},
@@ -114,7 +114,7 @@ def contents(checkpoint: str | os.PathLike, generated: Mapping[str, bytes] | Non
             continue
         if reason := _reason(path, kind):
             left[relative + ("/" if path.is_dir() else "")] = reason
-        elif not path.resolve().is_relative_to(folder):
+        elif not _is_inside(path, folder):
             outside.append(f"{relative} -> {path.resolve()}")
         elif relative != f"{DIAGNOSTICS}/{REPORT}":
             sent.append(Content(relative, path, path.stat().st_size, str(kind)))
@@ -212,6 +212,13 @@ def _listed(folder: Path) -> list[Path]:
     for path in sorted(folder.iterdir()):
         listed += sorted(path.iterdir()) if path.name in ALLOWED and path.is_dir() else [path]
     return listed
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    real = path.resolve()
+    # In the Hub's cache, the files of `snapshots/COMMIT` are links to the repository's `blobs`.
+    cached = folder.parent.name == "snapshots" and real.parent == folder.parents[1] / "blobs"
+    return cached or real.is_relative_to(folder)
 
 
 def _kind(path: str) -> str | None:

@@ -15,7 +15,8 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
-from ..diagnose.report import SCHEMA_VERSION
+from ..diagnose.report import REPORT
+from .contents import DIAGNOSTICS, public_report
 from .evaluation import Evaluation, read_evaluations
 
 
@@ -78,7 +79,7 @@ class Facts:
         parts: Vision encoder and language model, or the LLaVA checkpoint that had both.
         data: What was trained on, each once.
         gain: None without the norm.
-        parameters, weight_bytes: Of the safetensors files.
+        parameters, weight_bytes: Of the safetensors files; of quantized ones, which hold packed weights, 0 parameters.
         image_processor: Of `processor_config.json`.
         diagnosis: `diagnostics/report.json`.
         figures: Of the diagnosis, those whose files are there and that show no sample of the data.
@@ -132,9 +133,7 @@ def read_facts(checkpoint: Path) -> Facts:
     while record:
         stages.insert(0, {"options": {}, "learning_rates": {}, "versions": {}, **record})
         record = record.get("before")
-    diagnosis = read_json(checkpoint / "diagnostics" / "report.json")
-    if diagnosis is not None and diagnosis.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(f"{checkpoint / 'diagnostics' / 'report.json'} is of another version. Diagnose anew.")
+    diagnosis = _diagnosis(checkpoint / DIAGNOSTICS / REPORT)
     processor = read_json(checkpoint / "processor_config.json")
     gain, parameters, size = _weights(checkpoint, config)
     return Facts(
@@ -146,12 +145,12 @@ def read_facts(checkpoint: Path) -> Facts:
         parts=_parts(build, config),
         data=_data(stages),
         gain=gain,
-        parameters=parameters,
+        parameters=0 if getattr(config, "quantization_config", None) else parameters,
         weight_bytes=size,
         image_processor=(processor or {}).get("image_processor") or {},
         has_processor=processor is not None,
         diagnosis=diagnosis,
-        figures=_figures(checkpoint / "diagnostics", diagnosis),
+        figures=_figures(checkpoint / DIAGNOSTICS, diagnosis),
         evaluations=read_evaluations(checkpoint),
     )
 
@@ -237,6 +236,16 @@ def _weights(checkpoint: Path, config: NormAlignLlavaConfig | None) -> tuple[Gai
         moved = moved or (bias is not None and bool(bias.any()))
     mean = gain.double().abs().mean().item()
     return Gain(mean, None if bias is None else bias.double().abs().mean().item(), start, moved), parameters, size
+
+
+def _diagnosis(file: Path) -> dict[str, Any] | None:
+    """What is published of `report.json`, so that the card speaks of nothing else."""
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(public_report(file.read_text("utf-8"))[0])
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}. Diagnose anew, or remove it.") from error
 
 
 def _figures(folder: Path, diagnosis: dict[str, Any] | None) -> list[dict[str, str]]:

@@ -22,9 +22,13 @@ def settle(local: str | None, remote: str | None, published: dict[str, str], rep
         Part -> text; empty parts are left out.
 
     Raises:
-        ValueError: A part was edited in both, and neither text holds the other.
+        ValueError: A part was edited in both, and neither text holds the other; or a part has no end.
     """
-    ours, theirs = (by_hand(card) if card else {} for card in (local, remote))
+    ours = by_hand(local) if local else {}
+    try:
+        theirs = by_hand(remote) if remote else {}
+    except ValueError as error:
+        raise ValueError(f"In {repo_id}: {error}") from None
     settled, torn = {}, []
     for name in ours | theirs:
         here, there = ours.get(name, ""), theirs.get(name, "")
@@ -73,4 +77,4 @@ def own_card(card: str | None, repo_id: str, replace: bool) -> str | None:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.strip().encode()).hexdigest()
+    return hashlib.sha256(text.replace("\r\n", "\n").strip().encode()).hexdigest()

@@ -12,10 +12,13 @@ from .commit import commit_once, other_publisher
 from .contents import Contents
 from .manifest import NAME, Manifest, stale
 from .remote import Remote, look
-from .snapshot import Snapshot, changed_error, in_memory, take_snapshot
+from .snapshot import File, Snapshot, changed_error, in_memory, take_snapshot
 
 
 MESSAGE = "Publish with normalign-llava"
+
+NOTHING_IGNORED = "# Everything that is published is sent.\n"
+"""In place of the repository's own `.gitignore`, by which the client would leave files out without a word."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class Pushed:
         url: Page of the repository.
         commit: The commit that holds the contents: the new one, or the head where nothing was to change.
         parent: The commit before; `commit` itself where nothing was to change.
-        private: Whether the repository is.
+        branch: Where it is; of a pull request, what that is against.
+        private, gated: Whether the repository is.
+        files: Path -> bytes of all that is there of ours.
         sent_files: Paths that were new or different.
         sent_bytes: Their size. Of large ones the Hub takes what it does not have.
         deleted: Paths that were removed.
@@ -39,6 +44,8 @@ class Pushed:
     parent: str
     branch: str
     private: bool
+    gated: bool
+    files: dict[str, int]
     sent_files: list[str] = field(default_factory=list)
     sent_bytes: int = 0
     deleted: list[str] = field(default_factory=list)
@@ -93,6 +100,7 @@ def push(
     client = Client(token, endpoint=endpoint, waits=waits)
     with client.token_kept():
         client.check_account(repo_id)
+        client.check_card(contents, kind)
         return push_snapshot(
             client, take_snapshot(contents), repo_id, kind=kind, private=private, revision=revision, message=message,
             hand_written=hand_written, say=say,
@@ -127,14 +135,14 @@ def push_snapshot(
         if parent is not None and remote.commit != parent:
             raise other_publisher(client, remote, parent)
         earlier = remote.manifest(client)
-    manifest = Manifest({file.path: file.sha256 for file in snapshot.files}, hand_written or {})
-    files = [*snapshot.files, in_memory(NAME, manifest.to_bytes())]
+    files = with_manifest(snapshot, hand_written or {})
+    sizes = {file.path: file.size for file in files}
     changed = [file for file in files if not file.is_stored_as(remote.files.get(file.path))]
     deleted = stale(remote.files, earlier, [file.path for file in files])
     url = f"{client.api.endpoint}/{'' if kind == 'model' else f'{kind}s/'}{repo_id}"
     if not changed and not deleted:
         say(f"{repo_id} holds all of this already.")
-        return Pushed(repo_id, url, remote.commit, remote.commit, revision, remote.private)
+        return Pushed(repo_id, url, remote.commit, remote.commit, revision, remote.private, remote.gated, sizes)
 
     size = sum(file.size for file in changed)
     say(f"Sending {len(changed)} of {len(files)} files, {size / 1e6:.1f} MB, to {repo_id}; removing {len(deleted)}.")
@@ -143,8 +151,9 @@ def push_snapshot(
     with client.step(f"uploading to {repo_id}", unseen):
         try:
             client.api.preupload_lfs_files(  # which asks again by itself
-                repo_id, additions, repo_type=kind, revision=revision, create_pr=create_pr, free_memory=False
-            )
+                repo_id, additions, repo_type=kind, revision=revision, create_pr=create_pr, free_memory=False,
+                gitignore_content=NOTHING_IGNORED,
+            )  # fmt: skip
         except Exception:
             snapshot.check()  # a file that was cut short is refused, and that would be the reason
             raise
@@ -165,9 +174,15 @@ def push_snapshot(
     with client.step(f"committing to {repo_id}", either):
         commit, pull_request = commit_once(client, remote, additions, deletions, changed, message, create_pr)
     return Pushed(
-        repo_id, url, commit, remote.commit, revision, remote.private, [file.path for file in changed], size, deleted,
-        pull_request,
+        repo_id, url, commit, remote.commit, revision, remote.private, remote.gated, sizes,
+        [file.path for file in changed], size, deleted, pull_request,
     )  # fmt: skip
+
+
+def with_manifest(snapshot: Snapshot, hand_written: dict[str, str]) -> list[File]:
+    """All that is sent: the files, and the manifest by which the next publication knows them."""
+    manifest = Manifest({file.path: file.sha256 for file in snapshot.files}, hand_written)
+    return [*snapshot.files, in_memory(NAME, manifest.to_bytes())]
 
 
 def _prepared(

@@ -22,6 +22,7 @@ from .facts import Facts, Licence, Part, hub_id
 
 TASK = "image-text-to-text"
 TAGS = ["normalign-llava", "llava", "vision-language-model", "custom_code"]
+ADAPTER_TAGS = ["lora"]
 PERMISSIVE = ("mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
 """Licences whose parts may be passed on together under the last of them, which asks for the most, notices kept."""
 
@@ -89,7 +90,7 @@ def metadata(facts: Facts, name: str, base: str | None, parts_terms: Terms) -> d
         base_model=models or None,
         base_model_relation=relation,
         datasets=datasets or None,
-        tags=[*TAGS, *(["lora"] if facts.adapter is not None else [])],
+        tags=[*TAGS, *(ADAPTER_TAGS if facts.adapter is not None else [])],
         eval_results=results or None,
         model_name=name if results else None,
     )
@@ -109,7 +110,8 @@ def merged(derived: dict[str, Any], kept: Sequence[tuple[dict[str, Any], set[str
         if result.get("license") == "other" and "license" not in derived_then and "license" in theirs:
             result = {key: value for key, value in result.items() if not key.startswith("license")}
         if isinstance(tags := earlier.get("tags"), list):
-            result["tags"] = list(dict.fromkeys([*result["tags"], *tags]))
+            # Those of an adapter's card are none of the author's when it is merged.
+            result["tags"] = list(dict.fromkeys([*result["tags"], *(tag for tag in tags if tag not in ADAPTER_TAGS)]))
         result = {**theirs, **result}
     return result
 

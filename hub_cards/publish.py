@@ -4,58 +4,38 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import get_token
 
 from .adapter import Staged, staged
-from .card import render_card
+from .card import decoded, render_card
 from .checks import check_checkpoint, check_contents
 from .client import WAITS, Client, check_repo_id
-from .contents import Contents, contents
+from .contents import CARD, Contents, contents
 from .demo_space import check_space, push_space, space_of
+from .facts import hub_id
 from .hand_written import digests, own_card, put, settle
-from .hub import Pushed, check_remote, push_snapshot
+from .hub import Pushed, check_remote, push_snapshot, with_manifest
 from .remote import look
 from .snapshot import take_snapshot
 from .verify import ask, snippet, verify
 
 
-CARD = "README.md"
-
-
 @dataclass(frozen=True)
-class Publication:
-    """What was published, or of a dry run what would be.
+class Publication(Pushed):
+    """What was published; of a dry run what would be, with no commit.
 
     Attributes:
-        url: Page of the repository.
-        commit: The commit that holds it; empty for a dry run.
-        branch: Where it is; `refs/pr/N` of a pull request.
-        changed: Whether there was anything to commit.
-        files: All that the repository has of it: path -> bytes.
-        sent_files, sent_bytes: What of it was new or different.
-        deleted: What was removed.
-        pull_request: Its page, where one was opened.
         space: The Space's page, where one was published.
         snippet: Code that loads this commit.
         left: What of the folder is not sent -> why.
     """
 
-    repo_id: str
-    url: str
-    commit: str
-    branch: str
-    changed: bool
-    files: dict[str, int]
-    sent_files: list[str]
-    sent_bytes: int
-    deleted: list[str]
-    pull_request: str | None
-    space: str | None
-    snippet: str
-    left: dict[str, str]
+    space: str | None = None
+    snippet: str = ""
+    left: dict[str, str] = field(default_factory=dict)
 
 
 def publish(
@@ -109,7 +89,11 @@ def publish(
     checkpoint = Path(checkpoint)
     check_repo_id(repo_id)
     if not checkpoint.is_dir():
-        raise ValueError(f"{checkpoint} is no folder. Give the folder of a checkpoint or of an adapter.")
+        fetch = f" What is on the Hub is fetched with `hf download {checkpoint} --local-dir FOLDER`."
+        raise ValueError(
+            f"{checkpoint} is no folder. Give the folder of a checkpoint or of an adapter."
+            f"{'' if checkpoint.exists() or not hub_id(checkpoint.as_posix()) else fetch}"
+        )
     if space and (create_pr or as_adapter):
         raise ValueError(
             "A Space needs a whole model that is published: leave out --space, or --create-pr and --adapter."
@@ -118,8 +102,10 @@ def publish(
         check_repo_id(space_of(repo_id))
     if dry_run:
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=None) as stage:
-            sent, _ = _contents(stage, repo_id, None, {}, token or get_token(), say)
-        return _publication(None, repo_id, revision, sent, stage, None)
+            sent, hand_written = _contents(stage, repo_id, None, {}, token or get_token(), say)
+            files = {file.path: file.size for file in with_manifest(take_snapshot(sent), hand_written)}
+        pushed = Pushed(repo_id, "", "", "", revision, False, False, files, list(files), sum(files.values()))
+        return Publication(**vars(pushed), left=sent.left)
 
     client = Client(token, endpoint=endpoint, waits=waits)
     with client.token_kept():
@@ -129,13 +115,14 @@ def publish(
             check_remote(remote, repo_id, private, create_pr)
             if space:
                 check_space(client, repo_id)
-            theirs = remote.read(client, CARD).decode() if remote and CARD in remote.files else None
+            theirs = decoded(remote.read(client, CARD), repo_id) if remote and CARD in remote.files else None
             manifest = remote.manifest(client) if remote else None
         theirs = own_card(theirs, repo_id, replace_card)
         published = manifest.hand_written if manifest else {}
-        token_needed = client.token if private or (remote and remote.private) else None
+        token_needed = client.token if private or (remote and (remote.private or remote.gated)) else None
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=client) as stage:
             sent, hand_written = _contents(stage, repo_id, theirs, published, client.token, say)
+            client.check_card(sent)
             snapshot = take_snapshot(sent)
             say("Loading it in a process of its own, as a stranger would.")
             before = ask(client, stage.folder, None, stage.base, token_needed)
@@ -146,7 +133,8 @@ def publish(
         say(f"Loading {repo_id} in the same way, at {pushed.commit}.")
         verify(client, pushed, stage.base, before)
         page = push_space(client, pushed, say) if space else None
-    return _publication(pushed, repo_id, revision, sent, stage, page)
+    code = snippet(repo_id, pushed.commit, stage.base, "processor_config.json" in pushed.files)
+    return Publication(**vars(pushed), space=page, snippet=code, left=sent.left)
 
 
 def _contents(
@@ -169,7 +157,8 @@ def _contents(
     """
     check_checkpoint(stage.folder)
     local = stage.folder / CARD
-    written = settle(local.read_text("utf-8-sig") if local.is_file() else None, theirs, published, repo_id)
+    here = decoded(local.read_bytes(), str(stage.folder)) if local.is_file() else None
+    written = settle(here, theirs, published, repo_id)
     card = render_card(stage.folder, repo_id=repo_id, previous=[theirs] if theirs else [], adapter=stage.base)
     text = put(card.text, written)
     for warning in card.warnings:
@@ -177,26 +166,3 @@ def _contents(
     sent = contents(stage.folder, {CARD: text.encode(), **card.files, **stage.generated})
     check_contents(sent, token)
     return sent, digests(text)
-
-
-def _publication(
-    pushed: Pushed | None, repo_id: str, revision: str, sent: Contents, stage: Staged, space: str | None
-) -> Publication:
-    files = {content.path: content.size for content in sent.sent}
-    if pushed is None:
-        pushed = Pushed(repo_id, "", "", "", revision, False, list(files), sum(files.values()))
-    return Publication(
-        repo_id=repo_id,
-        url=pushed.url,
-        commit=pushed.commit,
-        branch=pushed.branch,
-        changed=pushed.changed,
-        files=files,
-        sent_files=pushed.sent_files,
-        sent_bytes=pushed.sent_bytes,
-        deleted=pushed.deleted,
-        pull_request=pushed.pull_request,
-        space=space,
-        snippet=snippet(repo_id, pushed.commit, stage.base, "processor_config.json" in files) if pushed.commit else "",
-        left=sent.left,
-    )

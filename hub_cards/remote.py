@@ -20,7 +20,7 @@ class Remote:
         repo_id, kind, branch: Which; kind is "model", "space" or "dataset".
         commit: The head; that of `main` where the branch is not there.
         has_branch: Whether it is.
-        private: Whether the repository is.
+        private, gated: Whether the repository is.
         files: Path -> id of the content at `commit`: the SHA-256 in LFS, git's SHA-1 elsewhere.
     """
 
@@ -30,12 +30,12 @@ class Remote:
     commit: str
     has_branch: bool
     private: bool
+    gated: bool
     files: dict[str, str]
 
     def read(self, client: Client, path: str) -> bytes:
         """A small file's content."""
-        url = hf_hub_url(self.repo_id, path, repo_type=self.kind, revision=self.commit, endpoint=client.api.endpoint)
-        return client.ask(_downloaded, url, client.token)
+        return read(client, self.repo_id, path, self.commit, self.kind)
 
     def manifest(self, client: Client) -> Manifest | None:
         """What our last publication left there."""
@@ -43,7 +43,11 @@ class Remote:
 
 
 def look(client: Client, repo_id: str, kind: str = "model", branch: str = "main") -> Remote | None:
-    """The repository as it is now; None where it is not there, or not for this account to see."""
+    """The repository as it is now; None where it is not there, or not for this account to see.
+
+    Raises:
+        ValueError: `branch` is a tag or a commit.
+    """
     api = client.api
     try:
         info, has_branch = client.ask(api.repo_info, repo_id, repo_type=kind, revision=branch), True
@@ -51,6 +55,10 @@ def look(client: Client, repo_id: str, kind: str = "model", branch: str = "main"
         info, has_branch = client.ask(api.repo_info, repo_id, repo_type=kind), False
     except RepositoryNotFoundError:
         return None
+    if has_branch and branch != "main" and not branch.startswith("refs/"):
+        references = client.ask(api.list_repo_refs, repo_id, repo_type=kind)
+        if branch not in [each.name for each in references.branches]:
+            raise ValueError(f"{branch} of {repo_id} is a tag or a commit. Publish to a branch.")
 
     def listed() -> dict[str, str]:
         tree = api.list_repo_tree(repo_id, recursive=True, revision=info.sha, repo_type=kind)
@@ -58,10 +66,17 @@ def look(client: Client, repo_id: str, kind: str = "model", branch: str = "main"
             file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in tree if isinstance(file, RepoFile)
         }
 
-    return Remote(repo_id, kind, branch, str(info.sha), has_branch, bool(info.private), client.ask(listed))
+    gated = bool(getattr(info, "gated", False))  # which a Space cannot be
+    return Remote(repo_id, kind, branch, str(info.sha), has_branch, bool(info.private), gated, client.ask(listed))
 
 
-def _downloaded(url: str, token: str) -> bytes:
-    response = get_session().get(url, headers=build_hf_headers(token=token), follow_redirects=True)
-    hf_raise_for_status(response)
-    return response.content
+def read(client: Client, repo_id: str, path: str, commit: str, kind: str = "model") -> bytes:
+    """A small file's content."""
+    url = hf_hub_url(repo_id, path, repo_type=kind, revision=commit, endpoint=client.api.endpoint)
+
+    def downloaded() -> bytes:
+        response = get_session().get(url, headers=build_hf_headers(token=client.token), follow_redirects=True)
+        hf_raise_for_status(response)
+        return response.content
+
+    return client.ask(downloaded)

@@ -11,8 +11,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 
@@ -144,6 +146,7 @@ def main(request: Path, reply: Path) -> None:
     here = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]  # its names would hide others'
     sys.modules[_PACKAGE] = None  # type: ignore[assignment]  # an import of it fails from here on
+    sys.excepthook = _say
 
     import torch
     from transformers.utils import logging
@@ -153,6 +156,11 @@ def main(request: Path, reply: Path) -> None:
     with torch.inference_mode():
         answer = _answer(*_load(**asked))
     reply.write_text(json.dumps(asdict(answer)), encoding="utf-8")
+
+
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    # Where it happened, and what: the calls in between are transformers'.
+    traceback.print_exception(kind, error, trace, limit=-1, chain=False)
 
 
 def _load(source: str, revision: str | None, base: str | None, base_revision: str | None):

@@ -19,10 +19,12 @@ def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
     config = facts.config
     context = config and getattr(config.text_config, "max_position_embeddings", None)
     dtype = config and config.dtype and str(config.dtype).removeprefix("torch.")
-    weights = f"{count(facts.parameters)} parameters, {facts.weight_bytes / 1e9:.2f} GB"
+    weights = f"{facts.weight_bytes / 1e9:.2f} GB"
+    if facts.parameters:
+        weights = f"{count(facts.parameters)} parameters, {weights}" + (f" in {dtype}" if dtype else "")
     rows = [
         *((part.role.capitalize(), part_link(part)) for part in facts.parts),
-        ("Weights", (weights + (f" in {dtype}" if dtype else "")) if facts.parameters else None),
+        ("Weights", weights if facts.weight_bytes else None),
         ("A picture is", picture),
         ("Context", context and f"{context:,} tokens"),
         (

@@ -37,7 +37,7 @@ processor = AutoProcessor.from_pretrained("{processor}", revision={processor_com
 def ask(
     client: Client, source: str | Path, revision: str | None, base: AdapterBase | None, token: str | None
 ) -> Answer:
-    """[`ask_stranger`] about what is published, on the client's Hub; `token` for a private repository alone."""
+    """[`ask_stranger`] about what is published, on the client's Hub; `token` for a private or gated one alone."""
     return ask_stranger(
         source, revision=revision, base=base.repo_id if base else None,
         base_revision=base.revision if base else None, token=token, endpoint=client.api.endpoint,
@@ -58,7 +58,9 @@ def verify(client: Client, pushed: Pushed, base: AdapterBase | None, before: Ans
             before.
     """
     try:
-        after = ask(client, pushed.repo_id, pushed.commit, base, client.token if pushed.private else None)
+        after = ask(
+            client, pushed.repo_id, pushed.commit, base, client.token if pushed.private or pushed.gated else None
+        )
         found = difference(before, after)
     except (ValueError, OSError) as error:  # OSError: no room for what is loaded
         found = str(error)

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import time
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from hub_card import metadata
@@ -85,11 +86,14 @@ def validate_yaml(hub: "HubServer", request: Request) -> Answer:
 def preupload(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
     repository = writable(hub, request, kind, repo_id, proposal=_proposes(request, revision))
     files, answered = repository.resolve(revision).files, []
+    hosted = repository.read(".gitignore", revision).decode() if ".gitignore" in files else ""
+    ignored = request.json().get("gitIgnore", hosted).splitlines()
     for asked in request.json()["files"]:
         path, sample = asked["path"], base64.b64decode(asked["sample"])
         mode = "lfs" if stored_in_lfs(path, asked["size"], sample) else "regular"
         known = {"oid": files[path]} if path in files else {}
-        answered.append({"path": path, "uploadMode": mode, "shouldIgnore": False, **known})
+        ignore = any(fnmatch(path, pattern) for pattern in ignored)
+        answered.append({"path": path, "uploadMode": mode, "shouldIgnore": ignore, **known})
     return reply({"files": answered})
 
 

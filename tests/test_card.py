@@ -13,9 +13,11 @@ import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from markdown_it import MarkdownIt
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from normalign_llava.hub_cards.card import AdapterBase, by_hand, is_ours, render_card, write_card
+from normalign_llava.hub_cards.contents import contents
 
 
 PINNED = AdapterBase("user/base", "a" * 40)
@@ -80,9 +82,17 @@ def test_a_bare_checkpoint_has_a_short_and_honest_card(folder):
 
 
 def test_what_the_untrained_say(folder):
-    assert "**not trained**" in render_card(folder).text
+    card = render_card(folder)
+    assert "**not trained**" in card.text
+    assert (
+        "vision and language have no Hub id in build.json, so the metadata does not name them as bases."
+        in card.warnings
+    )
+    made.edit(folder / "build.json", vision="google/encoder")
+    assert "language has no Hub id in build.json" in render_card(folder).warnings[1]
     made.edit(folder / "build.json", vision="llava-hf/llava", language="llava-hf/llava")
     card = render_card(folder)
+    assert not any("no Hub id" in warning for warning in card.warnings)
     assert "**not been trained since**" in card.text and "| LLaVA checkpoint | [llava-hf/llava](" in card.text
     assert data(card)["base_model"] == ["llava-hf/llava"] and data(card)["base_model_relation"] == "finetune"
 
@@ -143,6 +153,21 @@ def test_figures_show_no_sample_of_the_data(full):
     ]  # fmt: skip
     assert made.SECRET not in text and "What shape is in the picture?" not in text
     assert text.index("rotation.png") < text.index("<summary>2 more figures") < text.index("norms.png")
+
+
+def test_every_file_that_the_card_links_is_sent(full):
+    report = full / "diagnostics" / "report.json"
+    figures = json.loads(report.read_text())["figures"]
+    Image.new("RGB", (4, 4)).save(full / "diagnostics" / "picture_1.png")  # named like a sample, so it is not sent
+    made.edit(report, figures=[*figures, {**figures[2], "file": "picture_1.png"}])
+    card = render_card(full, repo_id="user/model")
+    inner = [child for token in tokens(card.text) for child in token.children or ()]
+    links = [
+        str(each.attrs.get("src") or each.attrs.get("href")) for each in inner if each.type in ("image", "link_open")
+    ]
+    links = [link for link in links if "://" not in link]
+    sent = {content.path for content in contents(full, {"README.md": card.text.encode(), **card.files}).sent}
+    assert len(links) == 4 and set(links) <= sent
 
 
 def test_both_stages_and_every_row(full):
@@ -247,6 +272,12 @@ def test_a_card_of_others_is_not_written_over(full):
     assert "trl" not in data(card)["tags"] and (full / "README.md").read_bytes() == card.text.encode()
 
 
+def test_a_card_that_is_no_text_is_named(full):
+    (full / "README.md").write_bytes(b"---\nlicense: mit\n---\ncaf\xe9\n")
+    with pytest.raises(ValueError, match=f"README.md of {full} is no text in UTF-8"):
+        write_card(full, replace=True)
+
+
 def test_results_that_no_longer_hold_are_removed_and_others_stay(full):
     write_card(full)
     theirs = full / ".eval_results" / "theirs.yaml"
@@ -317,6 +348,7 @@ def test_an_adapter_says_what_it_is_loaded_on(tmp_path):
     assert f'base, base_revision = "user/base", "{"a" * 40}"' in card.text
     alone = render_card(tmp_path)
     assert "outputs" not in alone.text and "normalign merge" in alone.text and "```python" not in alone.text
+    assert "lora" in data(alone)["tags"]
     assert "base_model" not in data(alone) and "base is not on the Hub" in " ".join(alone.warnings)
 
 
@@ -328,6 +360,17 @@ def test_a_model_trained_on_from_the_hub_names_what_it_started_from(full):
     made.edit(full / "adapter_config.json", peft_type="LORA", r=8)
     card = render_card(full)
     assert f'base, base_revision = "user/stage1", "{"f" * 40}"' in card.text and "pinned to" not in str(card.warnings)
+
+
+def test_a_merged_model_takes_over_the_authors_tags_and_not_the_adapters(full):
+    adapter = render_card(full).text.replace("- custom_code\n", "- custom_code\n- lora\n- mine\n")
+    assert data(render_card(full, previous=[adapter]))["tags"] == [*data(render_card(full))["tags"], "mine"]
+
+
+def test_packed_weights_are_not_counted(folder):
+    assert " parameters, 0.00 GB in float32" in rows(render_card(folder).text)["Weights"][0]
+    made.edit(folder / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    assert rows(render_card(folder).text)["Weights"] == ["0.00 GB"]
 
 
 def test_a_record_may_say_next_to_nothing(folder):

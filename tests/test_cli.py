@@ -15,7 +15,7 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
 
 
-@pytest.mark.parametrize("command", ["", "build", "gain", "quickstart"])
+@pytest.mark.parametrize("command", ["", "build", "gain", "quickstart", "publish", "card", "demo", "serve"])
 def test_help_needs_no_torch(command):
     code = (
         "import sys; from typer.testing import CliRunner; from normalign_llava.cli import app; "
@@ -25,6 +25,11 @@ def test_help_needs_no_torch(command):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_names_in_errors_are_not_broken_into_lines(tmp_path):
+    folder = tmp_path / ("x" * 250)
+    assert str(folder) in invoke("card", folder).stderr
 
 
 def test_importing_the_package_is_lazy_and_complete():

@@ -5,6 +5,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -69,6 +70,7 @@ def test_what_is_there_afterwards_and_what_a_second_push_sends(worker, hub, tmp_
     assert manifest["files"] == {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     assert done["changed"] and done["commit"] == repository.head().oid and done["url"] == f"{hub.url}/ann/m"
     assert done["sent_files"] == [*sorted(files), MANIFEST] and not repository.private
+    assert done["files"] == {name: len(repository.read(name)) for name in [*files, MANIFEST]}
 
     before, bodies = len(hub.requests), hub.request_bytes
     done = ask(worker, hub, folder=folder)["done"]
@@ -99,6 +101,21 @@ def test_stale_files_of_ours_go_and_files_of_others_stay(worker, hub, tmp_path):
     assert ask(worker, hub, folder=folder)["done"]["deleted"] == ["extra.json", "model.safetensors"]
     left = set(repository.head().files) - {".gitattributes", MANIFEST}
     assert left == {"notes.md", "other.safetensors", "pytorch_model.bin", *(path.name for path in folder.iterdir())}
+
+
+def test_what_the_repository_ignores_is_sent_all_the_same(worker, hub, tmp_path):
+    hub.create("ann/m", files={".gitignore": b"*.safetensors\n*.json\n"})
+    folder = fill(tmp_path / "files", {"model.safetensors": b"1", "config.json": b"{}"})
+    ask(worker, hub, folder=folder)
+    assert {"model.safetensors", "config.json", MANIFEST, ".gitignore"} <= set(hub.repository("ann/m").head().files)
+
+
+def test_a_card_that_the_hub_refuses_is_an_error_before_anything_is_made(worker, hub, tmp_path):
+    card = b"---\nlicense: All rights reserved!\n---\n"
+    folder = fill(tmp_path / "files", {"model.safetensors": b"1", "README.md": card})
+    said = ask(worker, hub, folder=folder)
+    assert said["type"] == "ValueError" and "All rights reserved!" in said["error"] and "front matter" in said["error"]
+    assert not hub.repositories and not hub.received
 
 
 def test_manifests_of_which_nothing_can_be_said(tmp_path):
@@ -133,6 +150,11 @@ def test_private_and_branches_and_spaces(worker, hub, tmp_path):
     assert hub.repository("ann/m").head() == main
     assert hub.repository("ann/m").read("config.json", "trial/2") == b"other"
     assert (done["parent"], done["commit"]) == (main.oid, hub.repository("ann/m").branches["trial/2"])
+
+    hub.repository("ann/m").tags["v1"] = main.oid
+    for revision in ("v1", main.oid):
+        said = ask(worker, hub, folder=folder, revision=revision)
+        assert said["type"] == "ValueError" and f"{revision} of ann/m is a tag or a commit" in said["error"]
 
     done = ask(worker, hub, folder=folder, repo_id="ann/m-demo", kind="space")["done"]
     assert hub.repository("ann/m-demo", "space").read("config.json") == b"other"
@@ -178,6 +200,7 @@ def card(notes):
         ("old\n", "theirs\n", "old\n", {"notes": "theirs\n"}),
         ("mine\nand theirs\n", "theirs\n", "old\n", {"notes": "mine\nand theirs\n"}),
         ("mine\n", "mine\nand theirs\n", "old\n", {"notes": "mine\nand theirs\n"}),
+        ("old\r\nlines\r\n", "theirs\n", "old\nlines\n", {"notes": "theirs\n"}),
         ("mine\n", "theirs\n", "old\n", None),
         ("mine\n", "theirs\n", None, None),
     ],
@@ -187,6 +210,8 @@ def test_the_text_that_was_edited_is_kept(here, there, published, expected):
     if expected is None:
         with pytest.raises(ValueError, match="notes was edited both .* ann/m"):
             settle(card(here), card(there), last, "ann/m")
+        with pytest.raises(ValueError, match="In ann/m: .*'notes' .* no end"):
+            settle(card(here), card(there).replace(END, ""), last, "ann/m")
     else:
         assert settle(card(here), card(there), last, "ann/m") == expected
         assert put(card("whatever\n"), expected or {"notes": ""}) == card(expected.get("notes", ""))
@@ -196,15 +221,23 @@ def test_the_text_that_was_edited_is_kept(here, there, published, expected):
 
 
 def test_publish_from_the_check_to_the_snippet(worker, hub, checkpoint, tmp_path):
+    written = card("Mine,\r\nof two lines.\r\n").encode()
+    checkpoint = shutil.copytree(checkpoint, tmp_path / "model")
+    (checkpoint / "README.md").write_bytes(written)
     said = ask(worker, hub, checkpoint=checkpoint, space=True, private=True)
     done, repository = said["done"], hub.repository("ann/m")
     assert repository.private and hub.repository("ann/m-demo", "space").private
     assert done["commit"] == repository.head().oid and len(repository.commits()) == 2
-    there = set(repository.head().files) - {".gitattributes", MANIFEST}
-    assert there == set(done["files"]) and {"README.md", "modeling_normalign_llava.py", "model.safetensors"} <= there
+    there = set(repository.head().files) - {".gitattributes"}
+    assert there == set(done["files"]) == set(done["sent_files"])
+    assert there >= {"README.md", "modeling_normalign_llava.py", "model.safetensors"} <= there
     assert done["commit"] in json.dumps(hub.repository("ann/m-demo", "space").read("space.json").decode())
 
-    # A person edits the card and adds a file on the Hub; then the same folder is published again.
+    assert (checkpoint / "README.md").read_bytes() == written
+    assert f"{MARK}Mine,\r\nof two lines.\r\n{END}".encode() in repository.read("README.md")
+
+    # It becomes public and gated, a person edits the card and adds a file there, and the folder is published again.
+    repository.private, repository.gated = False, True
     text = repository.read("README.md").decode().replace(MARK, f"{MARK}Seen on the Hub.\n")
     files = repository.head().files | {"notes.txt": repository.store("notes.txt", b"mine")}
     files["README.md"] = repository.store("README.md", text.encode())
@@ -225,34 +258,28 @@ def test_a_dry_run_needs_neither_token_nor_network(worker, checkpoint):
     said = worker.ask(
         {"checkpoint": str(checkpoint), "repo_id": "ann/m", "arguments": {"endpoint": "x:/", "dry_run": True}}
     )
-    assert {"README.md", "config.json", "model.safetensors"} <= set(said["done"]["sent_files"])
+    assert {"README.md", "config.json", "model.safetensors", MANIFEST} <= set(said["done"]["sent_files"])
     assert not said["done"]["changed"] and said["done"]["commit"] == ""
 
 
-def test_a_commit_that_strangers_cannot_load_is_named(worker, hub, checkpoint):
-    before = hub.create("ann/m").head().oid
-    hub.fault(404, r"(GET|HEAD) /ann/m/resolve/\w{40}/config.json", times=99)
-    said = ask(worker, hub, checkpoint=checkpoint)
-    commit = hub.repository("ann/m").head()
-    assert said["type"] == "OSError" and commit.oid in said["error"] and before in said["error"]
-    assert commit.parent == before and "config.json" in commit.files
-
-
-def test_a_pull_request_and_a_card_of_someone_else(worker, hub, checkpoint):
+def test_a_card_of_someone_else_and_a_commit_that_strangers_cannot_load(worker, hub, checkpoint):
     hub.create("bob/m", files={"README.md": b"---\nlicense: mit\n---\nWhat Bob wrote.\n"})
     before = hub.repository("bob/m").head()
     said = ask(worker, hub, checkpoint=checkpoint, repo_id="bob/m", create_pr=True)
     assert said["type"] == "ValueError" and "--replace-card" in said["error"]
-    done = ask(worker, hub, checkpoint=checkpoint, repo_id="bob/m", create_pr=True, replace_card=True)["done"]
+    hub.fault(404, r"(GET|HEAD) /bob/m/resolve/\w{40}/config.json", times=99)
+    said = ask(worker, hub, checkpoint=checkpoint, repo_id="bob/m", create_pr=True, replace_card=True)
     repository = hub.repository("bob/m")
-    assert repository.head() == before and repository.branches["refs/pr/1"] == done["commit"]
-    assert done["pull_request"].endswith("/bob/m/discussions/1") and done["branch"] == "main"
+    commit = repository.head("refs/pr/1")
+    assert repository.head() == before == repository.commits("refs/pr/1")[1] and "config.json" in commit.files
+    assert said["type"] == "OSError" and commit.oid in said["error"] and before.oid in said["error"]
 
 
 def test_what_is_wrong_before_anything_is_sent(worker, hub, checkpoint, tmp_path):
     hub.create("ann/m-demo", kind="space", files={"app.py": b"print()"})
     for arguments, words in {
         (("checkpoint", tmp_path / "nowhere"),): "is no folder",
+        (("checkpoint", "ann/other"),): "hf download ann/other",
         (("as_adapter", True),): "no adapter",
         (("base", "ann/base"),): "no adapter",
         (("space", True),): "was not published by this package",

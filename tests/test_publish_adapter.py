@@ -4,6 +4,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -77,23 +78,42 @@ def request(hub, adapter, **arguments):
     return {"checkpoint": str(adapter), "repo_id": "ann/m", "arguments": arguments}
 
 
-def test_by_default_the_merged_model_is_published(hub, adapter, tmp_path):
-    with worker(tmp_path, TMPDIR=str(tmp_path)) as process:
-        done = process.ask(request(hub, adapter))["done"]
-    repository = hub.repository("ann/m")
-    assert {"model.safetensors", "modeling_normalign_llava.py", "README.md"} <= set(repository.head().files)
-    assert not [path for path in repository.head().files if path.startswith(("adapter", "optimizer"))]
-    assert "AutoModelForImageTextToText" in done["snippet"] and "Peft" not in done["snippet"]
-    assert not list(tmp_path.glob("normalign-merged-*"))
+def test_by_default_the_merged_model_is_published_from_the_command_line(hub, adapter, tmp_path):
+    token, code = hub.token("ann"), "from normalign_llava.cli import app; app()"
+    environment = hub.environment(tmp_path / "home", token) | {"TMPDIR": str(tmp_path), "COLUMNS": "60"}
+    command = [sys.executable, "-c", code, "publish", str(adapter), "--repo-id", "ann/m"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    files = set(hub.repository("ann/m").head().files) - {".gitattributes"}
+    assert {"model.safetensors", "modeling_normalign_llava.py", "README.md"} <= files
+    assert not [path for path in files if path.startswith(("adapter", "optimizer"))]
+    assert f"Sent: {len(files)} of {len(files)} files" in ran.stdout
+    assert f"Loading ann/m in the same way, at {hub.repository('ann/m').head().oid}.\n" in ran.stdout
+    assert f'commit = "{hub.repository("ann/m").head().oid}"' in ran.stdout
+    assert "AutoModelForImageTextToText" in ran.stdout and "Peft" not in ran.stdout
+    assert not set("\r\x1b") & set(ran.stdout) and "LFS" not in ran.stderr and token not in ran.stdout + ran.stderr
+    assert not list(tmp_path.glob("normalign-merged-*")) + list(tmp_path.glob("stranger-*"))
 
 
 def test_as_an_adapter_with_its_base_pinned(hub, base, adapter, tmp_path):
     served = hub.serve("lab/base", base)
+    unfit = shutil.copytree(adapter, tmp_path / "unfit")
+    (unfit / "chat_template.jinja").write_text("no picture")
     with worker(tmp_path, HF_ENDPOINT=hub.url) as process:
+        said = process.ask(request(hub, unfit, dry_run=True))
+        assert said["type"] == "ValueError" and f"The checkpoint {unfit}, merged, is not fit" in said["error"]
+        assert "normalign-merged" not in said["error"]
         said = process.ask(request(hub, adapter, as_adapter=True))
         assert said["type"] == "ValueError" and "Publish the base first" in said["error"]
         said = process.ask(request(hub, adapter, as_adapter=True, base="lab/other"))
         assert said["type"] == "ValueError" and "lab/other" in said["error"] and "--base" in said["error"]
+        other = shutil.copytree(adapter, tmp_path / "other-arm")
+        record = json.loads((other / "training.json").read_text())
+        record["config_changes"]["projector_gain_init"] = "one"
+        (other / "training.json").write_text(json.dumps(record))
+        said = process.ask(request(hub, other, as_adapter=True, base="lab/base"))
+        assert said["type"] == "ValueError" and "projector_gain_init 'one', not 'text_norm'" in said["error"]
+        assert "lab/base" in said["error"] and "without --adapter" in said["error"]
         assert not [line for line in hub.requests if line.startswith("POST")]
         done = process.ask(request(hub, adapter, as_adapter=True, base="lab/base"))["done"]
     repository, commit = hub.repository("ann/m"), served.head().oid

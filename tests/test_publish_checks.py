@@ -64,7 +64,7 @@ def faults(checkpoint):
     return str(error.value).splitlines()[1:]
 
 
-def only_fault(checkpoint, *words):
+def assert_only_fault(checkpoint, *words):
     found = faults(checkpoint)
     assert len(found) == 1 and all(word in found[0] for word in words), found
 
@@ -93,14 +93,14 @@ def test_sharded_weights_are_fit_until_a_shard_is_gone(checkpoint):
     check_checkpoint(checkpoint)
     first = sorted(checkpoint.glob("model-*.safetensors"))[0]
     first.unlink()
-    only_fault(checkpoint, first.name)
+    assert_only_fault(checkpoint, first.name)
 
 
 def test_auto_map_and_architecture_are_whole(checkpoint):
     auto_map = json.loads((checkpoint / "config.json").read_text())["auto_map"]
     auto_map.pop("AutoModel")
     change(checkpoint / "config.json", auto_map=auto_map)
-    only_fault(checkpoint, "auto_map", "NormAlignLlavaModel", "save it")
+    assert_only_fault(checkpoint, "auto_map", "NormAlignLlavaModel", "save it")
     change(checkpoint / "config.json", auto_map=None, architectures=["LlavaForConditionalGeneration"])
     assert len(faults(checkpoint)) == 2
     change(checkpoint / "config.json", model_type="llava")
@@ -109,9 +109,9 @@ def test_auto_map_and_architecture_are_whole(checkpoint):
 
 def test_a_configuration_that_makes_no_model(checkpoint):
     change(checkpoint / "config.json", projector_norm="batch_norm")
-    only_fault(checkpoint, "projector_norm", "batch_norm")
+    assert_only_fault(checkpoint, "projector_norm", "batch_norm")
     (checkpoint / "config.json").write_text('{"model_type": ')
-    only_fault(checkpoint, "config.json", "cannot be read")
+    assert_only_fault(checkpoint, "config.json", "cannot be read")
 
 
 def test_code_files_are_this_packages(checkpoint):
@@ -128,7 +128,7 @@ def test_the_gain_is_aligned_or_trained(checkpoint):
     gain = gain_of(checkpoint)
     for value in (torch.ones_like(gain), torch.zeros_like(gain), gain * 1.01, gain + torch.arange(len(gain)) / 100):
         put(checkpoint, **{GAIN: value})
-        only_fault(checkpoint, "not aligned", f"{float(gain[0]):.6g}", "no training.json", "align_projector_norm")
+        assert_only_fault(checkpoint, "not aligned", f"{float(gain[0]):.6g}", "no training.json", "align_projector_norm")
     put(checkpoint, **{GAIN: gain * 1.0005})
     check_checkpoint(checkpoint)
 
@@ -144,26 +144,26 @@ def test_a_trained_gain_is_told_from_one_that_was_never_set(checkpoint):
     (checkpoint / "training.json").write_text("{}")  # of a trainer that was given no record
     check_checkpoint(checkpoint)
     trained(checkpoint, rate=0.0, before=None)
-    only_fault(checkpoint, "not aligned", "no training.json here says so")
+    assert_only_fault(checkpoint, "not aligned", "no training.json here says so")
     trained(checkpoint)
     put(checkpoint, **{GAIN: torch.ones_like(gain)})
-    only_fault(checkpoint, "not aligned", "all its elements are the same")
+    assert_only_fault(checkpoint, "not aligned", "all its elements are the same")
 
 
 def test_embeddings_may_be_trained_away_from_a_norm_that_is_not(checkpoint):
     name = "model.language_model.embed_tokens.weight"
     put(checkpoint, **{name: load_file(checkpoint / "model.safetensors")[name] * 1.2})
-    only_fault(checkpoint, "not aligned")
+    assert_only_fault(checkpoint, "not aligned")
     trained(checkpoint, rate=0.0)
     check_checkpoint(checkpoint)
     put(checkpoint, **{GAIN: torch.ones(WIDTH)})
-    only_fault(checkpoint, "not aligned", "no training.json here says so")
+    assert_only_fault(checkpoint, "not aligned", "no training.json here says so")
 
 
 def test_gain_one_belongs_to_its_arm(tmp_path):
     folder = build(tmp_path, arm="unit")
     put(folder, **{GAIN: torch.full((WIDTH,), 0.5)})
-    only_fault(folder, "is not aligned: 1.")
+    assert_only_fault(folder, "is not aligned: 1.")
 
 
 def test_gain_and_bias_are_finite_and_float32(checkpoint):
@@ -181,7 +181,7 @@ def test_embeddings_that_are_not_finite(checkpoint):
     embeddings = load_file(checkpoint / "model.safetensors")[name]
     embeddings[3] = float("inf")
     put(checkpoint, **{name: embeddings})
-    only_fault(checkpoint, "embeddings cannot be measured", "NaN or infinite")
+    assert_only_fault(checkpoint, "embeddings cannot be measured", "NaN or infinite")
 
 
 def test_every_tensor_is_there_in_its_shape(checkpoint):
@@ -194,14 +194,14 @@ def test_every_tensor_is_there_in_its_shape(checkpoint):
     size = (checkpoint / "model.safetensors").stat().st_size
     with (checkpoint / "model.safetensors").open("rb+") as file:
         file.truncate(size // 2)
-    only_fault(checkpoint, "weights: ")
+    assert_only_fault(checkpoint, "weights: ")
     (checkpoint / "model.safetensors").unlink()
-    only_fault(checkpoint, "weights: ", "model.safetensors")
+    assert_only_fault(checkpoint, "weights: ", "model.safetensors")
 
 
 def test_the_processor_fits_the_model(checkpoint):
     change(checkpoint / "processor_config.json", num_additional_image_tokens=5)
-    only_fault(checkpoint, "processor_config.json", "8 in the prompt", "4 in the model")
+    assert_only_fault(checkpoint, "processor_config.json", "8 in the prompt", "4 in the model")
 
 
 def test_the_image_token_is_the_models(checkpoint):
@@ -211,11 +211,11 @@ def test_the_image_token_is_the_models(checkpoint):
 
 def test_a_chat_template_takes_a_picture(checkpoint):
     (checkpoint / "chat_template.jinja").write_text(parts.CHATML)
-    only_fault(checkpoint, "chat template")
+    assert_only_fault(checkpoint, "chat template")
     (checkpoint / "chat_template.jinja").write_text("{{ messages[0]['role'] }}")
-    only_fault(checkpoint, "chat template: it writes 0 image tokens")
+    assert_only_fault(checkpoint, "chat template: it writes 0 image tokens")
     (checkpoint / "chat_template.jinja").unlink()
-    only_fault(checkpoint, "chat template: none")
+    assert_only_fault(checkpoint, "chat template: none")
     (checkpoint / "tokenizer.json").unlink()
     assert any("the processor does not load" in fault for fault in faults(checkpoint))
 
@@ -235,7 +235,7 @@ def test_adapters_are_whole_and_finite(adapter):
     stored = load_file(file)
     name = next(name for name in stored if name.endswith("norm.weight"))
     save_file(stored | {name: torch.full((WIDTH,), float("nan"))}, file)
-    only_fault(adapter, "NaN or infinite", name)
+    assert_only_fault(adapter, "NaN or infinite", name)
     file.write_bytes(file.read_bytes()[:100])
     (adapter / "adapter_config.json").write_text("{}")
     assert len(faults(adapter)) == 1

@@ -178,6 +178,19 @@ def test_links_out_of_the_folder_are_refused(checkpoint, tmp_path):
     assert contents(checkpoint, {"README.md": b"# Card\n"}).sent
 
 
+def test_a_folder_of_the_hubs_cache_can_be_sent(checkpoint, tmp_path):
+    repository = tmp_path / "models--user--model"
+    snapshot, blobs = repository / "snapshots" / ("a" * 40), repository / "blobs"
+    snapshot.mkdir(parents=True)
+    checkpoint.rename(blobs)
+    for blob in blobs.iterdir():
+        (snapshot / blob.name).symlink_to(Path("../../blobs") / blob.name)
+    assert kinds(contents(snapshot)) == BUILT
+    (snapshot / "LICENSE").symlink_to(tmp_path / "private.md")
+    with pytest.raises(ValueError, match="LICENSE -> .*private.md"):
+        contents(snapshot)
+
+
 def test_what_is_generated_wins(checkpoint):
     add(checkpoint, "README.md", ".eval_results/old.yaml")
     card = {"README.md": b"# The card\n", ".eval_results/new.yaml": b"- a: 1\n"}
