@@ -11,7 +11,7 @@ quickstart: $(VENV)/.quickstart
 	$(BIN)/normalign quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

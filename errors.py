@@ -22,6 +22,6 @@ def errors_for_people(extra: str | None = None) -> Iterator[None]:
         remedy = f". Install it with: pip install 'normalign-llava[{extra}]'"
         message = f"{error}{remedy if extra and isinstance(error, ModuleNotFoundError) else ''}"
         console = Console(stderr=True)
-        console.print(f"[bold red]Error:[/] {type(error).__name__}:", end=" ")
+        console.print("[bold red]Error:[/]", end=" ")
         console.print(message, markup=False, highlight=False, soft_wrap=True)  # paths stay whole
         raise typer.Exit(1) from error

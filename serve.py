@@ -7,6 +7,7 @@ import socket
 import time
 from contextlib import suppress
 
+from huggingface_hub.errors import HTTPError  # of the HTTP library that pictures are fetched with
 from transformers import AutoModelForMultimodalLM, AutoProcessor, PreTrainedConfig
 from transformers.cli.serve import Serve
 from transformers.models.auto import modeling_auto
@@ -72,7 +73,7 @@ class _Server(Serve):
         app.router.routes.insert(0, Route("/v1/models", lambda request: models))
         # A picture that cannot be read is the request's fault; left alone, it is a 500 without a word. The message
         # quotes the picture.
-        for kind in (ValueError, OSError):
+        for kind in (ValueError, OSError, HTTPError):
             app.add_exception_handler(
                 kind, lambda request, error: JSONResponse({"error": {"message": str(error)[:300]}}, status_code=400)
             )

@@ -93,6 +93,7 @@ def render_card(
     content = merged(derived, [(read_front_matter(card), _derived(card)) for card in earlier])
     stated = licence_of(content)
     by_author = stated is not None and content.get("license") != derived.get("license")
+    named = content.get("base_model") != derived.get("base_model")
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=StrictUndefined,
@@ -132,7 +133,9 @@ def render_card(
         draw=table,
     )
     ModelCard(rendered)  # the Hub's own reading of it
-    return Card(rendered, result_files(facts.evaluations, repo_id), _warnings(facts, follows, by_author, adapter))
+    return Card(
+        rendered, result_files(facts.evaluations, repo_id), _warnings(facts, follows, by_author, named, adapter)
+    )
 
 
 def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = False) -> Card:
@@ -222,12 +225,15 @@ def _licensed(facts: Facts, adapter: AdapterBase | None) -> list[Part]:
     return found
 
 
-def _warnings(facts: Facts, follows: Terms, by_author: bool, adapter: AdapterBase | None) -> list[str]:
+def _warnings(facts: Facts, follows: Terms, by_author: bool, named: bool, adapter: AdapterBase | None) -> list[str]:
     found = [follows.warning] if follows.warning and not by_author else []
-    if unlisted := [part.name for part in facts.parts if not part.hub_id]:
+    unlisted = [part.name for part in facts.parts if not part.hub_id]
+    if unlisted and not named:
         have, them = ("have", "them as bases") if unlisted[1:] else ("has", "it as a base")
-        named = " and ".join(unlisted)
-        found.append(f"{named} {have} no Hub id in build.json, so the metadata does not name {them}.")
+        found.append(
+            f"{' and '.join(unlisted)} {have} no Hub id in the checkpoint, so the metadata does not name {them}. Write "
+            "`base_model:` into the front matter of README.md, if the Hub has them; it is kept."
+        )
     if facts.adapter is not None and adapter is None:
         found.append("The adapter's base is not on the Hub, so the card cannot say how a stranger loads it.")
     elif adapter is not None and not re.fullmatch("[0-9a-f]{40}", adapter.revision):

@@ -59,6 +59,10 @@ def check_checkpoint(checkpoint: str | os.PathLike) -> None:
     folder = Path(checkpoint)
     if (folder / ADAPTER_CONFIG).exists() or (folder / ADAPTER_WEIGHTS).exists():
         return _raise(_adapter_faults(folder), f"The adapter {checkpoint} is not fit to be published")
+    if not (folder / "config.json").exists() and not list(folder.glob("*.safetensors")):
+        inside = ", ".join(sorted(path.name for path in folder.glob("checkpoint-*")))
+        hint = f" It has {inside}: name one of them." if inside else ""
+        raise ValueError(f"{checkpoint} is no checkpoint folder: it has neither config.json nor weights.{hint}")
     faults = _code_faults(folder)
     content = _read(folder / "config.json", faults)
     faults += _config_faults(content)

@@ -27,7 +27,10 @@ def card(
     """Write the model card, README.md, from what lies in the checkpoint; what stands between marks there is kept."""
     with errors_for_people():
         from .card import write_card
+        from .client import check_repo_id
 
+        if repo_id is not None:
+            check_repo_id(repo_id)
         written = write_card(checkpoint, repo_id=repo_id, replace=replace)
     console = Console()
     for warning in written.warnings:
@@ -51,7 +54,7 @@ def publish(
         bool, typer.Option("--replace-card", help="Write over a card there that is none of ours.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check, and show what would be sent. Sends nothing.")
+        bool, typer.Option("--dry-run", help="Check the folder, and show what would be sent. Asks the Hub nothing.")
     ] = False,
 ) -> None:
     """Check a checkpoint, send it to the Hub in one commit, and load it from there as a stranger would."""
@@ -94,7 +97,7 @@ def publish(
         if done.changed
         else "nothing"
     )
-    lines = [f"Sent: {what}; removed: {', '.join(done.deleted) or 'nothing'}.", f"Commit: {done.commit}"]
+    lines = [f"Sent to {repo_id}: {what}; removed: {', '.join(done.deleted) or 'nothing'}.", f"Commit: {done.commit}"]
     lines += [f"Pull request: {done.pull_request}"] if done.pull_request else [f"Repository: {done.url}"]
     lines += [f"Space: {done.space}"] if done.space else []
     for line in [*lines, "Load exactly this:", "", done.snippet]:

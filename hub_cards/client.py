@@ -117,7 +117,8 @@ class Client:
         if namespace.lower() not in [name.lower() for name in names] and not create_pr:
             raise ValueError(
                 f"{repo_id} belongs to {namespace}, and the token to {account['name']}, who may publish as "
-                f"{' or '.join(f'{name}/...' for name in names)}. Choose one of these, or a pull request: --create-pr."
+                f"{' or '.join(f'{name}/...' for name in names)}. Choose one of these; "
+                f"to propose a change to {namespace}'s repository, use --create-pr of normalign publish."
             )
 
     def check_card(self, contents: Contents, kind: str = "model") -> None:

@@ -217,7 +217,10 @@ def check_remote(remote: Remote | None, repo_id: str, private: bool | None, crea
     """Raises ValueError if the repository is not private or public as asked, or lacks what a pull request needs."""
     if create_pr and (remote is None or not remote.has_branch):
         what = repo_id if remote is None else f"The branch {remote.branch} of {repo_id}"
-        raise ValueError(f"{what} is not there, so no pull request can be opened. Publish without --create-pr.")
+        raise ValueError(
+            f"{what} is not there, and a pull request needs something to change. Its owner makes it first, by "
+            "publishing without --create-pr."
+        )
     if remote is not None and private is not None and private != remote.private:
         is_now, wanted = ("private", "public") if remote.private else ("public", "private")
         raise ValueError(

@@ -104,6 +104,8 @@ def publish(
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=None) as stage:
             sent, hand_written = _contents(stage, repo_id, None, {}, token or get_token(), say)
             files = {file.path: file.size for file in with_manifest(take_snapshot(sent), hand_written)}
+        if space:
+            say(f"The Space {space_of(repo_id)} would be published too, with the demo's program and the model's name.")
         pushed = Pushed(repo_id, "", "", "", revision, False, False, files, list(files), sum(files.values()))
         return Publication(**vars(pushed), left=sent.left)
 

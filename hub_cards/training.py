@@ -34,7 +34,7 @@ def training(facts: Facts) -> Table:
         ("Steps", lambda stage: (steps := run(stage).get("steps")) and f"{steps:,}"),
         ("Rows a step: a device × processes × accumulated", _batch),
         ("Rows trained on", trained_rows),
-        ("Longest row", lambda stage: (longest := stage["options"].get("max_length")) and f"{longest:,} tokens"),
+        ("Rows of at most", lambda stage: (longest := stage["options"].get("max_length")) and f"{longest:,} tokens"),
         ("Optimizer", _optimizer),
         ("Precision", _precision),
         ("Seed", lambda stage: stage["options"].get("seed")),
@@ -136,7 +136,7 @@ def _rates(stage: dict[str, Any]) -> str:
 
 def _schedule(stage: dict[str, Any]) -> str | None:
     schedule, warmup = run(stage).get("schedule"), run(stage).get("warmup_steps")
-    return schedule and schedule + (f", {warmup:,} steps of warm-up" if warmup else "")
+    return schedule and schedule + (f", {warmup:,} {'step' if warmup == 1 else 'steps'} of warm-up" if warmup else "")
 
 
 def _batch(stage: dict[str, Any]) -> str | None:

@@ -85,11 +85,11 @@ def test_what_the_untrained_say(folder):
     card = render_card(folder)
     assert "**not trained**" in card.text
     assert (
-        "vision and language have no Hub id in build.json, so the metadata does not name them as bases."
-        in card.warnings
+        "vision and language have no Hub id in the checkpoint, so the metadata does not name them as bases. Write "
+        "`base_model:` into the front matter of README.md, if the Hub has them; it is kept." in card.warnings
     )
     made.edit(folder / "build.json", vision="google/encoder")
-    assert "language has no Hub id in build.json" in render_card(folder).warnings[1]
+    assert "language has no Hub id in the checkpoint" in render_card(folder).warnings[1]
     made.edit(folder / "build.json", vision="llava-hf/llava", language="llava-hf/llava")
     card = render_card(folder)
     assert not any("no Hub id" in warning for warning in card.warnings)

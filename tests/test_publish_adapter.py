@@ -87,7 +87,7 @@ def test_by_default_the_merged_model_is_published_from_the_command_line(hub, ada
     files = set(hub.repository("ann/m").head().files) - {".gitattributes"}
     assert {"model.safetensors", "modeling_normalign_llava.py", "README.md"} <= files
     assert not [path for path in files if path.startswith(("adapter", "optimizer"))]
-    assert f"Sent: {len(files)} of {len(files)} files" in ran.stdout
+    assert f": {len(files)} of {len(files)} files" in ran.stdout
     assert f"Loading ann/m in the same way, at {hub.repository('ann/m').head().oid}.\n" in ran.stdout
     assert f'commit = "{hub.repository("ann/m").head().oid}"' in ran.stdout
     assert "AutoModelForImageTextToText" in ran.stdout and "Peft" not in ran.stdout

@@ -107,6 +107,15 @@ def test_auto_map_and_architecture_are_whole(checkpoint):
     assert len(faults(checkpoint)) == 3
 
 
+def test_a_folder_of_something_else(tmp_path):
+    (tmp_path / "notes.txt").write_text("no model")
+    with pytest.raises(ValueError, match="no checkpoint folder: it has neither config.json nor weights.$"):
+        check_checkpoint(tmp_path)
+    (tmp_path / "checkpoint-20").mkdir()
+    with pytest.raises(ValueError, match="It has checkpoint-20: name one of them"):
+        check_checkpoint(tmp_path)
+
+
 def test_a_configuration_that_makes_no_model(checkpoint):
     change(checkpoint / "config.json", projector_norm="batch_norm")
     assert_only_fault(checkpoint, "projector_norm", "batch_norm")
@@ -128,7 +137,8 @@ def test_the_gain_is_aligned_or_trained(checkpoint):
     gain = gain_of(checkpoint)
     for value in (torch.ones_like(gain), torch.zeros_like(gain), gain * 1.01, gain + torch.arange(len(gain)) / 100):
         put(checkpoint, **{GAIN: value})
-        assert_only_fault(checkpoint, "not aligned", f"{float(gain[0]):.6g}", "no training.json", "align_projector_norm")
+        said = ("not aligned", f"{float(gain[0]):.6g}", "no training.json", "align_projector_norm")
+        assert_only_fault(checkpoint, *said)
     put(checkpoint, **{GAIN: gain * 1.0005})
     check_checkpoint(checkpoint)
 

@@ -102,6 +102,9 @@ def test_wrong_requests_are_answered_with_an_error_and_the_server_goes_on(client
         with pytest.raises(openai.BadRequestError, match="Incorrect image source") as raised:
             ask(client, checkpoint, broken, stream=stream)
         assert len(str(raised.value)) < 500
+    broken[0]["content"][0]["image_url"]["url"] = "http://127.0.0.1:9/picture.png"
+    with pytest.raises(openai.BadRequestError, match="refused"):
+        ask(client, checkpoint, broken)
     with pytest.raises(openai.BadRequestError):
         ask(client, "another/model", request("what is it"))
     assert ask(client, checkpoint, request("what is it", PICTURES[0])).choices[0].message.content

@@ -141,6 +141,14 @@ def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, tmp_path, parts):
     assert (tmp_path / "again" / "model.safetensors").exists()
 
 
+def test_a_repository_of_someone_else_is_refused_before_training(hub, tmp_path, parts):
+    hub.create(REPO)
+    done = run(hub, tmp_path, parts, token := hub.token("bob"))
+    assert done.returncode == 1 and f"{REPO} belongs to ann, and the token to bob" in done.stderr
+    assert token not in done.stdout + done.stderr
+    assert not list((tmp_path / "out").glob("checkpoint-*")) and not commits(hub)
+
+
 def test_the_last_checkpoint_is_pushed_to_resume_from_where_it_is_asked_for(hub, tmp_path, parts):
     token = hub.token("ann")
     options = {"hub_strategy": "checkpoint", "hub_revision": "trial", "save_strategy": "steps", "save_steps": 2}

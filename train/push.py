@@ -18,6 +18,7 @@ from trl import SFTTrainer
 
 from ..hub_cards.card import AdapterBase, render_card, write_card
 from ..hub_cards.checks import check_contents
+from ..hub_cards.client import Client
 from ..hub_cards.contents import ADAPTER_CONFIG, contents
 from ..hub_cards.hand_written import digests
 from ..hub_cards.hub import Pushed, push
@@ -37,6 +38,18 @@ class PushingTrainer(SFTTrainer):
     """[`SFTTrainer`] that pushes what `normalign publish` would: one commit, this package's card, no pickles."""
 
     push_in_progress: PushInProgress | None
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Makes the repository, before training.
+
+        Raises:
+            ValueError: The token may not push there. The Trainer takes any repository that is there already, and
+                would find out when all is trained.
+            OSError: The Hub or the connection failed.
+        """
+        super().init_hf_repo(token=token, private=private)
+        if self.is_world_process_zero():
+            Client(token or self.args.hub_token).check_account(self.hub_model_id)
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Writes this package's card beside the model in `output_dir`; before there is one there, nothing.
