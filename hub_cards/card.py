@@ -231,8 +231,8 @@ def _warnings(facts: Facts, follows: Terms, by_author: bool, named: bool, adapte
     if unlisted and not named:
         have, them = ("have", "them as bases") if unlisted[1:] else ("has", "it as a base")
         found.append(
-            f"{' and '.join(unlisted)} {have} no Hub id in the checkpoint, so the metadata does not name {them}. Write "
-            "`base_model:` into the front matter of README.md, if the Hub has them; it is kept."
+            f"{' and '.join(unlisted)} {have} no Hub id in the checkpoint, so the metadata does not name {them}. "
+            "Write `base_model:` into the front matter of README.md, if the Hub has them; it is kept."
         )
     if facts.adapter is not None and adapter is None:
         found.append("The adapter's base is not on the Hub, so the card cannot say how a stranger loads it.")
