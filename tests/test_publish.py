@@ -230,7 +230,7 @@ def test_publish_from_the_check_to_the_snippet(worker, hub, checkpoint, tmp_path
     assert done["commit"] == repository.head().oid and len(repository.commits()) == 2
     there = set(repository.head().files) - {".gitattributes"}
     assert there == set(done["files"]) == set(done["sent_files"])
-    assert there >= {"README.md", "modeling_normalign_llava.py", "model.safetensors"} <= there
+    assert {"README.md", "modeling_normalign_llava.py", "model.safetensors"} <= there
     assert done["commit"] in json.dumps(hub.repository("ann/m-demo", "space").read("space.json").decode())
 
     assert (checkpoint / "README.md").read_bytes() == written
@@ -273,6 +273,10 @@ def test_a_card_of_someone_else_and_a_commit_that_strangers_cannot_load(worker, 
     commit = repository.head("refs/pr/1")
     assert repository.head() == before == repository.commits("refs/pr/1")[1] and "config.json" in commit.files
     assert said["type"] == "OSError" and commit.oid in said["error"] and before.oid in said["error"]
+    hub.faults.clear()
+    done = ask(worker, hub, checkpoint=checkpoint, repo_id="bob/m", create_pr=True, replace_card=True)["done"]
+    assert done["commit"] == repository.head("refs/pr/2").oid and repository.head() == before
+    assert done["pull_request"].endswith("/bob/m/discussions/2")
 
 
 def test_what_is_wrong_before_anything_is_sent(worker, hub, checkpoint, tmp_path):
