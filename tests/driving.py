@@ -5,17 +5,33 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from selenium.common.exceptions import ElementNotInteractableException, StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 
 def until(holds: Callable, seconds: float = 60.0):
-    """Waits until `holds()` is true, and returns what it gave."""
+    """Waits until `holds()` is true, and returns what it gave. An element that is drawn anew meanwhile is no error."""
     deadline = time.monotonic() + seconds
-    while not (found := holds()):
+    while True:
+        try:
+            if found := holds():
+                return found
+        except (StaleElementReferenceException, ElementNotInteractableException):
+            pass
         assert time.monotonic() < deadline, "what the page should show did not appear"
         time.sleep(0.05)
-    return found
+
+
+def insist(does: Callable, holds: Callable):
+    """Does something, again every few seconds, until `holds()`: a page that was just loaded may not listen yet."""
+    for _ in range(12):
+        until(lambda: does() or True)
+        try:
+            return until(holds, 5)
+        except AssertionError:
+            continue
+    return until(holds, 5)
 
 
 class Driver:
@@ -31,10 +47,8 @@ class Driver:
 
     def upload(self, file: Path) -> None:
         """Gives the file as a person does who chooses it, in place of an earlier one."""
-        for button in self.browser.find_elements(By.CSS_SELECTOR, "#picture button[aria-label='Remove Image']"):
-            self.browser.execute_script("arguments[0].click()", button)
-        field = until(lambda: self.browser.find_elements(By.CSS_SELECTOR, "#picture input[type=file]"))[0]
-        field.send_keys(str(file))
+        self._click_all("#picture button[aria-label='Remove Image']")
+        until(lambda: self._field("#picture input[type=file]").send_keys(str(file)) or True)
 
     def has_picture(self) -> bool:
         """Whether a picture has been uploaded and is drawn."""
@@ -42,13 +56,13 @@ class Driver:
 
     def ask(self, question: str, *, by_key: bool = False) -> None:
         """Types the question and asks it, with the button or with the Enter key."""
-        field = self.browser.find_element(By.CSS_SELECTOR, "#question textarea")
-        field.send_keys(Keys.CONTROL, "a")
-        field.send_keys(Keys.BACKSPACE, question)
+        field = "#question textarea"
+        until(lambda: self._field(field).send_keys(Keys.CONTROL, "a") or True)
+        until(lambda: self._field(field).send_keys(Keys.BACKSPACE, question) or True)
         if by_key:
-            field.send_keys(Keys.ENTER)
+            self._field(field).send_keys(Keys.ENTER)
         else:
-            self.browser.find_element(By.CSS_SELECTOR, "#ask").click()
+            self._field("#ask").click()
 
     def take_example(self) -> None:
         """Takes the first of the examples."""
@@ -74,11 +88,11 @@ class Driver:
 
     def answer(self) -> str:
         """The text in the answer's box."""
-        return self.browser.find_element(By.CSS_SELECTOR, "#answer textarea").get_attribute("value")
+        return self._read("#answer textarea", "value")
 
     def numbers(self) -> str:
         """The line with the norms on entry."""
-        return self.browser.find_element(By.CSS_SELECTOR, "#numbers").text
+        return self._read("#numbers", "innerText")
 
     def figure(self, name: str) -> dict | None:
         """Address, alternative text and size of the image `name` (`heat` or `chart`); None if none is drawn."""
@@ -86,13 +100,11 @@ class Driver:
 
     def messages(self) -> str:
         """The text of all messages that are shown."""
-        return "\n".join(each.text for each in self.browser.find_elements(By.CSS_SELECTOR, "[data-testid=toast-body]"))
+        return self._read("[data-testid=toast-body]", "innerText")
 
     def close_messages(self) -> None:
         """Closes all messages."""
-        for button in self.browser.find_elements(By.CSS_SELECTOR, "[data-testid=toast-close]"):
-            self.browser.execute_script("arguments[0].click()", button)
-        until(lambda: not self.messages())
+        until(lambda: self._click_all("[data-testid=toast-close]") or not self.messages())
 
     def requests(self) -> list[str]:
         """Addresses asked for since the last call, data URIs left out."""
@@ -100,6 +112,17 @@ class Driver:
         sent = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
         urls = [each["request"]["url"] for each in sent]
         return [url for url in urls if not url.startswith(("data:", "blob:"))]
+
+    def _field(self, selector: str):
+        return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def _read(self, selector: str, what: str) -> str:
+        # In one step, so that nothing is drawn anew between finding and reading.
+        script = "return [...document.querySelectorAll(arguments[0])].map(each => each[arguments[1]]).join('\\n')"
+        return self.browser.execute_script(script, selector, what)
+
+    def _click_all(self, selector: str) -> None:
+        self.browser.execute_script("document.querySelectorAll(arguments[0]).forEach(each => each.click())", selector)
 
     def _decoded(self, selector: str) -> dict | None:
         return self.browser.execute_script(

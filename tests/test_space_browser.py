@@ -5,7 +5,7 @@ import sys
 
 import space_parts
 from browser import chromium, load
-from driving import Driver, until
+from driving import Driver, insist, until
 from PIL import Image
 
 
@@ -24,7 +24,7 @@ def test_a_person_asks_about_a_picture(tmp_path):
     url = f"http://127.0.0.1:{port}/"
     with open(tmp_path / "log.txt", "w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(folder), str(port)], stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, "-u", "-c", SERVE, str(folder), str(port)], stdout=output, stderr=subprocess.STDOUT
         )
         try:
             until(lambda: "Running on" in (tmp_path / "log.txt").read_text() or process.poll() is not None, 180)
@@ -45,11 +45,9 @@ def test_a_person_asks_about_a_picture(tmp_path):
 
 
 def _messages(driver, text, animated):
-    driver.ask("what is it?")
-    until(lambda: "There is no picture yet" in driver.messages())
+    insist(lambda: driver.ask("what is it?"), lambda: "There is no picture yet" in driver.messages())
     driver.close_messages()
-    driver.upload(text)
-    until(lambda: "no picture that can be read" in driver.messages())
+    insist(lambda: driver.upload(text), lambda: "no picture that can be read" in driver.messages())
     until(lambda: not driver.browser.find_elements("css selector", "#picture img"))
     driver.close_messages()
     driver.upload(animated)
@@ -100,8 +98,7 @@ def _stop_and_key(driver, folder, picture):
 def _on_a_phone(browser, url):
     page = load(browser, url, 390)
     driver = Driver(browser)
-    driver.take_example()
-    until(driver.has_picture)
+    insist(driver.take_example, driver.has_picture)
     driver.ask("what color is the circle?")
     until(lambda: driver.figure("chart"))
     assert (page.inner_width, page.scroll_width) == (390, 390)

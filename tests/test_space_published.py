@@ -105,7 +105,7 @@ def published(tmp_path):
         environment.pop("GRADIO_ANALYTICS_ENABLED", None)
         with open(tmp_path / "log.txt", "w") as output:
             process = subprocess.Popen(
-                [sys.executable, "app.py"], cwd=space, env=environment, stdout=output, stderr=subprocess.STDOUT
+                [sys.executable, "-u", "app.py"], cwd=space, env=environment, stdout=output, stderr=subprocess.STDOUT
             )
             try:
                 until(lambda: "Running on" in (tmp_path / "log.txt").read_text() or process.poll() is not None, 180)
