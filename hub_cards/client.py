@@ -3,6 +3,7 @@
 """The Hub's client as publishing uses it: asked again where it gives up at once, its errors as sentences, no token."""
 
 import json
+import logging
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ from huggingface_hub.utils import HFValidationError, build_hf_headers, hf_raise_
 from .. import __version__
 from .contents import CARD, Contents
 
+
+logger = logging.getLogger(__name__)
 
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds to wait before each further try."""
@@ -60,8 +63,14 @@ class Client:
             except Exception as error:
                 if not may_pass(error):
                     raise
-            time.sleep(wait)
+                self.wait(wait, error)
         return call(*args, **kwargs)
+
+    def wait(self, seconds: float, error: Exception) -> None:
+        """Waits before a further try after `error`, and warns that it does."""
+        what = f"status {error.response.status_code}" if isinstance(error, HfHubHTTPError) else type(error).__name__
+        logger.warning(f"The Hub did not do as asked ({what}). Asking again in {seconds:g} s.")
+        time.sleep(seconds)
 
     @contextmanager
     def step(self, doing: str, stands: str = "") -> Iterator[None]:

@@ -2,8 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The commit of a push: once, whatever becomes of its answer."""
 
-import time
-
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from huggingface_hub.errors import HfHubHTTPError
 
@@ -45,7 +43,7 @@ def commit_once(
                 raise other_publisher(client, now, remote.commit) from None
             if outrun or (wait := next(waits, None)) is None:
                 raise
-        time.sleep(wait)
+            client.wait(wait, error)
 
 
 def other_publisher(client: Client, now: Remote, expected: str) -> OSError:

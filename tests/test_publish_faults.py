@@ -118,10 +118,13 @@ def test_what_fails_once_is_asked_again(worker, hub, folder, kind, request_, arg
 def test_what_fails_each_time_is_a_sentence_and_the_branch_is_as_it_was(worker, hub, folder, kind, request_, status):
     before = hub.create("ann/m", files={"config.json": b"old"}).head().oid if "create" not in request_ else None
     hub.fault(kind, request_, times=99)
+    logged = len(worker.log.read_text())
     request = asked(hub, folder)
     said = worker.ask(request)
     assert said["type"] == "OSError" and "\n" not in said["error"]
     assert status is None or f"({status})" in said["error"]
+    waited = worker.log.read_text()[logged:].count(f"(status {status}). Asking again" if status else "Asking again in")
+    assert waited == len(request["arguments"]["waits"])
     if before:
         assert hub.repository("ann/m").head().oid == before
         assert hub.repository("ann/m").read("config.json") == b"old"
