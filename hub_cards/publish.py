@@ -20,7 +20,7 @@ from .hand_written import digests, own_card, put, settle
 from .hub import Pushed, check_remote, push_snapshot, with_manifest
 from .remote import look
 from .snapshot import take_snapshot
-from .verify import ask, snippet, verify
+from .verify import ask, check_room, snippet, verify
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,7 @@ def publish(
         token_needed = client.token if private or (remote and (remote.private or remote.gated)) else None
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=client) as stage:
             sent, hand_written = _contents(stage, repo_id, theirs, published, client.token, say)
+            check_room(sum(content.size for content in sent.sent))
             client.check_card(sent)
             snapshot = take_snapshot(sent)
             say("Loading it in a process of its own, as a stranger would.")

@@ -5,6 +5,7 @@
 This file is also the script of that process, so it imports nothing of the package.
 """
 
+import errno
 import json
 import math
 import os
@@ -85,6 +86,7 @@ def ask_stranger(
     Raises:
         ValueError: The checkpoint does not load so, or what it computes is wrong; the message ends with what the
             process said, without the token.
+        OSError: The temporary folder has no room.
     """
     request = {"source": _name(source, revision), "revision": revision, "base": None, "base_revision": base_revision}
     if base is not None:
@@ -102,6 +104,8 @@ def ask_stranger(
         run = subprocess.run(
             command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
         )
+        if run.returncode and os.strerror(errno.ENOSPC) in run.stderr:
+            raise OSError(f"{tempfile.gettempdir()} has no room to load {source}. Set TMPDIR to a folder that has.")
         if run.returncode or not reply.exists():
             said = run.stderr[-3000:].strip() or f"It ended with status {run.returncode} and said nothing."
             said = said.replace(token, "[token]") if token else said

@@ -2,6 +2,8 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """After the push: the commit as a stranger gets it, and the code that loads it."""
 
+import shutil
+import tempfile
 from pathlib import Path
 
 from .card import AdapterBase
@@ -44,6 +46,16 @@ def ask(
     )  # fmt: skip
 
 
+def check_room(size: int) -> None:
+    """Raises OSError unless the temporary folder has room for `size` bytes, which are loaded there afterwards."""
+    folder = tempfile.gettempdir()
+    if (free := shutil.disk_usage(folder).free) < size:
+        raise OSError(
+            f"{folder} has {free:,} bytes free, and to load there what was published takes {size:,}. Nothing was "
+            "sent. Set TMPDIR to a folder with room for the model."
+        )
+
+
 def verify(client: Client, pushed: Pushed, base: AdapterBase | None, before: Answer) -> None:
     """Loads what was pushed, and compares.
 
@@ -62,7 +74,9 @@ def verify(client: Client, pushed: Pushed, base: AdapterBase | None, before: Ans
             client, pushed.repo_id, pushed.commit, base, client.token if pushed.private or pushed.gated else None
         )
         found = difference(before, after)
-    except (ValueError, OSError) as error:  # OSError: no room for what is loaded
+    except OSError as error:  # this machine's failure, not the commit's
+        raise OSError(f"{pushed.repo_id} is at {pushed.commit}, but was not checked: {error} Publish again.") from None
+    except ValueError as error:
         found = str(error)
     if found is not None:
         earlier = (

@@ -131,18 +131,39 @@ def test_as_an_adapter_with_its_base_pinned(hub, base, adapter, tmp_path):
     assert ran.stdout.startswith("Peft") and "LlavaProcessor" in ran.stdout, ran.stderr
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_disk_that_is_full_while_merging(hub, adapter, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("a small disk cannot be mounted here")
+@contextmanager
+def small_disk(folder, kilobytes):
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder]
+    if not hasattr(os, "geteuid") or os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
     try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_that_is_full_while_merging(hub, adapter, tmp_path):
+    with small_disk(tmp_path / "disk", 64) as disk:
         with worker(tmp_path, TMPDIR=str(disk)) as process:
             said = process.ask(request(hub, adapter))
         left = list(disk.iterdir())
-    finally:
-        subprocess.run(["umount", disk], check=True)
     assert said["type"] == "OSError" and str(disk) in said["error"] and "TMPDIR" in said["error"]
     assert "No space left" in said["error"] and not left
     assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
+
+
+def test_a_disk_without_room_for_what_is_loaded_afterwards(hub, base, tmp_path):
+    with small_disk(tmp_path / "disk", 100) as disk:
+        with worker(tmp_path, TMPDIR=str(disk)) as process:
+            said = process.ask(request(hub, base))
+        # Nobody knows beforehand what code and the base of an adapter take.
+        code = f"from normalign_llava.hub_cards.stranger import ask_stranger; ask_stranger({str(base)!r})"
+        (disk / "full").write_bytes(bytes(90_000))
+        ran = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(disk)}, capture_output=True, text=True
+        )
+        left = [path.name for path in disk.iterdir()]
+    assert said["type"] == "OSError" and f"{disk} has " in said["error"] and "Set TMPDIR" in said["error"]
+    assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
+    assert f"OSError: {disk} has no room to load {base}. Set TMPDIR" in ran.stderr and left == ["full"]
