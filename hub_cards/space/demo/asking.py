@@ -54,7 +54,7 @@ class Asker:
             raise gr.Error(html.escape(str(error)), print_exception=False) from None
         except Exception as error:  # whatever it is, the page says so and goes on
             message = f"The model failed: {type(error).__name__}: {str(error)[:300]}"
-            raise gr.Error(html.escape(message)) from error
+            raise gr.Error(html.escape(message), duration=None) from error  # shown until it is closed
 
     def _prepare(self, file: dict[str, Any] | None, question: str) -> dict[str, Tensor]:
         if file is None:

@@ -96,6 +96,9 @@ def build_app(
             api_name="ask",
         )
         stop.click(None, cancels=[asked], api_visibility="private")
+        # Gradio ends a stopped question with a message without data, at which the page shows "Error" where it comes
+        # after the rest. Whatever did fail has said so in a message of its own, so the answer's box is cleared of it.
+        asked.failure(gr.skip, None, answer, queue=False, show_progress="hidden", api_visibility="private")
         picture.upload(
             check_upload,
             picture,
