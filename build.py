@@ -58,7 +58,8 @@ class BuildReport:
     `n_text` is the norm that text tokens enter the decoder with, `gain` the initial gain of the norm (None without a
     norm), and `generation_marks` says whether the chat template marks what assistant-only training learns from.
     `vision_revision` and `language_revision` are the commits of parts that came from the Hub (None of folders);
-    `licenses` has for `"vision"` and `"language"` what the part's card says, see [`licence_of`].
+    `licenses` has for `"vision"` and `"language"` what the part's card says, see [`licence_of`]. `from_llava` says
+    that the two are one LLaVA checkpoint, to which the norm was added.
     """
 
     output: str
@@ -81,6 +82,7 @@ class BuildReport:
     vision_revision: str | None
     language_revision: str | None
     licenses: dict[str, dict[str, str | None] | None]
+    from_llava: bool
 
 
 def build_checkpoint(
@@ -143,7 +145,7 @@ def build_checkpoint(
         )
         model = _assemble(config, tower, language_model)
         check_text_outputs(model, outputs, language)
-        return _finish(model, processor, folder, output, vision, language, arm, template)
+        return _finish(model, processor, folder, output, vision, language, arm, template, from_llava=False)
 
 
 def retrofit_checkpoint(
@@ -173,7 +175,7 @@ def retrofit_checkpoint(
             image_token=stock.image_token,
         )
         template = describe_chat_template(stock.chat_template)
-        return _finish(model, processor, folder, output, llava, llava, arm, template)
+        return _finish(model, processor, folder, output, llava, llava, arm, template, from_llava=True)
 
 
 def _norm_arguments(arm: str, norm: str) -> dict[str, str]:
@@ -209,7 +211,9 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return allowed[dtype]
 
 
-def _finish(model, processor: LlavaProcessor, folder: Path, output, vision: str, language: str, arm: str, template):
+def _finish(
+    model, processor: LlavaProcessor, folder: Path, output, vision: str, language: str, arm: str, template, from_llava
+):
     config = model.config
     parts = {"vision": vision, "language": language}
     revisions = {part: hub_commit(name) for part, name in parts.items()}
@@ -240,6 +244,7 @@ def _finish(model, processor: LlavaProcessor, folder: Path, output, vision: str,
         vision_revision=revisions["vision"],
         language_revision=revisions["language"],
         licenses={part: licence_of(name, revisions[part]) for part, name in parts.items()},
+        from_llava=from_llava,
     )
     for part in (config.text_config, config.vision_config):
         part._name_or_path = _public_name(part._name_or_path)

@@ -71,17 +71,23 @@ class _Server(Serve):
         card = {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": ""}
         models = JSONResponse({"object": "list", "data": [card]})
         app.router.routes.insert(0, Route("/v1/models", lambda request: models))
-        # A picture that cannot be read is the request's fault; left alone, it is a 500 without a word. The message
-        # quotes the picture.
+        # Left alone, each of these is a 500 without a word. A picture that cannot be read is the request's fault.
         for kind in (ValueError, OSError, HTTPError):
-            app.add_exception_handler(
-                kind, lambda request, error: JSONResponse({"error": {"message": str(error)[:300]}}, status_code=400)
-            )
+            app.add_exception_handler(kind, lambda request, error: _refusal(400, str(error)))
+        app.add_exception_handler(Exception, lambda request, error: _refusal(500, f"{type(error).__name__}: {error}"))
 
         host, port = self._listener.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
         print(f"Serving {self._model} at http://{address}:{port}/v1", flush=True)
         self.server.run(sockets=[self._listener])
+
+
+def _refusal(status: int, message: str):
+    from starlette.responses import JSONResponse
+
+    if len(message) > 400:  # it quotes the picture, and ends with the cause
+        message = f"{message[:150]} ... {message[-250:]}"
+    return JSONResponse({"error": {"message": message}}, status_code=status)
 
 
 def _check(checkpoint: str, revision: str | None) -> None:

@@ -32,8 +32,8 @@ def attention_maps(
     it. Several pictures are taken together, in token order; so are the tiles of one picture, with the newline rows
     that some families put at image positions.
 
-    Layers without an attention map (linear attention), and layers in whose sliding window the picture does not lie
-    whole, say nothing of where text looks and are left out of the result.
+    Layers without an attention map (linear attention), and layers whose mask hides a part of the picture from some of
+    that text (a sliding window, chunks), say nothing of where text looks and are left out of the result.
 
     The decoder alone runs with eager attention, which costs `heads * tokens^2` numbers for one layer; afterwards its
     implementation is what it was, also after an error. The head is not run.
@@ -58,11 +58,12 @@ def attention_maps(
     received: dict[int, Tensor] = {}
 
     def hook(number: int) -> Any:
-        def reduce(attention: nn.Module, args: tuple, output: tuple) -> tuple | None:
+        def reduce(attention: nn.Module, args: tuple, kwargs: dict, output: tuple) -> tuple | None:
             if output[1] is None:
                 return None
-            row = output[1][0][:, asking].mean((0, 1), dtype=torch.float32)[visual]
-            received[number] = row.cpu().double()
+            if sees_all(kwargs.get("attention_mask"), asking, visual):
+                row = output[1][0][:, asking].mean((0, 1), dtype=torch.float32)[visual]
+                received[number] = row.cpu().double()
             return output[0], None, *output[2:]  # without the map, which the layer would keep until its end
 
         return reduce
@@ -70,9 +71,8 @@ def attention_maps(
     with evaluating(parts.inner), _eager(parts.decoder), ExitStack() as hooks:
         for number, layer in enumerate(parts.layers, 1):
             attention = dict(layer.named_children()).get("self_attn")
-            window = getattr(attention, "sliding_window", None)
-            if attention is not None and (window is None or asking[-1] - visual[0] < window):
-                hooks.enter_context(attention.register_forward_hook(hook(number)))
+            if attention is not None:
+                hooks.enter_context(attention.register_forward_hook(hook(number), with_kwargs=True))
         parts.inner(**inputs, use_cache=False)
     if any(row.isnan().any() for row in received.values()):
         raise ValueError(
@@ -81,7 +81,7 @@ def attention_maps(
     if not (received := {number: row for number, row in received.items() if row.sum() > 0}):
         raise ValueError(
             f"None of the {len(parts.layers)} layers of {type(parts.decoder).__name__} has an attention map that "
-            "reaches the picture: looked at the second output of each layer's self_attn under eager attention."
+            "reaches the whole picture: looked at the second output of each layer's self_attn under eager attention."
         )
     shares = [row.sum().item() for row in received.values()]
     # Learned queries are no places in the picture, even where their number is a square.
@@ -98,6 +98,18 @@ def attention_maps(
         regions=None if grid is None else thirds(torch.stack(maps).mean(0)).tolist(),
         layers=list(received),
     )
+
+
+def sees_all(mask: Tensor | None, asking: Tensor, visual: Tensor) -> bool:
+    """Whether a layer's mask lets every position of `asking` attend to every one of `visual`.
+
+    Asked of the mask, because families say in different places, or nowhere, which of their layers have a window.
+
+    Args:
+        mask: What eager attention adds to its scores, `(1, 1, tokens, tokens)`; None hides nothing.
+        asking, visual: Positions.
+    """
+    return mask is None or bool((mask[0, 0, asking][:, visual] > torch.finfo(mask.dtype).min / 2).all())
 
 
 def picture_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelInfo
 from huggingface_hub.errors import HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from .card import AdapterBase
 from .client import Client, check_repo_id
-from .contents import ADAPTER_CONFIG, RECORD
+from .contents import ADAPTER_CONFIG, CODE, RECORD
 from .facts import read_json
 from .remote import read
 
@@ -47,8 +48,8 @@ def staged(checkpoint: Path, *, as_adapter: bool, base: str | None, client: Clie
 
     Raises:
         ValueError: `as_adapter` or `base` without an adapter; an adapter that cannot be merged; a base that is not on
-            the Hub, or is not set as the adapter was trained with it.
-        OSError: There is no room for the merged model. Nothing of it is left.
+            the Hub, comes with other code than this package's, or is not set as the adapter was trained with it.
+        OSError: The base cannot be read, or there is no room for the merged model. Nothing of it is left.
     """
     if not (checkpoint / ADAPTER_CONFIG).is_file():
         if as_adapter or base:
@@ -59,6 +60,7 @@ def staged(checkpoint: Path, *, as_adapter: bool, base: str | None, client: Clie
     elif as_adapter:
         yield _with_base(checkpoint, base, client)
     else:
+        from ..train.checkpoints import write_failure
         from ..train.merge import merge_adapter
 
         with tempfile.TemporaryDirectory(prefix="normalign-merged-") as folder:
@@ -68,10 +70,10 @@ def staged(checkpoint: Path, *, as_adapter: bool, base: str | None, client: Clie
             except HTTPError:
                 raise
             except OSError as error:
-                raise OSError(
-                    f"The adapter could not be merged in {tempfile.gettempdir()}: {error} Nothing was sent. Set "
-                    "TMPDIR to a folder with room for the model."
-                ) from error
+                full = write_failure(error) is not None
+                where = f" in {tempfile.gettempdir()}" if full else ""
+                remedy = " Set TMPDIR to a folder with room for the model." if full else ""
+                raise OSError(f"The adapter could not be merged{where}: {error} Nothing was sent.{remedy}") from error
             try:
                 yield Staged(merged)
             except (ValueError, OSError) as error:
@@ -96,10 +98,18 @@ def _with_base(adapter: Path, base: str | None, client: Client | None) -> Staged
     if client is not None:
         try:
             with client.step(f"looking for the base {base}", "Nothing was sent."):
-                revision = _commit_of(client, base, revision)
+                info = _info(client, base, revision)
+                revision = str(info.sha)
                 its_config = json.loads(read(client, base, "config.json", revision))
+                foreign = _foreign_code(client, info, its_config)
         except LookupError as error:
             raise ValueError(f"The adapter's base, {base}, is not on the Hub: {error}. {remedy}") from None
+        if foreign:
+            raise ValueError(
+                f"Loading the adapter's base, {base} at {revision}, would run code that is not this version's of this "
+                f"package: {', '.join(foreign)}. Publish the base with this version, or the merged model, without "
+                "--adapter."
+            )
         _check_arm(adapter, base, its_config)
     pinned = AdapterBase(base, revision or "main")
     config |= {"base_model_name_or_path": pinned.repo_id, "revision": pinned.revision}
@@ -121,10 +131,25 @@ def _check_arm(adapter: Path, base: str, config: dict[str, Any]) -> None:
         )
 
 
-def _commit_of(client: Client, repo_id: str, revision: str | None) -> str:
+def _info(client: Client, repo_id: str, revision: str | None) -> ModelInfo:
     try:
-        return str(client.ask(client.api.model_info, repo_id, revision=revision).sha)
+        return client.ask(client.api.model_info, repo_id, revision=revision)
     except RevisionNotFoundError:
         raise LookupError(f"it has no revision {revision}") from None
     except RepositoryNotFoundError:
         raise LookupError("there is no such repository, or the token may not see it") from None
+
+
+def _foreign_code(client: Client, info: ModelInfo, config: dict[str, Any]) -> list[str]:
+    """What names or holds code that loading a base would run here and is not this package's."""
+
+    def content(name: str) -> bytes:
+        return read(client, info.id, name, str(info.sha))
+
+    names = {file.rfilename for file in info.siblings or []}
+    package = Path(__file__).resolve().parents[1]
+    foreign = [name for name in CODE if name not in names or content(name) != (package / name).read_bytes()]
+    if config.get("auto_map") != NormAlignLlavaConfig.auto_map_entries:
+        foreign.append("auto_map in config.json")
+    processor = {"processor_config.json", "preprocessor_config.json", "tokenizer_config.json"}
+    return foreign + [f"auto_map in {name}" for name in sorted(names & processor) if b'"auto_map"' in content(name)]

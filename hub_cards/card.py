@@ -27,11 +27,13 @@ from .metadata import (
     licence_of,
     merged,
     metadata,
+    open_keys,
     read_front_matter,
     result_files,
     terms,
+    unlisted,
 )
-from .tables import alignment, glance, results, visual_tokens
+from .tables import alignment, glance, is_stale, results, visual_tokens
 from .training import data, part_link, title, training
 
 
@@ -90,7 +92,8 @@ def render_card(
     licensed = _licensed(facts, adapter)
     follows = terms(licensed)
     derived = metadata(facts, name, adapter.repo_id if adapter else None, follows)
-    content = merged(derived, [(read_front_matter(card), _derived(card)) for card in earlier])
+    to_author = open_keys(facts, follows)
+    content = merged(derived, [(read_front_matter(card), _derived(card)) for card in earlier], to_author)
     stated = licence_of(content)
     by_author = stated is not None and content.get("license") != derived.get("license")
     named = content.get("base_model") != derived.get("base_model")
@@ -104,7 +107,7 @@ def render_card(
     )
     rendered = environment.get_template("card.md.jinja").render(
         front_matter=Markup(front_matter(content)),
-        derived=Markup(", ".join(_followed(derived, content, follows))),
+        derived=Markup(", ".join(key for key in derived if content[key] == derived[key] and key not in to_author)),
         name=name,
         facts=facts,
         source=literal(repo_id or "."),
@@ -194,7 +197,7 @@ def by_hand(card: str) -> dict[str, str]:
                 f"README.md has a part by hand {name!r}, where a card has one of {', '.join(SECTIONS)} each. Move "
                 "what is in it there."
             )
-        if end < 0:
+        if end < 0 or _START.search(card, start.end(), end):
             raise ValueError(f"The part by hand {name!r} of README.md has no end. Put the line {_END} after it.")
         found[name], position = card[start.end() : end], end
     return found
@@ -209,30 +212,28 @@ def _derived(card: str) -> set[str]:
     return set(mark[1].split(", ")) if mark else set()
 
 
-def _followed(derived: dict, content: dict, follows: Terms) -> list[str]:
-    """The keys that are not the author's; a licence that does not cover all parts is the author's to replace."""
-    keys = [key for key in derived if content[key] == derived[key]]
-    return [key for key in keys if not (follows.warning and key.startswith("license"))]
-
-
 def _licensed(facts: Facts, adapter: AdapterBase | None) -> list[Part]:
     """All whose licences bear on the model's."""
     found = [*facts.parts, *facts.data]
     if adapter is not None and not facts.parts:
         found.insert(0, Part("base model", adapter.repo_id, adapter.repo_id))
-    if not facts.stages and facts.gain is not None and facts.gain.moved:
+    if not facts.stages and facts.moved:
         found.append(Part("data", "what it was trained on"))
     return found
 
 
 def _warnings(facts: Facts, follows: Terms, by_author: bool, named: bool, adapter: AdapterBase | None) -> list[str]:
     found = [follows.warning] if follows.warning and not by_author else []
-    unlisted = [part.name for part in facts.parts if not part.hub_id]
-    if unlisted and not named:
-        have, them = ("have", "them as bases") if unlisted[1:] else ("has", "it as a base")
+    if (missing := unlisted(facts)) and not named:
+        have, them = ("have", "them as bases") if missing[1:] else ("has", "it as a base")
         found.append(
-            f"{' and '.join(unlisted)} {have} no Hub id in the checkpoint, so the metadata does not name {them}. "
+            f"{' and '.join(missing)} {have} no Hub id in the checkpoint, so the metadata does not name {them}. "
             "Write `base_model:` into the front matter of README.md, if the Hub has them; it is kept."
+        )
+    if is_stale(facts):
+        found.append(
+            f"diagnostics/report.json is of other weights than {facts.name} has, and the card shows its figures. "
+            "Diagnose anew, or remove the folder diagnostics."
         )
     if facts.adapter is not None and adapter is None:
         found.append("The adapter's base is not on the Hub, so the card cannot say how a stranger loads it.")

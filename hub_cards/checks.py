@@ -168,16 +168,16 @@ def _norm_faults(folder: Path, model: PreTrainedModel, norm: dict[str, Tensor]) 
         # Training may have moved the embeddings, and left the norm as it was.
         _, scale_all = embedding_scales(config.text_config)
         starts.append(config.text_embedding_norm / scale_all / config.text_config.hidden_size**0.5)
-    # Elements of a gain that was trained move apart in the first step.
-    trained = any(trainings) and len(gain.unique()) > 1
+    # Elements of a gain that was trained move apart in the first step. Not every trainer leaves a record.
+    untrained = bool(trainings) and not any(trainings)
+    trained = not untrained and len(gain.unique()) > 1
     if trained or any(bool(((gain - start).abs() <= TOLERANCE * start).all()) for start in starts):
         return []
     should = "1" if config.projector_gain_init == "one" else f"N_text / sqrt(d) of the embeddings, {aligned:.6g}"
-    why = "all its elements are the same" if any(trainings) else f"no {RECORD} here says so"
+    why = f"its learning rate in {RECORD} was 0" if untrained else "all its elements are the same"
     return [
         f"{_NORM}weight: the gain, {gain.double().mean().item():.6g} on average, is not aligned: {should}. Nor was it "
-        f"trained: {why}. Load the model, call align_projector_norm() and save it; or publish it with the {RECORD} "
-        "that `normalign train` writes, and in Python the trainer that is given a `record`."
+        f"trained: {why}. Load the model, call align_projector_norm() and save it."
     ]
 
 

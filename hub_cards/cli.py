@@ -51,7 +51,7 @@ def publish(
     ] = False,
     base: Annotated[str | None, typer.Option(help="The adapter's base, where it has moved: folder or Hub id.")] = None,
     replace_card: Annotated[
-        bool, typer.Option("--replace-card", help="Write over a card there that is none of ours.")
+        bool, typer.Option("--replace-card", help="Write over a card, there or in the folder, that is none of ours.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the folder, and show what would be sent. Asks the Hub nothing.")

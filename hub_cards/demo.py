@@ -7,26 +7,17 @@ from pathlib import Path
 from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
 
 
-def run_demo(
-    checkpoint: str | Path,
-    *,
-    host: str = "127.0.0.1",
-    port: int | None = None,
-    open_browser: bool = False,
-    concurrency: int = 2,
-) -> None:
+def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | None = None) -> None:
     """Loads a checkpoint and serves the page until it is interrupted.
 
     Args:
         checkpoint: Folder or Hub id of a NormAlign-LLaVA.
         host: Address to listen on; "0.0.0.0" lets other computers in.
         port: Port to listen on; by default the first free one from 7860.
-        open_browser: Open the page in the browser.
-        concurrency: How many people are answered at the same time.
 
     Raises:
         ImportError: Gradio is not installed.
-        ValueError: There is no NormAlign-LLaVA at `checkpoint`, or `concurrency` is less than 1.
+        ValueError: There is no NormAlign-LLaVA at `checkpoint`.
         OSError: The port is taken.
     """
     try:
@@ -37,8 +28,6 @@ def run_demo(
 
     from .space.demo import build_app, launch, load
 
-    if concurrency < 1:
-        raise ValueError(f"concurrency is {concurrency}; at least 1 person must be answered. Leave it out for 2.")
     name = Path(checkpoint).expanduser()
     source = str(name) if name.exists() else str(checkpoint)
     if name.is_dir() and not (name / "config.json").is_file():
@@ -50,5 +39,5 @@ def run_demo(
         raise ValueError(f"{source} is a {config.model_type!r} model. The demo shows NormAlign-LLaVA models.")
     model, processor = load(source, trust_remote_code=False)
     known = name.resolve().name if name.exists() else source
-    app = build_app(model, processor, title="NormAlign-LLaVA", source=f"Model: `{known}`.", concurrency=concurrency)
-    launch(app, server_name=host, server_port=port, inbrowser=open_browser)
+    app = build_app(model, processor, title="NormAlign-LLaVA", source=f"Model: `{known}`.")
+    launch(app, server_name=host, server_port=port)

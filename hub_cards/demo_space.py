@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from .client import Client
 from .contents import Content, Contents
-from .hub import Pushed, push_snapshot
+from .hub import MADE_WITH, Pushed, push_snapshot
 from .manifest import NAME
-from .remote import look
+from .remote import Remote, look
 from .snapshot import take_snapshot
 from .space import space_files
 
@@ -18,14 +18,19 @@ def space_of(repo_id: str) -> str:
     return f"{repo_id}-demo"
 
 
-def check_space(client: Client, repo_id: str) -> None:
-    """Raises ValueError if a model's Space is there and something else: no manifest of ours, but an app."""
+def check_space(client: Client, repo_id: str) -> Remote | None:
+    """The Space of a model as it is now, None where it is not there.
+
+    Raises:
+        ValueError: It is something else: it has no manifest of ours, but more than the Hub makes a Space with.
+    """
     there = look(client, space_of(repo_id), "space")
-    if there is not None and NAME not in there.files and "app.py" in there.files:
+    if there is not None and NAME not in there.files and there.files.keys() - MADE_WITH["space"]:
         raise ValueError(
             f"The Space {space_of(repo_id)} is there, and was not published by this package. Rename it, or publish "
             "without --space."
         )
+    return there
 
 
 def push_space(client: Client, pushed: Pushed, say: Callable[[str], object]) -> str:
@@ -41,8 +46,10 @@ def push_space(client: Client, pushed: Pushed, say: Callable[[str], object]) -> 
     sent = Contents([Content(path, content, len(content), "code") for path, content in files.items()], {})
     try:
         with client.step(f"looking at {name}"):
-            private = pushed.private if look(client, name, "space") is None else None
-        return push_snapshot(client, take_snapshot(sent), name, kind="space", private=private, say=say).url
+            there = check_space(client, pushed.repo_id)
+        private = pushed.private if there is None else None
+        snapshot = take_snapshot(sent)
+        return push_snapshot(client, snapshot, name, before=there, kind="space", private=private, say=say).url
     except (ValueError, OSError) as error:
         raise OSError(
             f"The model is published, at {pushed.commit} of {pushed.repo_id}; its Space {name} is not. {error}"

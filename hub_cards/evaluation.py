@@ -3,6 +3,7 @@
 """What an evaluation found: `evaluation/TASK.json` in a checkpoint folder, one file for each task."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,8 @@ class Evaluation:
         task: Short name, that of the file.
         title: As people call it.
         metrics: What was found.
-        samples, total: How many samples were asked, of how many; fewer than all is a partial run, which a card shows
-            as such and lists in no metadata.
+        samples, total: How many samples were asked, of how many; fewer than all, or none, is a partial run, which a
+            card shows as such and lists in no metadata.
         protocol: How it was asked and scored, one sentence each: prompt, decoding, what counts as right.
         dataset: Where the Hub has the data.
         date: ISO 8601.
@@ -75,7 +76,7 @@ class Evaluation:
 
     @property
     def partial(self) -> bool:
-        return self.samples < self.total
+        return self.samples < self.total or self.samples == 0
 
     def write(self, checkpoint: Path) -> Path:
         """Writes `evaluation/TASK.json` into a checkpoint folder."""
@@ -89,7 +90,7 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
     """The evaluations in a checkpoint folder, by name of task.
 
     Raises:
-        ValueError: A file there is of another schema, or none.
+        ValueError: A file there is of another schema or none, or a result in it is no finite number.
     """
     return [_read(file) for file in sorted((checkpoint / FOLDER).glob("*.json"))]
 
@@ -104,6 +105,29 @@ def _read(file: Path) -> Evaluation:
         content["metrics"] = [Metric(**metric) for metric in content["metrics"]]
         if content.get("dataset"):
             content["dataset"] = HubTask(**content["dataset"])
-        return Evaluation(**content)
+        evaluation = Evaluation(**content)
+        _check(evaluation)
+        return evaluation
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is no evaluation that can be read: {error}. Evaluate anew, or remove it.") from error
+
+
+def _check(evaluation: Evaluation) -> None:
+    if not (_is_count(evaluation.samples) and _is_count(evaluation.total) and evaluation.samples <= evaluation.total):
+        raise ValueError(f"{evaluation.samples!r} of {evaluation.total!r} samples cannot be")
+    for metric in evaluation.metrics:
+        for name, value in {"": metric.value, **metric.references}.items():
+            if not _is_finite(value):
+                raise ValueError(f"the value of {metric.name} {name and f'for {name} '}is {value!r}, no finite number")
+        if metric.stderr is not None and not (_is_finite(metric.stderr) and metric.stderr >= 0):
+            raise ValueError(f"the standard error of {metric.name} is {metric.stderr!r}, no finite number from 0 up")
+        if metric.samples is not None and not _is_count(metric.samples):
+            raise ValueError(f"the number of samples of {metric.name} is {metric.samples!r}")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

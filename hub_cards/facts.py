@@ -3,24 +3,23 @@
 """What a checkpoint folder says of itself: the only source of its card."""
 
 import json
-import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError, safe_open
 
-from ..configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
+from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..diagnose.report import REPORT
-from .contents import DIAGNOSTICS, public_report
+from .contents import ADAPTER_WEIGHTS, DIAGNOSTICS, INDEX, WEIGHTS, public_report
 from .evaluation import Evaluation, read_evaluations
+from .weights import Gain, read_weights
 
 
-NORM = "multi_modal_projector.norm."
+LLAVA = "LLaVA checkpoint"
+"""The role of a checkpoint that had both parts."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Part:
     """What the model was put together from, or was trained on.
 
     Attributes:
-        role: "vision encoder", "language model", "LLaVA checkpoint", "base model" or "data".
+        role: "vision encoder", "language model", [`LLAVA`], "base model" or "data".
         name: A Hub id, or a folder's name.
         hub_id, revision: Where the Hub has it, and the commit.
         licence: Where it is recorded.
@@ -51,19 +50,6 @@ class Part:
     hub_id: str | None = None
     revision: str | None = None
     licence: Licence | None = None
-
-
-@dataclass(frozen=True)
-class Gain:
-    """The norm after the projector: mean |gain| now and at its start, mean |bias| (None for an RMSNorm).
-
-    `moved` says whether gain or bias is any other than at the start; it is None where the start is not known.
-    """
-
-    now: float
-    bias: float | None
-    start: float | None
-    moved: bool | None
 
 
 @dataclass(frozen=True)
@@ -79,6 +65,7 @@ class Facts:
         parts: Vision encoder and language model, or the LLaVA checkpoint that had both.
         data: What was trained on, each once.
         gain: None without the norm.
+        moved: Whether the projector was trained, as far as its weights show it; see [`Weights`].
         parameters, weight_bytes: Of the safetensors files; of quantized ones, which hold packed weights, 0 parameters.
         image_processor: Of `processor_config.json`.
         diagnosis: `diagnostics/report.json`.
@@ -94,6 +81,7 @@ class Facts:
     parts: list[Part]
     data: list[Part]
     gain: Gain | None
+    moved: bool | None
     parameters: int
     weight_bytes: int
     image_processor: dict[str, Any]
@@ -135,18 +123,21 @@ def read_facts(checkpoint: Path) -> Facts:
         record = record.get("before")
     diagnosis = _diagnosis(checkpoint / DIAGNOSTICS / REPORT)
     processor = read_json(checkpoint / "processor_config.json")
-    gain, parameters, size = _weights(checkpoint, config)
+    weights = read_weights(_weight_files(checkpoint, config), config)
+    parts = _parts(checkpoint / "build.json", build or {}, config)
+    llava = [part.role for part in parts] == [LLAVA]  # whose projector was trained before
     return Facts(
         name=checkpoint.resolve().name,
         config=config,
         adapter=adapter,
         build=build,
         stages=stages,
-        parts=_parts(build, config),
+        parts=parts,
         data=_data(stages),
-        gain=gain,
-        parameters=0 if getattr(config, "quantization_config", None) else parameters,
-        weight_bytes=size,
+        gain=weights.gain,
+        moved=None if llava and weights.gain is None else weights.moved,
+        parameters=0 if getattr(config, "quantization_config", None) else weights.parameters,
+        weight_bytes=weights.size,
         image_processor=(processor or {}).get("image_processor") or {},
         has_processor=processor is not None,
         diagnosis=diagnosis,
@@ -177,20 +168,46 @@ def hub_id(name: str | None) -> str | None:
     return name if name and "/" in name else None
 
 
-def _parts(build: dict[str, Any] | None, config: NormAlignLlavaConfig | None) -> list[Part]:
-    found, build = [], build or {}
+def _parts(file: Path, build: dict[str, Any], config: NormAlignLlavaConfig | None) -> list[Part]:
+    found = []
+    licences = build.get("licenses") or {}
+    if not isinstance(licences, dict):
+        raise ValueError(f"{file}: its licenses are {licences!r}, no object. Mend or remove it.")
     settings = {"vision": config and config.vision_config, "language": config and config.text_config}
     for key, role in (("vision", "vision encoder"), ("language", "language model")):
-        name: str = build.get(key) or ""
-        if not name and (name := getattr(settings[key], "_name_or_path", "")):
-            name = name if hub_id(name) and not Path(name).exists() else Path(name).name  # no local path is published
-        if name:
-            licence = (build.get("licenses") or {}).get(key)
-            licence = None if licence is None else Licence(**licence)
+        licence = _licence(licences.get(key), file)
+        if name := build.get(key):  # a build cuts a folder's path to its name: what has an owner is on the Hub
             found.append(Part(role, name, hub_id(name), build.get(f"{key}_revision"), licence))
-    if len({part.name for part in found}) == 1 and len(found) == 2:  # the norm was added to a model that had both
-        return [replace(found[0], role="LLaVA checkpoint")]
-    return found
+        elif name := getattr(settings[key], "_name_or_path", ""):
+            # In the configuration "a/b" may be a folder as well, so nothing is linked; no local path is published.
+            name = name if hub_id(name) and not Path(name).exists() else Path(name).name
+            found.append(Part(role, name, licence=licence))
+    return [replace(found[0], role=LLAVA)] if _is_retrofit(build, found) else found
+
+
+def _is_retrofit(build: dict[str, Any], parts: list[Part]) -> bool:
+    """Whether the norm was added to a model that had both parts."""
+    if not parts or "from_llava" in build:
+        return bool(parts and build["from_llava"])
+    # Earlier builds did not say so. Two folders of one name are two parts, one Hub repository is one.
+    first, *others = (replace(part, role="") for part in parts)
+    return first.hub_id is not None and others == [first]
+
+
+def _licence(recorded: Any, file: Path) -> Licence | None:
+    recorded = {"license": recorded} if isinstance(recorded, str) or recorded is None else recorded
+    known: dict[str, Any] = {}
+    if isinstance(recorded, dict):
+        known = {each.name: recorded.get(each.name) for each in fields(Licence)}
+    if not known or not all(value is None or isinstance(value, str) for value in known.values()):
+        raise ValueError(f"{file}: {recorded!r} is no licence, which has its id as `license`. Mend it.")
+    return Licence(**known) if known["license"] else None
+
+
+def _weight_files(checkpoint: Path, config: NormAlignLlavaConfig | None) -> list[Path]:
+    index = read_json(checkpoint / INDEX) if config is not None else None
+    names = sorted(set(index["weight_map"].values())) if index else [ADAPTER_WEIGHTS if config is None else WEIGHTS]
+    return [checkpoint / name for name in names]
 
 
 def _data(stages: list[dict[str, Any]]) -> list[Part]:
@@ -205,39 +222,6 @@ def _data(stages: list[dict[str, Any]]) -> list[Part]:
     return list(found.values())
 
 
-def _weights(checkpoint: Path, config: NormAlignLlavaConfig | None) -> tuple[Gain | None, int, int]:
-    """The norm, and number of parameters and bytes of all that belongs to the checkpoint."""
-    norm: dict[str, torch.Tensor] = {}
-    parameters = size = 0
-    index = read_json(checkpoint / "model.safetensors.index.json") if config is not None else None
-    single = "adapter_model.safetensors" if config is None else "model.safetensors"
-    for path in (checkpoint / name for name in sorted(set(index["weight_map"].values()) if index else {single})):
-        if not path.is_file():
-            continue
-        size += path.stat().st_size
-        try:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    parameters += math.prod(file.get_slice(name).get_shape())
-                    if NORM in name:
-                        norm[name.rpartition(".")[2]] = file.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{path} cannot be read: {error}. Was it cut short? Take another.") from error
-    if "weight" not in norm:
-        return None, parameters, size
-    gain, bias = norm["weight"], norm.get("bias")
-    start = moved = None
-    if config is not None and config.projector_gain_init == "one":
-        start = 1.0
-    elif config is not None and config.text_embedding_norm is not None:
-        start = config.text_embedding_norm / embedding_scales(config.text_config)[1] / len(gain) ** 0.5
-    if start is not None:
-        moved = not torch.allclose(gain.double(), torch.full_like(gain, start).double(), rtol=1e-6, atol=0.0)
-        moved = moved or (bias is not None and bool(bias.any()))
-    mean = gain.double().abs().mean().item()
-    return Gain(mean, None if bias is None else bias.double().abs().mean().item(), start, moved), parameters, size
-
-
 def _diagnosis(file: Path) -> dict[str, Any] | None:
     """What is published of `report.json`, so that the card speaks of nothing else."""
     if not file.is_file():
@@ -249,11 +233,9 @@ def _diagnosis(file: Path) -> dict[str, Any] | None:
 
 
 def _figures(folder: Path, diagnosis: dict[str, Any] | None) -> list[dict[str, str]]:
-    """Figures that can be shown to anyone: attention is drawn over samples, all but its mean by layer."""
+    """Those that are there; a name with a folder in it is none of ours."""
     return [
         figure
         for figure in (diagnosis or {}).get("figures", [])
-        if (figure["section"] != "attention" or figure["file"] == "attention_depth.png")
-        and re.fullmatch(r"\w[\w.-]*\.png", figure["file"])
-        and (folder / figure["file"]).is_file()
+        if re.fullmatch(r"\w[\w.-]*\.png", figure["file"]) and (folder / figure["file"]).is_file()
     ]

@@ -2,20 +2,23 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Pushing: the contents of a repository in one commit, which is there whole or not at all."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-from .client import WAITS, Client, check_repo_id
+from .client import Client
 from .commit import commit_once, other_publisher
-from .contents import Contents
-from .manifest import NAME, Manifest, stale
-from .remote import Remote, look
-from .snapshot import File, Snapshot, changed_error, in_memory, take_snapshot
+from .contents import CARD
+from .manifest import NAME, Manifest
+from .remote import Remote, look, stale
+from .snapshot import File, Snapshot, changed_error, in_memory
 
 
 MESSAGE = "Publish with normalign-llava"
+
+MADE_WITH = {"model": {".gitattributes"}, "dataset": {".gitattributes"}, "space": {".gitattributes", CARD}}
+"""Kind of a repository -> the files that the Hub makes it with."""
 
 NOTHING_IGNORED = "# Everything that is published is sent.\n"
 """In place of the repository's own `.gitignore`, by which the client would leave files out without a word."""
@@ -56,89 +59,59 @@ class Pushed:
         return self.commit != self.parent
 
 
-def push(
-    contents: Contents,
+def push_snapshot(
+    client: Client,
+    snapshot: Snapshot,
     repo_id: str,
     *,
+    before: Remote | None,
     kind: str = "model",
     private: bool | None = None,
     revision: str = "main",
+    create_pr: bool = False,
     message: str = MESSAGE,
     hand_written: dict[str, str] | None = None,
-    token: str | None = None,
-    endpoint: str | None = None,
-    waits: Sequence[float] = WAITS,
     say: Callable[[str], object] = print,
 ) -> Pushed:
-    """Makes a branch of a repository hold `contents`, by one commit, or none where it does already.
+    """Makes a branch of a repository hold these files, by one commit, or none where it does already.
 
     What an earlier push sent and this one does not is removed in the same commit; files of other people stay. At any
     moment the branch is at the commit before or at the new one. After a failure the same call sends only the rest.
 
     Args:
-        contents: All that the repository is to hold of ours.
+        client: The client, whose account was checked.
+        snapshot: All that the repository is to hold of ours, as it was read.
         repo_id: `"namespace/name"`. The repository and the branch are made where they are not there.
+        before: What the branch was when these files were chosen, None for no repository. If it is another by now, that
+            is an error.
         kind: "model", "space" or "dataset".
         private: For a new repository; None leaves it to the namespace's default.
         revision: Branch.
+        create_pr: Open a pull request against the branch.
         message: Title of the commit.
         hand_written: Of a card, its `digests`, by which the next publication sees where it was edited.
-        token: Access token; by default that of `hf auth login` or HF_TOKEN.
-        endpoint: URL of the Hub, by default that of huggingface_hub.
-        waits: Seconds to wait before each further try.
         say: Is told what happens.
 
     Returns:
         What was done.
 
     Raises:
-        ValueError: No token or a read-only one, a namespace of someone else, a repository that is not private or
-            public as asked, or files that changed meanwhile. Nothing was committed.
+        ValueError: A repository that is not private or public as asked, or files that changed meanwhile. Nothing was
+            committed.
         OSError: The Hub or the connection failed, or another publisher was faster; the message says what stands.
-    """
-    check_repo_id(repo_id)
-    client = Client(token, endpoint=endpoint, waits=waits)
-    with client.token_kept():
-        client.check_account(repo_id)
-        client.check_card(contents, kind)
-        return push_snapshot(
-            client, take_snapshot(contents), repo_id, kind=kind, private=private, revision=revision, message=message,
-            hand_written=hand_written, say=say,
-        )  # fmt: skip
-
-
-def push_snapshot(
-    client: Client,
-    snapshot: Snapshot,
-    repo_id: str,
-    *,
-    kind: str = "model",
-    private: bool | None = None,
-    revision: str = "main",
-    create_pr: bool = False,
-    parent: str | None = None,
-    message: str = MESSAGE,
-    hand_written: dict[str, str] | None = None,
-    say: Callable[[str], object] = print,
-) -> Pushed:
-    """[`push`] with a client whose account was checked, of files as they were read earlier.
-
-    Args:
-        client: The client.
-        snapshot: The files.
-        repo_id, kind, private, revision, message, hand_written, say: As in `push`.
-        create_pr: Open a pull request against the branch.
-        parent: The commit that the contents were made for: another head is an error. None: whatever is there.
     """
     with client.step(f"preparing {repo_id}", "Nothing was sent."):
         remote = _prepared(client, repo_id, kind, private, revision, create_pr, say)
-        if parent is not None and remote.commit != parent:
-            raise other_publisher(client, remote, parent)
+        if before is None:
+            if remote.files.keys() - MADE_WITH[kind]:
+                raise other_publisher(client, remote, "its first")
+        elif remote.commit != before.commit:
+            raise other_publisher(client, remote, before.commit)
         earlier = remote.manifest(client)
     files = with_manifest(snapshot, hand_written or {})
     sizes = {file.path: file.size for file in files}
     changed = [file for file in files if not file.is_stored_as(remote.files.get(file.path))]
-    deleted = stale(remote.files, earlier, [file.path for file in files])
+    deleted = stale(client, remote, earlier, [file.path for file in files])
     url = f"{client.api.endpoint}/{'' if kind == 'model' else f'{kind}s/'}{repo_id}"
     if not changed and not deleted:
         say(f"{repo_id} holds all of this already.")
@@ -202,6 +175,7 @@ def _prepared(
         client.ask(client.api.create_repo, repo_id, repo_type=kind, private=private, space_sdk=sdk, exist_ok=True)
         say(f"Made the repository {repo_id}.")
         remote = look(client, repo_id, kind, revision)
+        check_remote(remote, repo_id, private, create_pr)  # someone else may have been faster
     if remote is not None and not remote.has_branch:
         client.ask(
             client.api.create_branch, repo_id, repo_type=kind, branch=revision, revision=remote.commit, exist_ok=True

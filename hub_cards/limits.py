@@ -3,10 +3,14 @@
 """What a card must not leave unsaid: what was not measured, and how little stands behind what was."""
 
 from .facts import Facts
+from .tables import is_stale
+from .training import has_streams, rows_seen, run, steps_said, steps_taken, title
 
 
 LLAVA_ROWS = 1_223_000
 """Rows that LLaVA-1.5 was trained on: 558 thousand and 665 thousand."""
+
+STALE = "The diagnosis is of other weights than these: its figures are not this model's."
 
 
 def limits(facts: Facts) -> list[str]:
@@ -21,17 +25,19 @@ def _training(facts: Facts) -> list[str]:
     seeds = dict.fromkeys(str(stage["options"]["seed"]) for stage in facts.stages if "seed" in stage["options"])
     seed = f", seed {', '.join(seeds)}" if seeds else ""
     found.append(f"It is one training run{seed}: how much another run would differ was not measured.")
-    sources = [source for stage in facts.stages for source in stage.get("data", ()) if source.get("split") == "train"]
-    if sources and all(source.get("used") is not None for source in sources):
-        rows = sum(source["used"] for source in sources)
-        if rows < LLAVA_ROWS / 10:
-            found.append(
-                f"The training recorded here took {rows:,} rows, that of LLaVA-1.5 {LLAVA_ROWS:,}. Expect nothing "
-                "that is not in them."
-            )
-    if any(source.get("used") is None for source in sources):
+    for stage in facts.stages:
+        if steps_taken(stage) not in (None, run(stage).get("steps")):
+            found.append(f"Stopped before its end: {title(facts, stage)}, after {steps_said(stage)} steps.")
+    rows, streams = [rows_seen(stage) for stage in facts.stages], any(map(has_streams, facts.stages))
+    known = [each for each in rows if each is not None]
+    if len(known) == len(rows) and sum(known) < LLAVA_ROWS / 10:
+        found.append(
+            f"The training recorded here took {'at most ' if streams else ''}{sum(known):,} rows, that of LLaVA-1.5 "
+            f"{LLAVA_ROWS:,}. Expect nothing that is not in them."
+        )
+    if streams:
         found.append("Some of its data were streams, whose rows were not counted.")
-    modules = [stage.get("run", {}).get("modules", []) for stage in facts.stages]
+    modules = [run(stage).get("modules", []) for stage in facts.stages]
     names = list(dict.fromkeys(module["module"] for stage in modules for module in stage))
     moved = {module["module"] for stage in modules for module in stage if module["trained"]}
     if "adapters" in moved:
@@ -59,7 +65,7 @@ def _diagnosis(facts: Facts) -> list[str]:
     if facts.diagnosis is None:
         return ["Norms and rotation of visual tokens were not measured on this checkpoint."]
     report, baseline = facts.diagnosis["report"], facts.diagnosis.get("against")
-    found = []
+    found = [STALE] if is_stale(facts) else []
     if report.get("samples"):
         on = f" of {report['data']}" if report.get("data") else ""
         found.append(

@@ -4,10 +4,7 @@
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-
-from .. import __version__
 
 
 NAME = "normalign_publication.json"
@@ -25,13 +22,11 @@ class Manifest:
 
     Attributes:
         files: Path -> SHA-256 of every file of the publication but this one.
-        hand_written: Part of the card -> SHA-256 of what its author wrote there.
-        version: Of this package.
+        hand_written: [`digests`][normalign_llava.hub_cards.hand_written.digests] of the card.
     """
 
     files: dict[str, str]
     hand_written: dict[str, str] = field(default_factory=dict)
-    version: str = __version__
 
     def to_bytes(self) -> bytes:
         """The file."""
@@ -43,28 +38,8 @@ class Manifest:
         """The manifest in a file, or None where it is none of this schema, and so says nothing about any file."""
         try:
             read = json.loads(content)
-            if read.pop("schema_version") != SCHEMA_VERSION or not all(
-                isinstance(read[key], dict) for key in ("files", "hand_written")
-            ):
-                return None
-            return cls(**read)
-        except (ValueError, TypeError, KeyError, AttributeError):
+            version, files, hand_written = (read[key] for key in ("schema_version", "files", "hand_written"))
+        except (ValueError, TypeError, KeyError, RecursionError):
             return None
-
-
-def stale(there: Iterable[str], earlier: Manifest | None, sent: Iterable[str]) -> list[str]:
-    """Files that a publication removes.
-
-    They are what an earlier publication sent and this one does not, and weights that would lie beside the new ones:
-    shards of another number. Files that a person has added are not among them.
-
-    Args:
-        there: Paths in the repository.
-        earlier: The manifest there.
-        sent: Paths of this publication.
-    """
-    there, sent = set(there), set(sent)
-    ours = set(earlier.files) if earlier else set()
-    if any(WEIGHTS.fullmatch(path) for path in sent):
-        ours |= {path for path in there if WEIGHTS.fullmatch(path)}
-    return sorted((ours & there) - sent)
+        is_known = version == SCHEMA_VERSION and isinstance(files, dict) and isinstance(hand_written, dict)
+        return cls(files, hand_written) if is_known else None

@@ -23,12 +23,15 @@ def text(value: Any) -> Markup:
     line = "".join(_ENTITIES.get(character, character) for character in line if character.isprintable())
     line = re.sub(r"([*\[\]~])", r"\\\1", line)
     line = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", line)  # inside a word it is no markup
+    # At its start, a mark makes a heading, a rule or a list of it; a figure, which has no space after it, does not.
+    line = re.sub(r"^(?=[#=]|[+-](?:[\s-]|$))", r"\\", line)
+    line = re.sub(r"^(\d+)(?=[.)](?:\s|$))", r"\1\\", line)
     return Markup(line)
 
 
 def link(name: str, address: str) -> Markup:
     """`name` as a link to `address`."""
-    return Markup(f"[{text(name)}]({quote(address, safe='/:@#')})")
+    return Markup(f"[{text(name)}]({quote(address, safe='/:@#?&=%+')})")
 
 
 def hub_link(name: str, hub_id: str | None, *, revision: str | None = None, kind: str = "") -> Markup:

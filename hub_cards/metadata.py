@@ -17,7 +17,7 @@ from huggingface_hub import (
 )
 
 from .evaluation import Evaluation
-from .facts import Facts, Licence, Part, hub_id
+from .facts import LLAVA, Facts, Licence, Part, hub_id
 
 
 TASK = "image-text-to-text"
@@ -90,25 +90,42 @@ def metadata(facts: Facts, name: str, base: str | None, parts_terms: Terms) -> d
         base_model=models or None,
         base_model_relation=relation,
         datasets=datasets or None,
-        tags=[*TAGS, *(ADAPTER_TAGS if facts.adapter is not None else [])],
+        tags=[*TAGS, *(ADAPTER_TAGS if (facts.adapter or {}).get("peft_type") == "LORA" else [])],
         eval_results=results or None,
         model_name=name if results else None,
     )
     return data.to_dict()
 
 
-def merged(derived: dict[str, Any], kept: Sequence[tuple[dict[str, Any], set[str]]]) -> dict[str, Any]:
+def open_keys(facts: Facts, parts_terms: Terms) -> list[str]:
+    """The keys that follow from the folder in part only, so that what the author says of them holds."""
+    groups = {"license": bool(parts_terms.warning), "base_model": bool(unlisted(facts))}
+    return [key for key in _ORDER for group, is_open in groups.items() if is_open and key.startswith(group)]
+
+
+def unlisted(facts: Facts) -> list[str]:
+    """Names of parts that `base_model` should list and does not, since it is not known that the Hub has them."""
+    if facts.adapter is not None or facts.started_from:
+        return []
+    return [part.name for part in facts.parts if not part.hub_id]
+
+
+def merged(
+    derived: dict[str, Any], kept: Sequence[tuple[dict[str, Any], set[str]]], open_to_author: Sequence[str] = ()
+) -> dict[str, Any]:
     """`derived`, and what the author added to earlier cards: keys that were not derived then, and tags.
 
     Args:
         derived: From [`metadata`].
         kept: Front matter of earlier cards in order of preference, each with the keys that were derived in it.
+        open_to_author: From [`open_keys`]: the author's go before the derived ones.
     """
     result = dict(derived)
     for earlier, derived_then in kept:
         theirs = {key: value for key, value in earlier.items() if key not in derived_then}
-        if result.get("license") == "other" and "license" not in derived_then and "license" in theirs:
-            result = {key: value for key, value in result.items() if not key.startswith("license")}
+        for name in ("license", "base_model"):  # with the keys that belong to it
+            if name in open_to_author and name in theirs and result.get(name) == derived.get(name):
+                result = {key: value for key, value in result.items() if not key.startswith(name)}
         if isinstance(tags := earlier.get("tags"), list):
             # Those of an adapter's card are none of the author's when it is merged.
             result["tags"] = list(dict.fromkeys([*result["tags"], *(tag for tag in tags if tag not in ADAPTER_TAGS)]))
@@ -126,11 +143,13 @@ def front_matter(content: dict[str, Any]) -> str:
 
 
 def read_front_matter(card: str) -> dict[str, Any]:
-    """The front matter of a card. Raises ValueError if it is no YAML."""
+    """The front matter of a card. Raises ValueError if it is no YAML, or none that the Hub takes."""
     try:
         return ModelCard(card).data.to_dict()
     except yaml.YAMLError as error:
         raise ValueError(f"The front matter of README.md is no YAML: {error}. Mend it.") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"The front matter of README.md is none that the Hub takes: {error}. Mend it.") from error
 
 
 def result_files(evaluations: Sequence[Evaluation], repo_id: str | None) -> dict[str, bytes]:
@@ -177,8 +196,8 @@ def _bases(facts: Facts, base: str | None) -> tuple[list[str], str | None]:
         return ([base], "adapter") if base else ([], None)
     if facts.started_from:
         return [facts.started_from], "finetune"
-    found = [part.hub_id for part in facts.parts if part.hub_id]
-    if found and len(facts.parts) == 1:  # a LLaVA checkpoint, to which the norm was added
+    found = list(dict.fromkeys(part.hub_id for part in facts.parts if part.hub_id))
+    if found and facts.parts[0].role == LLAVA:
         return found, "finetune"
     # Of two models one; with only one of them on the Hub, the Hub is left to say how they are related.
     return found, "merge" if len(found) > 1 else None

@@ -50,7 +50,8 @@ def find_private(contents: Contents, token: str | None) -> list[str]:
         contents: What is sent.
         token: That of the person who publishes; it is looked for everywhere.
     """
-    return [fault for content in contents.sent for fault in _faults(content, token, _own_paths(contents))]
+    own = _own_paths(contents)
+    return [fault for content in contents.sent for fault in _faults(content, token, own)]
 
 
 def shown(secret: str) -> str:
@@ -83,6 +84,7 @@ def _search(content: Content, text: str, own: list[str]) -> Iterator[tuple[str, 
             for match in re.finditer(pattern, text):
                 yield what, f", {shown(match[0])}. Remove it, and revoke it: others may have read it"
     paths = [path for path in own if path in text]
+    paths = [path for path in paths if not any(path != other and path in other for other in paths)]
     if not (vocabulary or template):
         patterns = [_HOMES] if content.kind == "card" else [_HOMES, _ROOTS]
         matches = [match[0] for pattern in patterns for match in re.finditer(pattern, text)]
@@ -139,4 +141,6 @@ def _own_paths(contents: Contents) -> list[str]:
         if isinstance(content.source, Path):
             folder = content.source.parents[content.path.count("/")]
             own |= {folder, folder.parent}
-    return sorted((str(path) for path in own if len(path.parts) > 2), key=len, reverse=True)
+    paths = {str(path) for path in own if len(path.parts) > 2}
+    paths |= {json.dumps(path)[1:-1] for path in paths}  # as JSON has letters beyond ASCII
+    return sorted(paths, key=len, reverse=True)

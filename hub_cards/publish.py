@@ -10,15 +10,15 @@ from pathlib import Path
 from huggingface_hub import get_token
 
 from .adapter import Staged, staged
-from .card import decoded, render_card
+from .card import decoded, is_ours, render_card
 from .checks import check_checkpoint, check_contents
 from .client import WAITS, Client, check_repo_id
 from .contents import CARD, Contents, contents
 from .demo_space import check_space, push_space, space_of
 from .facts import hub_id
-from .hand_written import digests, own_card, put, settle
+from .hand_written import check_own, digests, is_reverted, put, settle
 from .hub import Pushed, check_remote, push_snapshot, with_manifest
-from .remote import look
+from .remote import Remote, look
 from .snapshot import take_snapshot
 from .verify import ask, check_room, snippet, verify
 
@@ -36,6 +36,21 @@ class Publication(Pushed):
     space: str | None = None
     snippet: str = ""
     left: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class There:
+    """What a publication finds on the Hub.
+
+    Attributes:
+        remote: The repository, None where it is not there.
+        card: Its `README.md`, whoever wrote it.
+        published: `digests` of the card that was published there last.
+    """
+
+    remote: Remote | None = None
+    card: str | None = None
+    published: dict[str, str] = field(default_factory=dict)
 
 
 def publish(
@@ -71,7 +86,7 @@ def publish(
         as_adapter: Publish an adapter as one, with its base pinned to a commit. The base must be on the Hub.
         base: The adapter's base, where it has moved: a folder or a Hub id.
         dry_run: Check, and tell what would be sent. Needs neither token nor network, unless an adapter's base does.
-        replace_card: Write over a card there that is none of ours.
+        replace_card: Write over a card, there or in the folder, that is none of ours.
         token: Access token; by default that of `hf auth login` or HF_TOKEN.
         endpoint: URL of the Hub, by default that of huggingface_hub.
         waits: Seconds to wait before each further try of what failed.
@@ -100,9 +115,15 @@ def publish(
         )
     if space:
         check_repo_id(space_of(repo_id))
+    remedy = (
+        "If you want to keep nothing of it, publish with --replace-card. Else move it away, run `normalign card "
+        f"{checkpoint}`, and copy what you want to keep between the marks of the card that this writes."
+    )
+    check_own(card_in(checkpoint), str(checkpoint), None if replace_card else remedy)
     if dry_run:
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=None) as stage:
-            sent, hand_written = _contents(stage, repo_id, None, {}, token or get_token(), say)
+            check_checkpoint(stage.folder)
+            sent, hand_written = prepare(stage, repo_id, There(), token or get_token(), say)
             files = {file.path: file.size for file in with_manifest(take_snapshot(sent), hand_written)}
         if space:
             say(f"The Space {space_of(repo_id)} would be published too, with the demo's program and the model's name.")
@@ -112,26 +133,29 @@ def publish(
     client = Client(token, endpoint=endpoint, waits=waits)
     with client.token_kept():
         client.check_account(repo_id, create_pr)
-        with client.step(f"looking at {repo_id}", "Nothing was sent."):
-            remote = look(client, repo_id, branch=revision)
-            check_remote(remote, repo_id, private, create_pr)
-            if space:
+        there = look_there(client, repo_id, revision)
+        remote = there.remote
+        check_remote(remote, repo_id, private, create_pr)
+        if space:
+            with client.step(f"looking at {space_of(repo_id)}", "Nothing was sent."):
                 check_space(client, repo_id)
-            theirs = decoded(remote.read(client, CARD), repo_id) if remote and CARD in remote.files else None
-            manifest = remote.manifest(client) if remote else None
-        theirs = own_card(theirs, repo_id, replace_card)
-        published = manifest.hand_written if manifest else {}
+        remedy = (
+            "Copy what you want to keep of it between the marks of the card that `normalign card` writes into the "
+            "folder, and publish with --replace-card."
+        )
+        check_own(there.card, repo_id, None if replace_card else remedy)
         token_needed = client.token if private or (remote and (remote.private or remote.gated)) else None
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=client) as stage:
-            sent, hand_written = _contents(stage, repo_id, theirs, published, client.token, say)
+            check_checkpoint(stage.folder)
+            sent, hand_written = prepare(stage, repo_id, there, client.token, say)
             check_room(sum(content.size for content in sent.sent))
             client.check_card(sent)
             snapshot = take_snapshot(sent)
             say("Loading it in a process of its own, as a stranger would.")
             before = ask(client, stage.folder, None, stage.base, token_needed)
             pushed = push_snapshot(
-                client, snapshot, repo_id, private=private, revision=revision, create_pr=create_pr,
-                parent=remote.commit if remote else None, hand_written=hand_written, say=say,
+                client, snapshot, repo_id, before=remote, private=private, revision=revision, create_pr=create_pr,
+                hand_written=hand_written, say=say,
             )  # fmt: skip
         say(f"Loading {repo_id} in the same way, at {pushed.commit}.")
         verify(client, pushed, stage.base, before)
@@ -140,32 +164,61 @@ def publish(
     return Publication(**vars(pushed), space=page, snippet=code, left=sent.left)
 
 
-def _contents(
-    stage: Staged,
-    repo_id: str,
-    theirs: str | None,
-    published: dict[str, str],
-    token: str | None,
-    say: Callable[[str], object],
+def card_in(folder: Path) -> str | None:
+    """README.md of a folder, whoever wrote it. Raises ValueError if it is no text."""
+    file = folder / CARD
+    return decoded(file.read_bytes(), str(folder)) if file.is_file() else None
+
+
+def look_there(client: Client, repo_id: str, revision: str) -> There:
+    """What is on the Hub now.
+
+    Raises:
+        ValueError: `revision` is a tag or a commit, or the card there is no text.
+        OSError: The Hub or the connection failed.
+    """
+    with client.step(f"looking at {repo_id}", "Nothing was sent."):
+        remote = look(client, repo_id, branch=revision)
+        if remote is None:
+            return There()
+        card = decoded(remote.read(client, CARD), repo_id) if CARD in remote.files else None
+        manifest = remote.manifest(client)
+    return There(remote, card, manifest.hand_written if manifest else {})
+
+
+def prepare(
+    stage: Staged, repo_id: str, there: There, token: str | None, say: Callable[[str], object]
 ) -> tuple[Contents, dict[str, str]]:
-    """What is sent, checked, with the card; and the digests of what is written by hand in that.
+    """What is sent of a folder, with the card, which keeps what was written by hand here and on the Hub.
 
     Args:
         stage: What is published.
         repo_id: Where.
-        theirs: The card there, if it is one of ours.
-        published: Digests of what was written by hand in the card that was published last.
+        there: What is there. A card that is none of ours is replaced, so [`check_own`] comes before.
         token: Must not be in what is sent.
         say: Is told warnings.
+
+    Returns:
+        It, and the card's `digests`.
+
+    Raises:
+        ValueError: The folder is no checkpoint or holds what must not be sent, or what is written by hand was edited
+            both in it and on the Hub.
     """
-    check_checkpoint(stage.folder)
-    local = stage.folder / CARD
-    here = decoded(local.read_bytes(), str(stage.folder)) if local.is_file() else None
-    written = settle(here, theirs, published, repo_id)
+    theirs = there.card if there.card and is_ours(there.card) else None
+    here = card_in(stage.folder)
+    written = settle(here, theirs, there.published, repo_id)
     card = render_card(stage.folder, repo_id=repo_id, previous=[theirs] if theirs else [], adapter=stage.base)
     text = put(card.text, written)
-    for warning in card.warnings:
+    warnings = list(card.warnings)
+    if there.remote and theirs and is_reverted(theirs, text, there.published):
+        warnings.append(
+            f"README.md of {repo_id} was edited there, and not only between the marks of what is written by hand. "
+            "All else is written anew, but for keys that were added to the front matter; the edited text stays in "
+            f"the commit {there.remote.commit}."
+        )
+    for warning in warnings:
         say(f"Warning: {warning}")
     sent = contents(stage.folder, {CARD: text.encode(), **card.files, **stage.generated})
     check_contents(sent, token)
-    return sent, digests(text)
+    return sent, digests(text, here)

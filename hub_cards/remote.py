@@ -2,6 +2,8 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What is on the Hub before a push, and after."""
 
+import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from huggingface_hub import RepoFile, get_session, hf_hub_url
@@ -9,7 +11,7 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from .client import Client
-from .manifest import NAME, Manifest
+from .manifest import NAME, WEIGHTS, Manifest
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,10 @@ def look(client: Client, repo_id: str, kind: str = "model", branch: str = "main"
         if branch not in [each.name for each in references.branches]:
             raise ValueError(f"{branch} of {repo_id} is a tag or a commit. Publish to a branch.")
 
-    def listed() -> dict[str, str]:
-        tree = api.list_repo_tree(repo_id, recursive=True, revision=info.sha, repo_type=kind)
-        return {
-            file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in tree if isinstance(file, RepoFile)
-        }
-
+    tree = api.list_repo_tree(repo_id, recursive=True, revision=info.sha, repo_type=kind)  # asks again by itself
+    files = {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in tree if isinstance(file, RepoFile)}
     gated = bool(getattr(info, "gated", False))  # which a Space cannot be
-    return Remote(repo_id, kind, branch, str(info.sha), has_branch, bool(info.private), gated, client.ask(listed))
+    return Remote(repo_id, kind, branch, str(info.sha), has_branch, bool(info.private), gated, files)
 
 
 def read(client: Client, repo_id: str, path: str, commit: str, kind: str = "model") -> bytes:
@@ -80,3 +78,24 @@ def read(client: Client, repo_id: str, path: str, commit: str, kind: str = "mode
         return response.content
 
     return client.ask(downloaded)
+
+
+def stale(client: Client, remote: Remote, earlier: Manifest | None, sent: Collection[str]) -> list[str]:
+    """Files that a publication removes.
+
+    They are what an earlier publication sent and this one does not, if they are as it sent them, and weights that
+    would lie beside the new ones: shards of another number. What a person added or edited is not among them.
+
+    Args:
+        client: Reads files whose id on the Hub is not the manifest's.
+        remote: What is there.
+        earlier: The manifest there.
+        sent: Paths of this publication.
+    """
+    unsent, recorded = remote.files.keys() - set(sent), earlier.files if earlier else {}
+    removed = {path for path in unsent if WEIGHTS.fullmatch(path)} if any(map(WEIGHTS.fullmatch, sent)) else set()
+    for path in unsent & recorded.keys():
+        there, was = remote.files[path], recorded[path]
+        if there == was or (len(there) != len(was) and hashlib.sha256(remote.read(client, path)).hexdigest() == was):
+            removed.add(path)
+    return sorted(removed)

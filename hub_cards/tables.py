@@ -40,23 +40,22 @@ def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
 
 def alignment(facts: Facts) -> Table:
     """What was measured of the norm, and of the baseline where there is one."""
-    diagnosis = facts.diagnosis or {}
-    reports = [each for each in (diagnosis.get("report"), diagnosis.get("against")) if each]
-    gain, n_text = facts.gain, facts.setting("text_embedding_norm")
-    own = [
-        ("Mean norm of text embeddings, N_text", number(n_text, 4)),
-        ("Gain at the start, every element", number(gain.start, 4) if gain else DASH),
-        ("Gain now, mean magnitude", number(gain.now, 4) if gain else DASH),
-        ("Bias now, mean magnitude (0 at the start)", number(gain.bias, 2) if gain else DASH),
+    reports, gain = _reports(facts), facts.gain
+    columns = [[facts.setting("text_embedding_norm"), *((gain.start, gain.now, gain.bias) if gain else [None] * 3)]]
+    for baseline in reports[1:]:
+        there = baseline.get("gain") or {}
+        n_text = (baseline["interface"].get("vocabulary") or {}).get("mean")
+        columns.append([n_text, *(there.get(key) for key in ("start", "mean_abs", "bias_mean_abs"))])
+    names = [
+        ("Mean norm of text embeddings, N_text", 4),
+        ("Gain at the start, every element", 4),
+        ("Gain now, mean magnitude", 4),
+        ("Bias now, mean magnitude (0 at the start)", 2),
     ]
-    rows = [[name, value, *([DASH] * len(reports[1:]))] for name, value in own]
-    if len(reports) > 1:
-        baseline = reports[1]
-        vocabulary, gain_there = baseline["interface"].get("vocabulary"), baseline.get("gain")
-        rows[0][2] = number(vocabulary["mean"], 4) if vocabulary else DASH
-        rows[1][2] = number(gain_there["start"], 4) if gain_there else DASH
-        rows[2][2] = number(gain_there["mean_abs"], 4) if gain_there else DASH
-        rows[3][2] = number(gain_there["bias_mean_abs"], 2) if gain_there else DASH
+    rows = [
+        [name, *(number(value, digits) for value in values)]
+        for (name, digits), values in zip(names, zip(*columns, strict=True), strict=True)
+    ]
     measured = [
         ("Norm of visual tokens as they enter", lambda each: _moments(each["interface"].get("visual"))),
         ("Norm of the text tokens beside them", lambda each: _moments(each["interface"].get("text"))),
@@ -66,8 +65,17 @@ def alignment(facts: Facts) -> Table:
     ]
     if reports:
         rows += [[name, *(value(report) for report in reports)] for name, value in measured]
-    columns = ["", "this model", *(f"baseline: {report['model']}" for report in reports[1:])]
-    return Table(columns, [row for row in rows if set(row[1:]) != {DASH}])
+    titles = ["", "this model", *(f"baseline: {report['model']}" for report in reports[1:])]
+    return Table(titles, [row for row in rows if set(row[1:]) != {DASH}])
+
+
+def is_stale(facts: Facts) -> bool:
+    """Whether the diagnosis is of other weights: of another norm, or another gain by more than 1 %."""
+    report: dict[str, Any] = (facts.diagnosis or {}).get("report") or {}
+    norm, measured = facts.setting("projector_norm"), (report.get("gain") or {}).get("mean_abs")
+    if None not in (norm, report.get("norm")) and norm != report["norm"]:
+        return True
+    return facts.gain is not None and measured is not None and not math.isclose(facts.gain.now, measured, rel_tol=0.01)
 
 
 def results(evaluation: Evaluation) -> Table:
@@ -95,8 +103,12 @@ def visual_tokens(facts: Facts) -> int | None:
 def picture_size(facts: Facts) -> str | None:
     """What a picture is resized or cropped to."""
     processor = facts.image_processor
-    size = (processor.get("crop_size") if processor.get("do_center_crop") else None) or processor.get("size") or {}
-    return f"{size['width']} × {size['height']} pixels" if {"width", "height"} <= size.keys() else None
+    size = (processor.get("crop_size") if processor.get("do_center_crop") else None) or processor.get("size")
+    if isinstance(size, int) and size == processor.get("crop_size"):  # one number is a square's
+        size = {"width": size, "height": size}
+    if not isinstance(size, dict) or not {"width", "height"} <= size.keys():
+        return None
+    return f"{size['width']} × {size['height']} pixels"
 
 
 def _headline(evaluation: Evaluation) -> str | None:
@@ -125,13 +137,17 @@ def _figure(value: float | None, evaluation: Evaluation) -> str:
 
 
 def _ratio_said(facts: Facts) -> str | None:
-    diagnosis = facts.diagnosis or {}
-    reports = [each for each in (diagnosis.get("report"), diagnosis.get("against")) if each]
-    ratios = [report["interface"].get("ratio") for report in reports]
+    ratios = [report["interface"].get("ratio") for report in _reports(facts)]
     if not ratios or ratios[0] is None:
         return None
     said = f"{number(ratios[0], 3)} × that of text embeddings"
     return said + (f" (baseline {number(ratios[1], 3)} ×)" if len(ratios) > 1 and ratios[1] is not None else "")
+
+
+def _reports(facts: Facts) -> list[dict[str, Any]]:
+    """What was measured of this model, and of the baseline where there is one."""
+    diagnosis = facts.diagnosis or {}
+    return [each for each in (diagnosis.get("report"), diagnosis.get("against")) if each]
 
 
 def _moments(moments: dict[str, Any] | None) -> str:

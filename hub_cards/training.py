@@ -31,7 +31,7 @@ def training(facts: Facts) -> Table:
         ("Parameters trained", _parameters),
         ("Learning rate, peak", _rates),
         ("Schedule", _schedule),
-        ("Steps", lambda stage: (steps := run(stage).get("steps")) and f"{steps:,}"),
+        ("Steps", steps_said),
         ("Rows a step: a device × processes × accumulated", _batch),
         ("Rows trained on", trained_rows),
         ("Rows of at most", lambda stage: (longest := stage["options"].get("max_length")) and f"{longest:,} tokens"),
@@ -51,7 +51,7 @@ def training(facts: Facts) -> Table:
 
 def data(facts: Facts) -> Table:
     """What became of every row of every data set."""
-    columns = ["data set", "stage", "used for", "rows found", "bad", "too long", "used", "pictures", "median tokens"]
+    columns = ["data set", "stage", "used for", "rows found", "bad", "too long", "chosen", "pictures", "median tokens"]
     parts = {part.name: part_link(part) for part in facts.data}
     rows = []
     for stage in facts.stages:
@@ -83,11 +83,41 @@ def title(facts: Facts, stage: dict[str, Any]) -> str:
     return f"stage {facts.stages.index(stage) + 1}" + (f" ({name})" if name else "")
 
 
-def trained_rows(stage: dict[str, Any]) -> str | None:
-    """How many rows a stage trained on; None where all were streams."""
+def steps_said(stage: dict[str, Any]) -> str | None:
+    """How many optimizer steps a stage took: "3", or "1 of 3"."""
+    said = [f"{each:,}" for each in dict.fromkeys((steps_taken(stage), run(stage).get("steps"))) if each is not None]
+    return " of ".join(said) or None
+
+
+def steps_taken(stage: dict[str, Any]) -> int | None:
+    """How many optimizer steps a stage took; by an older record, which does not say, those that were planned."""
+    return stage.get("steps_done", run(stage).get("steps"))
+
+
+def rows_seen(stage: dict[str, Any]) -> int | None:
+    """How many rows a stage trained on, of data with streams at most; None where that is not known.
+
+    They are those of its data or, where it was over before it came to all of them, those of its steps.
+    """
     used = [source.get("used") for source in stage.get("data", ()) if source.get("split") == "train"]
-    known = [each for each in used if each is not None]
-    return f"{sum(known):,} rows" + (" and streams" if len(known) < len(used) else "") if known else None
+    steps, batch = steps_taken(stage), run(stage).get("batch")
+    bounds = [] if None in used else [sum(used)]
+    if steps is not None and batch:
+        bounds.append(steps * batch["rows"])
+    return min(bounds) if used and bounds else None
+
+
+def has_streams(stage: dict[str, Any]) -> bool:
+    """Whether some of its training data were streams, whose rows nobody counts."""
+    return any(source.get("used") is None for source in stage.get("data", ()) if source.get("split") == "train")
+
+
+def trained_rows(stage: dict[str, Any]) -> str | None:
+    """How many rows a stage trained on, as it is said; None where that is not known."""
+    rows = rows_seen(stage)
+    if rows is None:
+        return None
+    return f"up to {rows:,} rows, streams among them" if has_streams(stage) else f"{rows:,} rows"
 
 
 def count(value: float) -> str:

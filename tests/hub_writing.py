@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hub_card import metadata
 from hub_reading import REVISION
-from hub_repository import Blob, Refusal, Repository, address, git_blob_id, stored_in_lfs
+from hub_repository import Blob, Refusal, Repository, address, git_blob_id, in_lfs, stored_in_lfs
 from hub_request import GIT, REPO, Answer, Request, Route, Upload, may_write, reply, signed_in, visible, writable
 
 
@@ -139,6 +139,7 @@ def commit(hub: "HubServer", request: Request, kind: str, repo_id: str, revision
     files = dict(head.files)
     for operation in operations:
         _apply(hub, repository, files, operation["key"], operation["value"])
+    _note_lfs(repository, files)
     branch = repository.open_pull_request(head) if request.asks("create_pr") else revision
     title, message = header["value"]["summary"], header["value"].get("description", "")
     made = repository.advance(branch, files, title, signed_in(request).name, message, parent=head.oid)
@@ -200,6 +201,18 @@ def _apply(hub: "HubServer", repository: Repository, files: dict[str, str], key:
             del files[name]
     else:
         raise Refusal(400, "BadRequest", f"this hub does not know the operation {key}")
+
+
+def _note_lfs(repository: Repository, files: dict[str, str]) -> None:
+    """Adds to `.gitattributes`, as the Hub does, the files that are in LFS though none of its lines says so."""
+    if ".gitattributes" not in files:
+        return
+    text = repository.blobs[files[".gitattributes"]].read().decode()
+    patterns = [line.split()[0] for line in text.splitlines() if "filter=lfs" in line]
+    for path, blob_id in files.items():
+        if in_lfs(blob_id) and not any(fnmatch(path, pattern) for pattern in patterns):
+            text += f"{path} filter=lfs diff=lfs merge=lfs -text\n"
+    files[".gitattributes"] = repository.store(".gitattributes", text.encode())
 
 
 def _check_stored(hub: "HubServer", repository: Repository, sha256: str, size: int | None) -> None:

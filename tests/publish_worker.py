@@ -92,20 +92,25 @@ def run(request: dict) -> dict:
 
 
 def _push(folder: Path, repo_id: str, said: list[str], arguments: dict):
-    from normalign_llava.hub_cards.client import Client
+    from normalign_llava.hub_cards.client import Client, check_repo_id
     from normalign_llava.hub_cards.contents import Content, Contents
-    from normalign_llava.hub_cards.hub import push, push_snapshot
+    from normalign_llava.hub_cards.hub import push_snapshot
+    from normalign_llava.hub_cards.remote import look
     from normalign_llava.hub_cards.snapshot import take_snapshot
 
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     sent = [Content(path.relative_to(folder).as_posix(), path, path.stat().st_size, "record") for path in files]
-    if not arguments.pop("create_pr", False):
-        return push(Contents(sent, {}), repo_id, say=said.append, **arguments)
-    client = Client(arguments.pop("token"), endpoint=arguments.pop("endpoint"), waits=arguments.pop("waits"))
+    contents = Contents(sent, {})
+    check_repo_id(repo_id)
+    kind, revision = arguments.get("kind", "model"), arguments.get("revision", "main")
+    client = Client(**{name: arguments.pop(name) for name in ("token", "endpoint", "waits") if name in arguments})
     with client.token_kept():
-        client.check_account(repo_id, create_pr=True)
-        snapshot = take_snapshot(Contents(sent, {}))
-        return push_snapshot(client, snapshot, repo_id, create_pr=True, say=said.append, **arguments)
+        client.check_account(repo_id, arguments.get("create_pr", False))
+        client.check_card(contents, kind)
+        snapshot = take_snapshot(contents)
+        with client.step(f"looking at {repo_id}", "Nothing was sent."):
+            before = look(client, repo_id, kind, revision)
+        return push_snapshot(client, snapshot, repo_id, before=before, say=said.append, **arguments)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import socket
 from pathlib import Path
 
+import numpy as np
 import tiny_parts as parts
 import torch
 from PIL import Image
@@ -11,9 +12,9 @@ from normalign_llava.build import build_checkpoint
 from normalign_llava.hub_cards.space.demo import load
 
 
-def checkpoint(root: Path, context: int = 512, vision: str = "clip") -> Path:
+def checkpoint(root: Path, context: int = 512, vision: str = "clip", **language_model) -> Path:
     """A tiny checkpoint in `root`, in answers of which picture and question show."""
-    language = parts.language(root / "language", tied=False, seed=4, max_position_embeddings=context)
+    language = parts.language(root / "language", tied=False, seed=4, max_position_embeddings=context, **language_model)
     build_checkpoint(parts.vision(root / "vision", vision), language, root / "model.v1.5")
     return root / "model.v1.5"
 
@@ -47,3 +48,8 @@ def plain(file: Path, color: str, size: tuple[int, int] = (30, 40)) -> Path:
     """A picture file of one colour."""
     Image.new("RGB", size, color).save(file)
     return file
+
+
+def noise(size: tuple[int, int]) -> Image.Image:
+    """A picture of random colours, `(width, height)`, the same every time."""
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), np.uint8))

@@ -10,9 +10,9 @@ from collections import Counter
 import card_folder as made
 import pytest
 import yaml
+from card_folder import data, rows, section, tokens
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
-from markdown_it import MarkdownIt
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -35,35 +35,7 @@ def folder(tmp_path, built):
 
 @pytest.fixture
 def full(folder):
-    made.licensed(folder, "apache-2.0", "apache-2.0")
-    made.trained(folder, {"id": "user/data", "revision": "b" * 40, "license": "apache-2.0", "language": ["en", "de"]})
-    made.measured(folder)
-    made.evaluated(folder)
-    return folder
-
-
-def data(card):
-    return ModelCard(card.text).data.to_dict()
-
-
-def section(card, title):
-    return re.split(r"^## ", card.text.partition(f"## {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
-
-
-def tokens(text):
-    """What the Hub makes of Markdown."""
-    return MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(text)
-
-
-def rows(text):
-    """The cells of every row of the tables in `text`, by the first."""
-    found, cells = {}, []
-    for before, token in zip(tokens(text), tokens(text)[1:], strict=False):
-        if before.type in ("th_open", "td_open"):
-            cells.append(token.content)
-        if token.type == "tr_close":
-            found[cells[0]], cells = cells[1:], []
-    return found
+    return made.full(folder)
 
 
 def test_a_bare_checkpoint_has_a_short_and_honest_card(folder):
@@ -90,7 +62,7 @@ def test_what_the_untrained_say(folder):
     )
     made.edit(folder / "build.json", vision="google/encoder")
     assert "language has no Hub id in the checkpoint" in render_card(folder).warnings[1]
-    made.edit(folder / "build.json", vision="llava-hf/llava", language="llava-hf/llava")
+    made.edit(folder / "build.json", vision="llava-hf/llava", language="llava-hf/llava", from_llava=True)
     card = render_card(folder)
     assert not any("no Hub id" in warning for warning in card.warnings)
     assert "**not been trained since**" in card.text and "| LLaVA checkpoint | [llava-hf/llava](" in card.text

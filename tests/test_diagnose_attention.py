@@ -13,7 +13,14 @@ import vlm_batches
 import vlm_families
 from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
-from transformers import BitsAndBytesConfig, PreTrainedModel, Qwen2Config, Qwen3NextConfig
+from transformers import (
+    BitsAndBytesConfig,
+    Gemma2Config,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.diagnose.attention import attention_maps, bottom_bias, picture_grid, relative_entropy, thirds
@@ -295,17 +302,33 @@ def test_padding_changes_nothing_and_special_tokens_do_not_ask(side):
     assert found.image_share != pytest.approx(before.image_share, abs=1e-4)
 
 
-def test_layers_whose_window_ends_before_the_picture_are_left_out():
-    windows = dict(use_sliding_window=True, sliding_window=2, layer_types=["full_attention", "sliding_attention"])
-    model = tiny.model(text=tiny.text_config(cls=Qwen2Config, **windows))
-    batch = tiny.inputs()
-    batch["input_ids"][0, 5:8] = 2  # the first that ask are too far away
+@pytest.mark.parametrize("window", [8, 9])
+@pytest.mark.parametrize(
+    ("cls", "settings", "has_window"),
+    [
+        (MistralConfig, {}, [True, True]),  # which its attention modules do not say
+        (Gemma2Config, {}, [True, False]),
+        (
+            Qwen2Config,
+            dict(use_sliding_window=True, layer_types=["full_attention", "sliding_attention"]),
+            [False, True],
+        ),
+    ],
+)
+def test_layers_in_whose_window_the_picture_does_not_lie_whole_are_left_out(cls, settings, has_window, window):
+    model = tiny.model(text=tiny.text_config(cls=cls, sliding_window=window, **settings))
+    batch = tiny.inputs()  # the picture at 1 to 4, the text that asks at 5 to 9
+    reaches = all(query - key < window for query in range(5, 10) for key in range(1, 5))
+    layers = [number for number, short in enumerate(has_window, 1) if reaches or not short]
+    if not layers:
+        with pytest.raises(ValueError, match="None of the 2 layers of MistralModel has an attention map"):
+            ask(model, batch)
+        return
     found = ask(model, batch)
-    assert len(found.maps) == len(found.image_share) == len(found.entropy) == len(found.bottom_bias) == 1
-    assert found.maps[0] == ask(tiny.model(text=tiny.text_config(cls=Qwen2Config)), batch).maps[0]
-    model = tiny.model(text=tiny.text_config(cls=Qwen2Config, **windows | {"layer_types": ["sliding_attention"] * 2}))
-    with pytest.raises(ValueError, match="None of the 2 layers of Qwen2Model has an attention map"):
-        ask(model, batch)
+    assert found.layers == layers
+    assert_as_the_reference(found, reference(model, batch))
+    batch["input_ids"][0, 5:9] = 2  # the one that asks is too far away just the same
+    assert ask(model, batch).layers == layers
 
 
 def test_layers_without_attention_are_left_out():

@@ -15,7 +15,7 @@ from hub_server import HubServer
 from publish_worker import Worker
 
 from normalign_llava.hub_cards.hand_written import digests, put, settle
-from normalign_llava.hub_cards.manifest import Manifest, stale
+from normalign_llava.hub_cards.manifest import Manifest
 
 
 MANIFEST = "normalign_publication.json"
@@ -54,6 +54,13 @@ def fill(folder, files):
     for name, content in files.items():
         (folder / name).write_bytes(content)
     return folder
+
+
+def edit(repository, files):
+    """A commit of a person who changes `files` on the Hub's page."""
+    head = repository.head()
+    stored = {name: repository.store(name, content) for name, content in files.items()}
+    return repository.advance("main", head.files | stored, "Edit by hand", "ann", parent=head.oid)
 
 
 # The push alone
@@ -129,11 +136,21 @@ def test_manifests_of_which_nothing_can_be_said(tmp_path):
         b"\xff",
     ):
         assert Manifest.from_bytes(content) is None
-    assert stale(["a", "model.safetensors"], None, ["b"]) == []
-    assert stale(["a", "model.safetensors"], made, ["b"]) == ["a"]
-    assert stale(["x/model.safetensors", "adapter_config.json"], None, ["model.safetensors"]) == [
-        "adapter_config.json"
-    ]
+
+
+def test_what_a_person_edited_is_not_removed(worker, hub, tmp_path):
+    folder = fill(tmp_path / "files", {"a.json": b"{}", "edited": b"1", "LICENSE": b"old"})
+    ask(worker, hub, folder=folder)
+    repository = hub.repository("ann/m")
+    mine = {"edited": b"2", "by a person": b"mine"}
+    edit(repository, mine)
+    fill(folder, {"b.json": b"{}"})
+    assert ask(worker, hub, folder=folder)["done"]["deleted"] == ["LICENSE", "a.json"]
+
+    edit(repository, {MANIFEST: Manifest({name: hashlib.sha256(b"").hexdigest() for name in mine}).to_bytes()})
+    fill(folder, {"c.json": b"{}"})
+    assert ask(worker, hub, folder=folder)["done"]["deleted"] == []
+    assert {name: repository.read(name) for name in mine} == mine
 
 
 def test_private_and_branches_and_spaces(worker, hub, tmp_path):
@@ -190,23 +207,30 @@ def card(notes):
 
 
 @pytest.mark.parametrize(
-    "here, there, published, expected",
+    "here, there, was_here, was_there, expected",
     [
-        ("", "", "", {}),
-        ("mine\n", "", "", {"notes": "mine\n"}),
-        ("", "theirs\n", "", {"notes": "theirs\n"}),
-        ("", "theirs\n", "theirs\n", {"notes": "theirs\n"}),
-        ("mine\n", "old\n", "old\n", {"notes": "mine\n"}),
-        ("old\n", "theirs\n", "old\n", {"notes": "theirs\n"}),
-        ("mine\nand theirs\n", "theirs\n", "old\n", {"notes": "mine\nand theirs\n"}),
-        ("mine\n", "mine\nand theirs\n", "old\n", {"notes": "mine\nand theirs\n"}),
-        ("old\r\nlines\r\n", "theirs\n", "old\nlines\n", {"notes": "theirs\n"}),
-        ("mine\n", "theirs\n", "old\n", None),
-        ("mine\n", "theirs\n", None, None),
+        ("", "", "", "", {}),
+        ("mine\n", "", "", "", {"notes": "mine\n"}),
+        ("", "theirs\n", "", "", {"notes": "theirs\n"}),
+        ("", "theirs\n", "", "theirs\n", {"notes": "theirs\n"}),
+        ("mine\n", "old\n", "old\n", "old\n", {"notes": "mine\n"}),
+        ("old\n", "theirs\n", "old\n", "old\n", {"notes": "theirs\n"}),
+        ("mine\nand theirs\n", "theirs\n", "old\n", "old\n", {"notes": "mine\nand theirs\n"}),
+        ("mine\n", "mine\nand theirs\n", "old\n", "old\n", {"notes": "mine\nand theirs\n"}),
+        ("old\r\nlines\r\n", "theirs\n", "old\nlines\n", "old\nlines\n", {"notes": "theirs\n"}),
+        ("mine\n", "theirs\n", "old\n", "old\n", None),
+        ("mine\n", "theirs\n", None, None, None),
+        # An edit on the Hub is not undone by the publication after the next, nor by a folder of a new training.
+        ("old\n", "old\ntheirs\n", "old\n", "old\ntheirs\n", {"notes": "old\ntheirs\n"}),
+        ("good\nwrong\n", "good\n", "good\nwrong\n", "good\nwrong\n", {"notes": "good\n"}),
+        ("good\nwrong\n", "good\n", "good\nwrong\n", "good\n", {"notes": "good\n"}),
+        ("wrong\n", "", "wrong\n", "wrong\n", {}),
+        ("wrong\n", "", "wrong\n", "", {}),
+        ("", "theirs\n", "mine\n", "theirs\n", {"notes": "theirs\n"}),
     ],
 )
-def test_the_text_that_was_edited_is_kept(here, there, published, expected):
-    last = {} if published is None else digests(card(published))
+def test_the_text_that_was_edited_is_kept(here, there, was_here, was_there, expected):
+    last = {} if was_there is None else digests(card(was_there), card(was_here))
     if expected is None:
         with pytest.raises(ValueError, match="notes was edited both .* ann/m"):
             settle(card(here), card(there), last, "ann/m")
@@ -214,6 +238,7 @@ def test_the_text_that_was_edited_is_kept(here, there, published, expected):
             settle(card(here), card(there).replace(END, ""), last, "ann/m")
     else:
         assert settle(card(here), card(there), last, "ann/m") == expected
+        assert settle(card(here), None, last, "ann/m") == ({"notes": here} if here else {})
         assert put(card("whatever\n"), expected or {"notes": ""}) == card(expected.get("notes", ""))
 
 
@@ -239,14 +264,14 @@ def test_publish_from_the_check_to_the_snippet(worker, hub, checkpoint, tmp_path
     # It becomes public and gated, a person edits the card and adds a file there, and the folder is published again.
     repository.private, repository.gated = False, True
     text = repository.read("README.md").decode().replace(MARK, f"{MARK}Seen on the Hub.\n")
-    files = repository.head().files | {"notes.txt": repository.store("notes.txt", b"mine")}
-    files["README.md"] = repository.store("README.md", text.encode())
-    edited = repository.advance("main", files, "Edit by hand", "ann", parent=repository.head().oid)
+    edited = edit(repository, {"notes.txt": b"mine", "README.md": text.encode()})
     received = sum(hub.received.values())
     done = ask(worker, hub, checkpoint=checkpoint)["done"]
     assert repository.head().parent == edited.oid and done["sent_files"] == [MANIFEST]
     assert repository.read("README.md").decode() == text and repository.read("notes.txt") == b"mine"
     assert sum(hub.received.values()) == received
+    assert not ask(worker, hub, checkpoint=checkpoint)["done"]["changed"]
+    assert repository.read("README.md").decode() == text
 
     code = f"import sys\nsys.modules['normalign_llava'] = None\n{done['snippet']}\nprint(type(model))"
     environment = hub.environment(tmp_path / "home", hub.token("ann"))

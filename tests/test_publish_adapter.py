@@ -16,6 +16,7 @@ import yaml
 from hub_server import HubServer
 from publish_worker import Worker
 
+from normalign_llava.hub_cards.contents import CODE
 from normalign_llava.train.run import main
 
 
@@ -114,6 +115,20 @@ def test_as_an_adapter_with_its_base_pinned(hub, base, adapter, tmp_path):
         said = process.ask(request(hub, other, as_adapter=True, base="lab/base"))
         assert said["type"] == "ValueError" and "projector_gain_init 'one', not 'text_norm'" in said["error"]
         assert "lab/base" in said["error"] and "without --adapter" in said["error"]
+        for name, content in {
+            "modeling_normalign_llava.py": served.read("modeling_normalign_llava.py") + b"open('ran', 'w')\n",
+            "tokenizer_config.json": b'{"auto_map": {"AutoTokenizer": ["x.X", null]}}',
+        }.items():
+            hub.create(
+                "lab/foreign", files={path: served.read(path) for path in served.head().files} | {name: content}
+            )
+            said = process.ask(request(hub, adapter, as_adapter=True, base="lab/foreign"))
+            assert said["type"] == "ValueError" and "would run code that is not this" in said["error"]
+            assert name in said["error"] and "or the merged model, without --adapter" in said["error"]
+        empty = {"config.json": (base / "config.json").read_bytes()}
+        hub.create("lab/empty", files=empty | {name: served.read(name) for name in CODE})
+        said = process.ask(request(hub, adapter, base="lab/empty"))
+        assert said["type"] == "OSError" and "could not be merged: " in said["error"] and "TMPDIR" not in said["error"]
         assert not [line for line in hub.requests if line.startswith("POST")]
         done = process.ask(request(hub, adapter, as_adapter=True, base="lab/base"))["done"]
     repository, commit = hub.repository("ann/m"), served.head().oid

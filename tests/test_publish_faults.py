@@ -106,6 +106,14 @@ def test_what_fails_once_is_asked_again(worker, hub, folder, kind, request_, arg
     assert said["done"]["changed"] and not said["done"]["deleted"]
 
 
+def test_a_lost_answer_to_a_commit_to_which_the_hub_added(worker, hub, folder):
+    (folder / "tokenizer.json").write_bytes(b"\0 in LFS, as a large one")  # of which .gitattributes says nothing yet
+    hub.fault("lost", COMMIT)
+    said = worker.ask(asked(hub, folder))
+    assert said["done"]["commit"] == published(hub, folder)
+    assert b"tokenizer.json filter=lfs" in hub.repository("ann/m").read(".gitattributes")
+
+
 @pytest.mark.parametrize(
     "kind, request_, status",
     [

@@ -1,16 +1,19 @@
 """The demo's page without a browser: what it measures, whom it answers, what it says of wrong input."""
 
+import os
+import secrets
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import gradio as gr
 import httpx
 import numpy as np
 import pytest
 import space_parts
-import torch
 from driving import until
 from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
@@ -19,9 +22,6 @@ from PIL import Image
 from normalign_llava.hub_cards.demo import run_demo
 from normalign_llava.hub_cards.space import demo
 from normalign_llava.hub_cards.space.demo.asking import Asker
-from normalign_llava.hub_cards.space.demo.figures import attention, describe_map, draw_map, summary
-from normalign_llava.hub_cards.space.demo.measuring import Measured, Meter
-from normalign_llava.hub_cards.space.demo.model import stream
 from normalign_llava.hub_cards.space.demo.pictures import open_picture
 
 
@@ -40,7 +40,16 @@ def loaded(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def url(loaded):
+def uploads(tmp_path_factory):
+    """Where Gradio puts what is uploaded."""
+    folder = tmp_path_factory.mktemp("uploads")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADIO_TEMP_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def url(loaded, uploads):
     app = demo.build_app(*loaded, title="Test", source="", max_new_tokens=TOKENS)
     port = space_parts.free_port()
     demo.launch(app, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, quiet=True)
@@ -62,113 +71,6 @@ def answering():
     return [thread for thread in threading.enumerate() if thread.name == "answer"]
 
 
-def picture_of_noise(size):
-    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), np.uint8))
-
-
-def test_what_is_measured_is_what_a_plain_forward_in_float64_gives(checkpoint):
-    model, processor = demo.load(str(checkpoint))
-    inputs = space_parts.prompt(processor, picture_of_noise((16, 16)), "what is it")
-    answer = processor.tokenizer("a cat<|im_end|>", add_special_tokens=False)["input_ids"]
-    measured = Meter(model, processor).measure(inputs, answer)
-
-    reference, _ = demo.load(str(checkpoint))
-    reference.double()
-    ids = inputs["input_ids"][0].tolist() + answer
-    words = processor.tokenizer.convert_ids_to_tokens(ids)
-    visual = [place for place, word in enumerate(words) if word == "<image>"]
-    text = [place for place, word in enumerate(words) if word not in ("<image>", "<|im_start|>", "<|im_end|>")]
-    asking = [place for place in text if place > visual[-1]]
-    assert len(visual) == 4 and words[asking[-1]] == "t" and 0 < len(text) - len(asking) < len(asking)
-    before_final_norm = []
-    reference.get_decoder().norm.register_forward_pre_hook(lambda module, args: before_final_norm.append(args[0]))
-    with torch.no_grad():
-        output = reference(
-            input_ids=torch.tensor([ids]),
-            pixel_values=inputs["pixel_values"].double(),
-            output_attentions=True,
-            output_hidden_states=True,
-        )
-    states = [*output.hidden_states[:-1], *before_final_norm]
-    assert len(states) == 3
-    for kind, places in (("visual", visual), ("text", text)):
-        expected = [
-            sum(sum(v**2 for v in state[0, p].tolist()) ** 0.5 for p in places) / len(places) for state in states
-        ]
-        assert measured.norms[kind] == pytest.approx(expected, rel=1e-5)
-    assert list(measured.shares) == [1, 2]
-    for layer, maps in enumerate(output.attentions, 1):
-        heads = maps[0].tolist()
-        expected = [
-            sum(head[row][column] for head in heads for row in asking) / (len(heads) * len(asking))
-            for column in visual
-        ]
-        assert measured.shares[layer].tolist() == pytest.approx(expected, rel=1e-5)
-    assert measured.grid == (2, 2)
-    assert measured.vocabulary == model.config.text_embedding_norm
-    line = summary(measured)
-    assert f"{measured.norms['visual'][0]:#.3g}" in line and f"{measured.norms['text'][0]:#.3g}" in line
-    assert f"{measured.norms['visual'][0] / measured.norms['text'][0]:#.3g}" in line
-
-
-def test_a_measurement_sees_no_pass_of_another_thread(loaded):
-    model, processor = demo.load(loaded[0].name_or_path)
-    meter = Meter(model, processor)
-    inputs = space_parts.prompt(processor, picture_of_noise((16, 16)), "what is it")
-    alone = meter.measure(inputs, [5, 6])
-    other_inputs = space_parts.prompt(processor, picture_of_noise((16, 16)), "is there anything else in the picture")
-    stop, ended = threading.Event(), []
-
-    def disturb():
-        while not stop.is_set():
-            ended.append(list(stream(model, other_inputs, 8)))
-
-    others = [threading.Thread(target=disturb) for _ in range(2)]
-    for other in others:
-        other.start()
-    try:
-        for _ in range(20):
-            again = meter.measure(inputs, [5, 6])
-            assert again.norms == alone.norms
-            assert {k: v.tolist() for k, v in again.shares.items()} == {k: v.tolist() for k, v in alone.shares.items()}
-    finally:
-        stop.set()
-        for other in others:
-            other.join()
-    assert len(ended) > 3 and all(answer == ended[0] for answer in ended)
-
-
-def test_the_map_of_a_layer_and_of_all(tmp_path):
-    shares = {1: np.array([0.1, 0.1, 0.0, 0.2]), 3: np.array([0.0, 0.0, 0.6, 0.2])}
-    measured = Measured(np.zeros((16, 16, 3)), (2, 2), shares=shares)
-    title, found = attention(measured, 3)
-    assert title == "Layer 3: 80.0% of the text's attention is on the picture"
-    assert found.tolist() == pytest.approx([0, 0, 0.75, 0.25])
-    assert describe_map(measured, found) == "Strongest in row 2 of 2, column 1 of 2, with 75.0% of it"
-    title, found = attention(measured, 0)
-    assert title == "Mean over layers: 60.0% of the text's attention is on the picture"
-    assert found.tolist() == pytest.approx([0.125, 0.125, 0.375, 0.375])
-    assert attention(measured, 2) == ("Layer 2 has no attention map that reaches the picture", None)
-    assert draw_map(measured, "none", None).size == draw_map(measured, "one", found).size
-
-
-def test_visual_tokens_that_are_no_patches_are_drawn_as_a_strip(tmp_path):
-    model, processor = demo.load(str(space_parts.checkpoint(tmp_path, vision="registers")))
-    measured = Meter(model, processor).measure(space_parts.prompt(processor, picture_of_noise((16, 16)), "?"), [])
-    title, shares = attention(measured, 1)
-    assert measured.grid is None and shares.shape == (8,)
-    assert "of 8" in describe_map(measured, shares)
-    strip = np.asarray(draw_map(measured, title, shares).convert("RGB"))
-    assert len(np.unique(strip.reshape(-1, 3), axis=0)) > 100
-
-
-def test_the_picture_is_shown_as_the_encoder_receives_it(loaded):
-    model, processor = loaded
-    picture = picture_of_noise((16, 32))  # the middle is what is left of it
-    measured = Meter(*demo.load(model.name_or_path)).measure(space_parts.prompt(processor, picture, "?"), [])
-    assert np.abs(measured.picture * 255 - np.asarray(picture.crop((0, 8, 16, 24)))).max() < 0.5
-
-
 @pytest.mark.parametrize("case", ["cmyk", "palette", "turned", "animated", "deep", "grey"])
 def test_pictures_of_every_kind_are_read(tmp_path, case):
     file, expected = tmp_path / "picture.png", (255, 0, 0)
@@ -184,7 +86,7 @@ def test_pictures_of_every_kind_are_read(tmp_path, case):
         exif = picture.getexif()
         exif[0x0112] = 6
         picture.save(file, exif=exif)
-        assert open_picture(str(file)).size == (2, 4)
+        assert open_picture(file).size == (2, 4)
     elif case == "animated":
         frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
         frames[0].save(file := tmp_path / "picture.gif", save_all=True, append_images=frames[1:])
@@ -194,7 +96,7 @@ def test_pictures_of_every_kind_are_read(tmp_path, case):
     else:
         Image.new("L", (4, 4), 77).save(file)
         expected = (77, 77, 77)
-    found = open_picture(str(file))
+    found = open_picture(file)
     assert found.mode == "RGB"
     assert found.getpixel((0, 0)) == pytest.approx(expected, abs=3)
 
@@ -207,7 +109,7 @@ def test_a_wrong_file_gets_a_message_and_the_page_goes_on(tmp_path, url, picture
     elif case == "empty":
         file.write_bytes(b"")
     elif case == "truncated":
-        picture_of_noise((64, 64)).save(file)
+        space_parts.noise((64, 64)).save(file)
         file.write_bytes(file.read_bytes()[:3000])
     else:
         size = {"giant": (20000, 20000), "huge": (9000, 9000), "narrow": (1, 300)}[case]
@@ -225,7 +127,7 @@ def test_a_wrong_file_gets_a_message_and_the_page_goes_on(tmp_path, url, picture
         (None, "what is it?", "There is no picture yet"),
         ("red", " \n", "There is no question yet"),
         ("red", "what " * 200, r"takes 1,0\d\d tokens, and the model reads 512"),
-        ("red", "is <image> one?", "which stands for the picture"),
+        ("red", "is <image> one?", "holds &lt;image&gt;, which stands for the picture"),  # the page shows HTML
     ],
 )
 def test_wrong_questions_get_a_message(url, pictures, picture, question, message):
@@ -234,16 +136,42 @@ def test_wrong_questions_get_a_message(url, pictures, picture, question, message
         client(url).predict(file, question, 0, api_name="/ask")
 
 
-def test_a_failure_of_the_model_is_a_message_and_not_the_end(tmp_path, pictures):
+def test_a_failure_of_the_model_is_a_message_and_not_the_end(tmp_path, uploads):
+    entry = {"path": str(space_parts.plain(uploads / "red.png", "red"))}
     model, processor = demo.load(str(space_parts.checkpoint(tmp_path)))
     asker = Asker(model, processor, 4)
     weight = model.lm_head.weight.data
     model.lm_head.weight.data = weight[:, :-1]
     with pytest.raises(Exception, match="The model failed: RuntimeError") as failed:
-        list(asker.ask({"path": str(pictures["red"])}, "what is it?", 0))
+        list(asker.ask(entry, "what is it?", 0))
     assert type(failed.value).__name__ == "Error" and "Traceback" not in str(failed.value)
+    with pytest.raises(gr.Error, match="AttributeError: &#x27;int&#x27; object"):  # escaped, as the page shows HTML
+        list(asker.ask(entry, 5, 0))
     model.lm_head.weight.data = weight
-    assert list(asker.ask({"path": str(pictures["red"])}, "what is it?", 0))[-1][1].startswith("Norm on entry")
+    assert list(asker.ask(entry, "what is it?", 0))[-1][1].startswith("Norm on entry")
+
+
+def test_questions_are_prepared_one_at_a_time(loaded, uploads):
+    entry = {"path": str(space_parts.plain(uploads / "blue.png", "blue"))}
+    asker, alone = Asker(*loaded, 4), []
+
+    def watch(frame, event, argument):
+        if event == "call" and frame.f_code.co_name == "apply_chat_template":
+            alone.append(asker._preparing.locked())
+
+    sys.setprofile(watch)
+    try:
+        next(asker.ask(entry, "what is it?", 0))
+    finally:
+        sys.setprofile(None)
+    assert alone and all(alone)
+    assert not asker._preparing.locked()
+
+
+def test_pictures_and_measurements_are_kept_for_an_hour(loaded):
+    app = demo.build_app(*loaded, title="Test", source="")
+    assert app.delete_cache == (3600, 3600)
+    assert [block.time_to_live for block in app.blocks.values() if isinstance(block, gr.State)] == [3600]
 
 
 def test_users_at_the_same_time_get_their_own_answers(url, checkpoint, pictures):
@@ -298,28 +226,110 @@ def test_answers_stream_and_stop_when_told(pictures, tmp_path):
         app.close()
 
 
-def test_a_file_of_the_server_is_not_a_picture_to_ask_about(url, tmp_path):
+def linked_to_itself(path):
+    path.symlink_to(path)
+    return path
+
+
+UPLOADED = {"_type": "gradio.FileData"}
+ENTRIES = {
+    "said to be uploaded": lambda secret, link: {"path": str(secret), "meta": UPLOADED},
+    "plain": lambda secret, link: {"path": str(secret)},
+    "with meta of another kind": lambda secret, link: {"path": str(secret), "meta": {}},
+    "by way of the uploads": lambda secret, link: {"path": f"{link.parent}/{os.path.relpath(secret, link.parent)}"},
+    "relative": lambda secret, link: {"path": os.path.relpath(secret)},
+    "a link among the uploads": lambda secret, link: {"path": str(link)},
+    "a link said to be uploaded": lambda secret, link: {"path": str(link), "meta": UPLOADED},
+    "as a URL of a file": lambda secret, link: {"path": None, "url": f"file://{secret}"},
+    "within another": lambda secret, link: {"path": None, "meta": {"path": str(secret)}},
+    "a link to itself": lambda secret, link: {"path": str(linked_to_itself(link.with_suffix(".loop")))},
+    "a folder": lambda secret, link: {"path": str(link.parent)},
+    "not there": lambda secret, link: {"path": f"{secret}.not"},
+    "not there among the uploads": lambda secret, link: {"path": f"{link}.not", "meta": UPLOADED},
+    "no path": lambda secret, link: {"orig_name": "secret.png"},
+    "a zero byte": lambda secret, link: {"path": f"{secret}\0"},
+    "a name too long": lambda secret, link: {"path": f"{link.parent}/{'a' * 9999}"},
+}
+"""What may come in place of an uploaded file: a file of the server, and a link to it in the folder of uploads."""
+GRADIOS_OWN = {"said to be uploaded", "a link said to be uploaded"}
+"""What Gradio itself refuses, in its own words."""
+
+
+ASKED = {"ask": ["what is it?", 0], "check_upload": []}
+"""Events that take a picture -> what else they take."""
+
+
+def call(url, event, *data):
+    """All that the server says of one call of an event, as its page calls it."""
+    functions = httpx.get(f"{url}config").json()["dependencies"]
+    (number,) = [function["id"] for function in functions if function["api_name"] == event]
+    session = secrets.token_hex(8)
+    body = {"data": data, "fn_index": number, "session_hash": session}
+    httpx.post(f"{url}gradio_api/queue/join", json=body).raise_for_status()
+    return httpx.get(f"{url}gradio_api/queue/data", params={"session_hash": session}, timeout=60).text
+
+
+@pytest.mark.parametrize("event", ASKED)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_file_of_the_server_is_not_a_picture_to_ask_about(url, uploads, tmp_path, event, entry):
     secret = space_parts.plain(tmp_path / "secret.png", "red")
-    data = {"data": [{"path": str(secret), "meta": {"_type": "gradio.FileData"}}, "what is it?", 0]}
-    event = httpx.post(f"{url}gradio_api/call/ask", json=data).json()["event_id"]
-    stream = httpx.get(f"{url}gradio_api/call/ask/{event}", timeout=60).text
-    assert "event: error" in stream and "event: generating" not in stream
+    (link := uploads / f"{event}-{len(os.listdir(uploads))}.png").symlink_to(secret)
+    said = call(url, event, ENTRIES[entry](secret, link), *ASKED[event])
+    assert '"process_completed"' in said and '"process_generating"' not in said
+    assert "alt_text" not in said
+    if entry in GRADIOS_OWN:
+        assert '"success":false' in said
+    else:
+        assert "The picture is not among those uploaded here" in said
+        assert "secret" not in said
+
+
+@pytest.mark.parametrize("entry", [5, "secret.png", ["secret.png"], {"path": 0}, {"path": ["secret.png"]}])
+def test_entries_of_another_kind_are_refused(url, entry):
+    for event in ASKED:
+        said = call(url, event, entry, *ASKED[event])
+        assert '"process_generating"' not in said and "alt_text" not in said
+
+
+def test_no_address_is_fetched_for_a_picture(url):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.settimeout(0)
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/picture.png"
+        for entry in ({"path": address}, {"path": address, "meta": UPLOADED}, {"path": None, "url": address}):
+            said = call(url, "ask", entry, "what is it?", 0)
+            assert '"process_generating"' not in said and "alt_text" not in said
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_a_file_that_is_too_large_is_not_taken(url, uploads):
+    for size, status in ((19 * 2**20, 200), (21 * 2**20, 413)):
+        files = {"files": ("picture.png", b"0" * size)}
+        assert httpx.post(f"{url}gradio_api/upload", files=files, timeout=60).status_code == status
+
+
+def test_an_example_is_a_picture_to_ask_about(url):
+    (examples,) = [each for each in client(url).config["components"] if each["type"] == "dataset"]
+    picture, question = examples["props"]["samples"][0]
+    assert '"success":true' in call(url, "ask", picture, question, 0)
+    assert call(url, "check_upload", picture).count("uploaded here") == 0
 
 
 @pytest.mark.parametrize(
-    ("files", "arguments", "message"),
+    ("files", "message"),
     [
-        ({"config.json": '{"model_type": "llama"}'}, {}, "is a 'llama' model"),
-        ({"adapter_config.json": "{}"}, {}, "normalign merge"),
-        ({}, {}, "has no config.json"),
-        ({}, {"concurrency": 0}, "concurrency is 0"),
+        ({"config.json": '{"model_type": "llama"}'}, "is a 'llama' model"),
+        ({"adapter_config.json": "{}"}, "normalign merge"),
+        ({}, "has no config.json"),
     ],
 )
-def test_the_demo_refuses_what_it_cannot_show(tmp_path, files, arguments, message):
+def test_the_demo_refuses_what_it_cannot_show(tmp_path, files, message):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
-        run_demo(tmp_path, **arguments)
+        run_demo(tmp_path)
 
 
 def test_nothing_is_written_beside_the_code():

@@ -3,6 +3,7 @@
 """`push_to_hub` of a training run: real runs, in processes of their own, that push to the tests' hub."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -29,6 +30,12 @@ ADAPTER = MODEL - {
     "model.safetensors",
 } | {"adapter_config.json", "adapter_model.safetensors"}
 RUN = "import sys; from normalign_llava.train.run import main; main(sys.argv[1:])"
+PUSH = """
+import sys
+from pathlib import Path
+from normalign_llava.train.push import push_folder
+print(push_folder(Path(sys.argv[1]), sys.argv[2], message="Again", token=sys.argv[3], revision=None).commit)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +82,21 @@ def run(hub, tmp_path, parts, token, **options):
     return subprocess.run([sys.executable, "-c", RUN, *words], env=environment, capture_output=True, text=True)
 
 
+def pushing(hub, home, folder, token):
+    """A process that pushes a folder as the end of a run does."""
+    environment = {**hub.environment(home), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", PUSH, str(folder), REPO, token]
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def edit(repository, old, new):
+    """A commit of a person who replaces some text of the card on the Hub's page."""
+    head, card = repository.head(), repository.read("README.md").decode()
+    assert old in card
+    stored = {"README.md": repository.store("README.md", card.replace(old, new).encode())}
+    return repository.advance("main", head.files | stored, "Edit by hand", "ann", parent=head.oid)
+
+
 def commits(hub):
     """The commits of a run, oldest first: (title, paths)."""
     return [(commit.title, set(commit.files)) for commit in reversed(hub.repository(REPO).commits())][1:]
@@ -113,7 +135,7 @@ def test_every_commit_of_a_run_is_a_whole_repository_that_a_stranger_loads(hub, 
     check_published(hub, token)
 
     out = tmp_path / "out"
-    assert is_ours((out / "README.md").read_text()) and not (out / ".push").exists()
+    assert is_ours((out / "README.md").read_text()) and not list(out.glob(".push*"))
     final, _, first = (commit.oid for commit in repository.commits()[:3])
     here = ask_stranger(out)
     assert difference(here, ask_stranger(REPO, revision=final, endpoint=hub.url)) is None
@@ -134,7 +156,9 @@ def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, tmp_path, parts):
 
     hub.fault(403, f"POST /api/models/{REPO}/commit", times=1)
     again = run(hub, tmp_path, parts, token, output_dir=tmp_path / "again", hub_strategy="end")
-    assert again.returncode != 0 and "(403)" in again.stderr.splitlines()[-1]
+    *_, refused, remedy = again.stderr.splitlines()
+    assert again.returncode != 0 and "(403)" in refused
+    assert f"`normalign publish {tmp_path / 'again'} --repo-id {REPO}`" in remedy
     assert token not in done.stderr + again.stdout + again.stderr
     assert len(commits(hub)) == 1
     assert missing_from(tmp_path / "again" / "checkpoint-2", 1) == []
@@ -151,13 +175,14 @@ def test_a_repository_of_someone_else_is_refused_before_training(hub, tmp_path, 
 
 def test_the_last_checkpoint_is_pushed_to_resume_from_where_it_is_asked_for(hub, tmp_path, parts):
     token = hub.token("ann")
+    hub.create(REPO, files={f"last-checkpoint/rng_state_{rank}.pth": b"of a run on two processes" for rank in (0, 1)})
     options = {"hub_strategy": "checkpoint", "hub_revision": "trial", "save_strategy": "steps", "save_steps": 2}
     done = run(hub, tmp_path, parts, token, **options)
     assert done.returncode == 0, done.stderr
     repository = hub.repository(REPO)
     inside = {path for path in repository.head("trial").files if path.startswith("last-checkpoint/")}
     assert set(repository.head("trial").files) - inside == MODEL
-    assert len(repository.commits("main")) == 1
+    assert len(repository.commits("main")) == 2
     folder = tmp_path / "checkpoint-2"
     for path in inside:
         folder.mkdir(exist_ok=True)
@@ -201,12 +226,87 @@ def test_an_adapter_names_a_base_that_is_on_the_hub_by_its_commit(hub, tmp_path,
 
 def test_an_adapter_of_a_local_folder_is_pushed_with_a_warning_and_without_its_path(hub, tmp_path, parts):
     token = hub.token("ann")
-    done = run(hub, tmp_path, parts, token, use_peft=True, hub_strategy="end")
+    done = run(hub, tmp_path, parts, token, use_peft=True, save_steps=2, hub_strategy="checkpoint")
     assert done.returncode == 0, done.stderr
     assert "nobody else can load the adapter" in done.stderr and "`normalign publish`" in done.stderr
     repository = hub.repository(REPO)
     assert json.loads(repository.read("adapter_config.json"))["base_model_name_or_path"] == "model"
     assert not [blob for blob in repository.blobs.values() if str(parts).encode() in blob.read()]
-    kept = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert kept["base_model_name_or_path"] == str(parts / "model")  # which merging needs
+    assert "last-checkpoint/adapter_config.json" in repository.head().files
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
+        kept = json.loads((folder / "adapter_config.json").read_text())
+        assert kept["base_model_name_or_path"] == str(parts / "model")  # which merging needs
     check_published(hub, token)
+
+    for name in (None, ""):
+        (tmp_path / "out" / "adapter_config.json").write_text(json.dumps({**kept, "base_model_name_or_path": name}))
+        pushed = pushing(hub, tmp_path / "home", tmp_path / "out", token)
+        errors = pushed.communicate()[1]
+        assert pushed.returncode == 0 and "nobody else can load the adapter" in errors, errors
+
+
+def test_a_token_with_a_line_break_is_used_without_it_and_no_other_is_shown(hub, tmp_path, parts):
+    token = hub.token("ann")
+    hub.create(REPO, files={"README.md": b"---\nlicense: mit\n---\n"})  # as made on the Hub's page: no one's text
+    options = {"max_steps": 1, "save_strategy": "no", "hub_strategy": "end"}
+    done = run(hub, tmp_path, parts, f"{token}\n", **options)
+    assert done.returncode == 0 and len(commits(hub)) == 2, done.stderr
+    assert token not in done.stdout + done.stderr
+    done = run(hub, tmp_path, parts, f"{token[:10]} {token[10:]}", output_dir=tmp_path / "again", **options)
+    assert done.returncode == 1 and "The token holds a space" in done.stderr and len(commits(hub)) == 2
+    assert token[:10] not in done.stdout + done.stderr and token[10:] not in done.stdout + done.stderr
+
+
+def test_a_card_that_somebody_wrote_is_found_before_training(hub, tmp_path, parts):
+    token, own = hub.token("ann"), b"---\nlicense: mit\n---\n# Ann's own page\n"
+    before = hub.create(REPO, files={"README.md": own}).head()
+    done = run(hub, tmp_path, parts, token)
+    assert done.returncode == 1 and f"README.md of {REPO} was not written by this package" in done.stderr
+    assert "Choose another hub_model_id, or delete README.md there" in done.stderr
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out" / "README.md").write_bytes(own)
+    elsewhere = run(hub, tmp_path, parts, token, hub_model_id="ann/other")
+    assert elsewhere.returncode == 1 and f"README.md of {tmp_path / 'out'} was not written by" in elsewhere.stderr
+    assert "Move it away" in elsewhere.stderr and (tmp_path / "out" / "README.md").read_bytes() == own
+    assert not list((tmp_path / "out").glob("checkpoint-*")) and hub.repository(REPO).head() == before
+
+
+def test_what_was_written_by_hand_outlasts_pushes(hub, tmp_path, parts):
+    token, folder = hub.token("ann"), shutil.copytree(parts / "model", tmp_path / "model")
+
+    def push(home=tmp_path / "home", meanwhile=lambda: None):
+        settings = folder / "generation_config.json"
+        settings.write_text(settings.read_text() + " ")  # something to push
+        process = pushing(hub, home, folder, token)
+        meanwhile()
+        errors = process.communicate()[1]
+        assert token not in errors
+        return process.returncode, errors
+
+    assert push()[0] == 0
+    repository = hub.repository(REPO)
+    edit(repository, HEAD, f"{HEAD}From the web.\n")
+    for home in (tmp_path / "home", tmp_path / "other"):  # whose cache has the card before the edit, and no card
+        hub.fault("error", rf"(HEAD|GET) /{REPO}/resolve/.*README.md")
+        assert push(home)[0] == 0
+        assert hub.faults.pop().times == 0 and "From the web." in repository.read("README.md").decode()
+
+    (folder / "README.md").write_text(repository.read("README.md").decode().replace("the web", "the folder"))
+    edit(repository, "From the web.", "From the web, later.")
+    status, errors = push()
+    assert status == 1 and "notes was edited both in README.md of the folder and in that of" in errors
+    assert by_hand(repository.read("README.md").decode())["notes"] == "From the web, later.\n"
+
+    (folder / "README.md").unlink()
+    pause = hub.pause("POST /api/validate-yaml")
+
+    def later():
+        assert pause.reached.wait(60)
+        edit(repository, "later", "meanwhile")
+        pause.release()
+
+    status, errors = push(meanwhile=later)
+    assert status == 1 and "Another publisher was faster" in errors
+    assert by_hand(repository.read("README.md").decode())["notes"] == "From the web, meanwhile.\n"
+    assert push()[0] == 0 and repository.head().title == "Again"
+    assert by_hand(repository.read("README.md").decode())["notes"] == "From the web, meanwhile.\n"

@@ -191,6 +191,7 @@ class TrainArguments(SFTConfig):
                 default = SFTConfig.__dataclass_fields__[name].default if name != "global_batch_size" else None
                 setattr(self, name, decided.get(name, default))
         super().__post_init__()
+        self.hub_token = self.hub_token and self.hub_token.strip()  # a block of YAML ends in a line break
         self.probe_steps = None if self.probe_steps is None else [int(step) for step in _as_list(self.probe_steps)]
         rates = self.rates(use_peft=False)
         for module, rate in rates.items():

@@ -5,30 +5,31 @@
 import json
 import logging
 import os
+import shlex
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
 
-from huggingface_hub import get_token, hf_hub_download, run_as_future, upload_folder
-from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub import run_as_future, upload_folder
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import PushInProgress
 from trl import SFTTrainer
 
-from ..hub_cards.card import AdapterBase, render_card, write_card
-from ..hub_cards.checks import check_contents
+from ..hub_cards.adapter import Staged
+from ..hub_cards.card import AdapterBase, write_card
 from ..hub_cards.client import Client
-from ..hub_cards.contents import ADAPTER_CONFIG, contents
-from ..hub_cards.hand_written import digests
-from ..hub_cards.hub import Pushed, push
+from ..hub_cards.contents import ADAPTER_CONFIG
+from ..hub_cards.hand_written import check_own
+from ..hub_cards.hub import Pushed, push_snapshot
+from ..hub_cards.publish import There, card_in, look_there, prepare
+from ..hub_cards.snapshot import take_snapshot
 
 
 logger = logging.getLogger(__name__)
 
-CARD = "README.md"
-STAGING = ".push"
-"""Folder in the output folder that holds checkpoints while they are sent."""
+STAGING = ".push-"
+"""How the folder beside a checkpoint begins that holds it while it is sent."""
 
 SECRET = "training_args.bin"
 """The Trainer's options as a pickle, `hub_token` among them."""
@@ -43,13 +44,20 @@ class PushingTrainer(SFTTrainer):
         """Makes the repository, before training.
 
         Raises:
-            ValueError: The token may not push there. The Trainer takes any repository that is there already, and
-                would find out when all is trained.
+            ValueError: The token may not push there, or somebody wrote a card of their own there or in `output_dir`.
+                The Trainer takes any repository that is there already, and would find out when all is trained.
             OSError: The Hub or the connection failed.
         """
-        super().init_hf_repo(token=token, private=private)
-        if self.is_world_process_zero():
-            Client(token or self.args.hub_token).check_account(self.hub_model_id)
+        if not self.is_world_process_zero():
+            return
+        client = Client(token or self.args.hub_token)
+        name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+        with client.token_kept():
+            with client.step(f"making {name}", "Nothing was trained."):
+                super().init_hf_repo(token=client.token, private=private)
+            client.check_account(self.hub_model_id)
+            there = look_there(client, self.hub_model_id, self.args.hub_revision or "main")
+            _check_cards(Path(self.args.output_dir), self.hub_model_id, there)
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Writes this package's card beside the model in `output_dir`; before there is one there, nothing.
@@ -84,8 +92,9 @@ class PushingTrainer(SFTTrainer):
             What was pushed, or its `Future` if not `blocking`; None on other processes than the first.
 
         Raises:
-            ValueError: The folder holds what must not be sent, or the token may not write to the repository.
-            OSError: The Hub or the connection failed. The model is in `output_dir`.
+            ValueError: The folder holds what must not be sent, the token may not write to the repository, or the card
+                cannot be brought together with the one there. The model is in `output_dir`.
+            OSError: The Hub or the connection failed, or another publisher was faster. The model is in `output_dir`.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         token = token or self.args.hub_token
@@ -96,7 +105,7 @@ class PushingTrainer(SFTTrainer):
             return None
         self._finish_current_push()
         job = run_as_future(
-            push_folder,
+            push_result,
             Path(self.args.output_dir),
             self.hub_model_id,
             message=commit_message,
@@ -142,6 +151,8 @@ def write_run_card(folder: Path, repo_id: str | None) -> None:
 def push_folder(folder: Path, repo_id: str, *, message: str, token: str | None, revision: str | None) -> Pushed:
     """Sends a checkpoint or an adapter with its card, in one commit that also removes what an earlier push left over.
 
+    What was written by hand in the card, in the folder or on the Hub, is kept as `normalign publish` keeps it.
+
     Args:
         folder: The checkpoint's folder. Nothing in it is changed.
         repo_id: Where to.
@@ -150,20 +161,43 @@ def push_folder(folder: Path, repo_id: str, *, message: str, token: str | None, 
         revision: Branch; None for `main`.
 
     Raises:
-        ValueError: The folder holds what must not be sent, or no model; or the token may not write there.
-        OSError: The Hub or the connection failed; the repository is as it was.
+        ValueError: The folder holds what must not be sent, or no model; a card is somebody's own, or was edited both
+            in the folder and on the Hub; or the token may not write there.
+        OSError: The Hub or the connection failed, or another publisher was faster; the message says what stands.
     """
     revision = revision or "main"
-    base, generated = _adapter_base(folder)
-    card = render_card(folder, repo_id=repo_id, previous=_card_on_hub(repo_id, revision, token), adapter=base)
-    for warning in card.warnings:
-        logger.warning(warning)
-    files = contents(folder, {**generated, **card.files, CARD: card.text.encode()})
-    check_contents(files, token or get_token())
-    return push(
-        files, repo_id, message=message, token=token, revision=revision, hand_written=digests(card.text),
-        say=logger.info,
-    )  # fmt: skip
+    client = Client(token)
+    with client.token_kept():
+        client.check_account(repo_id)
+        there = look_there(client, repo_id, revision)
+        _check_cards(folder, repo_id, there)
+        stage = _stage(folder)
+        if stage.base is None and stage.generated:
+            logger.warning(
+                "The adapter's base is not on the Hub: nobody else can load the adapter. Publish it merged instead, "
+                "with `normalign publish`, or train on a base that is on the Hub."
+            )
+        sent, hand_written = prepare(stage, repo_id, there, client.token, logger.warning)
+        client.check_card(sent)
+        return push_snapshot(
+            client, take_snapshot(sent), repo_id, before=there.remote, revision=revision, message=message,
+            hand_written=hand_written, say=logger.info,
+        )  # fmt: skip
+
+
+def push_result(folder: Path, repo_id: str, *, message: str, token: str | None, revision: str | None) -> Pushed:
+    """[`push_folder`] of the result of training, whose errors also say where it is and how to send it."""
+    try:
+        return push_folder(folder, repo_id, message=message, token=token, revision=revision)
+    except (ValueError, OSError) as error:
+        words = ["normalign", "publish", str(folder), "--repo-id", repo_id]
+        words += ["--revision", revision] if revision not in (None, "main") else []
+        words += ["--adapter"] if _stage(folder).base else []
+        kind = ValueError if isinstance(error, ValueError) else OSError
+        raise kind(
+            f"{error}\nWhat was trained is whole in {folder}. When that is mended, send it with "
+            f"`{shlex.join(words)}`; nothing is to be trained again."
+        ) from None
 
 
 def push_checkpoint(
@@ -180,7 +214,7 @@ def push_checkpoint(
     Returns:
         The job, after those that were begun before.
     """
-    staging = checkpoint.parent / STAGING / checkpoint.name
+    staging = checkpoint.with_name(STAGING + checkpoint.name)
     shutil.rmtree(staging, ignore_errors=True)
     shutil.copytree(checkpoint, staging, copy_function=_link)
 
@@ -188,6 +222,9 @@ def push_checkpoint(
         try:
             push_folder(staging, repo_id, message=message, token=token, revision=revision)
             if beside is not None:
+                for path, content in _stage(staging).generated.items():
+                    (staging / path).unlink()  # a link to the checkpoint's own
+                    (staging / path).write_bytes(content)
                 upload_folder(
                     repo_id=repo_id,
                     folder_path=staging,
@@ -196,40 +233,34 @@ def push_checkpoint(
                     token=token,
                     revision=revision,
                     ignore_patterns=[SECRET],
+                    delete_patterns="*",  # an earlier run on more processes left more random states
                 )
         except Exception as error:  # of a background job nobody else would hear
             logger.warning(f"{checkpoint.name} was not pushed to {repo_id}: {error} Training goes on.")
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-            if not any(staging.parent.iterdir()):
-                staging.parent.rmdir()
 
     return run_as_future(job)
 
 
-def _adapter_base(folder: Path) -> tuple[AdapterBase | None, dict[str, bytes]]:
-    """The base of an adapter, where it is on the Hub; and the adapter's configuration without a local path."""
+def _check_cards(folder: Path, repo_id: str, there: There) -> None:
+    """Raises ValueError if the folder or the repository has a card that somebody wrote themselves."""
+    keep = "What you want to keep of it goes between the marks of the card that training"
+    check_own(there.card, repo_id, f"Choose another hub_model_id, or delete README.md there. {keep} pushes.")
+    check_own(card_in(folder), str(folder), f"Move it away. {keep} writes there.")
+
+
+def _stage(folder: Path) -> Staged:
+    """The folder; of an adapter its base, if that is on the Hub, or else its configuration without a local path."""
     file = folder / ADAPTER_CONFIG
     if not file.is_file():
-        return None, {}
+        return Staged(folder)
     config = json.loads(file.read_text(encoding="utf-8"))
-    name, revision = config["base_model_name_or_path"], config["revision"]
-    if not os.path.exists(name):
-        return AdapterBase(name, revision or "main"), {}
+    name = config.get("base_model_name_or_path") or ""
+    if name and not os.path.exists(name):
+        return Staged(folder, base=AdapterBase(name, config.get("revision") or "main"))
     config["base_model_name_or_path"] = Path(name).name
-    logger.warning(
-        f"The adapter's base, {Path(name).name}, is a local folder: nobody else can load the adapter. Publish it "
-        "merged instead, with `normalign publish`, or train on a base that is on the Hub."
-    )
-    return None, {ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
-
-
-def _card_on_hub(repo_id: str, revision: str, token: str | None) -> list[str]:
-    try:
-        file = hf_hub_download(repo_id, CARD, revision=revision, token=token)
-    except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
-        return []
-    return [Path(file).read_text(encoding="utf-8")]
+    return Staged(folder, {ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()})
 
 
 def _link(source: str, target: str) -> None:

@@ -45,7 +45,8 @@ def training_record(
 
     Local paths are cut to their last part. Of dropped rows the numbers are kept; `dropped_rows.jsonl` has the reasons.
     `model_revision` is the commit of a checkpoint that came from the Hub, `before` the record of the training that
-    made it, and `commit` that of this package's code. All processes must call this at the same time.
+    made it, and `commit` that of this package's code. All processes must call this at the same time. The trainer adds
+    `run` (the facts of [`summary`]), and with every save `seconds` and `steps_done`, the optimizer steps so far.
     """
     started_from, revision = str(model_args.model_name_or_path), model_args.model_revision
     decided = {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "max_length"}

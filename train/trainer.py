@@ -219,7 +219,7 @@ class NormAlignTrainer(PushingTrainer):
 
     def _record_so_far(self) -> dict[str, Any] | None:
         seconds = round(self.record.get("seconds", 0.0) + self.clock.seconds, 3)
-        return {**self.record, "seconds": seconds} if self.record else None
+        return {**self.record, "seconds": seconds, "steps_done": self.state.global_step} if self.record else None
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         # PEFT makes an adapter float32, and all of it trainable, as it loads it: the run would not go on as it was.

@@ -14,7 +14,7 @@ from torch import Tensor
 from .figures import describe_norms, draw_norms, show_layer, summary
 from .measuring import Meter
 from .model import stream
-from .pictures import Refused, open_picture
+from .pictures import Refused, open_picture, uploaded
 
 
 class Asker:
@@ -31,7 +31,7 @@ class Asker:
         self._preparing = Lock()  # tokenizers are not made for several threads
         self._meter = Meter(model, processor)
 
-    def ask(self, file: dict[str, Any] | None, question: str, layer: int) -> Iterator[tuple]:
+    def ask(self, entry: Any, question: str, layer: int) -> Iterator[tuple]:
         """Streams the answer, then the numbers, the heat map of `layer`, the chart and what was measured.
 
         Raises:
@@ -39,7 +39,7 @@ class Asker:
         """
         keep, ids = (gr.skip(),) * 4, []
         try:
-            inputs = self._prepare(file, question)
+            inputs = self._prepare(entry, question)
             yield "", None, None, None, None  # nothing of an earlier question stays beside this one's answer
             with closing(stream(self._model, inputs, self._max_new_tokens)) as tokens:
                 for token in tokens:
@@ -56,8 +56,8 @@ class Asker:
             message = f"The model failed: {type(error).__name__}: {str(error)[:300]}"
             raise gr.Error(html.escape(message), duration=None) from error  # shown until it is closed
 
-    def _prepare(self, file: dict[str, Any] | None, question: str) -> dict[str, Tensor]:
-        if file is None:
+    def _prepare(self, entry: Any, question: str) -> dict[str, Tensor]:
+        if entry is None:
             raise Refused("There is no picture yet. Upload one, or take an example.")
         if not (question := (question or "").strip()):
             raise Refused("There is no question yet. Type one.")
@@ -65,7 +65,7 @@ class Asker:
             raise Refused(
                 f"The question holds {self._processor.image_token}, which stands for the picture. Leave it out."
             )
-        content = [{"type": "image", "image": open_picture(file["path"])}, {"type": "text", "text": question}]
+        content = [{"type": "image", "image": open_picture(uploaded(entry))}, {"type": "text", "text": question}]
         with self._preparing:
             inputs = self._processor.apply_chat_template(
                 [{"role": "user", "content": content}],

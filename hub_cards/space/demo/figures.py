@@ -34,10 +34,10 @@ def attention(measured: Measured, layer: int) -> tuple[str, np.ndarray | None]:
     the picture has.
     """
     if layer and layer not in measured.shares:
-        return f"Layer {layer} has no attention map that reaches the picture", None
+        return f"Layer {layer} has no attention map that reaches the whole picture", None
     rows = [measured.shares[layer]] if layer else list(measured.shares.values())
     if not rows:
-        return "This model gives no attention maps that reach the picture", None
+        return "This model gives no attention maps that reach the whole picture", None
     falls = np.mean([row.sum() for row in rows])
     shares = np.mean([row / row.sum() for row in rows], axis=0)
     return (

@@ -23,7 +23,8 @@ class Measured:
         norms: Mean L2 norm of visual and of text tokens in states 0 to L: what enters the first layer, and what
             leaves each.
         shares: By layer, from 1: of the attention of the text after the picture, averaged over heads and positions,
-            what falls on each visual token. Layers without a map that reaches the picture are missing.
+            what falls on each visual token. Layers without a map, and those whose mask hides a part of the picture
+            (a sliding window), are missing.
     """
 
     picture: np.ndarray
@@ -45,12 +46,12 @@ class Meter:
         self._model, self._processor = model, processor
         tokenizer = processor.tokenizer
         added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special = torch.tensor(sorted(added | set(tokenizer.all_special_ids)))
+        self._special = torch.tensor(sorted(added | set(tokenizer.all_special_ids) | _named(model.config)))
         for number, layer in enumerate(model.get_decoder().layers, 1):
             layer.register_forward_hook(partial(_after_layer, number), with_kwargs=True)
             attention = dict(layer.named_children()).get("self_attn")  # layers of linear attention have none
             if attention is not None:
-                attention.register_forward_hook(partial(_after_attention, number))
+                attention.register_forward_hook(partial(_after_attention, number), with_kwargs=True)
 
     @torch.no_grad()
     def measure(self, inputs: dict[str, Tensor], answer: list[int]) -> Measured:
@@ -108,9 +109,26 @@ def _after_layer(number: int, module: Any, args: tuple, kwargs: dict, output: An
         watched.measured.norms["text"].append(norms[watched.text].mean().item())
 
 
-def _after_attention(number: int, module: Any, args: tuple, output: tuple) -> None:
+def _after_attention(number: int, module: Any, args: tuple, kwargs: dict, output: tuple) -> None:
     watched = _watched.get()
-    if watched is not None and output[1] is not None and len(watched.asking):
-        row = output[1][0][:, watched.asking].mean((0, 1), dtype=torch.float32)[watched.visual]
-        if row.sum() > 0:
-            watched.measured.shares[number] = row.double().cpu().numpy()
+    if watched is None or output[1] is None or not len(watched.asking):
+        return
+    mask = kwargs.get("attention_mask")  # what eager attention adds to its scores
+    if mask is not None:
+        # Families say in different places, or nowhere, which of their layers have a window; their masks do.
+        seen = mask[0, 0, watched.asking][:, watched.visual] > torch.finfo(mask.dtype).min / 2
+        if not seen.all():
+            return
+    row = output[1][0][:, watched.asking].mean((0, 1), dtype=torch.float32)[watched.visual]
+    if row.sum() > 0:
+        watched.measured.shares[number] = row.double().cpu().numpy()
+
+
+def _named(config: Any) -> set[int]:
+    """Ids that a configuration and that of its language model name: ends of a sequence, padding, the picture."""
+    found: set[int] = set()
+    for part in (config, config.get_text_config()):
+        for name, value in part.to_dict().items():
+            if name.endswith(("_token_id", "_token_ids", "_token_index")):
+                found.update(each for each in (value if isinstance(value, list) else [value]) if type(each) is int)
+    return found

@@ -12,6 +12,10 @@ from .pictures import EXAMPLES, check_upload, draw_example
 
 
 MAX_FILE = "20mb"
+TOGETHER = 2
+"""How many people are answered at the same time; others wait in a queue."""
+KEPT = 3600
+"""Seconds for which pictures and measurements are kept."""
 FIGURE: dict[str, Any] = {"interactive": False, "format": "png", "show_label": False, "buttons": ["fullscreen"]}
 CSS = """
 .gradio-container { max-width: 1180px !important; margin: 0 auto !important; }
@@ -20,15 +24,7 @@ footer { opacity: 0.8; }
 """
 
 
-def build_app(
-    model: Any,
-    processor: Any,
-    *,
-    title: str,
-    source: str,
-    concurrency: int = 2,
-    max_new_tokens: int = 256,
-) -> gr.Blocks:
+def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_tokens: int = 256) -> gr.Blocks:
     """The page.
 
     Args:
@@ -36,7 +32,6 @@ def build_app(
         processor: What `load` gave.
         title: The page's heading.
         source: Markdown that says which model answers.
-        concurrency: How many people are answered at the same time; others wait in a queue.
         max_new_tokens: The longest answer.
 
     Returns:
@@ -44,12 +39,12 @@ def build_app(
     """
     asker = Asker(model, processor, max_new_tokens)
     layers = len(model.get_decoder().layers)
-    with gr.Blocks(title=title, analytics_enabled=False, delete_cache=(3600, 3600)) as app:
+    with gr.Blocks(title=title, analytics_enabled=False, delete_cache=(KEPT, KEPT)) as app:
         gr.Markdown(
             f"# {title}\nAsk about a picture. Below the answer the page shows where the words look in the picture, "
             f"and the norms of visual and text tokens in every layer of the language model. {source}"
         )
-        measured = gr.State(time_to_live=3600)
+        measured = gr.State(time_to_live=KEPT)
         with gr.Row(equal_height=False):
             with gr.Column(scale=2, min_width=320):
                 picture = gr.Image(
@@ -89,7 +84,7 @@ def build_app(
             [picture, question, layer],
             [answer, numbers, heat, chart, measured],
             preprocess=False,
-            concurrency_limit=concurrency,
+            concurrency_limit=TOGETHER,
             trigger_mode="once",
             show_progress_on=answer,
             scroll_to_output=True,
@@ -104,14 +99,14 @@ def build_app(
             picture,
             picture,
             preprocess=False,
-            concurrency_limit=concurrency,
+            concurrency_limit=TOGETHER,
             api_visibility="private",
         )
         layer.input(
             show_layer,
             [measured, layer],
             heat,
-            concurrency_limit=concurrency,
+            concurrency_limit=TOGETHER,
             trigger_mode="always_last",
             show_progress="hidden",
             api_visibility="private",

@@ -2,11 +2,12 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Pictures: read from files that people upload, and drawn as examples."""
 
-import html
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
 import numpy as np
+from gradio.utils import get_upload_folder
 from PIL import Image, ImageDraw, ImageOps
 
 
@@ -22,7 +23,27 @@ class Refused(ValueError):
     """A message for the person who asked."""
 
 
-def open_picture(path: str) -> Image.Image:
+def uploaded(entry: Any) -> Path:
+    """The file that the page's picture names: one that was uploaded, or an example.
+
+    Gradio itself checks only entries that carry `meta`, which a request may leave out; the figures would then show any
+    picture of the server.
+
+    Raises:
+        ValueError: It names no file in Gradio's folder of uploads; with a sentence for the page, which does not say
+            whether there is such a file elsewhere.
+    """
+    try:
+        path = Path(entry["path"]).resolve(strict=True)  # of links too
+        if path.is_relative_to(Path(get_upload_folder()).resolve()) and path.is_file():
+            return path
+    # The entry comes from the request: its path may be missing, or one that no system takes.
+    except (TypeError, ValueError, OSError, RuntimeError):
+        pass
+    raise Refused("The picture is not among those uploaded here, which are kept for an hour: choose it again.")
+
+
+def open_picture(path: Path) -> Image.Image:
     """The picture in a file as upright RGB: of an animation the first frame, on white where transparent.
 
     Raises:
@@ -53,14 +74,15 @@ def open_picture(path: str) -> Image.Image:
         ) from error
 
 
-def check_upload(file: dict[str, Any]) -> Any:
+def check_upload(entry: Any) -> Any:
     """Takes an uploaded file that cannot be read away again, with a message; says so where only one frame is used."""
     try:
-        open_picture(file["path"])
-    except ValueError as error:
-        gr.Warning(html.escape(str(error)))
+        path = uploaded(entry)
+        open_picture(path)
+    except Refused as error:
+        gr.Warning(str(error))
         return None
-    with Image.open(file["path"]) as picture:
+    with Image.open(path) as picture:
         if getattr(picture, "is_animated", False):
             gr.Info("The picture is animated. Its first frame is used.")
     return gr.skip()
