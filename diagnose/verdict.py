@@ -135,7 +135,9 @@ def _second(report: Report) -> str:
             return f"A norm before it would start from a gain of N_text / sqrt(d) = {gain} for visual tokens to match."
         return "Whether this is the problem the paper describes shows only beside a language model."
     if is_equal(ratio):
-        no = "This is not the problem the paper describes: the norms are equal to within a factor of 1.25"
+        data = interface.ratio_data
+        of = " of visual tokens and of the vocabulary" if data is not None and not is_equal(data) else ""
+        no = f"This is not the problem the paper describes: the norms{of} are equal to within a factor of {EQUAL}"
         if turn is None:
             return f"{no}."
         rates = "so are the rates" if is_equal(turn, EQUAL_RATE) else f"visual tokens turn {_pace(turn)} all the same"

@@ -68,6 +68,7 @@ def render_card(
     checkpoint: Path,
     *,
     repo_id: str | None = None,
+    revision: str = "main",
     previous: Sequence[str] = (),
     adapter: AdapterBase | None = None,
 ) -> Card:
@@ -76,6 +77,7 @@ def render_card(
     Args:
         checkpoint: Folder of a checkpoint or an adapter.
         repo_id: Where it is to be loaded from; by default the folder itself, ".".
+        revision: Branch of it.
         previous: Earlier cards whose parts by hand are kept where the folder's own card has none, best first. Those
             that are not ours are passed over.
         adapter: The base of an adapter. By default the Hub id that its training started from, if it was one.
@@ -111,6 +113,7 @@ def render_card(
         name=name,
         facts=facts,
         source=literal(repo_id or "."),
+        revision=literal(revision),
         adapter=adapter,
         base=adapter and {"repo_id": literal(adapter.repo_id), "revision": literal(adapter.revision)},
         part={part.role: part_link(part) for part in facts.parts},

@@ -98,7 +98,8 @@ def publish(
         else "nothing"
     )
     lines = [f"Sent to {repo_id}: {what}; removed: {', '.join(done.deleted) or 'nothing'}.", f"Commit: {done.commit}"]
-    lines += [f"Pull request: {done.pull_request}"] if done.pull_request else [f"Repository: {done.url}"]
+    page = done.url if done.branch == "main" else f"{done.url}/tree/{done.branch}"
+    lines += [f"Pull request: {done.pull_request}"] if done.pull_request else [f"Repository: {page}"]
     lines += [f"Space: {done.space}"] if done.space else []
     for line in [*lines, "Load exactly this:", "", done.snippet]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -49,8 +49,11 @@ def push_space(client: Client, pushed: Pushed, say: Callable[[str], object]) -> 
             there = check_space(client, pushed.repo_id)
         private = pushed.private if there is None else None
         snapshot = take_snapshot(sent)
-        return push_snapshot(client, snapshot, name, before=there, kind="space", private=private, say=say).url
+        page = push_snapshot(client, snapshot, name, before=there, kind="space", private=private, say=say).url
     except (ValueError, OSError) as error:
         raise OSError(
             f"The model is published, at {pushed.commit} of {pushed.repo_id}; its Space {name} is not. {error}"
         ) from None
+    if pushed.private or pushed.gated:
+        say(f"To read the model, the Space needs a token as its secret HF_TOKEN: {page}/settings.")
+    return page

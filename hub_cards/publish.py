@@ -20,7 +20,11 @@ from .hand_written import check_own, digests, is_reverted, put, settle
 from .hub import Pushed, check_remote, push_snapshot, with_manifest
 from .remote import Remote, look
 from .snapshot import take_snapshot
+from .stranger import ask_stranger
 from .verify import ask, check_room, snippet, verify
+
+
+LOADING = "Loading it in a process of its own, as a stranger would."
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,12 @@ def publish(
     if dry_run:
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=None) as stage:
             check_checkpoint(stage.folder)
-            sent, hand_written = prepare(stage, repo_id, There(), token or get_token(), say)
+            sent, hand_written = prepare(stage, repo_id, revision, There(), token or get_token(), say)
             files = {file.path: file.size for file in with_manifest(take_snapshot(sent), hand_written)}
+            if stage.base is None:
+                say(LOADING)
+                ask_stranger(stage.folder)
+        say("It passed the checks" + (", but was not loaded: its base is on the Hub." if as_adapter else "."))
         if space:
             say(f"The Space {space_of(repo_id)} would be published too, with the demo's program and the model's name.")
         pushed = Pushed(repo_id, "", "", "", revision, False, False, files, list(files), sum(files.values()))
@@ -147,11 +155,11 @@ def publish(
         token_needed = client.token if private or (remote and (remote.private or remote.gated)) else None
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=client) as stage:
             check_checkpoint(stage.folder)
-            sent, hand_written = prepare(stage, repo_id, there, client.token, say)
+            sent, hand_written = prepare(stage, repo_id, revision, there, client.token, say)
             check_room(sum(content.size for content in sent.sent))
             client.check_card(sent)
             snapshot = take_snapshot(sent)
-            say("Loading it in a process of its own, as a stranger would.")
+            say(LOADING)
             before = ask(client, stage.folder, None, stage.base, token_needed)
             pushed = push_snapshot(
                 client, snapshot, repo_id, before=remote, private=private, revision=revision, create_pr=create_pr,
@@ -187,13 +195,13 @@ def look_there(client: Client, repo_id: str, revision: str) -> There:
 
 
 def prepare(
-    stage: Staged, repo_id: str, there: There, token: str | None, say: Callable[[str], object]
+    stage: Staged, repo_id: str, revision: str, there: There, token: str | None, say: Callable[[str], object]
 ) -> tuple[Contents, dict[str, str]]:
     """What is sent of a folder, with the card, which keeps what was written by hand here and on the Hub.
 
     Args:
         stage: What is published.
-        repo_id: Where.
+        repo_id, revision: Where.
         there: What is there. A card that is none of ours is replaced, so [`check_own`] comes before.
         token: Must not be in what is sent.
         say: Is told warnings.
@@ -208,7 +216,9 @@ def prepare(
     theirs = there.card if there.card and is_ours(there.card) else None
     here = card_in(stage.folder)
     written = settle(here, theirs, there.published, repo_id)
-    card = render_card(stage.folder, repo_id=repo_id, previous=[theirs] if theirs else [], adapter=stage.base)
+    card = render_card(
+        stage.folder, repo_id=repo_id, revision=revision, previous=[theirs] if theirs else [], adapter=stage.base
+    )
     text = put(card.text, written)
     warnings = list(card.warnings)
     if there.remote and theirs and is_reverted(theirs, text, there.published):

@@ -227,3 +227,9 @@ def test_decimals_are_those_of_the_smallest_error(folder):
     assert headline(Metric("score", 1234.56)) == "score 1,235"
     assert headline(Metric("score", -12.5, 2.0, {"chance": 0.0})) == "score −12 ± 2 (chance 0)"
     assert headline(Metric("score", 3.0, 0.0)) == "score 3.000"
+
+
+def test_the_snippets_load_the_branch(full):
+    card = render_card(full, repo_id="user/model", revision="trial/2").text
+    assert card.count('"trial/2"') == 4 and '"main"' not in card
+    assert render_card(full, repo_id="user/model").text.count('"main"') == 4

@@ -49,6 +49,7 @@ def test_numbers_have_significant_digits(value, digits, written):
         (46.0, 1.5, "turn at 1.5 × the rate", "larger than text, yet turn faster."),
         (1.0, 0.5, "enter with the norm of text", "visual tokens turn more slowly all the same"),
         (1.2501, 0.9, "(1.1 × that of the text in the data) and turn at 0.90 × the rate", "This is the problem"),
+        (0.82, 0.97, "(0.82 ×, 0.72 × that of the text in the data)", "the norms of visual tokens and of the vocab"),
         (1.25, 0.92, "enter with the norm of text (1.2 ×) and turn at the rate of text (0.92 ×", "not the problem"),
     ],
 )

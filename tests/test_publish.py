@@ -13,6 +13,7 @@ import pytest
 import training
 from hub_server import HubServer
 from publish_worker import Worker
+from safetensors.torch import load_file, save_file
 
 from normalign_llava.hub_cards.hand_written import digests, put, settle
 from normalign_llava.hub_cards.manifest import Manifest
@@ -251,6 +252,7 @@ def test_publish_from_the_check_to_the_snippet(worker, hub, checkpoint, tmp_path
     (checkpoint / "README.md").write_bytes(written)
     said = ask(worker, hub, checkpoint=checkpoint, space=True, private=True)
     done, repository = said["done"], hub.repository("ann/m")
+    assert f"its secret HF_TOKEN: {hub.url}/spaces/ann/m-demo/settings." in said["said"][-1]
     assert repository.private and hub.repository("ann/m-demo", "space").private
     assert done["commit"] == repository.head().oid and len(repository.commits()) == 2
     there = set(repository.head().files) - {".gitattributes"}
@@ -279,12 +281,21 @@ def test_publish_from_the_check_to_the_snippet(worker, hub, checkpoint, tmp_path
     assert "transformers_modules" in ran.stdout and done["commit"] in ran.stdout, ran.stderr
 
 
-def test_a_dry_run_needs_neither_token_nor_network(worker, checkpoint):
+def test_a_dry_run_needs_neither_token_nor_network(worker, checkpoint, tmp_path):
     said = worker.ask(
         {"checkpoint": str(checkpoint), "repo_id": "ann/m", "arguments": {"endpoint": "x:/", "dry_run": True}}
     )
     assert {"README.md", "config.json", "model.safetensors", MANIFEST} <= set(said["done"]["sent_files"])
     assert not said["done"]["changed"] and said["done"]["commit"] == ""
+    assert said["said"][-1] == "It passed the checks."
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.multi_modal_projector.linear_1.weight"][0] = float("nan")
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    said = worker.ask({"checkpoint": str(broken), "repo_id": "ann/m", "arguments": {"dry_run": True}})
+    assert (
+        said["type"] == "ValueError" and f"{broken} does not work in a process without this package" in said["error"]
+    )
 
 
 def test_a_card_of_someone_else_and_a_commit_that_strangers_cannot_load(worker, hub, checkpoint):

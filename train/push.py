@@ -177,7 +177,7 @@ def push_folder(folder: Path, repo_id: str, *, message: str, token: str | None, 
                 "The adapter's base is not on the Hub: nobody else can load the adapter. Publish it merged instead, "
                 "with `normalign publish`, or train on a base that is on the Hub."
             )
-        sent, hand_written = prepare(stage, repo_id, there, client.token, logger.warning)
+        sent, hand_written = prepare(stage, repo_id, revision, there, client.token, logger.warning)
         client.check_card(sent)
         return push_snapshot(
             client, take_snapshot(sent), repo_id, before=there.remote, revision=revision, message=message,
