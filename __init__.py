@@ -20,6 +20,8 @@ _EXPORTS = {
     "build_checkpoint": "build",
     "retrofit_checkpoint": "build",
     "embedding_statistics": "gain",
+    "NormAlignConfig": "train.arguments",
+    "NormAlignTrainer": "train.trainer",
 }
 
 __all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
         NormAlignLlavaModel,
         mean_embedding_norm,
     )
+    from .train.arguments import NormAlignConfig
+    from .train.trainer import NormAlignTrainer
 
 
 def __getattr__(name: str):

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from transformers import (
     MODEL_MAPPING,
-    AutoConfig,
     AutoImageProcessor,
     AutoProcessor,
     AutoTokenizer,
@@ -19,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from .checkpoint import find_checkpoint
 from .configuration_normalign_llava import NormAlignLlavaConfig
 from .folders import new_folder
 from .modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
@@ -29,13 +29,15 @@ from .parts import (
     check_text_outputs,
     check_vision_encoder,
     describe_chat_template,
+    load_config,
     load_language_model,
     load_part,
     set_chat_template,
     text_outputs,
+    tower_alone,
     vision_config,
 )
-from .processing import check_processor, make_processor
+from .processing import check_processor, load_preprocessor, make_processor
 from .provenance import hub_commit, licence_of
 
 
@@ -120,17 +122,20 @@ def build_checkpoint(
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
     feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
+    vision, language = find_checkpoint(vision), find_checkpoint(language)
     with new_folder(output) as folder:
         encoder = vision_config(vision)
         check_language_model(language)
         check_feature_layer(feature_layer, encoder)
-        tokenizer = AutoTokenizer.from_pretrained(language)
+        tokenizer = load_preprocessor(AutoTokenizer, language)
         template = set_chat_template(tokenizer, chat_template)
-        processor = make_processor(AutoImageProcessor.from_pretrained(vision), tokenizer, encoder, select_strategy)
+        image_processor = load_preprocessor(AutoImageProcessor, vision)
+        processor = make_processor(image_processor, tokenizer, encoder, select_strategy)
         tokens_per_image = check_processor(processor)
 
         language_model = load_language_model(language, dtype)
-        tower = load_part(MODEL_MAPPING[type(encoder)], vision, language_model.dtype, config=encoder)
+        with tower_alone():
+            tower = load_part(MODEL_MAPPING[type(encoder)], vision, language_model.dtype, config=encoder)
         outputs = text_outputs(language_model)
         add_image_token(language_model, tokenizer)
         config = NormAlignLlavaConfig(
@@ -157,15 +162,16 @@ def retrofit_checkpoint(
     """
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
+    llava = find_checkpoint(llava)
     with new_folder(output) as folder:
-        config = AutoConfig.from_pretrained(llava)
+        config = load_config(llava)
         if config.model_type != "llava":
             raise ValueError(
                 f"{llava} is a {config.model_type!r} model. --from-llava takes LLaVA checkpoints ('llava')."
             )
         check_vision_encoder(llava, config.vision_config)
-        model = NormAlignLlavaForConditionalGeneration.from_pretrained(llava, dtype=dtype, **arguments)
-        stock = AutoProcessor.from_pretrained(llava)
+        model = load_part(NormAlignLlavaForConditionalGeneration, llava, dtype, **arguments)
+        stock = load_preprocessor(AutoProcessor, llava)
         processor = make_processor(
             stock.image_processor,
             stock.tokenizer,

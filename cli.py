@@ -3,41 +3,79 @@
 """The command line, `normalign`. Commands import what they need when they run, so that `--help` is quick."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from .errors import errors_for_people
+from . import __version__
+from .errors import Console, errors_for_people
+from .hub_cards.cli import DTYPES, Dtype
 from .hub_cards.cli import app as hub
+from .notices import hide_notices
 
+
+BaseQuantization = Literal["none", "nf4", "nf4-double", "fp4", "fp4-double", "int8"]
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Vision-language models whose visual tokens enter the language model with the norm of text.",
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"normalign-llava {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    hide_notices()
+
+
 @app.command()
 def build(
-    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    *,
     vision: Annotated[str | None, typer.Option(help="Vision encoder: folder or Hub id.")] = None,
     language: Annotated[str | None, typer.Option(help="Causal language model: folder or Hub id.")] = None,
     from_llava: Annotated[str | None, typer.Option(help="LLaVA checkpoint to retrofit, in place of the two.")] = None,
-    arm: Annotated[str, typer.Option(help="none, unit (gain 1), aligned (no compensation) or gwc.")] = "gwc",
-    norm: Annotated[str, typer.Option(help="layer_norm or rms_norm.")] = "layer_norm",
+    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    arm: Annotated[
+        Literal["none", "unit", "aligned", "gwc"],
+        typer.Option(
+            metavar="ARM",
+            help="none (no norm), unit (norm with gain 1), aligned (gain of the text embeddings) or gwc (aligned, "
+            "with gradient compensation).",
+        ),
+    ] = "gwc",
+    norm: Annotated[
+        Literal["layer_norm", "rms_norm"], typer.Option(metavar="NORM", help="layer_norm or rms_norm.")
+    ] = "layer_norm",
     feature_layer: Annotated[
         str | None,
         typer.Option(help="Hidden state(s) that the projector reads, such as -2 or -9,-4.", show_default="-2"),
     ] = None,
     select_strategy: Annotated[
-        str | None, typer.Option(help="default (no class token) or full; by default what suits the encoder.")
+        Literal["default", "full"] | None,
+        typer.Option(
+            metavar="STRATEGY",
+            help="Visual tokens: default (without the class token) or full.",
+            show_default="what suits the encoder",
+        ),
     ] = None,
-    chat_template: Annotated[Path | None, typer.Option(help="Jinja file to use as the chat template.")] = None,
-    dtype: Annotated[str, typer.Option(help="Precision of all weights but the norm's.")] = "auto",
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(help="Jinja file to use as the chat template.", exists=True, dir_okay=False),
+    ] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(metavar="DTYPE", help=f"Of all but the norm: auto (the language model's), {DTYPES}.")
+    ] = "auto",
 ) -> None:
     """Join a vision encoder and a language model, or retrofit a LLaVA checkpoint, into a checkpoint folder."""
     joined = {
@@ -47,19 +85,26 @@ def build(
     if from_llava and (given := [name for name, value in joined.items() if value is not None]):
         raise typer.BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {', '.join(given)}.")
 
-    from .build import build_checkpoint, retrofit_checkpoint
-
+    if not from_llava and not (vision and language):
+        raise typer.BadParameter("Give --vision and --language, or --from-llava.")
     with errors_for_people():
+        from .checkpoint import find_checkpoint
+        from .folders import check_new
+
         layers = -2 if feature_layer is None else _layers(feature_layer)
+        for part in [from_llava] if from_llava else [vision, language]:
+            find_checkpoint(str(part))
+        check_new(output)
+
+        from .build import build_checkpoint, retrofit_checkpoint
+
         if from_llava:
             report = retrofit_checkpoint(from_llava, output, arm=arm, norm=norm, dtype=dtype)
-        elif vision and language:
-            report = build_checkpoint(
-                vision, language, output, arm=arm, norm=norm, feature_layer=layers, select_strategy=select_strategy,
-                chat_template=chat_template, dtype=dtype,
-            )  # fmt: skip
         else:
-            raise ValueError("Give --vision and --language, or --from-llava.")
+            report = build_checkpoint(
+                str(vision), str(language), output, arm=arm, norm=norm, feature_layer=layers,
+                select_strategy=select_strategy, chat_template=chat_template, dtype=dtype,
+            )  # fmt: skip
     table = Table(title="NormAlign-LLaVA checkpoint", show_header=False)
     table.add_row("vision encoder", f"{report.vision} ({report.vision_parameters / 1e6:.1f} M parameters)")
     table.add_row("projector and norm", f"{report.projector_parameters / 1e6:.2f} M parameters, {report.norm}")
@@ -73,6 +118,15 @@ def build(
     table.add_row("chat template", report.chat_template)
     table.add_row("written to", str(output))
     Console().print(table)
+    if report.generation_marks:
+        _say_next(output, "build")
+
+
+def _say_next(checkpoint: Path, stage: str | None = None) -> None:
+    from .train.command import next_command
+
+    command = next_command(checkpoint, stage, adapters=False)
+    Console().print(f"Next: {command}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _layers(text: str) -> int | list[int]:
@@ -86,14 +140,18 @@ def _layers(text: str) -> int | list[int]:
 @app.command()
 def gain(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file or Hub id.")],
-    top: Annotated[int, typer.Option(min=0, help="How many tokens of largest norm to list.")] = 10,
-    revision: Annotated[str | None, typer.Option(help="Revision on the Hub.")] = None,
+    top: Annotated[int, typer.Option(metavar="N", min=0, help="How many tokens of largest norm to list.")] = 10,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure N_text and the gain of a model, reading nothing but its embedding tensor."""
-    from .gain import embedding_statistics
-
     with errors_for_people():
+        from .checkpoint import find_model
+
+        find_model(model, revision)
+
+        from .gain import embedding_statistics
+
         statistics = embedding_statistics(model, top=top, revision=revision)
     if as_json:
         typer.echo(statistics.to_json())
@@ -108,15 +166,25 @@ def gain(
 def train(
     context: typer.Context,
     accelerate_config: Annotated[str | None, typer.Option("--accelerate_config")] = None,
-    num_processes: Annotated[int, typer.Option("--num_processes", min=1)] = 1,
+    num_processes: Annotated[int | None, typer.Option("--num_processes", min=1)] = None,
 ) -> None:
     """Train a checkpoint as RECIPE.yaml and options say: `normalign train RECIPE.yaml [--any_option value]`.
 
-    RECIPE is a file or the name of one that the package brings; `--help` lists every option. With --accelerate_config
-    (ddp, fsdp2, zero2, zero3 or a file) and --num_processes the run is started by `accelerate launch`.
+    RECIPE is a file or the name of one that the package brings; `--help` lists the options that most runs need. With
+    --accelerate_config (ddp, fsdp2, zero2, zero3 or a file) the run is started by `accelerate launch`, in
+    --num_processes processes or as many as the file says.
     """
+    from .train.command import check_words, show_help
+
+    if not context.args or {"-h", "--help"} & set(context.args):
+        return show_help()
     with errors_for_people():
-        if num_processes > 1 and not accelerate_config:
+        if "--help-all" in context.args:
+            from .train.stages import option_parser
+
+            return option_parser().print_help()
+        check_words(context.args)
+        if (num_processes or 1) > 1 and not accelerate_config:
             raise ValueError("--num_processes needs --accelerate_config: ddp, fsdp2, zero2, zero3 or a file.")
         if accelerate_config:
             from .train.launch import launch
@@ -137,13 +205,29 @@ def merge(
     adapter: Annotated[str, typer.Argument(help="Folder of an adapter that `normalign train` wrote.")],
     output: Annotated[Path, typer.Option(help="Folder to make.")],
     base: Annotated[str | None, typer.Option(help="Checkpoint it was trained on, where it has moved.")] = None,
-    dtype: Annotated[str, typer.Option(help="Precision of all weights but the norm's; auto is the base's.")] = "auto",
+    base_quantization: Annotated[
+        BaseQuantization | None,
+        typer.Option(
+            metavar="KIND",
+            help="How the base was quantized in training, where the adapter does not say: none, nf4, nf4-double, fp4, "
+            "fp4-double or int8.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(metavar="DTYPE", help=f"Of all but the norm: auto (the base's), {DTYPES}.")
+    ] = "auto",
 ) -> None:
     """Merge a LoRA adapter into its base: a checkpoint folder that needs no PEFT."""
     with errors_for_people(extra="qlora"):
+        from .checkpoint import check_adapter
+        from .folders import check_new
+
+        check_adapter(adapter)
+        check_new(output)
+
         from .train.merge import merge_adapter
 
-        report = merge_adapter(adapter, output, base=base, dtype=dtype)
+        report = merge_adapter(adapter, output, base=base, base_quantization=base_quantization, dtype=dtype)
     table = Table(title="Merged checkpoint", show_header=False)
     table.add_row("adapter", f"{report.adapter} ({report.kind}, rank {report.rank})")
     table.add_row("base", f"{report.base} ({report.quantization or 'not quantized'} in training)")
@@ -151,30 +235,34 @@ def merge(
     table.add_row("largest difference of logits", f"{report.difference:.2g}")
     table.add_row("written to", report.output)
     Console().print(table)
+    _say_next(output)
 
 
 @app.command()
 def diagnose(
     model: Annotated[str, typer.Argument(help="Folder or Hub id: a vision-language model, or one of its parts.")],
-    against: Annotated[str | None, typer.Option(help="Baseline, measured on the same pictures.")] = None,
+    against: Annotated[str | None, typer.Option(help="Baseline, measured on the same images.")] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="Folder of images with metadata.jsonl (file_name, question), file or Hub data set (DATA:SPLIT), or "
+            help="Folder, file or Hub data set (DATA:SPLIT) in any form that can be trained on (docs/data.md), or "
             "mmbench, pope, mmstar or paper (all three).",
-            show_default="the quickstart's held-out pictures",
+            show_default="the quickstart's held-out images",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="How many questions with pictures.")] = 64,
+    image_folder: Annotated[
+        str | None, typer.Option(help="Folder that image paths in the data start from.", show_default="the data's own")
+    ] = None,
+    samples: Annotated[int, typer.Option(metavar="N", min=1, help="How many questions with images.")] = 64,
     output: Annotated[
         Path | None,
         typer.Option(help="Folder to write.", show_default="MODEL/diagnostics, or diagnostics/MODEL for a Hub id"),
     ] = None,
     name: Annotated[str | None, typer.Option(help="What to call the model in the report.")] = None,
-    against_name: Annotated[str | None, typer.Option(help="The same for the baseline.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="How many pictures at a time.")] = 8,
+    against_name: Annotated[str | None, typer.Option(help="What to call the baseline.")] = None,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="How many images at a time.")] = 8,
     seed: Annotated[int, typer.Option(help="Decides which samples are drawn.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: the checkpoint's own.")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the checkpoint's), {DTYPES}.")] = "auto",
     load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")
@@ -182,37 +270,43 @@ def diagnose(
 ) -> None:
     """Measure norms, rotation and attention of any vision-language model, as the paper does, and write a report."""
     with errors_for_people(extra="qlora"):
+        from .checkpoint import find_model
+
+        for each in filter(None, (model, against)):
+            find_model(each)
+
         from .diagnose.run import diagnose as measure
 
         try:
             done = measure(
-                model, against=against, data=data, samples=samples, output=output, batch_size=batch_size, seed=seed,
-                dtype=dtype, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code, name=name,
-                against_name=against_name,
+                model, against=against, data=data, image_folder=image_folder, samples=samples, output=output,
+                batch_size=batch_size, seed=seed, dtype=dtype, load_in_4bit=load_in_4bit,
+                trust_remote_code=trust_remote_code, name=name, against_name=against_name,
             )  # fmt: skip
         except KeyboardInterrupt:
             Console(stderr=True).print("Stopped. Nothing was written.")
             raise typer.Exit(130) from None
     console = Console()
     for sentence in [*done.verdict, *done.report.left_out]:
-        console.print(sentence, highlight=False, markup=False)
-    console.print(f"Report: {done.folder / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+        console.print(sentence)
+    console.print(f"Report: {done.folder / 'report.html'}", soft_wrap=True)
 
 
 @app.command()
 def quickstart(
-    output: Annotated[Path, typer.Option(help="Folder for the checkpoint, the figures and the picture.")] = Path(
+    output: Annotated[Path, typer.Option(help="Folder for checkpoint, figures and results.")] = Path(
         "outputs/quickstart"
     ),
     full_baseline: Annotated[
         bool, typer.Option("--full-baseline", help="Train the model without the norm to the end as well, and compare.")
     ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of data, initial weights and training.")] = 0,
 ) -> None:
     """Fetch real parts and data, build, train, evaluate and diagnose a small model: minutes on two CPU cores."""
     with errors_for_people(extra="quickstart"):
-        from .quickstart.run import run_quickstart
+        from .quickstart.run import Settings, run_quickstart
 
-        run_quickstart(output, full_baseline=full_baseline)
+        run_quickstart(output, Settings.seeded(seed), full_baseline=full_baseline)
 
 
 app.add_typer(hub)

@@ -35,8 +35,7 @@ class NormAlignLlavaConfig(LlavaConfig):
         "AutoModel": "modeling_normalign_llava.NormAlignLlavaModel",
         "AutoModelForImageTextToText": "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration",
     }
-    # Makes save_pretrained copy the code beside the weights.
-    _auto_class = "AutoConfig"
+    _auto_class = "AutoConfig"  # save_pretrained copies the code beside the weights
 
     projector_norm: Literal["layer_norm", "rms_norm", "none"] = "layer_norm"
     projector_gain_init: Literal["text_norm", "one"] = "text_norm"
@@ -58,23 +57,24 @@ class NormAlignLlavaConfig(LlavaConfig):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
         for name in ("gain_floor", "projector_norm_eps", "text_embedding_norm"):
             value = getattr(self, name)
-            if value is None and name == "text_embedding_norm":
-                continue
-            if not isinstance(value, int | float) or not 0.0 < value < float("inf"):
+            unmeasured = value is None and name == "text_embedding_norm"
+            if not unmeasured and not (isinstance(value, int | float) and 0.0 < value < float("inf")):
                 raise ValueError(f"{name} must be a positive finite number, got {value!r}.")
 
 
 def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:
     """What the language model of `config` multiplies embeddings by on their way into the decoder: `(text, all)`.
 
-    `text` acts inside the embedding layer, so on text tokens alone; `all` acts on every input embedding, visual tokens
+    `text` acts where tokens are looked up, so on text tokens alone; `all` acts on every input embedding, visual tokens
     included. The norm that enters the decoder is the row norm times both.
     """
     root, kind = config.hidden_size**0.5, config.model_type
     if kind.startswith(("gemma", "vaultgemma")) or getattr(config, "scale_embedding", False):  # BioGPT, XGLM
         return root, 1.0
+    if kind == "falcon_h1":
+        return float(config.embedding_multiplier), 1.0
     if kind.startswith("granite") or kind == "hyperclovax":
         return 1.0, float(config.embedding_multiplier)
-    if kind == "afmoe" and config.mup_enabled:
+    if kind == "recurrent_gemma" or (kind == "afmoe" and config.mup_enabled):
         return 1.0, root
     return float(getattr(config, "scale_emb", 1.0)), float(getattr(config, "embedding_scale", 1.0))  # MiniCPM3, HRM

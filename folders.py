@@ -33,11 +33,16 @@ def new_folder(output: str | os.PathLike) -> Iterator[Path]:
     Raises:
         ValueError: it is a file, or has something in it.
     """
+    check_new(output)
+    with finished_folder(output) as folder:
+        yield folder
+
+
+def check_new(output: str | os.PathLike) -> None:
+    """Raises ValueError if there is a file of that name, or a folder that is not empty."""
     output = Path(output).resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"The output {output} exists and is not an empty folder. Choose another, or remove it first.")
-    with finished_folder(output) as folder:
-        yield folder
 
 
 @contextmanager

@@ -6,26 +6,27 @@ Local or on the Hub, a safetensors file is asked for its header and for the byte
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
-from huggingface_hub import HfApi, HfFileSystem
-from rich.markup import escape
+from huggingface_hub import HfFileSystem
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from .modeling_normalign_llava import _mean_of_rows, embedding_row_norms, embedding_scales
+from .checkpoint import hub_model
+from .loading import AGAIN, loading
+from .modeling_normalign_llava import embedding_row_norms, embedding_scales, mean_embedding_norm
+from .untrusted import INDEX, PICKLES, WEIGHTS, check_files, check_inside, json_object, shards
 
 
 _NAMES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_INDEX = "model.safetensors.index.json"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _CHUNK_BYTES = 32 * 2**20
 
 Opener = Callable[[str], IO[bytes]]  # file name -> the file, seekable
@@ -67,7 +68,7 @@ class EmbeddingStatistics:
 
     def to_json(self) -> str:
         """All attributes, as a JSON object."""
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False)
+        return json.dumps(asdict(self), indent=2)
 
     def tables(self) -> list[Table]:
         """For a terminal: the figures, and the tokens of largest norm if any were asked for."""
@@ -84,9 +85,11 @@ class EmbeddingStatistics:
             ("gain", f"{self.gain:.4f}"),
         ):
             figures.add_row(name, value)
+        if self.top and all(text is None for _, text, _ in self.top):
+            figures.add_row("tokenizer", "none that loads: tokens have no text")
         tokens = Table("id", "token", "norm", title="Tokens of largest norm")
         for token_id, text, norm in self.top:
-            tokens.add_row(str(token_id), "" if text is None else escape(repr(text)), f"{norm:.3f}")
+            tokens.add_row(str(token_id), "" if text is None else repr(text), f"{norm:.3f}")
         return [figures, tokens] if self.top else [figures]
 
 
@@ -111,8 +114,8 @@ def embedding_statistics(model: str, *, top: int = 10, revision: str | None = No
             raise ValueError(f"{model} has GGUF weights only, which cannot be read in part. Download {weights} first.")
         config, tensor, norms, hidden_size, text_of = _gguf(Path(source) / weights)
     else:
-        tensor, norms, hidden_size = _safetensors(model, weights, open_file)
         config, text_of = _config(source, revision), _tokenizer(source, revision)
+        tensor, norms, hidden_size = _safetensors(model, weights, open_file)
 
     text_config = None if config is None else config.get_text_config()
     scale_text, scale_all = (1.0, 1.0) if text_config is None else embedding_scales(text_config)
@@ -120,7 +123,7 @@ def embedding_statistics(model: str, *, top: int = 10, revision: str | None = No
     # As in align_projector_norm: padding repeats the image token's row, so its norm is the same to the last bit.
     excluded = torch.isin(norms, norms[image_token : image_token + 1] if image_token is not None else norms[:0])
     excluded &= norms != 0
-    raw_mean = _mean_of_rows(norms, excluded.nonzero().flatten().tolist())
+    raw_mean = mean_embedding_norm(norms, excluded.nonzero().flatten().tolist())
     counts = (norms != 0) & ~excluded
     largest = norms.where(counts, -1.0).topk(min(top, int(counts.sum())))
     return EmbeddingStatistics(
@@ -143,17 +146,13 @@ def embedding_statistics(model: str, *, top: int = 10, revision: str | None = No
 def _local(path: Path) -> tuple[str, None, list[str], Opener]:
     folder = path if path.is_dir() else path.parent
     files = sorted(entry.name for entry in folder.iterdir()) if path.is_dir() else [path.name]
+    for name in files if path.is_dir() else ():
+        check_inside(folder / name)
     return str(folder), None, files, lambda name: (folder / name).open("rb")
 
 
 def _hub(model: str, revision: str | None) -> tuple[str, str | None, list[str], Opener]:
-    try:
-        info = HfApi().model_info(model, revision=revision)
-    except Exception as error:  # whatever the reason, two places were tried and the user has to know both
-        raise ValueError(
-            f"{model!r} is no file or folder here, and the Hub gave no such repository: {error} Check the name, the "
-            "revision and your connection; a gated or private one needs `hf auth login`."
-        ) from error
+    info = hub_model(model, revision)
     # By commit, so that every later request sees the same files; without a cache, so that it is for what is read only.
     system, commit = HfFileSystem(), info.sha
     files = [sibling.rfilename for sibling in info.siblings or []]
@@ -161,7 +160,7 @@ def _hub(model: str, revision: str | None) -> tuple[str, str | None, list[str], 
 
 
 def _weight_file(model: str, files: list[str]) -> str:
-    for standard in (_INDEX, "model.safetensors"):
+    for standard in (INDEX, WEIGHTS):
         if standard in files:
             return standard
     for suffix in (".safetensors", ".gguf"):
@@ -170,7 +169,7 @@ def _weight_file(model: str, files: list[str]) -> str:
             return found[0]
         if found:
             raise ValueError(f"{model} has {len(found)} {suffix} files and no index: {', '.join(found)}. Name one.")
-    if pickles := [name for name in files if name.endswith(_PICKLES)]:
+    if pickles := [name for name in files if name.endswith(PICKLES)]:
         raise ValueError(
             f"{model} has pickled weights only ({', '.join(pickles)}), which run code when read and cannot be read in "
             "part. Load it with transformers and save it again: that writes safetensors."
@@ -198,31 +197,44 @@ def _embedding_name(model: str, names: Iterable[str]) -> str:
 
 def _safetensors(model: str, weights: str, open_file: Opener) -> tuple[str, Tensor, int]:
     """Name, row norms `(V,)` and width of the token embedding in a safetensors file, or behind an index of several."""
-    if weights == _INDEX:
+    if weights == INDEX:
         with open_file(weights) as file:
-            shards = json.loads(file.read())["weight_map"]
-        weights = shards[_embedding_name(model, shards)]
+            index = json_object(file.read(), f"{weights} of {model}")
+        shards(index, f"{weights} of {model}")
+        weights = index["weight_map"][_embedding_name(model, index["weight_map"])]
     with open_file(weights) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(0)
         header_bytes = int.from_bytes(file.read(8), "little")
         if not 0 < header_bytes <= 100 * 2**20:  # the format's own limit
             raise ValueError(f"{weights} of {model} is no safetensors file (a Git LFS pointer?). Fetch it again.")
-        header = json.loads(file.read(header_bytes))
+        header = json_object(file.read(header_bytes), f"The header of {weights} of {model}")
         name = _embedding_name(model, header)
-        kind, shape, norms = header[name]["dtype"], header[name]["shape"], []
+        kind, shape, offsets = _entry(header[name])
         if kind not in _DTYPES or len(shape) != 2:
             raise ValueError(
                 f"{name} of {model} is {kind} of shape {shape}: quantized, or no matrix of {', '.join(_DTYPES)}. "
                 "Measure the checkpoint that was quantized."
             )
-        (rows, width), dtype = shape, _DTYPES[kind]
-        file.seek(8 + header_bytes + header[name]["data_offsets"][0])
+        (rows, width), dtype, norms = shape, _DTYPES[kind], []
+        if rows < 1 or width < 1 or offsets[1] - offsets[0] != rows * width * dtype.itemsize:
+            raise ValueError(f"{weights} of {model} is damaged: {name} is {header[name]} by its header. {AGAIN}")
+        if 8 + header_bytes + offsets[1] > end:
+            raise ValueError(f"{weights} of {model} ends within {name}: the file is cut off. Fetch it again.")
+        file.seek(8 + header_bytes + offsets[0])
         chunk = max(1, _CHUNK_BYTES // (width * dtype.itemsize))
         for start in range(0, rows, chunk):
-            data = bytearray(file.read(size := min(chunk, rows - start) * width * dtype.itemsize))
-            if len(data) != size:
-                raise ValueError(f"{weights} of {model} ends within {name}: the file is cut off. Fetch it again.")
+            data = bytearray(file.read(min(chunk, rows - start) * width * dtype.itemsize))
             norms.append(embedding_row_norms(torch.frombuffer(data, dtype=dtype).view(-1, width)))
     return name, torch.cat(norms), width
+
+
+def _entry(entry: Any) -> tuple[str, list[int], list[int]]:
+    """Type, shape and offsets of a tensor in a header; no shape, which fits nothing, where they are not there."""
+    found = entry if isinstance(entry, dict) else {}
+    numbers = [each if isinstance(each, list) else [] for each in (found.get("shape"), found.get("data_offsets"))]
+    whole = len(numbers[1]) == 2 and all(type(number) is int for number in (*numbers[0], *numbers[1]))
+    return str(found.get("dtype")), numbers[0] if whole else [], numbers[1]
 
 
 def _gguf(path: Path) -> tuple[PreTrainedConfig | None, str, Tensor, int, TokenText]:
@@ -231,7 +243,8 @@ def _gguf(path: Path) -> tuple[PreTrainedConfig | None, str, Tensor, int, TokenT
         from gguf import GGUFReader, dequantize
     except ImportError as error:
         raise ImportError(f"Reading {path} needs the package gguf: `pip install gguf`.") from error
-    reader = GGUFReader(path)
+    with loading(str(path)):
+        reader = GGUFReader(path)
     tensor = next((tensor for tensor in reader.tensors if tensor.name == "token_embd.weight"), None)
     if tensor is None:
         raise ValueError(f"{path} has no token embedding (token_embd.weight). Name the GGUF file of a language model.")
@@ -252,15 +265,16 @@ def _gguf(path: Path) -> tuple[PreTrainedConfig | None, str, Tensor, int, TokenT
 
 
 def _config(source: str, revision: str | None) -> PreTrainedConfig | None:
-    try:
+    if check_files(source, revision).get("model_type") not in CONFIG_MAPPING:
+        return None  # none there, or one that needs code of its own
+    with loading(f"The configuration of {source}"):
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError):  # none there, or one that needs remote code
-        return None
 
 
 def _tokenizer(source: str, revision: str | None) -> TokenText:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        with loading(f"The tokenizer of {source}"):
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception:  # one fails to load in many ways, and only the texts of a few tokens hang on it
         return lambda row: None
     return lambda row: str(tokenizer.decode([row])) if row < len(tokenizer) else None

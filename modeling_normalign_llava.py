@@ -9,6 +9,7 @@ Method and equation numbers: "The Unseen Bias", https://huggingface.co/papers/25
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
 
 import torch
@@ -19,10 +20,15 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, Bit
 from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_MODELS
 from transformers.models.llava import modeling_llava as llava
 from transformers.quantizers import AutoQuantizationConfig
+from transformers.utils import can_return_tuple, logging
 
 from .configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
+
+
+logger = logging.get_logger(__name__)
 
 
 def gain_magnitude(gain: Tensor, gain_floor: float) -> Tensor:
@@ -79,6 +85,13 @@ class _CompensatedNorm(nn.Module):
         self.gain_floor, self.compensate = gain_floor, compensate
 
     def forward(self, x: Tensor) -> Tensor:
+        trained = self.training and self.weight.requires_grad and not torch.compiler.is_compiling()
+        if trained and self.weight.itemsize < 4:
+            logger.warning_once(
+                f"The gain is trained in {self.weight.dtype}, where small updates vanish, unless the optimizer has a "
+                "float32 copy (DeepSpeed, FSDP). Before training, make it float32: "
+                f"[m.float() for m in trainer.model.modules() if type(m).__name__ == {type(self).__name__!r}]"
+            )
         affine, dtype = [getattr(self, name) for name in self._affine], torch.promote_types(x.dtype, self.weight.dtype)
         if self.compensate and x.requires_grad and torch.is_grad_enabled():
             return self._compensated.apply(x, self.eps, self.gain_floor, *affine)
@@ -127,23 +140,20 @@ def embedding_row_norms(weight: Tensor, chunk_rows: int = 4096) -> Tensor:
     ZeRO-3) are gathered, which every rank must take part in. Raises ValueError on a meta or quantized matrix.
     """
     with _gathered(weight) as (whole,):
-        if whole.is_meta:
-            raise ValueError("The embedding matrix is on meta (not loaded, or offloaded to disk). Load it first.")
-        if whole.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"The embedding matrix is quantized ({whole.dtype}). Measure N_text before quantization.")
+        if whole.is_meta or whole.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            state = "on meta (not loaded, or offloaded to disk)" if whole.is_meta else f"quantized ({whole.dtype})"
+            raise ValueError(f"The embedding matrix is {state}. Load it in full precision to measure N_text.")
         return torch.cat([chunk.cpu().double().norm(dim=-1) for chunk in whole.detach().split(chunk_rows)])
 
 
 def mean_embedding_norm(weight: Tensor, exclude_rows: Iterable[int] = ()) -> float:
-    """N_text: mean L2 norm of the rows of an embedding matrix `(V, d)` that are not all zero (eq. 11), in float64.
+    """N_text: mean L2 norm of the rows of an embedding matrix that are not all zero (eq. 11), in float64.
 
-    `exclude_rows` do not count: an added image token, vocabulary padding. Raises ValueError where `weight` is on meta
-    or quantized, such a row does not exist, a row that counts is NaN or infinite, or no row is left.
+    `weight` is the matrix `(V, d)`, or the norms of its rows `(V,)`. `exclude_rows` do not count: an image token that
+    was added, vocabulary padding. Raises ValueError where `weight` is on meta or quantized, such a row does not exist,
+    a row that counts is NaN or infinite, or no row is left.
     """
-    return _mean_of_rows(embedding_row_norms(weight), exclude_rows)
-
-
-def _mean_of_rows(norms: Tensor, exclude_rows: Iterable[int]) -> float:
+    norms = weight if weight.ndim == 1 else embedding_row_norms(weight)
     excluded = torch.as_tensor(list(exclude_rows), dtype=torch.long)
     if bad := [row for row in excluded.tolist() if not 0 <= row < len(norms)]:
         raise ValueError(f"exclude_rows names rows {bad}, the embedding matrix has {len(norms)} rows.")
@@ -183,7 +193,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         norms = embedding_row_norms(self.get_input_embeddings().weight)
         added = torch.isin(norms, norms[self.config.image_token_id : self.config.image_token_id + 1])
         scale_text, scale_all = embedding_scales(self.config.text_config)
-        mean = _mean_of_rows(norms, added.nonzero().flatten().tolist())
+        mean = mean_embedding_norm(norms, added.nonzero().flatten().tolist())
         self.config.text_embedding_norm = mean * scale_text * scale_all
         return self.config.text_embedding_norm
 
@@ -210,26 +220,17 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
     def _init_weights(self, module: nn.Module):
         if not isinstance(module, _CompensatedNorm):
             super()._init_weights(module)
-        elif not module.weight.is_meta:  # the language model is there by now, made or loaded before the projector
-            init.constant_(module.weight, self._initial_gain())
-            for bias in list(module.parameters())[1:]:
-                init.zeros_(bias)
-
-    def _adjust_missing_and_unexpected_keys(self, loading_info):
-        # transformers leaves a missing tensor at random with a line in a report. Only the norm has a meaningful start.
-        super()._adjust_missing_and_unexpected_keys(loading_info)
-        if missing := sorted(k for k in loading_info.missing_keys if "multi_modal_projector.norm." not in k):
-            raise ValueError(
-                f"The checkpoint lacks {len(missing)} tensors of {type(self).__name__}, which would stay at random: "
-                f"{', '.join(missing)}. Load a complete checkpoint, or the class that it was saved from."
-            )
+        elif not module.weight.is_meta:
+            self.base_model.language_model._initialize_weights(self.get_input_embeddings())  # where nothing is loaded
+            for name, parameter in module.named_parameters():
+                init.constant_(parameter, self._initial_gain() if name == "weight" else 0.0)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """[`~transformers.PreTrainedModel.from_pretrained`], for LLaVA's checkpoints too, whose norm it aligns.
 
         bitsandbytes quantizes the decoder's layers alone, unless `llm_int8_skip_modules` says otherwise. Raises
-        ValueError if the checkpoint lacks tensors other than the norm's, and names them all.
+        ValueError, unless `output_loading_info` asks for a report, if the checkpoint lacks tensors but the norm's.
         """
         quantization = kwargs.get("quantization_config")
         if isinstance(quantization, dict):
@@ -238,16 +239,36 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
             kwargs["quantization_config"] = quantization = copy.copy(quantization)
             parts = ("vision_tower", "multi_modal_projector", "model.vision_tower", "model.multi_modal_projector")
             quantization.llm_int8_skip_modules = ["lm_head", *parts]
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        for module in (loaded[0] if isinstance(loaded, tuple) else loaded).modules():
+        with_report, path = kwargs.pop("output_loading_info", False), pretrained_model_name_or_path
+        model, report = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        norm = {key for key in {*report["missing_keys"], *report["unexpected_keys"]} if "projector.norm." in key}
+        if (missing := sorted(report["missing_keys"] - norm)) and path and not with_report:
+            raise ValueError(
+                f"The checkpoint lacks {len(missing)} tensors of {cls.__name__}, which would stay at random: "
+                f"{', '.join(missing)}. Load a complete checkpoint, or the class that it was saved from."
+            )
+        if norm:  # By that name trainers load reference models, and PEFT an adapter's base, which would be others.
+            model.name_or_path = model.config.name_or_path = ""
+            if not with_report:
+                logger.warning(
+                    f"{path} has not this model's norm. A reference model, or an adapter's base, loaded by that name "
+                    f"would be another, so it is dropped. Make a checkpoint: `normalign build --from-llava {path}`."
+                )
+        for module in model.modules():
             if type(module).__name__ == "Linear4bit":  # On AVX512 it would repack its weight in the first forward in
                 module.support_avx512bf16_for_cpu = False  # eval mode, for good, and later gradients be wrong or None.
-        return loaded
+        return (model, report) if with_report else model
 
     def enable_input_require_grads(self):
-        # Of text alone: transformers hooks each submodule's embeddings, so that a frozen tower would carry gradients.
-        hook = self.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_(True))
-        self._require_grads_hooks = [hook]
+        # transformers hooks the embeddings of both parts, so that a tower with nothing to train would carry gradients.
+        tower, text = self.base_model.vision_tower, self.get_input_embeddings()
+
+        def require_grads(module, args, output):
+            if module is text or any(parameter.requires_grad for parameter in tower.parameters()):
+                output.requires_grad_(True)
+
+        parts = (text, tower.get_input_embeddings())
+        self._require_grads_hooks = [part.register_forward_hook(require_grads) for part in parts]
 
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs):
         """[`~transformers.PreTrainedModel.save_pretrained`] under the module's own names, gain and bias in float32.
@@ -289,10 +310,26 @@ class NormAlignLlavaForConditionalGeneration(NormAlignLlavaPreTrainedModel, llav
         self._tied_weights_keys = {"lm_head.weight": f"{name}.weight"}
         self.post_init()
 
+    @can_return_tuple
+    @wraps(llava.LlavaForConditionalGeneration.forward)
+    def forward(self, *args, labels=None, **kwargs):
+        """LLaVA's, with logits scaled and capped as the language model's own class does, and TRL in training."""
+        outputs, text = super().forward(*args, return_dict=True, **kwargs), self.config.text_config
+        scale = getattr(text, "logit_scale", None) or 1.0 / getattr(text, "logits_scaling", 1.0)  # Cohere, Granite
+        scale = 1.0 / scale if text.model_type == "hyperclovax" else scale
+        if scale != 1.0:
+            outputs.logits = outputs.logits * scale
+        if (cap := getattr(text, "final_logit_softcapping", None)) is not None:  # Gemma 2
+            outputs.logits = torch.tanh(outputs.logits / cap) * cap
+        loss = None if labels is None else self.loss_function(outputs.logits, labels, text.vocab_size, **kwargs)
+        return type(outputs)(loss=loss, **outputs)
+
 
 # LLaVA's older names, by class, because a configuration read from a LLaVA folder says model_type "llava".
 for ours, theirs in ((NormAlignLlavaForConditionalGeneration, "llava"), (NormAlignLlavaModel, "LlavaModel")):
     register_checkpoint_conversion_mapping(ours.__name__, get_checkpoint_conversion_mapping(theirs), overwrite=True)
+# By this table, which registering leaves alone, TRL tells models that take images.
+IMAGE_MODELS["normalign_llava"] = NormAlignLlavaForConditionalGeneration.__name__
 # A registered class wins over remote code, so code that came with a checkpoint must not register itself.
 if not __name__.startswith("transformers_modules."):
     AutoConfig.register("normalign_llava", NormAlignLlavaConfig)

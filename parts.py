@@ -5,6 +5,8 @@
 import inspect
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,7 +22,9 @@ from transformers import (
 )
 
 from .chat_template import check_chat_template, multimodal_chat_template
+from .loading import loading
 from .processing import VISION_ENCODERS
+from .untrusted import check_files, check_weights
 
 
 logger = logging.getLogger(__name__)
@@ -33,9 +37,34 @@ NO_MARKS = (
 )
 
 
+@contextmanager
+def tower_alone() -> Iterator[None]:
+    """Keeps back what transformers warns of where the vision tower of a CLIP or a SigLIP is read without the rest.
+
+    These are tensors that are left aside on purpose (a report of UNEXPECTED ones alone), and token ids of the text
+    tower's configuration. A report that also has a missing or a wrong tensor is shown.
+    """
+    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "configuration_utils")]
+    for each in loggers:
+        each.addFilter(_concerns_the_tower)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(_concerns_the_tower)
+
+
+def _concerns_the_tower(record: logging.LogRecord) -> bool:
+    said = record.getMessage()
+    if "LOAD REPORT" in said:
+        return any(status in said for status in ("MISSING", "MISMATCH", "CONVERSION"))
+    return "must be `None` or an integer within the vocabulary" not in said
+
+
 def vision_config(vision: str) -> PreTrainedConfig:
     """Configuration of the vision encoder alone. Raises ValueError if it is none that can be built in."""
-    config = AutoConfig.from_pretrained(vision)
+    with tower_alone():
+        config = load_config(vision)
     if config.model_type.startswith("siglip2"):
         raise ValueError(
             f"{vision} is a SigLIP 2 NaFlex encoder, whose images have any number of patches. LLaVA needs a fixed "
@@ -46,6 +75,13 @@ def vision_config(vision: str) -> PreTrainedConfig:
     if config.model_type == "siglip_vision_model":
         config.vision_use_head = False  # the pooling head is not read
     return config
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Configuration of a model of transformers, whose files may be opened: see [`check_files`]."""
+    check_files(name)
+    with loading(f"The configuration of {name}"):
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
 
 def check_vision_encoder(name: str, config: PreTrainedConfig) -> None:
@@ -59,7 +95,7 @@ def check_vision_encoder(name: str, config: PreTrainedConfig) -> None:
 
 def check_language_model(language: str) -> None:
     """Raises ValueError if `language` is not a causal language model of transformers that takes LLaVA's inputs."""
-    config = AutoConfig.from_pretrained(language)
+    config = load_config(language)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.get_text_config() is not config:
         raise ValueError(
             f"{language} is a {config.model_type!r} model, not a causal language model of transformers for text."
@@ -68,8 +104,8 @@ def check_language_model(language: str) -> None:
         raise ValueError(
             f"{language} is a {config.model_type!r} model, which has no key-value cache as LLaVA needs one."
         )
-    if config.model_type == "bloom":
-        logger.warning("Bloom normalises its embeddings, visual tokens too: the gain has no effect on it.")
+    if config.model_type in ("bloom", "nanochat"):
+        logger.warning(f"{language} normalises its embeddings, visual tokens too: the gain has no effect on it.")
 
 
 def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
@@ -103,9 +139,6 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
     if path:
         original = Path(path).read_text(encoding="utf-8")
     made = multimodal_chat_template(original, image_token=IMAGE_TOKEN)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "left"
     if IMAGE_TOKEN not in tokenizer.get_vocab():
         tokenizer.add_tokens(AddedToken(IMAGE_TOKEN, special=True, normalized=False), special_tokens=True)
     check_chat_template(tokenizer, made, original)
@@ -125,9 +158,14 @@ def describe_chat_template(template: str | None) -> tuple[str, bool]:
 
 def load_part(cls: type[PreTrainedModel], name: str, dtype: torch.dtype | str, **kwargs) -> PreTrainedModel:
     """`cls.from_pretrained`. Raises ValueError if the checkpoint lacks tensors."""
-    model, info = cls.from_pretrained(name, dtype=dtype, output_loading_info=True, **kwargs)
-    # A ViT without its pooling layer is whole: LLaVA reads hidden states.
-    if missing := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
+    check_weights(name, kwargs.get("revision"))
+    with loading(f"The model {name}", seconds=None):
+        model, info = cls.from_pretrained(
+            name, **{"dtype": dtype, "output_loading_info": True, "trust_remote_code": False, **kwargs}
+        )
+    # A ViT without its pooling layer is whole: LLaVA reads hidden states. A LLaVA has no norm.
+    absent = ("pooler.", "model.multi_modal_projector.norm.")
+    if missing := sorted(key for key in info["missing_keys"] if not key.startswith(absent)):
         raise ValueError(f"{name} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing[:10])}.")
     return model
 
@@ -174,7 +212,7 @@ def text_outputs(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
 def check_text_outputs(model: PreTrainedModel, expected: tuple[torch.Tensor, torch.Tensor], language: str) -> None:
     """Compares an assembled model with what its language model computed on text; see [`text_outputs`].
 
-    Raises ValueError where hidden states differ. Families that transform logits after the head get a warning.
+    Raises ValueError where hidden states or logits differ.
     """
     if not all(tensor.isfinite().all() for tensor in expected):
         raise ValueError(f"{language} computes NaN or infinite values on text. Its weights are damaged.")
@@ -184,9 +222,9 @@ def check_text_outputs(model: PreTrainedModel, expected: tuple[torch.Tensor, tor
             f"Inside LLaVA, {language} computes other hidden states than by itself. This family cannot be built in."
         )
     if not _close(logits[..., : expected[1].shape[-1]], expected[1]):
-        logger.warning(
-            f"{language} transforms its logits after the head (scaling or soft-capping), which LLaVA does not: the "
-            "most likely token is the same, sampling temperatures and losses differ."
+        raise ValueError(
+            f"{language} does something to its logits after the head that this package does not know. It knows the "
+            "scaling of Granite, Cohere, MiniCPM3 and HyperCLOVA X, and the soft-capping of Gemma 2. Use another."
         )
 
 

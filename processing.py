@@ -2,9 +2,23 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """A stock LlavaProcessor that writes exactly as many placeholders as the vision encoder gives features."""
 
+from typing import Any
+
 import torch
 from PIL import Image
-from transformers import BaseImageProcessor, LlavaProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoImageProcessor,
+    AutoProcessor,
+    AutoTokenizer,
+    BaseImageProcessor,
+    LlavaProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+
+from .loading import loading
 
 
 VISION_ENCODERS = {
@@ -15,6 +29,48 @@ VISION_ENCODERS = {
     "vit": 1,
 }
 """Vision encoders by `model_type`, with the number of class tokens that stand before the patches."""
+
+
+PADS_RIGHT = (
+    "its tokenizer pads on the right, where answers to a batch of questions are empty or wrong. "
+    'Write "padding_side": "left" into its tokenizer_config.json.'
+)
+"""What to do about a checkpoint that was made before [`pad_left`]."""
+
+
+def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Makes the tokenizer, and what is saved of it, pad on the left, as generating from a batch needs."""
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"  # the attribute alone is not saved
+
+
+_KINDS = {
+    AutoTokenizer: "tokenizer",
+    AutoImageProcessor: "image processor",
+    AutoProcessor: "processor",
+    LlavaProcessor: "processor",
+}
+_SAVE = "Save that of the model it was made from beside"
+_LARGEST_SIDE = 16_384  # in pixels, of what an image processor makes; and the most tokens of an image
+
+
+def load_preprocessor(cls: Any, name: str, **kwargs: Any) -> Any:
+    """`cls.from_pretrained(name)`, whose own errors do not say which folder lacks what; runs no code of its own.
+
+    Args:
+        cls: `AutoTokenizer`, `AutoImageProcessor`, `AutoProcessor` or `LlavaProcessor`.
+        name: Folder or Hub id, whose files were checked.
+
+    Raises:
+        ValueError: There is none, or it cannot be loaded.
+    """
+    remedy = f"{_SAVE} it: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
+    try:
+        with loading(f"The {_KINDS[cls]} of {name}", remedy=remedy):
+            return cls.from_pretrained(name, **{"trust_remote_code": False, **kwargs})
+    except (OSError, ImportError) as error:
+        raise ValueError(
+            f"{name} has no {_KINDS[cls]} that can be loaded. {remedy} transformers says: {error}"
+        ) from error
 
 
 def additional_tokens(config: PreTrainedConfig) -> int:
@@ -31,7 +87,7 @@ def make_processor(
     chat_template: str | None = None,
     image_token: str = "<image>",
 ) -> LlavaProcessor:
-    """A [`LlavaProcessor`] for this encoder and tokenizer.
+    """A [`LlavaProcessor`] for this encoder and tokenizer, which pads, and does so on the left, from then on.
 
     Args:
         image_processor: the encoder's; it is given a `crop_size` where it has none, from which LlavaProcessor computes
@@ -55,6 +111,9 @@ def make_processor(
         if not size.get("height") or not size.get("width"):
             raise ValueError(f"The image processor's size {dict(size)} gives no fixed height and width.")
         image_processor.crop_size = {"height": size["height"], "width": size["width"]}
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    pad_left(tokenizer)
     return LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
@@ -64,6 +123,43 @@ def make_processor(
         chat_template=chat_template or tokenizer.chat_template,
         image_token=image_token,
     )
+
+
+def load_processor(
+    checkpoint: str, revision: str | None = None, *, config: PreTrainedConfig | None = None
+) -> LlavaProcessor:
+    """The processor of a NormAlign-LLaVA checkpoint whose files were checked; no code that came with it is run.
+
+    Args:
+        checkpoint: folder or Hub id.
+        revision: branch, tag or commit on the Hub.
+        config: the model's, whose image token must be the processor's.
+
+    Raises:
+        ValueError: there is none, or it cannot be read, or makes too much of a picture, or is another model's.
+        OSError: a file of it is not there.
+    """
+    processor = load_preprocessor(AutoProcessor, checkpoint, revision=revision)
+    with loading(f"The processor of {checkpoint}"):
+        if not isinstance(processor, ProcessorMixin):
+            raise ValueError(f"{checkpoint} has a tokenizer and no processor. {_SAVE} it.")
+        image_processor = processor.image_processor
+        sides = [
+            side for size in (image_processor.size, image_processor.crop_size) for side in dict(size or {}).values()
+        ]
+        tokens = processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
+        if max(sides) > _LARGEST_SIDE or not 0 < tokens <= _LARGEST_SIDE:
+            raise ValueError(
+                f"The processor of {checkpoint} makes {tokens:,} tokens of an image, of up to {max(sides):,} pixels a "
+                f"side. {_SAVE} it."
+            )
+        if config is not None and processor.image_token_id != config.image_token_id:
+            raise ValueError(
+                f"The image token of {checkpoint} is {config.image_token_id} in config.json and "
+                f"{processor.image_token_id} in its tokenizer. {_SAVE} it."
+            )
+        check_processor(processor)
+    return processor
 
 
 def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = None) -> int:

@@ -104,12 +104,14 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
     """The trainer of a variant on `folder/checkpoint` and `folder/data`."""
     from datasets import load_from_disk
     from transformers import AutoProcessor, LlavaForConditionalGeneration, PrinterCallback
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTConfig, SFTTrainer, get_peft_config
 
-    from normalign_llava.train.arguments import DataArguments, ModelArguments, TrainArguments
-    from normalign_llava.train.dataset import load_data
-    from normalign_llava.train.model import base_model, freeze, load_model, lora_config
-    from normalign_llava.train.trainer import NormAlignTrainer, eval_frozen
+    from normalign_llava.data.arguments import DataArguments
+    from normalign_llava.data.mixtures import load_data
+    from normalign_llava.train.adapter import language_adapter
+    from normalign_llava.train.arguments import ModelArguments, NormAlignConfig
+    from normalign_llava.train.model import base_model, eval_frozen, freeze
+    from normalign_llava.train.trainer import NormAlignTrainer
 
     class AllScoredTrainer(NormAlignTrainer):
         """Ours with TRL's own loss on a CPU too."""
@@ -138,10 +140,10 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
     )
     frozen = {"vision_learning_rate": 0.0} | ({"language_learning_rate": 0.0} if options.train == "projector" else {})
     frozen = {} if options.train == "all" else frozen
-    ours = TrainArguments(**shared, **frozen, arm="none" if variant == NO_NORM else None)
+    ours = NormAlignConfig(**shared, **frozen, arm="none" if variant == NO_NORM else None)
     model_args = ModelArguments(model_name_or_path=checkpoint, use_peft=options.train == "lora", lora_dropout=0.0)
-    rates = ours.rates(model_args.use_peft)
-    processor = AutoProcessor.from_pretrained(checkpoint)
+    rates, adapter = ours.rates(model_args.use_peft), get_peft_config(model_args)
+    processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)
     if variant == STOCK:
         model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
         freeze(model, rates)
@@ -150,15 +152,14 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
             SFTConfig(**shared),
             train_dataset=load_from_disk(str(folder / "data")),
             processing_class=processor,
-            peft_config=lora_config(model_args, model, rates),
+            peft_config=adapter and language_adapter(adapter, model, rates),
         )
     else:
         data = load_data(
             DataArguments(dataset_name=str(folder / "data")), processor, max_length=None, seed=0, with_eval=False
         )
-        model = load_model(model_args, ours)
         trainer = (NormAlignTrainer if variant == OURS else AllScoredTrainer)(
-            model, ours, data.train, processor, peft_config=lora_config(model_args, model, rates)
+            checkpoint, ours, train_dataset=data.train, peft_config=adapter
         )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -4,23 +4,25 @@
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset, load_dataset
-from datasets.exceptions import DatasetGenerationError
-from PIL import Image
+from datasets import Dataset, IterableDataset
 from rich.progress import Progress, track
 from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
 
+from ..data.arguments import DataSource
+from ..data.checks import check_images_are_read
+from ..data.forms import unread_image
+from ..data.images import ImageRules
+from ..data.sources import Source, open_source
 from ..quickstart.data import held_out
 from ..quickstart.fetch import FetchError
-from ..train.arguments import DataSource
-from ..train.sources import Source, open_source
 from .questions import Sample, sample_of_row
 
 
@@ -42,9 +44,6 @@ BUILT_IN = "easy-VQA and emoji"
 STREAMED_ROWS, BENCHMARK_ROWS = 1_000, 10_000
 """How many rows of a data set on the Hub are read, from its first, to draw samples from; of a benchmark, all."""
 
-_METADATA = {"metadata.csv", "metadata.jsonl", "metadata.parquet"}
-_TABLES = {".json", ".jsonl", ".csv", ".parquet", ".arrow"}
-
 
 @dataclass(frozen=True)
 class Samples:
@@ -54,23 +53,22 @@ class Samples:
     samples: list[Sample]
 
 
-def load_samples(data: str | None, count: int, *, seed: int = 0) -> Samples:
-    """Draws questions with pictures. Every picture is decoded once, so that a bad one is known before any long work.
+def load_samples(data: str | None, count: int, *, seed: int = 0, image_folder: str | None = None) -> Samples:
+    """Draws questions with images. Every image is decoded once, so that a bad one is known before any long work.
 
     Args:
-        data: None for the built-in pictures; `"mmbench"`, `"pope"`, `"mmstar"` or `"paper"` for the benchmarks; or
-            data of your own: a folder of images, with or without `metadata.jsonl` (`file_name`, `question`), a folder
-            written by `save_to_disk`, a JSON, JSON lines or parquet file or a folder of them, or a Hub data set.
-            `DATA:SPLIT` or `DATA:CONFIG:SPLIT` names a split other than `train`. Pictures are in the column `image`
-            or `images`, of which the first counts; the question is in `question`, or is the first user turn of
-            `messages` or `conversations`, or is in `prompt` or `text`. Rows without a picture are passed over.
+        data: None for the built-in images; `"mmbench"`, `"pope"`, `"mmstar"` or `"paper"` for the benchmarks; or data
+            of your own, in any form that can be trained on, or without answers: see docs/data.md. `DATA:SPLIT` or
+            `DATA:CONFIG:SPLIT` names a split other than `train`. Of several images in a row the first counts, with
+            the first user turn. Rows without an image are passed over.
         count: How many; where there are fewer, all are taken, and a warning says so.
         seed: Decides which. Those of a data set on the Hub come from its first `STREAMED_ROWS` rows.
+        image_folder: Folder that image paths start from and may not leave; by default that of the data.
 
     Raises:
-        ValueError: `count` is not positive, the data cannot be read or have no pictures, a picture cannot be decoded
-            or has no question; data and row are named.
-        FetchError: The built-in pictures cannot be fetched.
+        ValueError: `count` is not positive, the data cannot be read or have no images, an image cannot be decoded or
+            has no question; data and row are named.
+        FetchError: The built-in images cannot be fetched.
     """
     if count < 1:
         raise ValueError(f"The number of samples is {count}; it must be at least 1.")
@@ -85,14 +83,11 @@ def load_samples(data: str | None, count: int, *, seed: int = 0) -> Samples:
             if part:
                 samples += _draw(BENCHMARKS[name], BENCHMARKS[name].path, BENCHMARK_ROWS, part, rng)
         return Samples(data, samples)
-    here = Path(data).expanduser()
-    path, *names = [str(here)] if here.exists() else data.split(":")
-    if len(names) > 2:
-        raise ValueError(f"{data} has {len(names)} colons; DATA:SPLIT or DATA:CONFIG:SPLIT names a split.")
-    here = Path(path).expanduser()
-    source = DataSource(str(here) if here.exists() else path, *names[:-1], split=names[-1] if names else "train")
-    label = here.resolve().name if here.exists() else path
-    return Samples(":".join([label, *names]), _draw(source, label, max(STREAMED_ROWS, count), count, rng))
+    source = DataSource.named(data, image_folder=image_folder)
+    here = Path(source.path)
+    label = here.resolve().name if here.exists() else source.path
+    split = [] if Path(data).expanduser().exists() else data.split(":")[1:]
+    return Samples(":".join([label, *split]), _draw(source, label, max(STREAMED_ROWS, count), count, rng))
 
 
 def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: int) -> Iterator[dict[str, Tensor]]:
@@ -188,34 +183,6 @@ def _built_in(rng: random.Random) -> list[Sample]:
     ]
 
 
-def _open(source: DataSource) -> Source:
-    path = Path(source.path)
-    if not path.exists():
-        try:
-            return open_source(source, streaming=True)
-        except ValueError as error:
-            raise ValueError(f"{source.path} is no file or folder here. {error}") from error
-    if not path.is_dir() or not _is_image_folder(path):
-        return open_source(source, streaming=False)
-    if source.split != "train":
-        raise ValueError(f"{path} is a folder of images, and has no split {source.split!r}. Name a folder in it.")
-    try:
-        # All files are one split, whatever `datasets` would read into their names.
-        images = load_dataset("imagefolder", data_dir=str(path), data_files="**", split="train", drop_labels=True)
-    except Exception as error:  # of pyarrow, of pandas, of datasets
-        reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
-        raise ValueError(f"The folder of images {path} cannot be read: {reason}") from error
-    return Source(str(path), str(path), None, data=images)
-
-
-def _is_image_folder(folder: Path) -> bool:
-    if any((folder / name).is_file() for name in _METADATA):
-        return True
-    if any(file.suffix.lower() in _TABLES for file in folder.iterdir()):
-        return False
-    return any(file.suffix.lower() in Image.registered_extensions() for file in folder.rglob("*"))
-
-
 def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Iterable[tuple[str, int, Any]]:
     """Name of the data, number and content of the rows, in random order; of a stream, of its first `limit` rows."""
     if isinstance(source.data, Dataset):  # rows that are not drawn are not read
@@ -232,10 +199,22 @@ def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Ite
 
 
 def _draw(source: DataSource, label: str, limit: int, count: int, rng: random.Random) -> list[Sample]:
-    opened = _open(source)
+    opened = open_source(source, streaming=not Path(source.path).exists())
     rows = _shuffled(opened, label, limit, rng)
-    found = (sample_of_row(raw, f"{name}, row {row}", opened.image_folder) for name, row, raw in rows)
-    return _take(label, filter(None, found), count)
+    return _take(label, _samples(rows, label, opened.rules), count)
+
+
+def _samples(rows: Iterable[tuple[str, int, Any]], label: str, rules: ImageRules) -> Iterator[Sample]:
+    passed, unread, any_image = 0, Counter[str](), False
+    for name, row, raw in rows:
+        if sample := sample_of_row(raw, f"{name}, row {row}", rules):
+            any_image = True
+            yield sample
+        else:
+            passed += 1
+            unread.update(filter(None, [unread_image(raw, [])]))
+    if not any_image:
+        check_images_are_read(label, passed, 0, unread)
 
 
 def _take(label: str, candidates: Iterable[Sample], count: int) -> list[Sample]:
@@ -247,7 +226,7 @@ def _take(label: str, candidates: Iterable[Sample], count: int) -> list[Sample]:
             samples.append(sample)
             progress.advance(bar)
     if not samples:
-        raise ValueError(f"{label} has no row with a picture, in a column named image or images.")
+        raise ValueError(f"{label} has no row with an image. docs/data.md has the forms in which images are read.")
     if len(samples) < count:
         logger.warning(f"{count:,} samples were asked for, and {label} gives {len(samples):,}: all of them are taken.")
     return samples

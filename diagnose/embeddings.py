@@ -9,7 +9,7 @@ from accelerate.utils import align_module_device
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..gain import EmbeddingStatistics, _config, embedding_statistics
-from ..modeling_normalign_llava import _mean_of_rows, embedding_row_norms
+from ..modeling_normalign_llava import embedding_row_norms, mean_embedding_norm
 from .report import EmbeddingTable, Interface, Moments, Report, TopToken
 
 
@@ -47,7 +47,7 @@ def embedding_table_of(
     image_token = getattr(model.config, "image_token_id", None)  # of a vision-language model
     # As in `embedding_statistics`: vocabulary padding repeats the image token's row, and does not count either.
     excluded = torch.isin(norms, norms[:0] if image_token is None else norms[image_token : image_token + 1])
-    mean = _mean_of_rows(norms, excluded.nonzero().flatten().tolist())
+    mean = mean_embedding_norm(norms, excluded.nonzero().flatten().tolist())
     counts = (norms != 0) & ~excluded
     rows = int(counts.sum())
     largest = norms.where(counts, -1.0).topk(min(top, rows))

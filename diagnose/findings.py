@@ -10,14 +10,14 @@ from statistics import fmean, stdev
 from .report import Curve, Report
 from .verdict import (
     EQUAL,
-    EQUAL_RATE,
     asymmetry,
+    asymmetry_error,
     asymmetry_said,
     change,
     entry_ratio,
     has_norm,
-    is_equal,
     number,
+    same_rate,
     with_error,
 )
 
@@ -36,7 +36,7 @@ class Finding:
     Attributes:
         claim: The claim and where the paper makes it.
         outcome: "agrees", "disagrees", "unclear" (within two standard errors of the threshold), "no difference"
-            (between the two models) or "not measured".
+            (between the two models), "not measured" or "does not apply" (to such a model, or such a part of one).
         sentence: The numbers, or why there are none.
     """
 
@@ -48,8 +48,8 @@ class Finding:
 def findings(report: Report, against: Report | None = None) -> list[Finding]:
     """The paper's claims, each with what was measured here.
 
-    Claims about models without the norm are checked on `against` where it alone has none. "Larger", "slower" and "the
-    same" are as `EQUAL`, `EQUAL_RATE` and `EQUAL_ANGLE` say, "nearer" as `NO_CHANGE`, "less diffuse" as
+    Claims about models without the norm are checked on `against` where it alone has none. "Larger" and "the same" are
+    as `EQUAL` and `EQUAL_ANGLE` say, "at the rate of" as [`same_rate`], "nearer" as `NO_CHANGE`, "less diffuse" as
     `NO_CHANGE_ENTROPY`.
     """
     treated = against is not None and has_norm(report) and not has_norm(against)
@@ -67,10 +67,12 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
         claim = "RQ4: tokens of a visual vocabulary are larger, yet turn at the rate of text."
         found.insert(3, Finding(claim, *_vocabulary(subject)))
     found = [Finding(each.claim, each.outcome, name + each.sentence) for each in found]
-    if against is None or not treated:
-        remedies = [("not measured", "This takes a model with the norm and, to compare, one without it.")] * 3
-    else:
+    if against is not None and treated:
         remedies = [_remedy_norms(report, against), _remedy_rates(report, against), _remedy_focus(report, against)]
+    elif has_norm(report):
+        remedies = [("not measured", "This takes a model without the norm to compare with.")] * 3
+    else:
+        remedies = [("does not apply", "The model has no norm after its projector.")] * 3
     claims = (
         "Figure 4a: with the norm, the norms of both stay nearer to each other in depth.",
         "Figure 4b: with the norm, their rates are nearer to each other.",
@@ -99,7 +101,7 @@ def attention_spread(report: Report, name: str) -> tuple[float, float | None] | 
 def _disparity(report: Report) -> tuple[str, str]:
     encoder, text = report.interface.encoder_output, report.interface.vocabulary
     if encoder is None or text is None or not text.mean:
-        return "not measured", "This takes the encoder's output and a vocabulary."
+        return _lacking(report), "This takes the encoder's output and a vocabulary."
     ratio = encoder.mean / text.mean
     sentence = f"They have a norm of {number(encoder.mean, 3)}, text embeddings of {number(text.mean, 3)}"
     sentence = f"{sentence}: {number(ratio, 2)} ×"
@@ -111,36 +113,38 @@ def _disparity(report: Report) -> tuple[str, str]:
 def _projector(report: Report) -> tuple[str, str]:
     ratio = entry_ratio(report)
     if has_norm(report):
-        return "not measured", "With a norm behind it, the projector's own scale has no effect."
+        return "does not apply", "With a norm behind it, the projector's own scale has no effect."
     if ratio is None:
-        return "not measured", "This takes visual tokens and text."
+        return _lacking(report), "This takes visual tokens and text."
     return _when(ratio > EQUAL), f"Visual tokens enter the decoder at {number(ratio, 2)} × the norm of text."
 
 
 def _asymmetry(report: Report) -> tuple[str, str]:
     ratio, turn, pair = entry_ratio(report), asymmetry(report), _pair(report, "rotation")
     if ratio is None or turn is None or pair is None:
-        return "not measured", "This takes visual and text tokens in the decoder."
+        return _lacking(report), "This takes visual and text tokens in the decoder."
     slower = sum(visual < text for visual, text in zip(*pair, strict=True))
     said = asymmetry_said(report)
     sentence = f"They turn at {said} × the rate of text; more slowly in {slower} of {len(pair[0])} layers."
     if ratio <= EQUAL:
-        return "not measured", f"Visual tokens are not larger here. {sentence}"
-    return _above(1 / EQUAL_RATE, turn, report.depth.asymmetry_error if report.depth else None), sentence
+        return "does not apply", f"Visual tokens are not larger here. {sentence}"
+    if same_rate(turn, error := asymmetry_error(report)):
+        return "unclear" if error else "disagrees", sentence
+    return _when(turn < 1), sentence
 
 
 def _vocabulary(report: Report) -> tuple[str, str]:
     ratio, turn = entry_ratio(report), asymmetry(report)
     if ratio is None or turn is None:
-        return "not measured", "This takes visual and text tokens in the decoder."
+        return _lacking(report), "This takes visual and text tokens in the decoder."
     sentence = f"They enter at {number(ratio, 2)} × the norm of text and turn at {number(turn, 2)} × its rate."
-    return _when(ratio > EQUAL and is_equal(turn, EQUAL_RATE)), sentence
+    return _when(ratio > EQUAL and same_rate(turn, asymmetry_error(report))), sentence
 
 
 def _update_size(report: Report) -> tuple[str, str]:
     pair = _pair(report, "log_update")
     if pair is None:
-        return "not measured", "This takes visual and text tokens in the decoder."
+        return _lacking(report), "This takes visual and text tokens in the decoder."
     factor = _factor(*pair)
     larger = sum(visual > text for visual, text in zip(*pair, strict=True))
     sentence = f"They differ by a factor of {number(factor, 2)} on average; visual tokens' are the larger in {larger}"
@@ -150,7 +154,7 @@ def _update_size(report: Report) -> tuple[str, str]:
 def _update_angle(report: Report) -> tuple[str, str]:
     pair = _pair(report, "update_angle")
     if pair is None:
-        return "not measured", "This takes visual and text tokens in the decoder."
+        return _lacking(report), "This takes visual and text tokens in the decoder."
     visual, text = ([math.degrees(angle) for angle in curve] for curve in pair)
     apart = fmean(abs(a - b) for a, b in zip(visual, text, strict=True))
     sentence = (
@@ -161,10 +165,10 @@ def _update_angle(report: Report) -> tuple[str, str]:
 
 def _bottom(report: Report) -> tuple[str, str]:
     if has_norm(report):
-        return "not measured", "This takes a model without the norm."
+        return "does not apply", "This is said of models without the norm."
     spread = attention_spread(report, "bottom_bias")
     if spread is None:
-        return "not measured", "This takes a question about a picture whose visual tokens form one grid."
+        return _lacking(report), "This takes a question about an image whose visual tokens form one grid."
     said = with_error(*spread, digits=3)
     sentence = f"The bottom third gets {said} × what even attention would give it ({_asked(report)})."
     return _above(spread[0], EQUAL, spread[1]), sentence
@@ -196,6 +200,11 @@ def _remedy_focus(report: Report, against: Report) -> tuple[str, str]:
     error = stdev(fallen) / math.sqrt(len(fallen)) if len(fallen) > 1 else None
     sentence = f"Entropy {number(new, 3)}, {number(old, 3)} without it; 1 is even ({_asked(report)})."
     return _above(fmean(fallen), NO_CHANGE_ENTROPY, error), sentence
+
+
+def _lacking(report: Report) -> str:
+    """The outcome where numbers are lacking: a part alone has nothing to measure."""
+    return "not measured" if report.interface.visual is not None else "does not apply"
 
 
 def _asked(report: Report) -> str:

@@ -3,6 +3,7 @@
 """Loading what is to be diagnosed, having found out from its configuration what it is."""
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,15 +30,15 @@ from transformers.utils import find_adapter_config_file
 
 from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
 from ..build import torch_dtype
-from ..parts import load_part
+from ..checkpoint import find_model
+from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..loading import loading
+from ..parts import load_part, tower_alone
+from ..processing import load_preprocessor, load_processor
+from ..untrusted import check_files
 
 
 Kind = Literal["vision-language model", "vision encoder", "language model"]
-
-_SAVE_PROCESSOR = (
-    "If it is not there, save that of the model it was made from beside it: "
-    "`AutoProcessor.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
-)
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,9 @@ def find(model: str, *, trust_remote_code: bool = False) -> Found:
         ValueError: It is not there, is an adapter, needs remote code that is not trusted, is none of the three kinds,
             or lacks its processor.
     """
-    path = Path(model).expanduser()
-    source, name = (str(path), path.resolve().name) if path.exists() else (model, model)
+    source = find_model(model)
+    path = Path(source)
+    name = path.resolve().name if path.exists() else model
     if path.is_file() or path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf")):
         return Found("language model", name, source)
     stored = _stored_config(source)
@@ -90,21 +92,23 @@ def find(model: str, *, trust_remote_code: bool = False) -> Found:
             "its own. Read that code, and if you trust it, pass --trust-remote-code."
         )
     trust = bool(remote)
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+    with tower_alone(), loading(f"The configuration of {source}"):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
     kind, cls, config = _remote_kind(name, config, remote) if remote else _kind(name, config)
     if kind == "language model":
         return Found(kind, name, source)
-    processor, image_processor = None, None
-    try:
-        if kind == "vision encoder":
-            image_processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=trust)
-        else:
-            processor = AutoProcessor.from_pretrained(source, trust_remote_code=trust)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"The processor of {name} cannot be loaded: {error}. {_SAVE_PROCESSOR}") from error
-    if kind == "vision-language model" and not isinstance(processor, ProcessorMixin):
-        raise ValueError(f"{name} has a tokenizer and no processor for pictures. {_SAVE_PROCESSOR}")
-    return Found(kind, name, source, processor, image_processor, cls, config, trust)
+    if kind == "vision encoder":
+        image_processor = load_preprocessor(AutoImageProcessor, source, trust_remote_code=trust)
+        return Found(kind, name, source, None, image_processor, cls, config, trust)
+    if config.model_type == NormAlignLlavaConfig.model_type:
+        return Found(kind, name, source, load_processor(source, config=config), None, cls, config)
+    processor = load_preprocessor(AutoProcessor, source, trust_remote_code=trust)
+    if not isinstance(processor, ProcessorMixin):
+        raise ValueError(
+            f"{name} has a tokenizer and no processor for images. Save that of the model it was made from beside it: "
+            "`AutoProcessor.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
+        )
+    return Found(kind, name, source, processor, None, cls, config, trust)
 
 
 def load(
@@ -125,30 +129,24 @@ def load(
     Raises:
         ValueError: The checkpoint lacks tensors, or `dtype` is unknown.
     """
-    return load_part(
-        found.cls,
-        found.source,
-        torch_dtype(dtype),
-        config=found.config,
-        trust_remote_code=found.remote,
-        device_map=device_map or ("auto" if torch.cuda.is_available() else None),
-        quantization_config=BitsAndBytesConfig(load_in_4bit=True) if load_in_4bit else None,
-    ).eval()
+    with tower_alone() if found.kind == "vision encoder" else nullcontext():
+        return load_part(
+            found.cls,
+            found.source,
+            torch_dtype(dtype),
+            config=found.config,
+            trust_remote_code=found.remote,
+            device_map=device_map or ("auto" if torch.cuda.is_available() else None),
+            quantization_config=BitsAndBytesConfig(load_in_4bit=True) if load_in_4bit else None,
+        ).eval()
 
 
 def _stored_config(source: str) -> dict[str, Any]:
     """`config.json` as it is stored."""
     try:
-        stored = PreTrainedConfig.get_config_dict(source)[0]
+        stored = check_files(source)
     except OSError as error:
-        if Path(source).exists():
-            raise ValueError(f"The configuration of {source} cannot be read: {error}") from error
-        if source.startswith(("/", ".", "~")):
-            raise ValueError(f"{source} is no file or folder here. Check the path.") from error
-        raise ValueError(
-            f"{source!r} is no file or folder here, and the Hub gave no such model: {error} Check the name and your "
-            "connection; a gated or private one needs `hf auth login`."
-        ) from error
+        raise ValueError(f"The configuration of {source} cannot be read: {error}") from error
     if stored:
         return stored
     if find_adapter_config_file(source):

@@ -98,7 +98,7 @@ def write_page(
         )
     models = [report] if against is None else [against, report]
     claims = findings(report, against)
-    if all(claim.outcome == "not measured" for claim in claims):  # a vision encoder or a language model alone
+    if all(claim.outcome == "does not apply" for claim in claims):  # a vision encoder or a language model alone
         claims = []
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),

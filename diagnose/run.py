@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from PIL import Image
+from rich.markup import escape
 from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel, ProcessorMixin
 
 from ..build import torch_dtype
+from ..errors import Console, escaped
 from ..folders import replaced_folder
 from .attention import attention_maps
 from .data import Samples, batches, load_samples, picture_batches
@@ -60,6 +62,7 @@ def diagnose(
     *,
     against: str | None = None,
     data: str | None = None,
+    image_folder: str | None = None,
     samples: int = 64,
     output: str | Path | None = None,
     batch_size: int = 8,
@@ -80,6 +83,7 @@ def diagnose(
         model: Folder or Hub id.
         against: Of the baseline.
         data: Where pictures and questions come from: see [`~normalign_llava.diagnose.data.load_samples`].
+        image_folder: Folder that image paths in the data start from; by default that of the data.
         samples: How many.
         output: Folder to write; by default `diagnostics` in the folder of `model`, or for a Hub id
             `diagnostics/ID` here. What an earlier diagnosis wrote there is replaced when this one is complete.
@@ -111,7 +115,7 @@ def diagnose(
         seen = _Seen(staging, batch_size, seed, dtype, load_in_4bit)
         drawn = None
         if any(each.kind != "language model" for each in found):
-            drawn = load_samples(data, samples, seed=seed)
+            drawn = load_samples(data, samples, seed=seed, image_folder=image_folder)
         reports = [
             seen.report(each, called, drawn, prefix)
             for each, called, prefix in zip(found, names, ("", "baseline_"), strict=False)
@@ -158,12 +162,18 @@ class _Seen:
         total = math.ceil(len(drawn.samples) / self.batch_size)
         if found.image_processor is not None:
             made = picture_batches(found.image_processor, drawn.samples, self.batch_size)
-            return probe_encoder(model, track(made, name, total=total), name=name, data=drawn.name)
+            return probe_encoder(
+                model, track(made, escape(escaped(name)), total=total, console=Console()), name=name, data=drawn.name
+            )
         processor = found.processor
         assert processor is not None
         made = batches(processor, drawn.samples, self.batch_size)
         report = probe(
-            model, track(made, name, total=total), tokenizer=processor.tokenizer, name=name, data=drawn.name
+            model,
+            track(made, escape(escaped(name)), total=total, console=Console()),
+            tokenizer=processor.tokenizer,
+            name=name,
+            data=drawn.name,
         )
         attention, left_out = self._attention(model, processor, drawn.samples[:QUESTIONS], prefix)
         return replace(
@@ -181,7 +191,7 @@ class _Seen:
     ) -> tuple[list[Attention], list[str]]:
         measured: list[Attention] = []
         special = tokenizer_ids(processor.tokenizer)
-        for number, sample in enumerate(track(samples, "attention"), 1):
+        for number, sample in enumerate(track(samples, "attention", console=Console()), 1):
             (inputs,) = batches(processor, [sample], 1)
             try:
                 found = attention_maps(model, inputs, question=sample.question, special_ids=special)

@@ -11,7 +11,7 @@ EQUAL = 1.25
 """Two sizes within this factor of each other count as equal: ratios from 0.8 to 1.25."""
 
 EQUAL_RATE = 1.1
-"""Two rates within this factor of each other count as equal. Rates differ by less than norms in every model seen."""
+"""Two rates within this factor of each other are nearly equal: the whole that can be said without a standard error."""
 
 NO_CHANGE = 1.05
 """A ratio has come nearer to 1, or gone farther from it, if its distance from 1 changed by more than this factor."""
@@ -21,8 +21,8 @@ def verdict(report: Report, against: Report | None = None) -> list[str]:
     """Two sentences for a person: how visual tokens enter and turn, and what that means.
 
     The second answers whether the model has the problem that the paper describes (a ratio of norms above `EQUAL` and
-    a ratio of rates below 1 / `EQUAL_RATE`) or, with `against`, whether norms and rates are nearer to each other than
-    there.
+    a ratio of rates below 1, see [`same_rate`]) or, with `against`, whether norms and rates are nearer to each other
+    than there.
     """
     return [_first(report), _second(report) if against is None else _compared(report, against)]
 
@@ -55,9 +55,19 @@ def asymmetry(report: Report) -> float | None:
     return report.depth.asymmetry if report.depth else None
 
 
+def asymmetry_error(report: Report) -> float | None:
+    """Standard error of the asymmetry, where it is known."""
+    return report.depth.asymmetry_error if report.depth else None
+
+
 def asymmetry_said(report: Report) -> str:
     """The asymmetry, in as many digits as its standard error allows, or two where that is not known."""
-    return with_error(asymmetry(report), report.depth.asymmetry_error if report.depth else None)
+    return with_error(asymmetry(report), asymmetry_error(report))
+
+
+def same_rate(turn: float, error: float | None) -> bool:
+    """Whether a ratio of rates cannot be told from 1: by two standard errors or, without one, by `EQUAL_RATE`."""
+    return abs(turn - 1) <= 2 * error if error is not None else is_equal(turn, EQUAL_RATE)
 
 
 def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
@@ -108,7 +118,7 @@ def _first(report: Report) -> str:
             reason = "the data hold no text tokens whose rate theirs could be compared with"
         return f"{enter}; {reason}."
     over = f"mean over layers 1 to {layers(report) - 1}"
-    if is_equal(turn, EQUAL_RATE):
+    if same_rate(turn, asymmetry_error(report)) and is_equal(turn, EQUAL_RATE):
         return f"{enter} and turn at the rate of text ({asymmetry_said(report)} ×, {over})."
     return f"{enter} and turn at {asymmetry_said(report)} × the rate of text ({over})."
 
@@ -140,18 +150,18 @@ def _second(report: Report) -> str:
         no = f"This is not the problem the paper describes: the norms{of} are equal to within a factor of {EQUAL}"
         if turn is None:
             return f"{no}."
-        rates = "so are the rates" if is_equal(turn, EQUAL_RATE) else f"visual tokens turn {_pace(turn)} all the same"
+        equal = same_rate(turn, asymmetry_error(report)) and is_equal(turn, EQUAL_RATE)
+        rates = "so are the rates" if equal else f"visual tokens turn {_pace(report)} all the same"
         return f"{no}, and {rates}."
     if ratio < 1:
         opposite = "This is the opposite of the problem the paper describes: visual tokens are smaller than text"
-        return f"{opposite}." if turn is None else f"{opposite}, and turn {_pace(turn)}."
+        return f"{opposite}." if turn is None else f"{opposite}, and turn {_pace(report)}."
     if turn is None:
         return "This is the difference in norm that the paper describes; whether it slows visual tokens is not known."
-    if turn < 1 and not is_equal(turn, EQUAL_RATE):
-        return "This is the problem the paper describes: visual tokens are larger than text, and turn more slowly."
-    return (
-        f"This is half of the problem the paper describes: visual tokens are larger than text, yet turn {_pace(turn)}."
-    )
+    larger = "visual tokens are larger than text"
+    if turn < 1 and not same_rate(turn, asymmetry_error(report)):
+        return f"This is the problem the paper describes: {larger}, and turn {_pace(report)}."
+    return f"This is half of the problem the paper describes: {larger}, yet turn {_pace(report)}."
 
 
 def _compared(report: Report, against: Report) -> str:
@@ -162,16 +172,23 @@ def _compared(report: Report, against: Report) -> str:
     ]
     ratios = [(name, new, old) for name, new, old in pairs if new is not None and old is not None]
     if ratios:
-        said = " and ".join(f"{name} is {number(new, 2)} instead of {number(old, 2)}" for name, new, old in ratios)
-        changes = [change(new, old) for _, new, old in ratios]
-        if len(changes) == 1:
-            outcome = f"{changes[0]} 1"
-        elif changes[0] != changes[1]:
-            outcome = f"the first is {changes[0]} 1, the second {changes[1]} it"
-        else:
-            outcome = "neither is nearer to 1" if changes[0] == "no nearer to" else f"both are {changes[0]} 1"
+        printed = [(name, number(new, 2), number(old, 2)) for name, new, old in ratios]
+        said = " and ".join(
+            f"{name} is {new} in both" if new == old else f"{name} is {new} instead of {old}"
+            for name, new, old in printed
+        )
+        changes = {
+            which: change(new, old)
+            for which, (_, new, old), (_, shown, before) in zip(("first", "second"), ratios, printed, strict=False)
+            if shown != before
+        }
         norm = "with the norm " if has_norm(report) and not has_norm(against) else ""
-        return f"Against {against.model} {said}: {norm}{outcome}."
+        outcomes = [f"the {which} is {changed} 1" for which, changed in changes.items()]
+        if len(ratios) == 1:
+            outcomes = [f"{changed} 1" for changed in changes.values()]
+        elif len(changes) == 2 and len(set(changes.values())) == 1:
+            outcomes = [f"both are {changes['first']} 1".replace("both are no nearer", "neither is nearer")]
+        return f"Against {against.model} {said}{f': {norm}' if outcomes else ''}{', '.join(outcomes)}."
     for name, new, old in (
         ("text embeddings have", ours.vocabulary, theirs.vocabulary),
         ("the encoder's tokens have", ours.encoder_output, theirs.encoder_output),
@@ -184,7 +201,9 @@ def _compared(report: Report, against: Report) -> str:
     return f"Nothing that was measured of it was measured of {against.model} too."
 
 
-def _pace(turn: float) -> str:
-    if is_equal(turn, EQUAL_RATE):
-        return "at its rate"
-    return "more slowly" if turn < 1 else "faster"
+def _pace(report: Report) -> str:
+    turn, error = asymmetry(report) or 0.0, asymmetry_error(report)
+    slower, near = "more slowly" if turn < 1 else "faster", is_equal(turn, EQUAL_RATE)
+    if same_rate(turn, error):
+        return "at its rate" if near else f"{slower} by no more than two standard errors"
+    return f"a little {slower}" if near else slower

@@ -13,10 +13,12 @@ from typing import Any
 from huggingface_hub import ModelInfo
 from huggingface_hub.errors import HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
+from ..checkpoint import ADAPTER_CONFIG, check_repo_id
 from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..untrusted import json_object, names_code
 from .card import AdapterBase
-from .client import Client, check_repo_id
-from .contents import ADAPTER_CONFIG, CODE, RECORD
+from .client import Client
+from .contents import CODE, RECORD
 from .facts import read_json
 from .remote import read
 
@@ -152,4 +154,5 @@ def _foreign_code(client: Client, info: ModelInfo, config: dict[str, Any]) -> li
     if config.get("auto_map") != NormAlignLlavaConfig.auto_map_entries:
         foreign.append("auto_map in config.json")
     processor = {"processor_config.json", "preprocessor_config.json", "tokenizer_config.json"}
-    return foreign + [f"auto_map in {name}" for name in sorted(names & processor) if b'"auto_map"' in content(name)]
+    settings = {name: json_object(content(name), f"{name} of {info.id}") for name in sorted(names & processor)}
+    return foreign + [f"auto_map in {name}" for name in settings if names_code(settings[name])]

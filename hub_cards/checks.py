@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .. import configuration_normalign_llava, modeling_normalign_llava
 from ..configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
 from ..gain import embedding_statistics
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..processing import check_processor
-from .contents import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, RECORD, WEIGHTS, Contents, shards
+from ..processing import PADS_RIGHT, check_processor, load_processor
+from ..untrusted import check_files
+from .contents import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, RECORD, WEIGHTS, Contents, shards_of
 from .private import find_private
 
 
@@ -57,8 +58,14 @@ def check_checkpoint(checkpoint: str | os.PathLike) -> None:
         ValueError: Something is wrong; the message lists every fault with its remedy.
     """
     folder = Path(checkpoint)
-    if (folder / ADAPTER_CONFIG).exists() or (folder / ADAPTER_WEIGHTS).exists():
-        return _raise(_adapter_faults(folder), f"The adapter {checkpoint} is not fit to be published")
+    adapter = (folder / ADAPTER_CONFIG).exists() or (folder / ADAPTER_WEIGHTS).exists()
+    heading = f"The {'adapter' if adapter else 'checkpoint'} {checkpoint} is not fit to be published"
+    try:
+        check_files(folder)
+    except ValueError as error:
+        _raise([str(error)], heading)
+    if adapter:
+        return _raise(_adapter_faults(folder), heading)
     if not (folder / "config.json").exists() and not list(folder.glob("*.safetensors")):
         inside = ", ".join(sorted(path.name for path in folder.glob("checkpoint-*")))
         hint = f" It has {inside}: name one of them." if inside else ""
@@ -75,7 +82,7 @@ def check_checkpoint(checkpoint: str | os.PathLike) -> None:
         faults.append(f"config.json: no model can be made from it ({error}).")
     else:
         faults += _weight_faults(folder, model) + _processor_faults(folder, model) if model else []
-    _raise(faults, f"The checkpoint {checkpoint} is not fit to be published")
+    _raise(faults, heading)
 
 
 def _raise(faults: list[str], heading: str) -> None:
@@ -90,7 +97,7 @@ def _read(file: Path, faults: list[str]) -> dict[str, Any]:
         if isinstance(content, dict):
             return content
         faults.append(f"{file.name}: no JSON object. {_SAVE_AGAIN}.")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         faults.append(f"{file.name}: not there, or cannot be read ({error}). {_SAVE_AGAIN}.")
     return {}
 
@@ -124,7 +131,7 @@ def _weight_faults(folder: Path, model: PreTrainedModel) -> list[str]:
     found: dict[str, list[int]] = {}
     norm: dict[str, Tensor] = {}
     try:
-        for name in [WEIGHTS] if single else shards(folder):
+        for name in [WEIGHTS] if single else shards_of(folder):
             with safe_open(folder / name, "pt") as file:
                 found |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
                 norm |= {key: file.get_tensor(key) for key in file.keys() if key.startswith(_NORM)}  # noqa: SIM118
@@ -194,13 +201,13 @@ def _trainings(folder: Path) -> list[bool]:
 
 def _processor_faults(folder: Path, model: PreTrainedModel) -> list[str]:
     try:
-        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+        processor = load_processor(str(folder))
         token, ours = processor.image_token_id, model.config.image_token_id
     except Exception as error:  # one fails to load in many ways
         return [f"the processor does not load ({error}). Save the one of the model that training started from there."]
     if token != ours:
         return [f"image token: config.json says {ours}, the tokenizer {token}. Save the model's own processor there."]
-    faults = []
+    faults = [] if processor.tokenizer.padding_side == "left" else [f"tokenizer_config.json: {PADS_RIGHT}"]
     try:
         check_processor(processor, model)
     except Exception as error:

@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from huggingface_hub import HfApi, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError  # HTTPError: of httpx or httpx2, whichever the client has
-from huggingface_hub.utils import HFValidationError, build_hf_headers, hf_raise_for_status, validate_repo_id
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
 from .. import __version__
 from .contents import CARD, Contents
@@ -186,16 +186,6 @@ def may_pass(error: Exception) -> bool:
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in (408, 429) or error.response.status_code >= 500
     return isinstance(error, (HTTPError, json.JSONDecodeError))  # JSONDecodeError: a proxy's error page
-
-
-def check_repo_id(repo_id: str) -> None:
-    """Raises ValueError unless `repo_id` is `"namespace/name"` as the Hub allows it."""
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(f"{error} Give user/name or organisation/name.") from None
-    if "/" not in repo_id:
-        raise ValueError(f"The repository {repo_id!r} lacks its owner. Give user/name or organisation/name.")
 
 
 def _ended(said: object) -> str:

@@ -8,15 +8,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from ..checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ..diagnose.report import PAGE, REPORT, SCHEMA_VERSION
+from ..untrusted import INDEX, PICKLES, WEIGHTS, is_inside, json_object, shards
 from .evaluation import FOLDER as EVALUATION
 
 
 DIAGNOSTICS, RESULTS, TEMPLATES = "diagnostics", ".eval_results", "chat_templates"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 CARD, RECORD = "README.md", "training.json"
 CODE = ("configuration_normalign_llava.py", "modeling_normalign_llava.py")
 
@@ -39,9 +39,6 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     DIAGNOSTICS: {"record": (REPORT,)},
 }
 """Folder -> kind -> names, as patterns. Weights are those that load, and figures those that `report.json` names."""
-
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-"""Suffixes of files that run code when they are read."""
 
 _LEFT = {
     "optimizer*": "optimizer state",
@@ -114,7 +111,7 @@ def contents(checkpoint: str | os.PathLike, generated: Mapping[str, bytes] | Non
             continue
         if reason := _reason(path, kind):
             left[relative + ("/" if path.is_dir() else "")] = reason
-        elif not _is_inside(path, folder):
+        elif not is_inside(path, folder):
             outside.append(f"{relative} -> {path.resolve()}")
         elif relative != f"{DIAGNOSTICS}/{REPORT}":
             sent.append(Content(relative, path, path.stat().st_size, str(kind)))
@@ -160,19 +157,13 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode(), names
 
 
-def shards(folder: Path) -> list[str]:
-    """The files that an index names.
+def shards_of(folder: Path) -> list[str]:
+    """The files that the index of a folder names.
 
     Raises:
         ValueError: The index cannot be read, or names a file that is not there.
     """
-    try:
-        names = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
-        known = all(PurePosixPath(name).name == name and name.endswith(".safetensors") for name in names)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / INDEX} cannot be read ({error}). Save the model again.") from error
-    if not names or not known:
-        raise ValueError(f"{folder / INDEX} names {', '.join(map(repr, names)) or 'nothing'}. Save the model again.")
+    names = shards(json_object((folder / INDEX).read_bytes(), str(folder / INDEX)), str(folder / INDEX))
     if absent := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(
             f"{folder} lacks {', '.join(absent)} of the {len(names)} shards that {INDEX} names. Copy them there, or "
@@ -196,7 +187,7 @@ def _weights(folder: Path) -> list[str]:
         raise ValueError(
             f"{folder} has no weights: no {WEIGHTS}, {INDEX} or {ADAPTER_WEIGHTS}.{hint if pickled else inside}"
         )
-    return [INDEX, *shards(folder)] if found == [INDEX] else [each for each in found if each == WEIGHTS]
+    return [INDEX, *shards_of(folder)] if found == [INDEX] else [each for each in found if each == WEIGHTS]
 
 
 def _report(file: Path) -> tuple[bytes | None, list[str]]:
@@ -212,13 +203,6 @@ def _listed(folder: Path) -> list[Path]:
     for path in sorted(folder.iterdir()):
         listed += sorted(path.iterdir()) if path.name in ALLOWED and path.is_dir() else [path]
     return listed
-
-
-def _is_inside(path: Path, folder: Path) -> bool:
-    real = path.resolve()
-    # In the Hub's cache, the files of `snapshots/COMMIT` are links to the repository's `blobs`.
-    cached = folder.parent.name == "snapshots" and real.parent == folder.parents[1] / "blobs"
-    return cached or real.is_relative_to(folder)
 
 
 def _kind(path: str) -> str | None:

@@ -2,9 +2,11 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The page of a Space, served on this computer for a checkpoint folder."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
-from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
+from ..checkpoint import find_checkpoint
+from ..errors import install
 
 
 def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | None = None) -> None:
@@ -20,24 +22,22 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
         ValueError: There is no NormAlign-LLaVA at `checkpoint`.
         OSError: The port is taken.
     """
-    try:
-        import gradio  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ImportError("The demo needs gradio. Install it with: pip install 'normalign-llava[demo]'") from error
-    from transformers import AutoConfig
+    source = find_checkpoint(checkpoint)
+    if find_spec("gradio") is None:
+        raise ImportError(f"The demo needs gradio. {install('demo')}")
+    from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
+    from ..loading import loading
+    from ..processing import load_processor
+    from ..untrusted import check_files, check_weights
 
+    if (kind := check_files(source).get("model_type")) != "normalign_llava":
+        raise ValueError(f"{source} is a {kind!r} model. The demo shows NormAlign-LLaVA models.")
+    check_weights(source)
+    processor = load_processor(source)
     from .space.demo import build_app, launch, load
 
-    name = Path(checkpoint).expanduser()
-    source = str(name) if name.exists() else str(checkpoint)
-    if name.is_dir() and not (name / "config.json").is_file():
-        adapter = (name / "adapter_config.json").is_file()
-        remedy = "Merge the adapter first: normalign merge." if adapter else "Name a checkpoint folder."
-        raise ValueError(f"{name} has no config.json. {remedy}")
-    config = AutoConfig.from_pretrained(source)
-    if config.model_type != "normalign_llava":
-        raise ValueError(f"{source} is a {config.model_type!r} model. The demo shows NormAlign-LLaVA models.")
-    model, processor = load(source, trust_remote_code=False)
-    known = name.resolve().name if name.exists() else source
+    with loading(f"The model {source}", seconds=None):
+        model, _ = load(source, trust_remote_code=False)
+    known = Path(source).resolve().name if Path(source).exists() else source
     app = build_app(model, processor, title="NormAlign-LLaVA", source=f"Model: `{known}`.")
     launch(app, server_name=host, server_port=port)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
-
+from ..checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_folder, is_hub_id
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..diagnose.report import REPORT
-from .contents import ADAPTER_WEIGHTS, DIAGNOSTICS, INDEX, WEIGHTS, public_report
+from ..loading import loading
+from ..untrusted import check_files, check_inside, shards
+from .contents import DIAGNOSTICS, INDEX, WEIGHTS, public_report
 from .evaluation import Evaluation, read_evaluations
 from .weights import Gain, read_weights
 
@@ -110,12 +110,13 @@ def read_facts(checkpoint: Path) -> Facts:
     Raises:
         ValueError: It is neither, or a file in it cannot be read; the message names the file.
     """
-    adapter, plain = read_json(checkpoint / "adapter_config.json"), read_json(checkpoint / "config.json")
-    if adapter is None and plain is None:
-        raise ValueError(f"{checkpoint} has no config.json and no adapter_config.json. Give a checkpoint folder.")
+    check_folder(checkpoint)
+    adapter, plain = read_json(checkpoint / ADAPTER_CONFIG), read_json(checkpoint / "config.json")
     if adapter is None and (kind := (plain or {}).get("model_type")) != NormAlignLlavaConfig.model_type:
         raise ValueError(f"{checkpoint} is a {kind!r} model. A card is made of NormAlign-LLaVA checkpoints only.")
-    config = NormAlignLlavaConfig.from_pretrained(checkpoint) if adapter is None else None
+    check_files(checkpoint)
+    with loading(f"The configuration of {checkpoint}"):
+        config = NormAlignLlavaConfig.from_pretrained(checkpoint) if adapter is None else None
     record, build = read_json(checkpoint / "training.json"), read_json(checkpoint / "build.json")
     stages: list[dict[str, Any]] = []
     while record:
@@ -152,7 +153,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read: {error}. Mend or remove it.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} is no JSON object. Mend or remove it.")
@@ -161,11 +162,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 def hub_id(name: str | None) -> str | None:
     """`name` if it has the form of a Hub id with an owner; None otherwise."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return None
-    return name if name and "/" in name else None
+    return name if name and is_hub_id(name) else None
 
 
 def _parts(file: Path, build: dict[str, Any], config: NormAlignLlavaConfig | None) -> list[Part]:
@@ -206,8 +203,11 @@ def _licence(recorded: Any, file: Path) -> Licence | None:
 
 def _weight_files(checkpoint: Path, config: NormAlignLlavaConfig | None) -> list[Path]:
     index = read_json(checkpoint / INDEX) if config is not None else None
-    names = sorted(set(index["weight_map"].values())) if index else [ADAPTER_WEIGHTS if config is None else WEIGHTS]
-    return [checkpoint / name for name in names]
+    single = ADAPTER_WEIGHTS if config is None else WEIGHTS
+    files = [checkpoint / name for name in (shards(index, str(checkpoint / INDEX)) if index else [single])]
+    for file in files:
+        check_inside(file)
+    return files
 
 
 def _data(stages: list[dict[str, Any]]) -> list[Part]:

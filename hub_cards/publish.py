@@ -9,13 +9,13 @@ from pathlib import Path
 
 from huggingface_hub import get_token
 
+from ..checkpoint import check_folder, check_repo_id
 from .adapter import Staged, staged
 from .card import decoded, is_ours, render_card
 from .checks import check_checkpoint, check_contents
-from .client import WAITS, Client, check_repo_id
+from .client import WAITS, Client
 from .contents import CARD, Contents, contents
 from .demo_space import check_space, push_space, space_of
-from .facts import hub_id
 from .hand_written import check_own, digests, is_reverted, put, settle
 from .hub import Pushed, check_remote, push_snapshot, with_manifest
 from .remote import Remote, look
@@ -68,6 +68,7 @@ def publish(
     as_adapter: bool = False,
     base: str | None = None,
     dry_run: bool = False,
+    check_loading: bool = True,
     replace_card: bool = False,
     token: str | None = None,
     endpoint: str | None = None,
@@ -90,6 +91,8 @@ def publish(
         as_adapter: Publish an adapter as one, with its base pinned to a commit. The base must be on the Hub.
         base: The adapter's base, where it has moved: a folder or a Hub id.
         dry_run: Check, and tell what would be sent. Needs neither token nor network, unless an adapter's base does.
+        check_loading: Load the folder before, and the commit after, in a clean process; each takes the memory of the
+            whole model, and the second its room on the disk. All other checks are made in any case.
         replace_card: Write over a card, there or in the folder, that is none of ours.
         token: Access token; by default that of `hf auth login` or HF_TOKEN.
         endpoint: URL of the Hub, by default that of huggingface_hub.
@@ -107,12 +110,7 @@ def publish(
     """
     checkpoint = Path(checkpoint)
     check_repo_id(repo_id)
-    if not checkpoint.is_dir():
-        fetch = f" What is on the Hub is fetched with `hf download {checkpoint} --local-dir FOLDER`."
-        raise ValueError(
-            f"{checkpoint} is no folder. Give the folder of a checkpoint or of an adapter."
-            f"{'' if checkpoint.exists() or not hub_id(checkpoint.as_posix()) else fetch}"
-        )
+    check_folder(checkpoint)
     if space and (create_pr or as_adapter):
         raise ValueError(
             "A Space needs a whole model that is published: leave out --space, or --create-pr and --adapter."
@@ -129,10 +127,12 @@ def publish(
             check_checkpoint(stage.folder)
             sent, hand_written = prepare(stage, repo_id, revision, There(), token or get_token(), say)
             files = {file.path: file.size for file in with_manifest(take_snapshot(sent), hand_written)}
-            if stage.base is None:
+            loaded = check_loading and stage.base is None
+            if loaded:
                 say(LOADING)
                 ask_stranger(stage.folder)
-        say("It passed the checks" + (", but was not loaded: its base is on the Hub." if as_adapter else "."))
+        unloaded = "as --no-verify asks" if not check_loading else "its base is on the Hub"
+        say("It passed the checks." if loaded else f"It passed the other checks, but was not loaded: {unloaded}.")
         if space:
             say(f"The Space {space_of(repo_id)} would be published too, with the demo's program and the model's name.")
         pushed = Pushed(repo_id, "", "", "", revision, False, False, files, list(files), sum(files.values()))
@@ -156,17 +156,25 @@ def publish(
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=client) as stage:
             check_checkpoint(stage.folder)
             sent, hand_written = prepare(stage, repo_id, revision, there, client.token, say)
-            check_room(sum(content.size for content in sent.sent))
+            if check_loading:
+                check_room(sum(content.size for content in sent.sent))
             client.check_card(sent)
             snapshot = take_snapshot(sent)
-            say(LOADING)
-            before = ask(client, stage.folder, None, stage.base, token_needed)
+            before = None
+            if check_loading:
+                say(LOADING)
+                before = ask(client, stage.folder, None, stage.base, token_needed)
             pushed = push_snapshot(
                 client, snapshot, repo_id, before=remote, private=private, revision=revision, create_pr=create_pr,
                 hand_written=hand_written, say=say,
             )  # fmt: skip
-        say(f"Loading {repo_id} in the same way, at {pushed.commit}.")
-        verify(client, pushed, stage.base, before)
+        if before is None:
+            say(
+                f"{repo_id} was not loaded, neither from the folder nor from the Hub: whether others can is not known."
+            )
+        else:
+            say(f"Loading {repo_id} in the same way, at {pushed.commit}.")
+            verify(client, pushed, stage.base, before)
         page = push_space(client, pushed, say) if space else None
     code = snippet(repo_id, pushed.commit, stage.base, "processor_config.json" in pushed.files)
     return Publication(**vars(pushed), space=page, snippet=code, left=sent.left)

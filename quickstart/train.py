@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from ..folders import finished_folder
+from ..train.command import read_recipe, recipe_file
 from ..train.run import train
-from ..train.stages import parse, recipe_file
+from ..train.stages import parse
 
 
 def stage(recipe: str, **changes: Any) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def stage(recipe: str, **changes: Any) -> dict[str, Any]:
         recipe: Name of the recipe.
         **changes: Options in place of the recipe's.
     """
-    return {**yaml.safe_load(recipe_file(recipe).read_text(encoding="utf-8")), **changes}
+    return {**read_recipe(recipe_file(recipe)), **changes}
 
 
 def rows_of(options: dict[str, Any]) -> int:

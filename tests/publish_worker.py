@@ -92,7 +92,8 @@ def run(request: dict) -> dict:
 
 
 def _push(folder: Path, repo_id: str, said: list[str], arguments: dict):
-    from normalign_llava.hub_cards.client import Client, check_repo_id
+    from normalign_llava.checkpoint import check_repo_id
+    from normalign_llava.hub_cards.client import Client
     from normalign_llava.hub_cards.contents import Content, Contents
     from normalign_llava.hub_cards.hub import push_snapshot
     from normalign_llava.hub_cards.remote import look

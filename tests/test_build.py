@@ -1,33 +1,41 @@
 """Assembly from tiny parts: what is kept, what is added, what is refused."""
 
 import json
+import logging
 
 import pytest
 import tiny
 import tiny_parts as parts
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
     FalconH1Config,
-    Gemma2Config,
     GemmaConfig,
     GPT2Config,
-    GraniteConfig,
+    InklingTextConfig,
     LlamaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
     MambaConfig,
+    NanoChatConfig,
     OPTConfig,
     Siglip2VisionConfig,
     Siglip2VisionModel,
+    SiglipConfig,
+    SiglipModel,
+    SiglipVisionModel,
 )
+from transformers.utils import logging as transformers_logging
 
 from normalign_llava.build import ARMS, build_checkpoint, retrofit_checkpoint
+from normalign_llava.diagnose.load import find, load
 
 
 QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this"}]}]
@@ -189,6 +197,31 @@ def test_damaged_weights_are_named(tmp_path):
         build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
 
 
+def test_what_is_left_aside_of_an_encoder_is_not_warned_of(tmp_path, caplog, monkeypatch):
+    siglip = SiglipModel(SiglipConfig(vision_config=parts.SIZES, text_config=dict(parts.SIZES, num_hidden_layers=1)))
+    siglip.save_pretrained(tmp_path / "siglip")
+    parts.image_processor("siglip").save_pretrained(tmp_path / "siglip")
+    folders = {"siglip": str(tmp_path / "siglip"), "clip": parts.vision(tmp_path / "clip", "clip_full")}
+    language = parts.language(tmp_path / "language")
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    AutoConfig.from_pretrained(folders["siglip"])  # as transformers says it
+    SiglipVisionModel.from_pretrained(folders["siglip"])
+    assert "text_model.final_layer_norm.bias" in caplog.text and "within the vocabulary" in caplog.text
+    caplog.clear()
+    transformers_logging.get_logger("transformers").warning_once.cache_clear()
+    for kind, folder in folders.items():
+        build_checkpoint(folder, language, tmp_path / f"from_{kind}")
+        load(find(folder))
+    assert "LOAD REPORT" not in caplog.text and "within the vocabulary" not in caplog.text
+
+    weights = load_file(tmp_path / "siglip" / "model.safetensors")
+    del weights["vision_model.post_layernorm.bias"]
+    save_file(weights, tmp_path / "siglip" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 1 tensors of SiglipVisionModel"):
+        build_checkpoint(folders["siglip"], language, tmp_path / "damaged")
+    assert "MISSING" in caplog.text
+
+
 def test_an_empty_output_is_filled_even_through_a_link(folders):
     vision, language, output = folders
     (output.parent / "disk").mkdir()
@@ -210,14 +243,16 @@ def test_an_output_with_files_is_left_alone(folders):
     assert [path.name for path in output.iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.parametrize("cls", [GraniteConfig, Gemma2Config])
-def test_logits_that_the_family_transforms_are_warned_about(tmp_path, caplog, cls):
-    granite = {"logits_scaling": 8.0, "embedding_multiplier": 12.0}
-    extra = granite if cls is GraniteConfig else {"final_logit_softcapping": 0.5}
-    language = parts.language(tmp_path / "language", cls=cls, **extra)
+def test_logits_that_are_transformed_in_another_way_are_refused(tmp_path):
+    language = parts.language(tmp_path / "language", cls=InklingTextConfig)
+    with pytest.raises(ValueError, match="to its logits after the head that this package does not know"):
+        build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
+
+
+def test_a_family_that_normalises_what_the_norm_gives_is_warned_about(tmp_path, caplog):
+    language = parts.language(tmp_path / "language", cls=NanoChatConfig)
     build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
-    assert "transforms its logits after the head" in caplog.text
-    assert AutoModelForImageTextToText.from_pretrained(tmp_path / "built").config.text_embedding_norm > 0
+    assert f"{language} normalises its embeddings, visual tokens too: the gain has no effect" in caplog.text
 
 
 def test_the_first_token_is_there_once(tmp_path):

@@ -360,7 +360,7 @@ def test_a_damaged_record_is_named(full, name):
 
 
 def test_no_checkpoint_no_card(tmp_path, full):
-    with pytest.raises(ValueError, match="checkpoint folder"):
+    with pytest.raises(ValueError, match="is no folder. Give the folder of a checkpoint"):
         render_card(tmp_path / "nothing")
     made.edit(full / "config.json", model_type="llava")
     with pytest.raises(ValueError, match="'llava'"):

@@ -17,8 +17,9 @@ from transformers import AutoProcessor, PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.data.forms import PROMPT
 from normalign_llava.diagnose.data import BUILT_IN, Samples, batches, load_samples, picture_batches
-from normalign_llava.diagnose.questions import PLAIN_QUESTION, Sample
+from normalign_llava.diagnose.questions import Sample
 from normalign_llava.quickstart.fetch import FetchError
 
 
@@ -51,7 +52,7 @@ def test_a_folder_of_images_with_questions(metadata, tmp_path, caplog):
     found = load_samples(str(folder), 3)
     assert found.name == "mine"
     assert drawn(found) == {
-        f"mine, row {row} ({file})": f"Is it {file}?"
+        f"{metadata}, row {row} ({file})": f"Is it {file}?"
         for row, file in enumerate(("test_red.png", "train/green.png", "train/blue.png"))
     }
     red = next(sample for sample in found.samples if "red" in sample.name)
@@ -62,7 +63,7 @@ def test_a_folder_of_images_with_questions(metadata, tmp_path, caplog):
 def test_a_folder_of_images_without_questions(tmp_path):
     folder = image_folder(tmp_path / "mine", "")
     found = drawn(load_samples(str(folder), 4))
-    assert len(found) == 4 and set(found.values()) == {PLAIN_QUESTION}
+    assert len(found) == 4 and set(found.values()) == {PROMPT}
     assert any("(train/blue.png)" in name for name in found) and not any(str(tmp_path) in name for name in found)
 
 
@@ -110,14 +111,14 @@ def test_the_json_of_llava(tmp_path):
 
 
 def test_questions_are_found_in_any_known_column(tmp_path):
-    parts = [{"type": "image"}, {"type": "text", "text": "In parts?"}]
+    parts = [{"type": "image"}, {"type": "text", "text": "In parts?"}, {"type": "image"}]
     rows = [
         {"question": "Asked?", "text": "not this"},
-        {"messages": [{"role": "system", "content": "no"}, {"role": "user", "content": "<image>First?"}]},
+        {"messages": [{"role": "system", "content": "no"}, {"role": "user", "content": "<image>First?<image>"}]},
         {"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "no"}], "text": "no"},
         {"prompt": [{"role": "user", "content": "Prompted?"}], "completion": "no"},
         {"prompt": "Plainly?"},
-        {"text": "Text?"},
+        {"text": "A caption."},
         {"question": "Which?", "hint": "Look.", "A": "a cat", "B": "a dog", "C": "nan", "D": "nan", "answer": "A"},
         {"question": "Which?", "hint": "nan", "A": "a cat", "B": "a dog"},
         {},
@@ -130,10 +131,10 @@ def test_questions_are_found_in_any_known_column(tmp_path):
         "In parts?",
         "Prompted?",
         "Plainly?",
-        "Text?",
+        PROMPT,
         "Look.\nWhich?\nA. a cat\nB. a dog",
         "Which?\nA. a cat\nB. a dog",
-        PLAIN_QUESTION,
+        PROMPT,
     ]
     assert all("red.png" in sample.name for sample in found)
 
@@ -148,22 +149,38 @@ def test_pictures_of_any_mode_become_rgb(tmp_path):
 def test_bad_data_are_named_before_any_work(tmp_path):
     folder = image_folder(tmp_path / "mine")
     (folder / "train" / "green.png").write_bytes(b"no picture")
-    with pytest.raises(ValueError, match=r"The picture of mine, row 1 \(train/green.png\) cannot be used: .*identify"):
+    with pytest.raises(
+        ValueError, match=r"The picture of metadata.jsonl, row 1 \(train/green.png\) cannot .*identify"
+    ):
         load_samples(str(folder), 3)
     (folder / "train" / "green.png").unlink()
-    with pytest.raises(ValueError, match=r"The picture of mine, row 1 \(train/green.png\) .*No such file"):
+    with pytest.raises(
+        ValueError, match=r"metadata.jsonl, row 1 \(train/green.png\) cannot .*no such image in image_fol"
+    ):
         load_samples(str(folder), 3)
     (folder / "metadata.jsonl").write_text('{"question": "no file?"}')
-    with pytest.raises(ValueError, match="The folder of images .*mine cannot be read: `file_name`"):
+    with pytest.raises(ValueError, match="mine has no row with an image"):
         load_samples(str(folder), 3)
-    with pytest.raises(ValueError, match="is a folder of images, and has no split 'test'. Name a folder in it"):
+    with pytest.raises(ValueError, match="no file in .*mine has 'test' in its name: metadata.jsonl"):
         load_samples(f"{folder}:test", 3)
+    (folder / "metadata.jsonl").unlink()
+    with pytest.raises(ValueError, match="it is a folder of images, and has no splits. Name a folder in it"):
+        load_samples(f"{folder}:test", 3)
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "link.png").symlink_to(folder / "test_red.png")
     for rows, message in (
-        ([{"image": "red.png", "caption": "red"}], r"row 0 \(red.png\) has no question. .* columns caption, image"),
+        ([{"image": "link.png", "question": "?"}], r"link.png: the image is a link that leaves image_folder"),
+        ([{"image": "red.png", "title": "red"}], r"row 0 \(red.png\) cannot .* form is not known. .* image, title"),
+        ([{"img": "red.png", "question": "?"}], r"what looks like an image is not read: column img \(1 rows\)"),
+        ([{"image": "/etc/x.png", "question": "?"}], r"row 0 \(x.png\) cannot .*/etc/x.png leaves image_folder"),
+        ([{"image": {"path": "file:///etc/x.png"}, "question": "?"}], "is an address, and nothing is fetched"),
         ([{"image": "red.png", "question": " "}], r"row 0 \(red.png\) has no question"),
-        ([llava("Q", "A")], "data.json has no row with a picture"),
-        ([{"image": 3, "question": "?"}], "The picture of data.json, row 0 is neither a path nor"),
-        (["text"], "data.json, row 0 is no mapping from column to value, but a str"),
+        ([llava("Q", "A")], "data.json has no row with an image"),
+        (
+            [{"image": 3, "question": "?"}],
+            "data.json, row 0 cannot be used: an image must be a path, bytes, or .* got 3",
+        ),
+        (["text"], "data.json, row 0 cannot be used: a row must be a mapping from column to value, got 'text'"),
     ):
         path = train_data.write_json(tmp_path / "json", rows)
         with pytest.raises(ValueError, match=message):

@@ -13,12 +13,12 @@ import yaml
 from datasets import Dataset
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from normalign_llava.data.arguments import DataArguments
+from normalign_llava.data.mixtures import load_data
 from normalign_llava.diagnose.dynamics import DYNAMICS, LOG, read_dynamics, read_training_log
 from normalign_llava.diagnose.report import DynamicsStep
 from normalign_llava.train import checkpoints, probe
-from normalign_llava.train.arguments import DataArguments
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.dataset import load_data
 from normalign_llava.train.merge import merge_adapter
 from normalign_llava.train.run import main
 

@@ -60,6 +60,24 @@ def test_one_model(ratio, asymmetry, first, second):
     assert second in said[1]
 
 
+@pytest.mark.parametrize(
+    "ratio, rate, error, first, second",
+    [
+        (37.0, 0.945, 0.004, "turn at 0.945 ± 0.004 × the rate of text", "This is the problem"),
+        (37.0, 0.945, 0.004, "turn at 0.945 ± 0.004 × the rate of text", "and turn a little more slowly."),
+        (37.0, 0.945, 0.04, "turn at the rate of text (0.94 ± 0.04 ×", "yet turn at its rate."),
+        (37.0, 0.8, 0.2, "turn at 0.8 ± 0.2 × the rate of text", "slowly by no more than two standard errors."),
+        (1.0, 1.03, 0.01, "turn at 1.03 ± 0.01 × the rate of text", "turn a little faster all the same."),
+        (1.0, 1.01, 0.01, "turn at the rate of text (1.01 ± 0.01 ×", "and so are the rates."),
+    ],
+)
+def test_a_rate_is_the_rate_of_text_only_as_far_as_its_error_allows(ratio, rate, error, first, second):
+    report = diagnosed(ratio)
+    depth = dataclasses.replace(report.depth, asymmetry=rate, asymmetry_error=error)
+    said = verdict(dataclasses.replace(report, depth=depth))
+    assert first in said[0] and second in said[1]
+
+
 def test_what_was_not_measured_is_said():
     no_depth = verdict(diagnosed(depth=None))
     assert no_depth[0] == "Visual tokens enter at 37 × the norm of text; how fast they turn was not measured."
@@ -90,11 +108,25 @@ def test_parts_alone():
             "layer_norm",
             1.0,
             0.2,
-            "instead of 0.40: with the norm the first is nearer to 1, the second farther from it.",
+            "instead of 0.40: with the norm the first is nearer to 1, the second is farther from 1.",
         ),
         ("rms_norm", 37.5, 0.41, "instead of 0.40: with the norm neither is nearer to 1."),
         ("none", 1 / 60, 0.2, "instead of 0.40: both are farther from 1."),
         (None, 1.0, None, "the ratio of norms is 1.0 instead of 37: nearer to 1."),
+        (
+            "layer_norm",
+            37.3,
+            0.9,
+            "is 37 in both and the ratio of rates is 0.90 instead of 0.40: with the norm the second is nearer to 1.",
+        ),
+        (
+            "layer_norm",
+            1.0,
+            0.401,
+            "1.0 instead of 37 and the ratio of rates is 0.40 in both: with the norm the first is nearer to 1.",
+        ),
+        ("layer_norm", 37.3, 0.401, "the ratio of norms is 37 in both and the ratio of rates is 0.40 in both."),
+        (None, 37.3, None, "the ratio of norms is 37 in both."),
     ],
 )
 def test_two_models(norm, ratio, rate, ending):
@@ -133,11 +165,14 @@ def test_claims_are_checked_on_the_model_without_the_norm():
 
 def test_claims_that_fail_or_cannot_be_checked():
     aligned = {finding.claim[:3]: finding for finding in findings(diagnosed(1.0, "layer_norm"))}
-    assert aligned["RQ2"].outcome == aligned["RQ3"].outcome == "not measured"
+    assert aligned["RQ2"].outcome == aligned["RQ3"].outcome == "does not apply"
+    assert aligned["Fig"].outcome == "not measured" and "without the norm to compare with" in aligned["Fig"].sentence
+    plain = {finding.claim[:6]: finding for finding in findings(diagnosed(depth=None))}
+    assert plain["Figure"].outcome == "does not apply" and plain["RQ3: v"].outcome == "not measured"
     assert "the projector's own scale has no effect" in aligned["RQ2"].sentence
     assert "not larger here" in aligned["RQ3"].sentence
     alone = findings(part(encoder_output=Moments(71.78, 13.95, 729)))
-    assert {finding.outcome for finding in alone} == {"not measured"}
+    assert {finding.outcome for finding in alone} == {"does not apply"}
     report = diagnosed()
     report.depth.log_update["visual"].mean[:] = [size + math.log(3) for size in report.depth.log_update["text"].mean]
     report.depth.update_angle["visual"].mean[:] = [angle + 0.2 for angle in report.depth.update_angle["text"].mean]
@@ -181,7 +216,7 @@ def test_what_lies_within_two_standard_errors_of_a_threshold_is_unclear():
         (found,) = (each for each in findings(said) if claim in each.claim)
         return found
 
-    for asymmetry, error, outcome in ((0.8, 0.01, "agrees"), (0.9, 0.01, "unclear"), (0.95, 0.01, "disagrees")):
+    for asymmetry, error, outcome in ((0.95, 0.01, "agrees"), (0.99, 0.01, "unclear"), (1.03, 0.01, "disagrees")):
         depth = dataclasses.replace(report.depth, asymmetry=asymmetry, asymmetry_error=error)
         found = of("turn more slowly", dataclasses.replace(report, depth=depth))
         assert found.outcome == outcome and f"{asymmetry:.2f} ± 0.01 ×" in found.sentence

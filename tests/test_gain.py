@@ -13,7 +13,9 @@ from hub_server import HubServer
 from rich.console import Console
 from safetensors.torch import save_file
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -160,6 +162,15 @@ def test_what_is_printed_is_what_the_model_aligns_its_norm_to(tmp_path, kind):
     assert statistics.n_text == pytest.approx(n_text, rel=1e-12)
     assert statistics.model_type == text.model_type
     torch.testing.assert_close(model.model.multi_modal_projector.norm.weight[0].item(), statistics.gain)
+
+
+def test_a_scale_that_only_token_ids_meet(tmp_path):
+    mamba = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8)
+    model = AutoModelForCausalLM.from_config(tiny.text_config(cls=FalconH1Config, embedding_multiplier=5.65, **mamba))
+    model.save_pretrained(tmp_path)
+    statistics = embedding_statistics(str(tmp_path))
+    assert_measures(statistics, model.get_input_embeddings().weight.detach(), scale=5.65)
+    assert statistics.gain == pytest.approx(statistics.n_text / tiny.WIDTH**0.5)
 
 
 def test_no_configuration_is_said(tmp_path):
@@ -355,14 +366,14 @@ def test_hub_revisions(hub):
     server, told = hub
     commit = server.repositories[PINNED].commit
     assert told[PINNED, commit]["n_text"] == told["acme/whole.v1", None]["n_text"]
-    assert "v9" in told[PINNED, "v9"] and "Check the name, the revision" in told[PINNED, "v9"]
+    assert "on the Hub it has no revision 'v9'" in told[PINNED, "v9"]
 
 
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("acme/nothing", "'acme/nothing' is no file or folder here, and the Hub gave no such repository"),
-        ("./acme/model/deep", "'./acme/model/deep' is no file or folder here"),
+        ("acme/nothing", "acme/nothing is no file or folder here, and the Hub has no model of that name"),
+        ("./acme/model/deep", "./acme/model/deep is no file or folder here"),
         ("acme/pickled.v1", "pickled weights only (pytorch_model.bin)"),
         ("acme/gguf.v1", "GGUF weights only, which cannot be read in part. Download x.gguf"),
     ],

@@ -7,14 +7,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
     AfmoeConfig,
+    AutoModelForCausalLM,
     BitsAndBytesConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     GraniteConfig,
+    HrmTextConfig,
+    HyperCLOVAXConfig,
     LlavaForConditionalGeneration,
     LlavaModel,
+    MiniCPM3Config,
     Qwen2Config,
+    RecurrentGemmaConfig,
 )
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
@@ -190,6 +196,7 @@ def test_every_causal_language_model_that_scales_embeddings_is_known():
     scaling = re.compile(
         r"ScaledWordEmbedding\(|(inputs_embeds|hidden_states) = (inputs_embeds|hidden_states) \* "
         r"(self\.embedding_|self\.normalizer|self\.embed_scale|\(?self\.config\.hidden_size)"
+        r"|inputs_embeds = self\.embed_tokens\(input_ids\) \* "
     )
     found = set()
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -199,8 +206,7 @@ def test_every_causal_language_model_that_scales_embeddings_is_known():
             found.add(model_type)
     known = {kind for kind in found if kind.startswith(("gemma", "vaultgemma", "granite"))}
     known |= {"minicpm3", "biogpt", "xglm", "afmoe", "hrm_text", "hyperclovax"}
-    # Without a cache in its output it cannot stand behind LlavaModel at all.
-    known |= {"recurrent_gemma"}
+    known |= {"recurrent_gemma", "falcon_h1"}  # which cannot be built in, but measured
     # Encoder-decoder families, whose decoders cannot stand alone behind a projector.
     known |= {
         "bart",
@@ -215,8 +221,44 @@ def test_every_causal_language_model_that_scales_embeddings_is_known():
     }
     known |= {"trocr", "whisper", "musicgen", "musicgen_melody"}
     assert found <= known, f"unknown families that scale embeddings: {sorted(found - known)}"
-    assert {"gemma", "granite", "minicpm3"} <= found
-    assert embedding_scales(AfmoeConfig(hidden_size=64, mup_enabled=True)) == (1.0, 8.0)
+    assert {"gemma", "granite", "minicpm3", "falcon_h1"} <= found
+
+
+MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8)
+LATENT = dict(num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8)
+SCALING = {
+    "afmoe": (AfmoeConfig, dict(mup_enabled=True, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16)),
+    "falcon_h1": (FalconH1Config, dict(embedding_multiplier=5.65, **MAMBA)),
+    "gemma2": (Gemma2Config, {}),
+    "granite": (GraniteConfig, dict(embedding_multiplier=12.0)),
+    "hrm_text": (HrmTextConfig, dict(embedding_scale=7.0)),
+    "hyperclovax": (HyperCLOVAXConfig, dict(embedding_multiplier=10.0)),
+    "minicpm3": (MiniCPM3Config, dict(scale_emb=3, **LATENT)),
+    "recurrent_gemma": (RecurrentGemmaConfig, {}),
+}
+
+
+@pytest.mark.parametrize("family", SCALING)
+def test_scales_are_what_the_language_model_does_to_embeddings(family):
+    cls, extra = SCALING[family]
+    config = tiny.text_config(cls=cls, **extra)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().base_model
+    entered = []
+    first = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))[0]
+    first.register_forward_pre_hook(
+        lambda module, args, kwargs: entered.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    ids = torch.arange(3, 90)[None]
+    rows = model.get_input_embeddings().weight[ids].detach()
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+        of_text = entered[0]
+        entered.clear()
+        model(inputs_embeds=rows.clone(), use_cache=False)
+    text, both = embedding_scales(config)
+    torch.testing.assert_close(of_text.norm(dim=-1), rows.norm(dim=-1) * text * both, rtol=1e-3, atol=0.0)
+    torch.testing.assert_close(entered[0].norm(dim=-1), rows.norm(dim=-1) * both, rtol=1e-3, atol=0.0)
 
 
 # ------------------------------------------------------------------------------------------------------ inside a model

@@ -30,7 +30,8 @@ def tree(tmp_path_factory):
 
 
 def sources(tree):
-    patterns = ["*.py", "py.typed", "quickstart/*.py", "templates/*", "train/*.py", "train/*/*.yaml"]
+    patterns = ["*.py", "py.typed", "data/*.py", "quickstart/*.py", "serve/*.py", "templates/*"]
+    patterns += ["train/*.py", "train/*/*.yaml"]
     patterns += ["diagnose/*.py", "diagnose/*.json", "diagnose/templates/*"]
     patterns += ["hub_cards/*.py", "hub_cards/templates/*", "hub_cards/space/*.*", "hub_cards/space/demo/*.py"]
     return {str(path.relative_to(tree)) for pattern in patterns for path in tree.glob(pattern)}

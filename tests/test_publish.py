@@ -298,6 +298,23 @@ def test_a_dry_run_needs_neither_token_nor_network(worker, checkpoint, tmp_path)
     )
 
 
+def test_what_is_not_to_be_loaded_is_checked_otherwise_and_said_to_be_unloaded(worker, hub, checkpoint, tmp_path):
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")  # in a way that only loading it shows
+    weights = load_file(broken / "model.safetensors")
+    weights["model.multi_modal_projector.linear_1.weight"][0] = float("nan")
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    said = ask(worker, hub, checkpoint=broken, check_loading=False, dry_run=True)
+    assert said["said"][-1] == "It passed the other checks, but was not loaded: as --no-verify asks."
+    said = ask(worker, hub, checkpoint=broken, check_loading=False)
+    assert said["done"]["commit"] == hub.repository("ann/m").head().oid
+    unloaded = "ann/m was not loaded, neither from the folder nor from the Hub: whether others can is not known."
+    assert unloaded in said["said"] and not any("Loading" in line for line in said["said"])
+    assert not [line for line in hub.requests if "/resolve/" in line and "model.safetensors" in line]
+    (broken / "modeling_normalign_llava.py").unlink()
+    said = ask(worker, hub, checkpoint=broken, repo_id="ann/other", check_loading=False)
+    assert said["type"] == "ValueError" and "is not fit to be published" in said["error"]
+
+
 def test_a_card_of_someone_else_and_a_commit_that_strangers_cannot_load(worker, hub, checkpoint):
     hub.create("bob/m", files={"README.md": b"---\nlicense: mit\n---\nWhat Bob wrote.\n"})
     before = hub.repository("bob/m").head()

@@ -120,7 +120,7 @@ def test_a_configuration_that_makes_no_model(checkpoint):
     change(checkpoint / "config.json", projector_norm="batch_norm")
     assert_only_fault(checkpoint, "projector_norm", "batch_norm")
     (checkpoint / "config.json").write_text('{"model_type": ')
-    assert_only_fault(checkpoint, "config.json", "cannot be read")
+    assert_only_fault(checkpoint, "config.json", "is no JSON")
 
 
 def test_code_files_are_this_packages(checkpoint):
@@ -213,6 +213,11 @@ def test_every_tensor_is_there_in_its_shape(checkpoint):
 def test_the_processor_fits_the_model(checkpoint):
     change(checkpoint / "processor_config.json", num_additional_image_tokens=5)
     assert_only_fault(checkpoint, "processor_config.json", "8 in the prompt", "4 in the model")
+
+
+def test_batches_are_padded_on_the_left(checkpoint):
+    change(checkpoint / "tokenizer_config.json", padding_side=None)
+    assert_only_fault(checkpoint, "tokenizer_config.json: ", "pads on the right", '"padding_side": "left"')
 
 
 def test_the_image_token_is_the_models(checkpoint):

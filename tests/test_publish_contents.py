@@ -141,7 +141,7 @@ def test_the_shards_that_the_index_names_are_sent(sharded, tmp_path):
 def test_an_index_that_says_nothing_is_an_error(sharded, tmp_path, index):
     folder = Path(shutil.copytree(sharded, tmp_path / "model"))
     (folder / INDEX).write_text(index)
-    with pytest.raises(ValueError, match=f"{INDEX} .*Save the model again"):
+    with pytest.raises(ValueError, match=f"{INDEX} .*Save or fetch the checkpoint again"):
         contents(folder)
 
 

@@ -11,6 +11,8 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from normalign_llava.build import build_checkpoint
+from normalign_llava.data.arguments import DataArguments
+from normalign_llava.data.mixtures import load_data
 from normalign_llava.quickstart.convert import convert_language, convert_vision
 from normalign_llava.quickstart.data import (
     COLOURS,
@@ -24,9 +26,7 @@ from normalign_llava.quickstart.data import (
     png,
     training_data,
 )
-from normalign_llava.train.arguments import DataArguments
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.dataset import load_data
 
 
 pytestmark = pytest.mark.usefixtures("archives")

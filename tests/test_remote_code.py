@@ -65,7 +65,9 @@ with torch.no_grad():
 pipe = pipeline("image-text-to-text", model=folder, trust_remote_code=True)
 said = pipe(images=[picture], text=text, max_new_tokens=5, do_sample=False, return_full_text=False)
 model.save_pretrained(again)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 print(json.dumps({
+    "takes images": config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     "modules": [type(x).__module__.split(".")[0] for x in (config, base, model)],
     "names": [type(x).__name__ for x in (config, base, model, processor)],
     "logits": logits[0, -1].tolist(),
@@ -78,6 +80,7 @@ print(json.dumps({
 
 def test_a_stranger_gets_what_the_installed_package_gives(tmp_path, checkpoint):
     got = run(tmp_path, LOAD_AND_RUN, checkpoint, tmp_path / "again", json.dumps(MESSAGES))
+    assert got["takes images"]  # by which TRL's Online DPO passes them on
     assert got["modules"] == ["transformers_modules"] * 3
     assert got["names"] == [
         "NormAlignLlavaConfig", "NormAlignLlavaModel", "NormAlignLlavaForConditionalGeneration", "LlavaProcessor",

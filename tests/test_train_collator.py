@@ -16,13 +16,13 @@ from train_data import assistant, gigantic_png, inside, llava, picture_bytes, us
 from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
+from normalign_llava.data.rows import DroppedRows, canonical_row
 from normalign_llava.train import collator
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.rows import DroppedRows, canonical_row
 
 
 def row(raw, number=0) -> dict:
-    return {**canonical_row(raw, image_folder="/"), "source": "data.json", "row": number, "length": 0}
+    return {**canonical_row(raw), "source": "data.json", "row": number, "length": 0}
 
 
 def labelled(processor, labels) -> list[str]:
@@ -147,8 +147,8 @@ def test_batches_with_and_without_pictures(processor):
 
 def test_a_picture_is_opened_once(processor, tmp_path, monkeypatch):
     opened = []
-    real = collator.open_picture
-    monkeypatch.setattr(collator, "open_picture", lambda image, limit: (opened.append(1), real(image, limit))[1])
+    real = collator.open_image
+    monkeypatch.setattr(collator, "open_image", lambda image, limit: (opened.append(1), real(image, limit))[1])
     ConversationCollator(processor)([row(TWO_TURNS)])
     assert len(opened) == 2
 
@@ -164,7 +164,7 @@ BAD = {
 def test_stop_names_row_file_and_reason(processor, tmp_path, kind):
     content, reason = BAD[kind]
     (tmp_path / "bad.png").write_bytes(content)
-    bad = row(llava("<image>Q", "A", str(tmp_path / "bad.png").removeprefix("/")), number=41)
+    bad = row(llava("<image>Q", "A", str(tmp_path / "bad.png")), number=41)
     with pytest.raises(ValueError, match=rf"data.json, row 41: .*bad.png: .*{reason}.*--bad_rows skip"):
         ConversationCollator(processor)([row(llava("Q", "A")), bad])
 
@@ -203,7 +203,7 @@ def test_a_skipped_row_stays_without_effect(processor, tmp_path):
 def test_workers_give_the_same_batches(processor, tmp_path):
     (tmp_path / "bad.png").write_bytes(b"no picture")
     rows = [row({**llava("<image>Q", f"A{n}"), "image": inside(c)}, n) for n, c in enumerate(("red", "blue", "lime"))]
-    rows += [row(llava("Q", "A"), 3), row(llava("<image>Q", "A", str(tmp_path / "bad.png").removeprefix("/")), 4)]
+    rows += [row(llava("Q", "A"), 3), row(llava("<image>Q", "A", str(tmp_path / "bad.png")), 4)]
     batches = []
     for workers in (0, 2):
         dropped = DroppedRows(tmp_path / f"dropped{workers}.jsonl")

@@ -9,14 +9,17 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import torch
 import train_data
-from datasets import Dataset, DatasetDict, Features, Image, List, Value
+from datasets import Dataset, DatasetDict, Features, Image, IterableDataset, List, Value
+from PIL import Image as PILImage
 from train_data import arguments, assistant, gigantic_png, inside, llava, mixed_rows, pictures, user, write_json
 
-from normalign_llava.train.arguments import DataArguments
+from normalign_llava.data.arguments import FILES, DataArguments
+from normalign_llava.data.files import READERS
+from normalign_llava.data.mixtures import load_data, prepare_rows
+from normalign_llava.data.rows import FEATURES, DroppedRows
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.dataset import load_data
-from normalign_llava.train.rows import FEATURES, DroppedRows
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +52,12 @@ def both(load, path, **kwargs) -> list[dict]:
     """Rows in memory, which must be those of the stream, which begins again when it ends."""
     in_memory = load(path, **kwargs).train
     stream = load(path, dataset_streaming=True, shuffle_buffer_size=1, **kwargs).train
-    assert in_memory.features == FEATURES and list(islice(stream, 2 * len(in_memory))) == 2 * list(in_memory)
-    return list(in_memory)
+    rows = list(in_memory)
+    assert list(islice(stream, 2 * len(rows))) == 2 * rows
+    assert all(row.keys() == FEATURES.keys() for row in rows) and in_memory[list(range(len(rows)))] == {
+        column: [row[column] for row in rows] for column in FEATURES
+    }
+    return rows
 
 
 def answers(rows) -> list[str]:
@@ -197,16 +204,18 @@ def test_a_row_that_the_template_refuses_is_bad(tmp_path):
     path = write_json(tmp_path, mixed_rows())
     processor = train_data.processor()
     processor.chat_template = strict.replace("message['content']", "message['content'][-1]['text']|string")
-    with pytest.raises(ValueError, match=r"row 0 .*prints 0 image tokens for 1 pictures(.|\n)*row 2 .*too much talk"):
+    with pytest.raises(
+        ValueError, match=r"row 0 .*prints 0 image tokens for 1 images \(2 rows\)(.|\n)*row 2 .*too much talk"
+    ):
         load_data(arguments(path), processor, max_length=None, seed=0, with_eval=False)
 
 
 # ---------------------------------------------------------------------------------------------------------- bad rows
 REASONS = {
-    1: "1 places for pictures",
-    2: "none.png: there is no such picture",
-    3: r"\.\./outside.png leaves the image folder",
-    8: "link.png: the picture is a link that leaves",
+    1: "1 places for images",
+    2: "none.png: there is no such image in image_folder",
+    3: r"\.\./outside.png leaves image_folder",
+    8: "link.png: the image is a link that leaves",
     9: "the answer in turn 1 is empty",
 }
 
@@ -238,7 +247,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(load, tmp_path):
 def test_a_mended_file_is_seen_although_rows_are_cached(load, tmp_path):
     path = write_json(tmp_path, mixed_rows())
     (tmp_path / "green.png").unlink()
-    with pytest.raises(ValueError, match="row 0: .*green.png: there is no such picture"):
+    with pytest.raises(ValueError, match="row 0: .*green.png: there is no such image"):
         load(path)
     pictures(tmp_path, "green.png")
     assert len(load(path).train) == 5
@@ -257,14 +266,38 @@ def test_check_images_decodes_every_picture_first(load, tmp_path):
     assert len(load(marked, check_images=True).train) == 5
     inside_bad = [NEXT[0], {**NEXT[2], "image": {"bytes": b"no picture", "path": "x.png"}}]
     file = train_data.write_parquet(tmp_path / "p" / "data.parquet", inside_bad)
-    with pytest.raises(ValueError, match="row 1: a picture inside the data: cannot identify"):
+    with pytest.raises(ValueError, match="row 1: an image inside the data: cannot identify"):
         load(file, check_images=True)
 
 
 def test_a_line_that_is_no_json_is_a_bad_row(load, tmp_path):
     path = write_json(tmp_path, mixed_rows(), "data.jsonl")
     path.write_bytes(b'{broken\n\n"\xff"\n' + path.read_bytes())
-    with pytest.raises(ValueError, match=r"data.jsonl, row 0: a row must be a mapping .* got b'{broken(.|\n)*row 1: "):
+    with pytest.raises(ValueError, match=r"row 0: the line is not valid JSON, .*: b'{broken(.|\n)*row 1: "):
+        load(path)
+    assert answers(both(load, path, bad_rows="skip")) == MIXED
+
+
+def test_a_line_that_is_nested_deeply_is_a_bad_row(load, tmp_path):
+    for depth in (900, 1000, 100_000):
+        path = write_json(tmp_path, mixed_rows(), "data.jsonl")
+        deep = f'{{"id": 0, "conversations": {"[" * depth}{"]" * depth}}}\n'
+        path.write_text(deep + path.read_text())
+        data = load(path, bad_rows="skip")
+        assert answers(data.train) == MIXED and [row.row for row in data.report.sources[0].dropped] == [0]
+    with pytest.raises(ValueError, match=r"data.jsonl, row 0: the line is not valid JSON, or nested too deeply"):
+        load(path)
+    whole = tmp_path / "data.json"
+    whole.write_text(f"[{deep}]")
+    with pytest.raises(ValueError, match="^.*data.json is nested too deeply to be rows of data.$"):
+        load(whole)
+
+
+def test_a_row_with_control_tokens_is_a_bad_row(load, tmp_path):
+    rows = [llava("Q", "red<|im_end|>\n<|im_start|>user\nQ2<|im_end|>\n<|im_start|>assistant\nblue"), *mixed_rows()]
+    path = write_json(tmp_path, rows)
+    reason = r"row 0: turn 1, the assistant's, has <\|im_end\|>, which the tokenizer reads as a control token"
+    with pytest.raises(ValueError, match=reason):
         load(path)
     assert answers(both(load, path, bad_rows="skip")) == MIXED
 
@@ -276,6 +309,7 @@ def test_text_that_no_file_can_hold_is_a_bad_row(load, tmp_path):
 
 def test_errors_that_name_the_data_set(load, tmp_path):
     write_json(tmp_path, mixed_rows())
+    assert {*READERS, ".parquet"} == set(FILES)
     for name in ("none.json", "none.parquet"):
         with pytest.raises(ValueError, match=f"There is no data file .*{name}"):
             load(tmp_path / name)
@@ -285,6 +319,11 @@ def test_errors_that_name_the_data_set(load, tmp_path):
         load(tmp_path / "data.json", image_folder=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="The data set a/none, split 'train', cannot be read: .*a/none"):
         load("a/none")
+    for name in ("none", "./none", "/none/at/all", "none:test"):
+        with pytest.raises(
+            ValueError, match=f"^{name.removesuffix(':test')} is no file or folder here. .* owner/name.$"
+        ):
+            load(name)
     (tmp_path / "data.json").write_text("{")
     with pytest.raises(ValueError, match="data.json is not valid JSON: .*line 1"):
         load(tmp_path / "data.json")
@@ -344,7 +383,7 @@ def test_what_is_held_out_is_not_reported_as_used(load, tmp_path):
     assert [first.used, second.used] == [sum(answer[0] == name for answer in trained) for name in "ab"]
     assert first.used + second.used == 15 and first.kept == 30 and len({*trained, *out}) == 20
     assert (held.source, held.split, held.found, held.used) == ("held out of training", "eval", 5, 5)
-    assert (held.longest, held.images) == (max(data.eval["length"]), 0) and data.eval.features == FEATURES
+    assert (held.longest, held.images) == (max(data.eval["length"]), 0) and data.eval[0].keys() == FEATURES.keys()
 
 
 def test_pictures_of_held_out_rows_are_decoded_first(load, tmp_path):
@@ -373,7 +412,7 @@ CLIENT = """
 import json, sys
 from itertools import islice
 import train_data
-from normalign_llava.train.dataset import load_data
+from normalign_llava.data.mixtures import load_data
 found = []
 for streaming in (False, True):
     arguments = train_data.arguments("user/tiny.data", dataset_streaming=streaming, shuffle_buffer_size=1)
@@ -397,3 +436,41 @@ def test_a_data_set_of_the_hub(tmp_path_factory):
     name = "user/tiny.data"
     train = [["one", "two", "three"], [1, 0, 1], [name] * 3, [0, 1, 2]]
     assert json.loads(client.stdout.splitlines()[-1]) == [train, [column[:2] for column in train]] * 2
+
+
+# ------------------------------------------------------------------------------------------------- rows made in Python
+def made_in_python(colours) -> list[dict]:
+    """TRL's rows with decoded images."""
+    return [
+        {"images": [PILImage.new("RGB", (20, 20), c)], "messages": [user(f"Q {c}"), assistant(c)]} for c in colours
+    ]
+
+
+def test_rows_made_in_python_become_what_files_become(processor, tmp_path):
+    colours = ("red", "blue", "lime")
+    rows = made_in_python(colours)
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    expected = load_data(arguments(tmp_path / "rows.parquet"), processor, max_length=None, seed=0, with_eval=False)
+    in_memory, report = prepare_rows(Dataset.from_list(rows), processor)
+    made = IterableDataset.from_generator(made_in_python, gen_kwargs={"colours": colours})
+    stream, _ = prepare_rows(made, processor)
+    kept = [{**row, "source": "train_dataset"} for row in expected.train]
+    assert list(in_memory) == kept == list(stream) and len(kept) == 3
+    assert prepare_rows(stream, processor)[0] is stream
+    same, again = prepare_rows(in_memory, processor)
+    assert same is in_memory and (again.kept, again.images, again.longest) == (3, 3, report.longest)
+    batch = ConversationCollator(processor)([in_memory[2]])
+    assert torch.equal(batch["pixel_values"], ConversationCollator(processor)([list(stream)[2]])["pixel_values"])
+    red, *_ = batch["pixel_values"][0, :, 0, 0].tolist()
+    assert red == pytest.approx((0 - 0.48145466) / 0.26862954, abs=1e-4)  # CLIP's normalization of lime
+
+
+def test_bad_and_long_rows_made_in_python(processor, caplog, tmp_path):
+    rows = [{"prompt": "Q", "completion": answer} for answer in ("fine", "", "long " * 50)]
+    with pytest.raises(ValueError, match="my rows, row 1: the answer in turn 1 is empty"):
+        prepare_rows(Dataset.from_list(rows), processor, name="my rows")
+    for number, data in enumerate((Dataset.from_list(rows), Dataset.from_list(rows).to_iterable_dataset())):
+        file = DroppedRows(tmp_path / f"{number}.jsonl")
+        kept, _ = prepare_rows(data, processor, max_length=100, bad_rows="skip", dropped_rows=file)
+        assert answers(kept) == ["fine"] and [row.row for row in file.read()] == [1, 2]
+    assert "train_dataset: 2 of 3 rows dropped. First: train_dataset, row 1: the answer" in caplog.text

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +16,10 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from safetensors.torch import load_file
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.data.rows import DroppedRows
 from normalign_llava.train.checkpoints import missing_from
 from normalign_llava.train.launch import CONFIGS
-from normalign_llava.train.rows import DroppedRows
+from normalign_llava.train.lock import only_run
 
 
 ZERO = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
@@ -32,7 +32,7 @@ KINDS = {
 }
 # Pictures, four rows a step. Process 0 has the even rows of a step, process 1 the odd ones.
 PICTURES = [1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1]
-MINUTES = 1.5  # a run that hangs fails
+MINUTES = 3  # a run that hangs fails
 
 OPTIONS = {
     "bf16": "false",
@@ -88,6 +88,8 @@ class Room:
             "grouped": grouped,
             "skipped": {"dataset_name": self.data["bad"], "bad_rows": "skip"},
             "resumed": mixed,
+            "passed over": {"bad_steps": "skip"},
+            "broken": {"save_strategy": "steps", "save_steps": 1},
         }
         self.done: dict[str, Path] = {}
 
@@ -109,9 +111,13 @@ class Room:
         return [str(word) for key, value in {**given, **OPTIONS, **options}.items() for word in (f"--{key}", value)]
 
     def runs(self, mode: str, *names: str) -> Path:
-        """Trains once, all `names` in the same processes; the folder that has an output folder for each."""
-        if mode not in self.done:
-            folder = self.done[mode] = self.folder / mode
+        """Trains once, all `names` in the same processes; the folder that has an output folder for each.
+
+        DeepSpeed trains once in a process.
+        """
+        place = f"{mode}-{names[0]}" if mode.startswith("zero") else mode
+        if place not in self.done:
+            folder = self.done[place] = self.folder / place
             words = {}
             for name in names:
                 options = self.options[name]
@@ -124,7 +130,7 @@ class Room:
             done = start(*worker, config=None if mode == "one" else mode)
             assert done.returncode == 0, done.stderr[-6000:]
             (folder / "stdout").write_text(done.stdout)
-        return self.done[mode]
+        return self.done[place]
 
 
 def launch_arguments(config: str):
@@ -183,16 +189,16 @@ def room(tmp_path_factory) -> Room:
 
 @pytest.fixture(scope="module")
 def one(room) -> Path:
-    return room.runs("one", "mixed", "lora", "qlora", "bfloat16", "grouped")
+    return room.runs("one", "mixed", "lora", "qlora", "bfloat16", "grouped", "passed over")
 
 
 @pytest.fixture(scope="module")
 def two(room):
     names = {
-        "ddp": ("mixed", "resumed", "lora", "qlora", "grouped", "skipped"),
-        "fsdp2": ("mixed", "resumed", "lora", "bfloat16", "autocast"),
+        "ddp": ("mixed", "resumed", "lora", "qlora", "grouped", "skipped", "passed over", "broken"),
+        "fsdp2": ("mixed", "resumed", "lora", "bfloat16", "autocast", "passed over", "broken"),
     }
-    return lambda mode: room.runs(mode, *names.get(mode, ("mixed",)))
+    return lambda mode, zero="mixed": room.runs(mode, *names.get(mode, (zero,)))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -307,6 +313,35 @@ def test_a_bad_row_on_one_process_ends_both_with_a_message(room):
     assert not (room.folder / "stopped" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_not_finite_on_one_process_stops_both(mode, two):
+    folder = two(mode, zero="broken")
+    said = [seen(folder, "broken", rank)["error"] for rank in range(2)]
+    assert said[0] == said[1]
+    assert said[0].startswith("Step 2 has values that are not finite, first in the norm's output.")
+    assert f"The last complete checkpoint is {folder / 'broken' / 'checkpoint-1'}." in said[0]
+    assert not (folder / "broken" / "checkpoint-2").exists() and not list((folder / "broken").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_a_step_that_one_process_cannot_take_is_passed_over_by_both(mode, one, two):
+    found, expected, whole = (
+        load_file(folder / "model.safetensors")
+        for folder in (two(mode) / "passed over", one / "passed over", one / "grouped")
+    )
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    assert any(not torch.equal(expected[name], weight) for name, weight in whole.items())
+
+
+def test_a_folder_in_use_is_refused_to_all_processes(room):
+    with only_run(room.folder / "busy"):
+        done = start("-m", "normalign_llava.train", *room.words(room.folder / "busy"), config="ddp")
+    assert done.returncode != 0
+    assert f"Another run is training in {room.folder / 'busy'}: process {os.getpid()} on " in done.stderr
+    assert not (room.folder / "busy").exists()
+
+
 def test_a_global_batch_that_does_not_divide_is_refused(room):
     words = room.words(room.folder / "refused", global_batch_size=3)
     done = start("-m", "normalign_llava.train", *words, config="ddp")
@@ -317,15 +352,22 @@ def test_a_global_batch_that_does_not_divide_is_refused(room):
     assert not (room.folder / "refused").exists()
 
 
-def test_the_command_starts_as_many_processes_as_it_is_told(room):
-    recipe = room.folder / "recipe.yaml"
-    recipe.write_text("stage: tune\n")
-    own = shutil.copy(CONFIGS / "ddp.yaml", room.folder / "own.yaml")
-    words = room.words(room.folder / "command", max_steps=1)
-    launch = ["--accelerate_config", own, "--num_processes", 2]
-    done = start("-m", "normalign_llava", "train", recipe, *launch, *words)
+@pytest.mark.parametrize(("told", "said"), [(["--num_processes", 2], ""), ([], "num_processes: 2\n")])
+def test_the_command_starts_as_many_processes_as_it_is_told_or_the_file_says(room, tmp_path, told, said):
+    (tmp_path / "recipe.yaml").write_text("stage: tune\n")
+    own = tmp_path / "own.yaml"
+    own.write_text(Path(str(CONFIGS / "ddp.yaml")).read_text() + said)
+    words = room.words(tmp_path / "out", max_steps=1)
+    launch = ["--accelerate_config", own, *told]
+    done = start("-m", "normalign_llava", "train", tmp_path / "recipe.yaml", *launch, *words)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads((room.folder / "command" / "training.json").read_text())["processes"] == 2
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["processes"] == 2
+
+
+def test_processes_that_nothing_says_the_number_of_are_not_started(room):
+    words = room.words(room.folder / "unstarted")
+    done = start("-m", "normalign_llava", "train", "--accelerate_config", "ddp", *words)
+    assert done.returncode == 1 and "Error: " in done.stderr and "--num_processes" in done.stderr
 
 
 def test_the_packages_configurations_are_what_accelerate_understands():

@@ -7,19 +7,24 @@ import os
 import shutil
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import tiny
 import tiny_parts as parts
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
+import training
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.build import build_checkpoint
-from normalign_llava.train.merge import merge_adapter
+from normalign_llava.cli import BaseQuantization
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.merge import BASE_QUANTIZATIONS, merge_adapter
 
 
 LINEARS = r".*\.language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
@@ -198,8 +203,62 @@ def test_a_4_bit_base_is_dequantized_in_float32_and_merged(bases, tmp_path, base
 
     # Merged with the base as it was before quantization, it would be another model: seen 0.12 to 0.21.
     (tmp_path / "adapter" / "training.json").unlink()
-    merge_adapter(tmp_path / "adapter", tmp_path / "wrong", dtype="float32")
+    merge_adapter(tmp_path / "adapter", tmp_path / "wrong", dtype="float32", base_quantization="none")
     assert (logits(load(tmp_path / "wrong"), bases["tied"]) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        ("nf4-double", NF4),
+        ("nf4", {**NF4, "bnb_4bit_use_double_quant": False}),
+        ("fp4", dict(load_in_4bit=True, bnb_4bit_quant_type="fp4")),
+        ("none", None),
+    ],
+)
+def test_an_adapter_that_trl_alone_trained_is_merged_with_its_base_as_it_is_told(bases, tmp_path, kind, settings):
+    adapter, settings = tmp_path / "adapter", settings and BitsAndBytesConfig(**settings)
+
+    def base():
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(bases["tied"], quantization_config=settings)
+        for module in model.modules():
+            if type(module).__name__ == "Linear4bit":
+                module.support_avx512bf16_for_cpu = False  # it would pack its weights in evaluation, and leave them so
+        return model
+
+    trainer = SFTTrainer(
+        model=base(),
+        args=SFTConfig(
+            str(adapter), max_steps=2, learning_rate=1e-2, per_device_train_batch_size=2, bf16=bool(settings),
+            use_cpu=True, max_length=None, report_to="none", save_strategy="no", gradient_checkpointing=False,
+            disable_tqdm=True, remove_unused_columns=False,
+        ),
+        train_dataset=training.rows(4),
+        processing_class=AutoProcessor.from_pretrained(bases["tied"]),
+        data_collator=ConversationCollator(AutoProcessor.from_pretrained(bases["tied"])),
+        peft_config=LoraConfig(r=4, target_modules=LINEARS, modules_to_save=["multi_modal_projector"]),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    expected = logits(PeftModel.from_pretrained(base(), adapter).eval(), bases["tied"])  # without training's autocast
+    with pytest.raises(ValueError, match="does not say whether its base was quantized.*--base-quantization KIND"):
+        merge_adapter(adapter, tmp_path / "merged")
+    with pytest.raises(ValueError, match="must be one of none, nf4, .*, got '4bit'"):
+        merge_adapter(adapter, tmp_path / "merged", base_quantization="4bit")
+    assert not (tmp_path / "merged").exists()
+    report = merge_adapter(adapter, tmp_path / "merged", base_quantization=kind)
+    assert report.quantization == (settings and f"4-bit {kind.split('-')[0]}")
+    torch.testing.assert_close(logits(load(tmp_path / "merged"), bases["tied"]), expected, rtol=0, atol=1e-5)
+    if settings:
+        merge_adapter(adapter, tmp_path / "wrong", base_quantization="none")
+        assert (logits(load(tmp_path / "wrong"), bases["tied"]) - expected).abs().max() > 1e-2
+
+
+def test_what_the_record_says_of_the_base_is_not_told_otherwise(bases, tmp_path):
+    make_adapter(bases["tied"], tmp_path / "adapter")
+    assert get_args(BaseQuantization) == tuple(BASE_QUANTIZATIONS)
+    with pytest.raises(ValueError, match="training.json in .*adapter says how its base was quantized. Leave out"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "merged", base_quantization="nf4")
 
 
 def test_merged_weights_are_the_dequantized_ones_plus_the_product(bases, tmp_path):
@@ -261,7 +320,7 @@ def test_a_moved_base_is_given_by_hand(bases, tmp_path):
 def test_an_arm_that_training_changed_is_the_merged_checkpoint_s(bases, tmp_path):
     make_adapter(bases["tied"], tmp_path / "adapter", modules_to_save=None)
     changes = {"projector_gain_init": "one", "gradient_compensation": "none"}
-    (tmp_path / "adapter" / "training.json").write_text(json.dumps({"config_changes": changes}))
+    (tmp_path / "adapter" / "training.json").write_text(json.dumps({"config_changes": changes, "quantization": None}))
     merge_adapter(tmp_path / "adapter", tmp_path / "merged")
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert {name: config[name] for name in changes} == changes
@@ -305,7 +364,7 @@ def test_a_base_that_does_not_fit_is_refused(bases, tmp_path):
         merge_adapter(adapter, tmp_path / "merged", base=str(bases["tied"].parent / "vision"))
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**settings, "target_modules": r".*\.c_attn"}))
-    with pytest.raises(ValueError, match="is not one of the base .*tied: No modules were targeted"):
+    with pytest.raises(ValueError, match="No modules were targeted.*is not one of the base .*tied"):
         merge_adapter(adapter, tmp_path / "merged")
     (adapter / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": None}))
     with pytest.raises(ValueError, match="does not name its base"):
@@ -338,7 +397,8 @@ def test_what_is_no_adapter_is_refused(bases, tmp_path):
 
 LIMITED = """
 import resource, sys
-from normalign_llava.train.merge import merge_adapter
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.merge import BASE_QUANTIZATIONS, merge_adapter
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
     merge_adapter(sys.argv[1], sys.argv[2])

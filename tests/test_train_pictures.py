@@ -1,13 +1,15 @@
 """Pictures of every mode become upright RGB; what cannot be shown has a reason that names the file."""
 
 import io
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from PIL import Image
 from train_data import gigantic_png, picture_bytes
 
-from normalign_llava.train.pictures import check_picture_file, open_picture
+from normalign_llava.data.images import ImageRules, open_image
 
 
 LIMIT = 1_000_000
@@ -20,7 +22,7 @@ def saved(picture: Image.Image, form="PNG", **kwargs) -> dict:
 
 
 def pixels(image: dict) -> np.ndarray:
-    picture = open_picture(image, LIMIT)
+    picture = open_image(image, LIMIT)
     assert picture.mode == "RGB"
     return np.asarray(picture)
 
@@ -57,6 +59,43 @@ def test_sixteen_bits_keep_their_grey_levels():
     short, wide = Image.fromarray(values), Image.fromarray(values.astype(np.int32))
     for image in (saved(short, "PNG"), saved(short, "TIFF"), saved(wide, "TIFF")):
         assert pixels(image)[..., 0].tolist() == expected
+
+
+def noise(width: int, height: int, mode="RGB") -> Image.Image:
+    """Soft blobs, so that neighbours tell one scale of decoding from another."""
+    small = np.random.default_rng(0).integers(0, 256, (height // 16, width // 16, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+
+
+@pytest.mark.parametrize(("form", "mode"), [("JPEG", "RGB"), ("JPEG", "CMYK"), ("BMP", "RGB"), ("BMP", "P")])
+def test_a_gigantic_picture_is_made_smaller(form, mode):
+    picture = noise(4096, 4400, mode)
+    opened = open_image(saved(picture, form, quality=95), 4096 * 4400)
+    assert opened.size == (2048, 2200) and opened.mode == "RGB"
+    whole = picture.convert("RGB").resize((2048, 2200), Image.Resampling.BOX)
+    assert np.abs(np.asarray(opened, float) - np.asarray(whole, float)).mean() < 2
+
+
+@pytest.mark.parametrize(("form", "size"), [("JPEG", (4032, 3024)), ("JPEG", (4500, 4095)), ("BMP", (4500, 1000))])
+def test_an_ordinary_picture_keeps_its_pixels(form, size):
+    file = saved(noise(*size), form)
+    with Image.open(io.BytesIO(file["bytes"])) as plain:
+        assert open_image(file, size[0] * size[1]).tobytes() == plain.tobytes()
+
+
+def test_a_gigantic_jpeg_takes_little_memory(tmp_path):
+    noise(8000, 8000).save(tmp_path / "big.jpg")
+    code = (
+        "import resource, sys; from normalign_llava.data.images import open_image\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024\n"
+        "before = peak(); image = open_image({'path': sys.argv[1], 'bytes': None}, 10**8)\n"
+        "print(*image.size, peak() - before)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "big.jpg"], check=True, capture_output=True, text=True
+    )
+    width, height, mebibytes = map(int, run.stdout.split())
+    assert (width, height) == (4000, 4000) and mebibytes < 250  # as a whole it has 183 MiB, and was held four times
 
 
 def test_other_modes():
@@ -104,31 +143,31 @@ def test_a_bad_picture_has_a_reason_with_the_file(kind, tmp_path):
     path = tmp_path / "bad.png"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"bad.png: .*({reason})"):
-        open_picture({"path": str(path), "bytes": None}, LIMIT)
-    with pytest.raises(ValueError, match=f"a picture inside the data: .*({reason})"):
-        open_picture({"path": None, "bytes": content}, LIMIT)
+        open_image({"path": str(path), "bytes": None}, LIMIT)
+    with pytest.raises(ValueError, match=f"an image inside the data: .*({reason})"):
+        open_image({"path": None, "bytes": content}, LIMIT)
 
 
 def test_missing_file(tmp_path):
     with pytest.raises(ValueError, match="none.png: .*No such file"):
-        open_picture({"path": str(tmp_path / "none.png"), "bytes": None}, LIMIT)
+        open_image({"path": str(tmp_path / "none.png"), "bytes": None}, LIMIT)
 
 
 def test_the_limit_itself_is_allowed():
     image = {"path": None, "bytes": picture_bytes("red", (10, 10))}
-    assert open_picture(image, 100).size == (10, 10)
+    assert open_image(image, 100).size == (10, 10)
     with pytest.raises(ValueError, match="10 x 10 pixels; from 1 to 99"):
-        open_picture(image, 99)
+        open_image(image, 99)
 
 
 def test_a_strip_is_refused():
-    assert open_picture({"path": None, "bytes": picture_bytes("red", (2, 400))}, LIMIT).size == (2, 400)
+    assert open_image({"path": None, "bytes": picture_bytes("red", (2, 400))}, LIMIT).size == (2, 400)
     for width, height in ((2, 401), (20_000, 1)):
         strip = {"path": None, "bytes": picture_bytes("red", (width, height))}
         with pytest.raises(
             ValueError, match=f"{width} x {height} pixels; one side may be 200 times the other at most"
         ):
-            open_picture(strip, LIMIT)
+            open_image(strip, LIMIT)
 
 
 def test_nothing_is_decoded_of_a_picture_that_is_too_large(monkeypatch):
@@ -137,7 +176,7 @@ def test_nothing_is_decoded_of_a_picture_that_is_too_large(monkeypatch):
     monkeypatch.setattr(Image.Image, "load", lambda self: (decoded.append(self.size), load(self))[1])
     for size in ((65_000, 65_000), (2000, 2000)):
         with pytest.raises(ValueError, match="pixels"):
-            open_picture({"path": None, "bytes": gigantic_png(*size)}, LIMIT)
+            open_image({"path": None, "bytes": gigantic_png(*size)}, LIMIT)
     assert decoded == []
 
 
@@ -149,10 +188,10 @@ def test_links_are_followed(tmp_path):
     (folder / "inner.png").symlink_to(folder / "real.png")
     (folder / "outer.png").symlink_to(outside)
     (tmp_path / "alias").symlink_to(folder)
-    check_picture_file(str(folder / "inner.png"), str(folder))
-    check_picture_file(str(tmp_path / "alias" / "real.png"), str(tmp_path / "alias"))
-    with pytest.raises(ValueError, match="outer.png: the picture is a link that leaves the image folder"):
-        check_picture_file(str(folder / "outer.png"), str(folder))
+    ImageRules(str(folder)).check_file(str(folder / "inner.png"))
+    ImageRules(str(tmp_path / "alias")).check_file(str(tmp_path / "alias" / "real.png"))
+    with pytest.raises(ValueError, match="outer.png: the image is a link that leaves image_folder"):
+        ImageRules(str(folder)).check_file(str(folder / "outer.png"))
     for name in ("none.png", "."):
-        with pytest.raises(ValueError, match="there is no such picture"):
-            check_picture_file(str(folder / name), str(folder))
+        with pytest.raises(ValueError, match="there is no such image in image_folder"):
+            ImageRules(str(folder)).check_file(str(folder / name))

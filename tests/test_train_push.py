@@ -36,6 +36,14 @@ from pathlib import Path
 from normalign_llava.train.push import push_folder
 print(push_folder(Path(sys.argv[1]), sys.argv[2], message="Again", token=sys.argv[3], revision=None).commit)
 """
+PUSH_CHECKPOINT = """
+import sys
+from pathlib import Path
+from normalign_llava.train.push import push_checkpoint
+folder, repository, token = sys.argv[1:]
+given = dict(message="Step 2", token=token, revision=None, beside="last-checkpoint")
+push_checkpoint(Path(folder), repository, **given).result()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +90,10 @@ def run(hub, tmp_path, parts, token, **options):
     return subprocess.run([sys.executable, "-c", RUN, *words], env=environment, capture_output=True, text=True)
 
 
-def pushing(hub, home, folder, token):
+def pushing(hub, home, folder, token, code=PUSH):
     """A process that pushes a folder as the end of a run does."""
     environment = {**hub.environment(home), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", PUSH, str(folder), REPO, token]
+    words = [sys.executable, "-c", code, str(folder), REPO, token]
     return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -194,6 +202,34 @@ def test_the_last_checkpoint_is_pushed_to_resume_from_where_it_is_asked_for(hub,
     resumed = run(hub, tmp_path, parts, token, **{**options, "max_steps": 3})
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads((tmp_path / "resumed" / "trainer_state.json").read_text())["global_step"] == 3
+
+
+def test_a_checkpoint_of_many_files_is_one_commit(tmp_path, parts):
+    pytest.importorskip("hf_xet")  # with which huggingface_hub's `upload_folder` makes several
+    folder = shutil.copytree(parts / "model", tmp_path / "checkpoint-2")
+    (folder / "global_step2").mkdir()
+    for rank in range(300):  # as ZeRO writes them, of so many processes
+        (folder / "global_step2" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_text(f"state {rank}")
+    with HubServer(xet=tmp_path / "store") as hub:
+        token = hub.token("ann")
+        (folder / "training_args.bin").write_text(token)
+        repository = hub.create(REPO, files={"last-checkpoint/stale.pth": b"old"})
+        before = len(repository.commits())
+        _, errors = pushing(hub, tmp_path / "home", folder, token, PUSH_CHECKPOINT).communicate()
+        assert [commit.title for commit in repository.commits()][:-before] == ["Step 2, checkpoint", "Step 2"], errors
+        there = {path for path in repository.head().files if path.startswith("last-checkpoint/")}
+    here = {f"last-checkpoint/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*") if path.is_file()}
+    assert there == here - {"last-checkpoint/training_args.bin"}
+
+
+def test_a_run_resumed_at_its_end_is_pushed(hub, tmp_path, parts):
+    token = hub.token("ann")
+    trained = run(hub, tmp_path, parts, token, push_to_hub=False, save_steps=2)
+    assert trained.returncode == 0, trained.stderr
+    done = run(hub, tmp_path, parts, token, resume_from_checkpoint="last", save_steps=2)
+    assert done.returncode == 0, done.stderr
+    assert commits(hub) == [("End of training", MODEL)]
+    check_published(hub, token)
 
 
 def test_an_adapter_names_a_base_that_is_on_the_hub_by_its_commit(hub, tmp_path, parts):

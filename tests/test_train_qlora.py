@@ -5,11 +5,12 @@ import torch
 import training
 from safetensors import safe_open
 from transformers import AutoProcessor
-from trl import SFTTrainer
+from trl import SFTTrainer, get_peft_config
 
+from normalign_llava.train.adapter import language_adapter
 from normalign_llava.train.arguments import ModelArguments
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.model import base_model, load_model, lora_config, projector_norm
+from normalign_llava.train.model import base_model, load_model, projector_norm
 
 
 QLORA = dict(use_peft=True, load_in_4bit=True, dtype="bfloat16", lora_dropout=0.0)
@@ -41,7 +42,7 @@ def test_gain_and_bias_are_float32_with_float32_optimizer_state_and_adapter_file
     options = {**QLORA, "load_in_4bit": False, **base}
     trainer = training.trainer(tmp_path, checkpoint, save_strategy="steps", save_steps=2, **options)
     before = gain_and_bias(trainer.model)
-    stored = load_model(ModelArguments(model_name_or_path=str(checkpoint)), trainer.args)
+    stored = load_model(checkpoint, trainer.args)
     assert all(torch.equal(ours, kept) for ours, kept in zip(before, gain_and_bias(stored), strict=True))
     trainer.train()
     norm = projector_norm(trainer.model)
@@ -67,7 +68,7 @@ def test_gain_and_bias_move_at_2e_6_where_stock_trl_moves_them_by_exactly_nothin
 
     model_args = ModelArguments(model_name_or_path=str(checkpoint), **QLORA)
     args = training.arguments(tmp_path / "stock", **options)
-    model = load_model(model_args, args)
+    model = training.loaded(checkpoint, args, model_args)
     processor = AutoProcessor.from_pretrained(checkpoint)
     stock = SFTTrainer(
         model=model,
@@ -75,7 +76,7 @@ def test_gain_and_bias_move_at_2e_6_where_stock_trl_moves_them_by_exactly_nothin
         train_dataset=training.rows(),
         processing_class=processor,
         data_collator=ConversationCollator(processor),
-        peft_config=lora_config(model_args, model, args.rates(use_peft=True)),
+        peft_config=language_adapter(get_peft_config(model_args), model, args.rates(use_peft=True)),
     )
     gain, _ = gain_and_bias(stock.model)
     stock.train()

@@ -3,26 +3,28 @@
 import pickle
 
 import pytest
+import tiny_parts
+from huggingface_hub import constants
 from train_data import assistant, inside, llava, mixed_rows, user
 
-from normalign_llava.train.rows import (
-    DroppedRow,
-    DroppedRows,
-    canonical_row,
-    picture_name,
-)
+from normalign_llava.data.forms import image_name
+from normalign_llava.data.images import ImageRules
+from normalign_llava.data.rows import DroppedRow, DroppedRows, canonical_row, control_tokens
+
+
+RULES = ImageRules("/pictures")
 
 
 def shape(raw, **kwargs) -> list:
     """(role, parts) of a canonical row, a picture being `...`."""
-    row = canonical_row(raw, image_folder="/pictures", **kwargs)
+    row = canonical_row(raw, RULES, **kwargs)
     assert all(set(part) == {"type", "text"} for message in row["messages"] for part in message["content"])
     assert sum(part["type"] == "image" for m in row["messages"] for part in m["content"]) == len(row["images"])
     return [(m["role"], [p["text"] if p["type"] == "text" else ... for p in m["content"]]) for m in row["messages"]]
 
 
 def paths(raw) -> list:
-    return [image["path"] for image in canonical_row(raw, image_folder="/pictures")["images"]]
+    return [image["path"] for image in canonical_row(raw, RULES)["images"]]
 
 
 # ------------------------------------------------------------------------------------------------------------ formats
@@ -40,7 +42,7 @@ def test_llava_json_of_every_kind():
     assert shape(last) == [("user", ["Which colour?", ...]), ("assistant", ["blue"])]
     assert paths(last) == ["/pictures/sub/blue.png"]
     assert shape(count)[1] == ("assistant", ["One two three four five six seven."])
-    assert all(canonical_row(raw, image_folder="/pictures")["prompt_turns"] == 0 for raw in mixed_rows())
+    assert all(canonical_row(raw, RULES)["prompt_turns"] == 0 for raw in mixed_rows())
 
 
 @pytest.mark.parametrize(
@@ -100,35 +102,72 @@ def test_prompt_and_completion():
     assert [m["content"][0]["text"] for m in strings["messages"]] == ["Q", "A"] and strings["prompt_turns"] == 0
     prompt = [user("Q"), assistant("not learned"), user("Q2")]
     row = {"prompt": prompt, "completion": [assistant("A"), user("Q3"), assistant("A3")], "images": ["a.png"]}
-    assert canonical_row(row, image_folder="/pictures")["prompt_turns"] == 1
+    assert canonical_row(row, RULES)["prompt_turns"] == 1
     assert shape(row)[0] == ("user", [..., "Q"]) and len(shape(row)) == 6
     assert shape({"prompt": "Is <image> red?", "completion": "yes", "image": "a.png"})[0][1] == ["Is ", ..., " red?"]
 
 
-def test_how_datasets_refers_to_files_it_found_itself():
-    url = {"path": "zip://a.png::/data/pictures.zip", "bytes": None}
-    assert canonical_row({**llava("<image>Q", "A"), "image": url}, image_folder="/pictures")["images"] == [url]
-    found = {"path": "/cache/a.png", "bytes": None}
-    assert canonical_row({**llava("<image>Q", "A"), "image": found})["images"] == [found]
-    inside_folder = {"path": "/pictures/a.png", "bytes": None}
-    assert paths({**llava("<image>Q", "A"), "image": inside_folder}) == ["/pictures/a.png"]
+def test_files_that_datasets_found_itself(monkeypatch, tmp_path):
+    def allowed(path, rules, struct=True):
+        raw = {**llava("<image>Q", "A"), "image": {"path": path, "bytes": None} if struct else path}
+        (image,) = canonical_row(raw, rules)["images"]
+        assert image == {"path": path, "bytes": None}
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    hub = ImageRules(None, "user/data")
+    for path in (str(tmp_path / "hub" / "a.png"), "hf://datasets/user/data@0c/a.png"):
+        allowed(path, hub)
+        allowed(f"zip://a.png::{path}", hub)
+    allowed("/pictures/a.png", RULES)
+    allowed("/pictures/a.png", RULES, struct=False)
+    allowed("zip://a.png::/pictures/b.zip", RULES)
+    allowed("/anywhere/a.png", ImageRules())
+    for path in ("hf://datasets/user/other@0c/a.png", "/etc/passwd", f"{tmp_path}/hub/../token", "zip://a::/b.zip"):
+        with pytest.raises(ValueError, match="nothing is fetched|leaves the cache of the Hub"):
+            allowed(path, hub)
+    with pytest.raises(ValueError, match="nothing is fetched"):
+        allowed("hf://datasets/user/data@0c/a.png", hub, struct=False)
+
+
+ADDRESSES = (
+    "http://127.0.0.1/a.png",
+    "https://host/a.png",
+    "file:///etc/a.png",
+    "local:///etc/a.png",
+    "memory://a.png",
+)
+
+
+@pytest.mark.parametrize("rules", [RULES, ImageRules(), ImageRules(None, "user/data")])
+@pytest.mark.parametrize(
+    "address", [*ADDRESSES, "simplecache::file:///pictures/a.png", "file://x::hf://datasets/u/d@0/a"]
+)
+def test_addresses_are_refused_as_strings_and_as_structs_with_what_to_do_instead(address, rules):
+    for image in (address, {"path": address, "bytes": None}, {"path": address}):
+        with pytest.raises(ValueError, match="address, and nothing is fetched: download .* set image_folder"):
+            canonical_row({**llava("<image>Q", "A"), "image": image}, rules)
 
 
 # ----------------------------------------------------------------------------------------------------------- bad rows
 TURNS = llava("Q", "A")["conversations"]
 BAD = {
-    "more markers than pictures": (llava("<image><image>Q", "A", "a.png"), "2 places for pictures .* and 1 pictures"),
-    "more pictures than markers": (llava("<image>Q", "A", ["a.png", "b.png"]), "1 places .* and 2 pictures"),
-    "picture without a marker": (llava("Q", "A", "a.png"), "0 places .* and 1 pictures"),
-    "marker without a picture": (llava("<image>Q", "A"), "1 places .* and 0 pictures"),
+    "more markers than pictures": (llava("<image><image>Q", "A", "a.png"), "2 places for images .* and 1 images"),
+    "more pictures than markers": (llava("<image>Q", "A", ["a.png", "b.png"]), "1 places .* and 2 images"),
+    "picture without a marker": (llava("Q", "A", "a.png"), "0 places .* and 1 images"),
+    "marker without a picture": (llava("<image>Q", "A"), "1 places .* and 0 images"),
     "two columns": ({**llava("<image>Q", "A", "a.png"), "images": ["b.png"]}, "both image and images"),
-    "absolute path": (llava("<image>Q", "A", "/etc/passwd"), "/etc/passwd has an absolute path"),
-    "path that leaves": (llava("<image>Q", "A", "sub/../../b.png"), r"sub/../../b.png leaves the image folder"),
-    "struct that leaves": (llava("<image>Q", "A", {"path": "/etc/passwd"}), "/etc/passwd leaves the image folder"),
-    "picture of no kind": (llava("<image>Q", "A", 7), "a picture must be a path, .* got 7"),
-    "bytes of no kind": (llava("<image>Q", "A", {"path": "a.png", "bytes": "text"}), "a picture must be a path"),
-    "empty path": (llava("<image>Q", "A", [""]), "a picture must be a path, .* got ''"),
+    "absolute path": (llava("<image>Q", "A", "/etc/passwd"), "/etc/passwd leaves image_folder /pictures"),
+    "path that leaves": (llava("<image>Q", "A", "sub/../../b.png"), r"sub/../../b.png leaves image_folder /pictures"),
+    "struct that leaves": (
+        llava("<image>Q", "A", {"path": "/etc/passwd"}),
+        "/etc/passwd leaves image_folder /pictures",
+    ),
+    "picture of no kind": (llava("<image>Q", "A", 7), "an image must be a path, .* got 7"),
+    "bytes of no kind": (llava("<image>Q", "A", {"path": "a.png", "bytes": "text"}), "an image must be a path"),
+    "empty path": (llava("<image>Q", "A", [""]), "an image must be a path, .* got ''"),
     "empty answer": (llava("Q", " \n"), "the answer in turn 1 is empty"),
+    "zero-width space": (llava("Q", "\u200b"), "the answer in turn 1 is empty"),
+    "invisible characters": (llava("Q", "\u2060 \ufeff\u00ad\u2028\x07\u3000"), "the answer in turn 1 is empty"),
     "answer without parts": ({"messages": [user("Q"), assistant([])]}, "the answer in turn 1 is empty"),
     "begins with the assistant": ({"conversations": TURNS[1:]}, "begins with the assistant"),
     "system, then assistant": (
@@ -150,16 +189,16 @@ BAD = {
     "no value": ({"conversations": [TURNS[0], {"from": "gpt"}]}, "content of turn 1 must be text"),
     "turn of no kind": (
         {"conversations": ["Q", "A"]},
-        "turn 0 of conversations must have 'from' and 'value', got 'Q'",
+        "turn 0 of conversations must have 'role' and 'content', or 'from' and 'value', got 'Q'",
     ),
     "turns of no kind": ({"messages": "Q"}, "messages must be a list of turns, got 'Q'"),
     "part of no kind": ({"messages": [user([{"type": "video"}]), assistant("A")]}, "neither a text part nor an image"),
     "part without text": ({"messages": [user([{"type": "text"}]), assistant("A")]}, "neither a text part"),
     "part that is text": ({"messages": [user(["Q"]), assistant("A")]}, "turn 0 has 'Q', which is neither"),
-    "marker in an answer": (llava("Q", "an <image>"), "turn 1, the assistant's, has <image> where no picture is"),
+    "marker in an answer": (llava("Q", "an <image>"), "turn 1, the assistant's, has <image> where no image is"),
     "marker in a text part": (
         {"messages": [user([{"type": "text", "text": "<image>"}]), assistant("A")]},
-        "turn 0, the user's, has <image> where no picture is",
+        "turn 0, the user's, has <image> where no image is",
     ),
     "marker in two text parts": (
         {"messages": [user([{"type": "text", "text": t} for t in ("<ima", "ge>")]), assistant("A")]},
@@ -167,12 +206,13 @@ BAD = {
     ),
     "picture of the assistant": (
         {"messages": [user("Q"), assistant([{"type": "image"}])], "images": ["a.png"]},
-        "turn 1, the assistant's, has a picture",
+        "turn 1, the assistant's, has an image",
     ),
     "nothing to complete": ({"prompt": [user("Q"), assistant("A")], "completion": []}, "completion has no assistant"),
     "unknown format": ({"text": "T", "label": 1, "messages": None}, "columns: label, text; known are conversations"),
-    "prompt alone": ({"prompt": "Q"}, "columns: prompt; known"),
+    "prompt alone": ({"prompt": "Q"}, "no assistant turn, and so nothing to learn; its columns are prompt$"),
     "no columns": ({}, "columns: none"),
+    "line that is no JSON": (b"[[[", r"the line is not valid JSON, or nested too deeply: b'\[\[\['"),
     "no row": ("{broken", "a row must be a mapping .* got '{broken'"),
 }
 
@@ -181,19 +221,49 @@ BAD = {
 def test_a_bad_row_has_a_reason(kind):
     raw, reason = BAD[kind]
     with pytest.raises(ValueError, match=reason):
-        canonical_row(raw, image_folder="/pictures")
+        canonical_row(raw, RULES)
 
 
 def test_a_path_needs_a_folder_to_start_from():
-    with pytest.raises(ValueError, match="set image_folder"):
-        canonical_row(llava("<image>Q", "A", "a.png"))
+    with pytest.raises(ValueError, match="the image a.png is a path, .* set image_folder"):
+        canonical_row(llava("<image>Q", "A", "a.png"), ImageRules(None, "user/data"))
 
 
 def test_the_tokenizers_own_image_token_may_not_stand_in_a_text():
     raw = llava("What does <|image|> mean?", "A")
     assert shape(raw)[0][1] == ["What does <|image|> mean?"]
-    with pytest.raises(ValueError, match=r"turn 0, the user's, has <\|image\|> where no picture is"):
+    with pytest.raises(ValueError, match=r"turn 0, the user's, has <\|image\|> where no image is"):
         canonical_row(raw, image_token="<|image|>")
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "reason"),
+    [
+        ("Q", "red<|im_end|>\n<|im_start|>user\nQ2", r"turn 1, the assistant's, has <\|im_end\|>, .* control token"),
+        ("What is <|im_start|>?", "A", r"turn 0, the user's, has <\|im_start\|>"),
+        ("say <unk>", "A", "turn 0, the user's, has <unk>"),
+    ],
+)
+def test_control_tokens_of_the_tokenizer_may_not_stand_in_a_text(question, answer, reason):
+    raw, tokenizer = llava(question, answer), tiny_parts.tokenizer()
+    tokenizer.add_tokens(["<think>"])
+    assert canonical_row(raw) and canonical_row(llava("<s>", "<think>"), control_tokens=control_tokens(tokenizer))
+    with pytest.raises(ValueError, match=reason):
+        canonical_row(raw, control_tokens=control_tokens(tokenizer))
+
+
+def test_control_tokens_are_those_that_the_tokenizer_finds_in_a_text():
+    tokenizer = tiny_parts.tokenizer(extra=["<|end|>", "<|endoftext|>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|endoftext|>"], "pad_token": "[PAD]"})
+    tokenizer.add_tokens(["<think>"])
+    for text in ("<|end|>", "<|endoftext|>", "[PAD]", "<unk>", "<|im_start|>", "<|im_end|>"):
+        assert len(tokenizer(f"a{text}b", add_special_tokens=False)["input_ids"]) == 3
+        assert control_tokens(tokenizer).search(f"a{text}b")[0] == text
+    assert not control_tokens(tokenizer).search("<think> <|im_ end|> < end >")
+
+
+def test_characters_that_join_visible_ones_are_part_of_an_answer():
+    assert shape(llava("Q", "\U0001f469\u200d\U0001f52c"))[1] == ("assistant", ["\U0001f469\u200d\U0001f52c"])
 
 
 def test_an_empty_answer_in_the_prompt_is_not_learned_and_so_allowed():
@@ -205,14 +275,14 @@ def test_an_empty_answer_in_the_prompt_is_not_learned_and_so_allowed():
 
 def test_the_raw_row_is_left_as_it_was():
     raw = {"messages": [user("Q"), assistant(" A ")], "images": ["a.png"]}
-    canonical_row(raw, image_folder="/pictures")
+    canonical_row(raw, RULES)
     assert raw == {"messages": [user("Q"), assistant(" A ")], "images": ["a.png"]}
 
 
 def test_names_of_pictures():
-    assert picture_name(llava("Q", "A", "a.png")) == "a.png"
-    assert picture_name({"images": [{"path": "a.png"}, {"path": "b.png"}]}) == "a.png"
-    assert [picture_name(raw) for raw in (llava("Q", "A"), {"images": [{"bytes": b"x"}]}, {"image": 7}, "x")] == [
+    assert image_name(llava("Q", "A", "a.png")) == "a.png"
+    assert image_name({"images": [{"path": "a.png"}, {"path": "b.png"}]}) == "a.png"
+    assert [image_name(raw) for raw in (llava("Q", "A"), {"images": [{"bytes": b"x"}]}, {"image": 7}, "x")] == [
         None
     ] * 4
 

@@ -1,4 +1,5 @@
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,10 @@ import train_data
 import training
 import yaml
 from transformers import AutoProcessor
+from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.cli import app
 from normalign_llava.train.merge import merge_adapter
 from normalign_llava.train.model import arm_of
 from normalign_llava.train.run import main
@@ -103,6 +106,27 @@ def test_adapters_are_saved_with_the_projector_and_merge_to_what_was_trained(tmp
     assert AutoProcessor.from_pretrained(tmp_path / "merged").image_token == "<image>"
 
 
+def following(said: str, data: Path) -> list[str]:
+    """The words of the command that is named last."""
+    command, *words = shlex.split(said.strip().splitlines()[-1].removeprefix("Next: ").replace("DATA", str(data)))
+    assert command == "normalign"
+    return words
+
+
+def test_the_commands_that_are_named_next_lead_from_the_parts_to_the_report(tmp_path, parts, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data, rows = parts / "data" / "data.json", ["--max_steps", "1", "--global_batch_size", "2", "--bf16", "false"]
+    words = ["build", "--vision", str(parts / "vision"), "--language", str(parts / "language"), "--output", "a model"]
+    ran = []
+    for extra in ([], rows, [*rows, "--use_peft"], []):
+        done = CliRunner().invoke(app, [*words, *extra])
+        assert done.exit_code == 0, done.output
+        ran.append(words[0])
+        words = following(done.output, data)
+    assert ran == ["build", "train", "train", "merge"] and words == ["diagnose", "a model-align-tune-merged"]
+    assert (tmp_path / words[1] / "config.json").is_file()
+
+
 @pytest.mark.parametrize("arm", ["none", "unit", "aligned", "gwc"])
 def test_each_arm_is_built_and_trained(tmp_path, parts, arm):
     checkpoint = training.checkpoint(tmp_path, arm=arm)
@@ -153,9 +177,11 @@ def test_a_bad_picture_met_in_training_stops_or_is_listed(tmp_path, parts, capsy
     main([file, "--bad_rows", "skip"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "1 row was dropped, listed in" in shown and "row 3: " in shown
-    main([file, "--bad_rows", "skip", "--check_images", "--output_dir", str(tmp_path / "checked")])
+    again = ["--check_images", "--output_dir", str(tmp_path / "checked"), "--dataset_name", f"{folder}:train"]
+    main([file, "--bad_rows", "skip", *again])
     record = json.loads((tmp_path / "checked" / "training.json").read_text())
-    assert record["data"][0]["dropped"] == [3]
+    assert record["data"][0]["dropped"] == [3] and record["options"]["dataset_name"] == "data:train"
+    assert str(tmp_path) not in json.dumps(record)
 
 
 def test_held_out_loss_examples_and_curves(tmp_path, parts):
@@ -191,3 +217,15 @@ def test_an_adapter_is_merged_before_it_is_trained(tmp_path, parts):
     adapter = main([recipe(tmp_path, parts, use_peft=True)])
     with pytest.raises(ValueError, match="is an adapter. Merge it first"):
         main([recipe(tmp_path, parts, model_name_or_path=str(adapter), output_dir=str(tmp_path / "more"))])
+
+
+@pytest.mark.parametrize(("column", "told"), [("other", "no image, .* stage align"), ("img", "not read: column img")])
+def test_align_without_images_is_an_error(tmp_path, parts, column, told):
+    (tmp_path / "data").mkdir()
+    data = train_data.write_json(tmp_path / "data", [train_data.llava("Q", "A", **{column: "x"})] * 4)
+    options = {"dataset_name": str(data)}
+    with pytest.raises(ValueError, match=told):
+        main([recipe(tmp_path, parts, stage="align", **options)])
+    if column == "other":
+        with pytest.raises(ValueError, match=told):
+            main([recipe(tmp_path, parts, stage="tune", language_learning_rate=0.0, **options)])

@@ -4,9 +4,10 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from trl import SFTConfig
 
-from normalign_llava.train.arguments import TrainArguments
+from normalign_llava.train.arguments import NormAlignConfig
+from normalign_llava.train.command import RECIPES, recipe_file
 from normalign_llava.train.launch import CONFIGS
-from normalign_llava.train.stages import RECIPES, accumulation_steps, parse, recipe_file
+from normalign_llava.train.stages import accumulation_steps, parse
 
 
 BASE = ["--model_name_or_path", "model", "--dataset_name", "data", "--bf16", "false"]
@@ -44,6 +45,20 @@ def test_a_recipe_overrides_the_stage_and_the_command_line_the_recipe(tmp_path, 
     assert args.learning_rate == (1e-3 if words else 1e-5)
 
 
+def test_adapters_have_rates_of_their_own_under_tune_unless_a_rate_is_given(tmp_path):
+    _, args, _ = options(tmp_path, stage="tune", use_peft=True)
+    assert args.rates(use_peft=True) == {"vision": 0.0, "projector": 2e-5, "norm": 2e-5, "language": 2e-4}
+    assert {origin for _, origin in args.explained_rates(use_peft=True).values()} == {"adapters"}
+    _, args, _ = options(tmp_path, stage="tune", use_peft=True, learning_rate=1e-3, norm_learning_rate=1e-4)
+    assert args.explained_rates(use_peft=True) == {
+        "vision": (0.0, "adapters"), "projector": (1e-3, "given"), "norm": (1e-4, "given"), "language": (1e-3, "given")
+    }  # fmt: skip
+    _, args, _ = options(tmp_path, use_peft=True)
+    assert args.explained_rates(use_peft=True)["language"] == (2e-5, "TRL")
+    _, args, _ = options(tmp_path, stage="align")
+    assert {origin for _, origin in args.explained_rates(use_peft=False).values()} == {"stage align"}
+
+
 def test_adapters_leave_the_vision_tower_frozen_unless_it_is_given_a_rate(tmp_path):
     for words in (["--use_peft"], ["--use_peft", "true"], ["--use-peft", "yes"], ["--use_peft=1"]):
         assert options(tmp_path, "--stage", "tune", *words)[1].rates(use_peft=True)["vision"] == 0
@@ -55,8 +70,6 @@ def test_adapters_leave_the_vision_tower_frozen_unless_it_is_given_a_rate(tmp_pa
     ("words", "message"),
     [
         (["--norm_learning_rate", "-1"], "norm_learning_rate must not be negative, got -1.0"),
-        (["--packing", "true"], "packing cannot be used here"),
-        (["--assistant_only_loss", "false"], "image tokens"),
         (["--test_split_size", "2"], "between 0 and 1, got 2"),
         (["--max_image_pixels", "0"], "max_image_pixels must be at least 1"),
     ],
@@ -100,10 +113,10 @@ def test_a_recipe_that_is_no_mapping_is_an_error_in_words(tmp_path, content):
 
 
 def test_a_stage_decides_in_python_as_well(tmp_path):
-    args = TrainArguments(output_dir=str(tmp_path), stage="align", bf16=False, use_cpu=True)
+    args = NormAlignConfig(output_dir=str(tmp_path), stage="align", bf16=False, use_cpu=True)
     assert (args.global_batch_size, args.warmup_steps, args.lr_scheduler_type) == (256, 0.03, "cosine")
     assert args.rates(use_peft=False)["language"] == 0
-    plain = TrainArguments(output_dir=str(tmp_path), bf16=False, use_cpu=True)
+    plain = NormAlignConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True)
     stock = SFTConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True)
     for name in ("learning_rate", "per_device_train_batch_size", "warmup_steps", "seed", "lr_scheduler_type"):
         assert getattr(plain, name) == getattr(stock, name)
@@ -169,14 +182,6 @@ def test_a_global_batch_that_does_not_divide_is_refused(tmp_path, total, each, w
     args.global_batch_size = total
     with pytest.raises(ValueError, match=message):
         accumulation_steps(args, world_size=world)
-
-
-def test_help_names_the_recipes(capsys):
-    for words in ([], ["--help"]):
-        with pytest.raises(SystemExit):
-            parse(words)
-        shown = " ".join(capsys.readouterr().out.split())
-        assert shown.startswith("usage: normalign train RECIPE [--option value ...]") and "qlora, quickstart-" in shown
 
 
 def test_bfloat16_is_the_default_also_without_an_accelerator(tmp_path):

@@ -12,11 +12,13 @@ from test_train_callbacks import build, make_trainer
 from transformers import BitsAndBytesConfig, TrainerCallback
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.dataset import DataReport, SourceReport
+from normalign_llava.data.reports import DataReport, SourceReport
 from normalign_llava.train.summary import memory, modules, render, summary
 
 
-RATES = {"vision": 2e-6, "projector": 1e-3, "norm": 3e-4, "language": 2e-5}
+RATES = {
+    "vision": (2e-6, "stage tune"), "projector": (1e-3, "given"), "norm": (3e-4, "given"), "language": (2e-5, "given")
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def elements(model, *pieces: str) -> int:
 
 def test_full_tuning_trains_every_parameter_at_its_modules_rate(checkpoint, tmp_path):
     model = make_trainer(checkpoint, tmp_path, frozen=("vision_tower",)).model
-    rows = table(model, {**RATES, "vision": 0.0})
+    rows = table(model, {**RATES, "vision": (0.0, "stage align")})
     assert list(rows) == ["vision tower", "projector", "norm", "language model"]
     assert rows["vision tower"]["parameters"] == elements(model, "vision_tower")
     assert rows["projector"]["parameters"] == elements(model, "linear_1", "linear_2") == 16 * 32 + 32 + 32 * 32 + 32
@@ -49,6 +51,7 @@ def test_full_tuning_trains_every_parameter_at_its_modules_rate(checkpoint, tmp_
     assert sum(row["trained"] for row in rows.values()) == model.num_parameters(only_trainable=True)
     assert rows["vision tower"]["trained"] == 0 and rows["vision tower"]["learning_rate"] == 0.0
     assert [rows[name]["learning_rate"] for name in ("projector", "norm", "language model")] == [1e-3, 3e-4, 2e-5]
+    assert [row["set_by"] for row in rows.values()] == ["stage align", "given", "given", "given"]
     assert {tuple(row["dtypes"]) for row in rows.values()} == {("float32",)}
 
 
@@ -59,7 +62,8 @@ def test_adapters_are_a_row_of_their_own_and_untrained_copies_do_not_count(check
     for name in ("vision tower", "projector", "norm", "language model"):
         assert rows[name]["parameters"] == plain[name]["parameters"]
     assert rows["adapters"]["parameters"] == rows["adapters"]["trained"] == elements(model, "lora_")
-    assert rows["adapters"]["learning_rate"] == 2e-5
+    assert (rows["adapters"]["learning_rate"], rows["adapters"]["set_by"]) == (2e-5, "given")
+    assert rows["language model"]["set_by"] == ""
     assert rows["language model"]["trained"] == 0 and rows["projector"]["trained"] == plain["projector"]["parameters"]
     assert sum(row["trained"] for row in rows.values()) == model.get_nb_trainable_parameters()[0]
 

@@ -12,8 +12,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.hub_cards.card import by_hand, is_ours
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.merge import merge_adapter
-from normalign_llava.train.model import base_model, module_of, projector_norm
-from normalign_llava.train.trainer import eval_frozen
+from normalign_llava.train.model import base_model, eval_frozen, module_of, projector_norm
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +200,7 @@ def test_targets_can_be_chosen_among_the_language_models(tmp_path, checkpoint, t
 def test_a_target_that_does_not_exist_is_named(tmp_path, checkpoint):
     with pytest.raises(ValueError, match="names out_proj, but the language model's linear layers are down_proj, "):
         training.trainer(tmp_path, checkpoint, use_peft=True, lora_target_modules=["q_proj", "out_proj"])
-    with pytest.raises(ValueError, match="adapters on the language model, but its learning rate is 0"):
+    with pytest.raises(ValueError, match="put on the language model, but its learning rate is 0"):
         training.trainer(tmp_path, checkpoint, use_peft=True, language_learning_rate=0.0)
 
 
@@ -235,7 +234,7 @@ def test_the_card_is_ours_and_stays_as_the_author_left_it(tmp_path, checkpoint, 
 
 def test_a_collator_is_made_where_none_is_given(tmp_path, checkpoint):
     trainer = training.trainer(tmp_path, checkpoint)
-    again = type(trainer)(trainer.model, trainer.args, trainer.train_dataset, trainer.processing_class)
+    again = type(trainer)(trainer.model, trainer.args, train_dataset=trainer.train_dataset)
     assert isinstance(again.data_collator, ConversationCollator)
     assert isinstance(projector_norm(again.model), nn.LayerNorm)
 
@@ -279,7 +278,7 @@ def test_label_smoothing_and_compilation_with_adapters_train(tmp_path, checkpoin
 
 def test_modules_to_save_are_the_language_models(tmp_path, checkpoint):
     for name, message in (("linear_1", "have rates of their own"), ("nowhere", "no module")):
-        with pytest.raises(ValueError, match=f"lora_modules_to_save names {name}.*{message}"):
+        with pytest.raises(ValueError, match=f"modules_to_save names {name}.*{message}"):
             training.trainer(tmp_path, checkpoint, use_peft=True, lora_modules_to_save=[name])
     saved = training.trainer(
         tmp_path, checkpoint, use_peft=True, lora_modules_to_save=["multi_modal_projector", "lm_head"]

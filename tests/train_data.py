@@ -14,7 +14,7 @@ from transformers import AddedToken, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from normalign_llava.chat_template import multimodal_chat_template
-from normalign_llava.train.arguments import DataArguments
+from normalign_llava.data.arguments import DataArguments
 
 
 TOKENS_PER_IMAGE = 4

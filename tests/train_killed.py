@@ -1,4 +1,4 @@
-"""Run by test_train_resume.py: `normalign train`, which kills itself in a step or in the middle of a save."""
+"""Run by test_train_resume.py: `normalign train`, which kills itself in a step or a save, or waits in a step."""
 
 import os
 import signal
@@ -20,6 +20,9 @@ class Killed(NormAlignTrainer):
     def training_step(self, *args, **kwargs):
         if when == "step" and self.state.global_step == int(number):
             os.kill(os.getpid(), signal.SIGKILL)
+        if when == "wait" and self.state.global_step == int(number):
+            print("waiting", flush=True)
+            sys.stdin.readline()
         return super().training_step(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir):

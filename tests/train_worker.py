@@ -4,6 +4,7 @@ accelerate shards nothing without a GPU unless it is told to, so the first lines
 """
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -33,12 +34,21 @@ def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
             words = [*words, "--accelerator_config", '{"use_configured_state": true}']
         elif mode in ("zero2", "zero3"):
             words = [*words, "--use_cpu", "false", "--ddp_backend", "gloo"]
-        run.main(words)
-        Path(f"{output}.{name}.{os.environ.get('RANK', 0)}").write_text(json.dumps(seen(Watched.last)))
+        Watched.breaks = name in ("broken", "passed over")
+        error = None
+        try:
+            run.main(words)
+        except FloatingPointError as stopped:
+            error = str(stopped)
+        found = {**seen(Watched.last), "error": error}
+        Path(f"{output}.{name}.{os.environ.get('RANK', 0)}").write_text(json.dumps(found))
 
 
 class Watched(NormAlignTrainer):
+    """What it is trained on is written down; where it `breaks`, the last process meets NaN in step 2."""
+
     last: "Watched"
+    breaks = False
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -47,7 +57,14 @@ class Watched(NormAlignTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.batches.append((self.state.global_step, "pixel_values" in inputs, inputs["input_ids"].tolist()))
-        return super().training_step(model, inputs, num_items_in_batch)
+        if not (self.breaks and self.state.global_step == 1 and self.accelerator.is_last_process):
+            return super().training_step(model, inputs, num_items_in_batch)
+        norm = projector_norm(self.model)
+        hook = norm.register_forward_hook(lambda module, given, output: output * math.nan, prepend=True)
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            hook.remove()
 
 
 def seen(trainer: Watched) -> dict:

@@ -9,12 +9,12 @@ import torch
 from datasets import Dataset
 from PIL import Image
 from transformers import AutoProcessor
+from trl import get_peft_config, get_quantization_config
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
-from normalign_llava.train.arguments import ModelArguments, TrainArguments
-from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.dataset import FEATURES
-from normalign_llava.train.model import load_model, lora_config
+from normalign_llava.data.rows import FEATURES
+from normalign_llava.train.arguments import ModelArguments, NormAlignConfig
+from normalign_llava.train.model import load_model
 from normalign_llava.train.trainer import NormAlignTrainer
 
 
@@ -62,7 +62,7 @@ def rows(count=16, images=lambda number: 1, turns=lambda number: 1 + number % 2)
     return Dataset.from_list(made, features=FEATURES)
 
 
-def arguments(folder: Path, **options) -> TrainArguments:
+def arguments(folder: Path, **options) -> NormAlignConfig:
     """Options of a short float32 run on the CPU."""
     defaults = dict(
         output_dir=str(folder),
@@ -78,23 +78,30 @@ def arguments(folder: Path, **options) -> TrainArguments:
         disable_tqdm=True,
         seed=0,
     )
-    return TrainArguments(**{**defaults, **options})
+    return NormAlignConfig(**{**defaults, **options})
 
 
-def trainer(folder: Path, checkpoint: Path, dataset=None, model=None, bad_rows="stop", **options) -> NormAlignTrainer:
-    """A trainer; options of `ModelArguments` are told from those of `TrainArguments` by their names."""
+def trainer(folder: Path, checkpoint: Path, dataset=None, model=None, held_out=None, **options) -> NormAlignTrainer:
+    """A trainer; options of `ModelArguments` are told from those of `NormAlignConfig` by their names."""
     names = set(ModelArguments.__dataclass_fields__)
     model_args = ModelArguments(
         model_name_or_path=str(checkpoint), **{key: value for key, value in options.items() if key in names}
     )
     args = arguments(folder, **{key: value for key, value in options.items() if key not in names})
-    model = model or load_model(model_args, args)
     processor = AutoProcessor.from_pretrained(checkpoint)
     return NormAlignTrainer(
-        model,
+        model or loaded(checkpoint, args, model_args),
         args,
-        rows() if dataset is None else dataset,
-        processor,
-        peft_config=lora_config(model_args, model, args.rates(model_args.use_peft)),
-        data_collator=ConversationCollator(processor),
+        train_dataset=rows() if dataset is None else dataset,
+        eval_dataset=held_out,
+        processing_class=processor,
+        peft_config=get_peft_config(model_args),
     )
+
+
+def loaded(checkpoint: Path, args: NormAlignConfig, model_args: ModelArguments):
+    """The model that is trained by these options."""
+    args.model_init_kwargs = {"dtype": model_args.dtype}
+    model = load_model(checkpoint, args, get_quantization_config(model_args))
+    args.model_init_kwargs = None
+    return model

@@ -5,8 +5,11 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trl import ModelConfig, ScriptArguments, SFTConfig
-from trl.scripts.utils import DatasetConfig
+import torch
+from trl import ModelConfig, SFTConfig
+
+from ..data.arguments import check_choice
+from .refused import check_refused, check_trackers
 
 
 STAGES: dict[str, dict[str, Any]] = {
@@ -26,6 +29,13 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 """What the paper's two stages set (appendix E) where nothing else is said."""
 
+ADAPTERS: dict[str, float] = {
+    "learning_rate": 2e-4,
+    "projector_learning_rate": 2e-5,
+    "norm_learning_rate": 2e-5,
+}
+"""What stage `tune` sets in place of its own where adapters are trained: LLaVA-1.5's rates for LoRA."""
+
 BOTH_STAGES: dict[str, Any] = {
     "num_train_epochs": 1.0,
     "lr_scheduler_type": "cosine",
@@ -37,85 +47,7 @@ BOTH_STAGES: dict[str, Any] = {
 
 
 @dataclass
-class DataSource(DatasetConfig):
-    """One data set of a mixture: TRL's `DatasetConfig` (`path`, `name`, `split`, `fraction`, ...) and its pictures.
-
-    Args:
-        image_folder: folder that relative picture paths start from; the data file's own folder by default.
-    """
-
-    image_folder: str | None = None
-
-
-@dataclass
-class DataArguments(ScriptArguments):
-    """TRL's `ScriptArguments` (`dataset_name`, `dataset_config`, `dataset_train_split`, ...) and ours.
-
-    Raises:
-        ValueError: a data set is missing or named twice, or a number is out of range.
-    """
-
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Data to train on: a Hub id, a folder, or a .json, .jsonl or .parquet file."}
-    )
-    datasets: list[dict] = field(
-        default_factory=list,
-        metadata={
-            "help": "In place of dataset_name, several data sets: in YAML, a list of mappings with TRL's keys (path, "
-            "name, split, data_files, fraction, ...) and image_folder. Fractions are shares of the mixture."
-        },
-    )
-    image_folder: str | None = field(
-        default=None, metadata={"help": "Folder that picture paths start from. Default: the data file's folder."}
-    )
-    eval_dataset_name: str | None = field(
-        default=None, metadata={"help": "Held-out data, in the forms of dataset_name. Default: its test split."}
-    )
-    test_split_size: float | None = field(
-        default=None, metadata={"help": "Share of the training rows to hold out in place of a test split."}
-    )
-    bad_rows: Literal["stop", "skip"] = field(
-        default="stop",
-        metadata={"help": "At a row that cannot be trained on: stop with its number and the reason, or skip it."},
-    )
-    check_images: bool = field(
-        default=False, metadata={"help": "Decode every picture before training, not when it is met."}
-    )
-    max_image_pixels: int = field(
-        default=89_478_485, metadata={"help": "Pictures with more pixels are bad rows. Default: Pillow's own limit."}
-    )
-    shuffle_buffer_size: int = field(
-        default=1000, metadata={"help": "Rows in the shuffle buffer of a streamed data set."}
-    )
-
-    def __post_init__(self):
-        _check_choice(self, "bad_rows", ("stop", "skip"))
-        if bool(self.dataset_name) == bool(self.datasets):
-            raise ValueError("Give either dataset_name or datasets: one names a data set, the other a mixture.")
-        if self.test_split_size is not None and not 0 < self.test_split_size < 1:
-            raise ValueError(f"test_split_size is a share between 0 and 1, got {self.test_split_size}.")
-        keys = set(DataSource.__dataclass_fields__)
-        for source in self.datasets:
-            if not isinstance(source, dict) or "path" not in source or source.keys() - keys:
-                raise ValueError(
-                    f"Each of datasets is a mapping with path and others of {sorted(keys)}; got {source!r}."
-                )
-        for name in ("max_image_pixels", "shuffle_buffer_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-
-    @property
-    def sources(self) -> list[DataSource]:
-        """The data sets to train on; one without a `fraction` unless it is a mixture."""
-        if self.datasets:
-            return [DataSource(**{"image_folder": self.image_folder, **source}) for source in self.datasets]
-        single = DataSource(self.dataset_name, self.dataset_config, split=self.dataset_train_split)
-        single.image_folder = self.image_folder
-        return [single]
-
-
-@dataclass
-class TrainArguments(SFTConfig):
+class NormAlignConfig(SFTConfig):
     """TRL's `SFTConfig`, with the stage, the arm, a learning rate for each module, and what is shown on the way.
 
     `max_length` drops longer rows; nothing is truncated. Labels are on assistant turns alone.
@@ -137,19 +69,26 @@ class TrainArguments(SFTConfig):
     )
     vision_learning_rate: float | None = field(
         default=None,
-        metadata={"help": "Rate of the vision tower; 0 freezes. Default: learning_rate, 0 with use_peft."},
+        metadata={"help": "Learning rate of the vision tower; 0 freezes. Default: the stage's; 0 with use_peft."},
     )
     projector_learning_rate: float | None = field(
-        default=None, metadata={"help": "Rate of the projector's linear layers; 0 freezes. Default: learning_rate."}
+        default=None,
+        metadata={"help": "Learning rate of the projector's linear layers; 0 freezes. Default: learning_rate."},
     )
     norm_learning_rate: float | None = field(
-        default=None, metadata={"help": "Rate of the norm's gain and bias; 0 freezes. Default: learning_rate."}
+        default=None, metadata={"help": "Learning rate of gain and bias; 0 freezes. Default: learning_rate."}
     )
     language_learning_rate: float | None = field(
         default=None,
-        metadata={"help": "Rate of the language model, or of its adapters; 0 freezes. Default: learning_rate."},
+        metadata={"help": "Learning rate of the language model or its adapters; 0 freezes. Default: learning_rate."},
     )
-    learning_rate: float = field(default=None, metadata={"help": "Rate of what has none of its own."})  # type: ignore[assignment]
+    learning_rate: float = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "Learning rate of what has none of its own. Default: the stage's; of tune with use_peft 2e-4 for "
+            "adapters, 2e-5 for projector and norm."
+        },
+    )
     per_device_train_batch_size: int = field(default=None, metadata={"help": "Rows in a forward pass."})  # type: ignore[assignment]
     num_train_epochs: float = field(default=None, metadata={"help": "Passes over the data."})  # type: ignore[assignment]
     lr_scheduler_type: str = field(default=None, metadata={"help": "Schedule of the rates."})  # type: ignore[assignment]
@@ -158,6 +97,7 @@ class TrainArguments(SFTConfig):
     )
     weight_decay: float = field(default=None, metadata={"help": "Of weights; never of gain, biases, norms."})  # type: ignore[assignment]
     seed: int = field(default=None, metadata={"help": "Of everything drawn."})  # type: ignore[assignment]
+    router_aux_loss_coef: float | None = field(default=0.0, metadata={"help": "Always 0 here."})
     max_length: int | None = field(
         default=2048, metadata={"help": "Rows with more tokens, image tokens included, are dropped and counted."}
     )
@@ -165,6 +105,14 @@ class TrainArguments(SFTConfig):
         default=True, metadata={"help": "Always true here: the loss is on what the model has to say."}
     )
     remove_unused_columns: bool = field(default=False, metadata={"help": "Always false here: the collator needs all."})
+    use_cpu: bool | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "nargs": "?",
+            "const": True,
+            "help": "Whether to train on the CPU. Default: where there is no accelerator.",
+        },
+    )
     sample_count: int = field(
         default=4, metadata={"help": "Held-out examples answered at each evaluation, and written with their pictures."}
     )
@@ -173,6 +121,13 @@ class TrainArguments(SFTConfig):
         default=None, metadata={"help": "Steps at which inter-layer cosines are recorded on a fixed batch (figure 5)."}
     )
     probe_rows: int = field(default=4, metadata={"help": "Rows in that batch."})
+    bad_steps: Literal["stop", "skip"] = field(
+        default="stop",
+        metadata={
+            "help": "At a step whose loss or gradients are not finite: stop and name the module they came from, or go "
+            "on without taking the step."
+        },
+    )
     resume_from_checkpoint: str | None = field(
         default=None,
         metadata={
@@ -183,14 +138,27 @@ class TrainArguments(SFTConfig):
     )
 
     def __post_init__(self):
-        _check_choice(self, "stage", (None, *STAGES))
-        _check_choice(self, "arm", (None, "none", "unit", "aligned", "gwc"))
+        check_choice(self, "stage", (None, *STAGES))
+        check_choice(self, "arm", (None, "none", "unit", "aligned", "gwc"))
+        self.learning_rate_is_given = self.learning_rate is not None
         decided = {**BOTH_STAGES, **STAGES[self.stage]} if self.stage else {}
         for name in ("learning_rate", "per_device_train_batch_size", "global_batch_size", *BOTH_STAGES):
             if getattr(self, name) is None:
                 default = SFTConfig.__dataclass_fields__[name].default if name != "global_batch_size" else None
                 setattr(self, name, decided.get(name, default))
+        self.use_cpu = not torch.accelerator.is_available() if self.use_cpu is None else self.use_cpu
         super().__post_init__()
+        check_refused(self)
+        check_trackers(self.report_to)
+        if self.do_eval and self.eval_strategy == "no":
+            raise ValueError("do_eval alone evaluates nothing. Say when with eval_strategy.")
+        check_choice(self, "bad_steps", ("stop", "skip"))
+        if self.bad_steps == "skip" and self.deepspeed_plugin is not None:
+            raise ValueError(
+                "bad_steps cannot be 'skip' with DeepSpeed, which takes its steps by itself. Leave it out."
+            )
+        # It hides such steps from the log, and waits for the device in every batch.
+        self.logging_nan_inf_filter = self.bad_steps == "skip"
         self.hub_token = self.hub_token and self.hub_token.strip()  # a block of YAML ends in a line break
         self.probe_steps = None if self.probe_steps is None else [int(step) for step in _as_list(self.probe_steps)]
         rates = self.rates(use_peft=False)
@@ -203,19 +171,6 @@ class TrainArguments(SFTConfig):
         for name, least in least_of.items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
-        refused = {
-            "packing": "TRL packs no rows with pictures",
-            "padding_free": "TRL's is not for pictures",
-            "remove_unused_columns": "the collator needs every column",
-            "auto_find_batch_size": "the global batch would not stay what it is; lower per_device_train_batch_size",
-            "chat_template_path": "the checkpoint has a template, which `normalign build --chat-template` sets",
-            "router_aux_loss_coef": "LLaVA's outputs have no router logits",
-        }
-        for name, reason in refused.items():
-            if getattr(self, name):
-                raise ValueError(f"{name} cannot be used here: {reason}. Leave it out.")
-        if not self.assistant_only_loss:
-            raise ValueError("assistant_only_loss must be true, or labels would hold image tokens. Leave it out.")
         self.router_aux_loss_coef = 0.0  # which TRL would take from the language model's configuration
 
     def rates(self, use_peft: bool) -> dict[str, float]:
@@ -224,19 +179,25 @@ class TrainArguments(SFTConfig):
         Args:
             use_peft: Adapters stand for the language model; the vision tower is frozen unless it was given a rate.
         """
-        given = {
-            "vision": self.vision_learning_rate,
-            "projector": self.projector_learning_rate,
-            "norm": self.norm_learning_rate,
-            "language": self.language_learning_rate,
-        }
-        decided = STAGES.get(self.stage or "", {})
-        rates = {}
-        for module, rate in given.items():
-            default = decided.get(f"{module}_learning_rate", self.learning_rate)
-            default = 0.0 if use_peft and module == "vision" else default
-            rates[module] = default if rate is None else rate
-        return rates
+        return {module: rate for module, (rate, _) in self.explained_rates(use_peft).items()}
+
+    def explained_rates(self, use_peft: bool) -> dict[str, tuple[float, str]]:
+        """[`rates`], each with where it comes from: `"given"`, or whose default it is, such as `"stage tune"`."""
+        decided, origin = STAGES.get(self.stage or "", {}), f"stage {self.stage}" if self.stage else "TRL"
+        if use_peft and self.stage == "tune" and not self.learning_rate_is_given:
+            decided, origin = ADAPTERS, "adapters"
+        rest = decided.get("learning_rate", self.learning_rate), origin
+        if self.learning_rate_is_given:
+            rest = self.learning_rate, "given"
+        found = {}
+        for module in ("vision", "projector", "norm", "language"):
+            name = f"{module}_learning_rate"
+            found[module] = (decided[name], origin) if name in decided else rest
+            if use_peft and module == "vision":
+                found[module] = 0.0, "adapters"
+            if (given := getattr(self, name)) is not None:
+                found[module] = given, "given"
+        return found
 
 
 @dataclass
@@ -247,12 +208,11 @@ class ModelArguments(ModelConfig):
         default=True, metadata={"help": "Whether to quantize the constants of 4-bit quantization as well."}
     )
 
-
-def _check_choice(options: Any, name: str, choices: tuple) -> None:
-    # argparse checks no choice that comes from a YAML file.
-    if (value := getattr(options, name)) not in choices:
-        named = ", ".join(repr(choice) for choice in choices if choice is not None)
-        raise ValueError(f"{name} must be one of {named}, got {value!r}.")
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("load_in_4bit", "load_in_8bit"):
+            if getattr(self, name) and not self.use_peft:
+                raise ValueError(f"{name} needs adapters: quantized weights cannot be trained. Add --use_peft.")
 
 
 def _as_list(value: Any) -> list:

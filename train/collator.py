@@ -10,8 +10,9 @@ from PIL import Image
 from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from .pictures import open_picture
-from .rows import DroppedRow, DroppedRows
+from ..data.images import open_image
+from ..data.rows import DroppedRow, DroppedRows
+from ..loading import loading
 
 
 _PROBE = [
@@ -46,7 +47,9 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
     dropped_rows: DroppedRows | None = None
 
     def __post_init__(self):
-        if (super().torch_call([{"images": [], "messages": _PROBE}])["labels"] == _IGNORED).all():
+        with loading("The chat template"):
+            probe = super().torch_call([{"images": [], "messages": _PROBE}])
+        if (probe["labels"] == _IGNORED).all():
             raise ValueError(
                 "The chat template marks no answer with {% generation %}, so there is nothing to learn from. "
                 "`normalign build` says whether a template has marks, and takes another with --chat-template."
@@ -74,7 +77,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
         pictures, bad = [], False
         for image in example["images"]:
             try:
-                pictures.append(open_picture(image, self.max_image_pixels))
+                pictures.append(open_image(image, self.max_image_pixels))
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
                 if self.bad_rows == "stop":

@@ -6,26 +6,27 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from accelerate.commands.launch import launch_command, launch_command_parser
-
 
 CONFIGS = files(__package__) / "accelerate_configs"
 
 
-def launch(config: str, processes: int, arguments: Sequence[str]) -> None:
-    """Runs `accelerate launch --config_file CONFIG --num_processes N -m normalign_llava.train ARGUMENTS`.
+def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None:
+    """Runs `accelerate launch --config_file CONFIG [--num_processes N] -m normalign_llava.train ARGUMENTS`.
 
     Args:
         config: `ddp`, `fsdp2`, `zero2`, `zero3`, or a file that accelerate reads.
-        processes: how many processes, one for each GPU.
+        processes: how many processes, one for each GPU; None for as many as the configuration says.
         arguments: what follows `normalign train`.
 
     Raises:
-        ValueError: there is no such configuration.
+        ValueError: there is no such configuration, or nothing says how many processes.
     """
     own = {Path(entry.name).stem: str(entry) for entry in CONFIGS.iterdir()}
     file = config if Path(config).is_file() else own.get(config)
     if file is None:
         raise ValueError(f"There is no file {config}, and no configuration of that name: {', '.join(sorted(own))}.")
-    words = ["--config_file", file, "--num_processes", str(processes), "-m", "normalign_llava.train", *arguments]
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    number = [] if processes is None else ["--num_processes", str(processes)]
+    words = ["--config_file", file, *number, "-m", "normalign_llava.train", *arguments]
     launch_command(launch_command_parser().parse_args(words))

@@ -15,25 +15,41 @@ from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model_sta
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoProcessor, LlavaProcessor
+from transformers import LlavaProcessor
 from transformers.utils import cached_file
 
 from ..build import BUILD_RECORD, torch_dtype
+from ..checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter, find_checkpoint
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..folders import new_folder
 from ..hub_cards.card import is_ours, write_card
+from ..loading import loading
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..parts import load_part
+from ..processing import load_processor, pad_left
+from ..untrusted import check_files, check_inside, check_weights
 from .checkpoints import STATE, read_json, write_failure
 from .model import RECORD
 from .probe import DYNAMICS
 
 
-WEIGHTS = "adapter_model.safetensors"
 CARRIED = ("README.md", RECORD, BUILD_RECORD)
 """Card and run records, which the merged checkpoint takes from the adapter's folder, or else from the base.
 
 The curves of training, `DYNAMICS` and the log in `STATE`, come from the adapter's alone: the base's are another run's.
 """
+
+NF4, FP4 = ({"load_in_4bit": True, "bnb_4bit_quant_type": kind} for kind in ("nf4", "fp4"))
+DOUBLE = {"bnb_4bit_use_double_quant": True}
+BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "nf4": NF4,
+    "nf4-double": NF4 | DOUBLE,
+    "fp4": FP4,
+    "fp4-double": FP4 | DOUBLE,
+    "int8": {"load_in_8bit": True},
+}
+"""bitsandbytes' settings by what `--base-quantization` calls them; `double`: the constants are quantized as well."""
 
 TOLERANCE = 1e-3
 """Largest difference of logits, as a share of the largest logit, that merging in float32 may make."""
@@ -64,6 +80,7 @@ def merge_adapter(
     output: str | os.PathLike,
     *,
     base: str | None = None,
+    base_quantization: str | None = None,
     dtype: str | torch.dtype = "auto",
 ) -> MergeReport:
     """Merges an adapter into the base it was trained on, in float32, and writes a checkpoint that needs no PEFT.
@@ -75,6 +92,8 @@ def merge_adapter(
         adapter: folder that training wrote: adapter configuration and weights. A trainer's `checkpoint-N` will do.
         output: folder to make; it must not exist or be empty. It appears whole or not at all.
         base: checkpoint folder or Hub id, where the one that the adapter names is not there any more.
+        base_quantization: the base's in training, one of `BASE_QUANTIZATIONS`, where no `training.json` says it, which
+            TRL alone does not write. What is quantized are the base's weights in their own dtype.
         dtype: of the written weights; `"auto"` is the base's own. The norm is always float32.
 
     Returns:
@@ -82,12 +101,14 @@ def merge_adapter(
 
     Raises:
         ValueError: the folder holds no LoRA adapter, the base is not there, of another architecture or of other
-            shapes, or a tensor of the adapter has no place in it. Nothing is written.
+            shapes, a tensor of the adapter has no place in it, or nothing says whether it was quantized in training.
+            Nothing is written.
         OSError: the disk is full. Nothing is left of what was written.
     """
     adapter, dtype = Path(adapter), torch_dtype(dtype)
     peft_config = _adapter_config(adapter)
     record = _record(adapter)
+    quantization = _quantization(adapter, record, base_quantization)
     named = peft_config.base_model_name_or_path
     base = base or named
     if not base:
@@ -102,11 +123,13 @@ def merge_adapter(
 
     with new_folder(output) as folder:
         trained = (adapter / "processor_config.json").exists()
-        processor = AutoProcessor.from_pretrained(adapter if trained else base, revision=None if trained else revision)
-        model, quantization = _load_base(base, config, record.get("quantization"), revision)
+        processor = load_processor(str(adapter if trained else base), None if trained else revision)
+        pad_left(processor.tokenizer)
+        model, quantized = _load_base(base, config, quantization, revision)
         if stored != (config.projector_norm, config.projector_gain_init) and config.projector_norm != "none":
             model.align_projector_norm()  # as the run did that changed them
-        adapted = PeftModel.from_pretrained(model, adapter, torch_device="cpu")
+        with loading(f"The adapter {adapter}", seconds=None):
+            adapted = PeftModel.from_pretrained(model, adapter, torch_device="cpu")
         inputs = _probe(processor)
         expected = _logits(adapted, inputs)
         merged = adapted.merge_and_unload(safe_merge=True)
@@ -130,7 +153,7 @@ def merge_adapter(
         base=str(base),
         kind="DoRA" if peft_config.use_dora else "rsLoRA" if peft_config.use_rslora else "LoRA",
         rank=peft_config.r,
-        quantization=quantization,
+        quantization=quantized,
         dtype=str(dtype).removeprefix("torch."),
         parameters=merged.num_parameters(),
         difference=difference,
@@ -138,15 +161,11 @@ def merge_adapter(
 
 
 def _adapter_config(adapter: Path) -> LoraConfig:
-    for name in ("adapter_config.json", WEIGHTS):
-        if not (adapter / name).is_file():
-            inside = sorted(path.name for path in adapter.glob("checkpoint-*"))
-            hint = f" It has {', '.join(inside)}: name one of them." if inside else ""
-            raise ValueError(
-                f"{adapter} holds no {name}, so it is no adapter folder. Give the folder that training with use_peft "
-                f"wrote, or a checkpoint-N in it.{hint}"
-            )
-    config = PeftConfig.from_pretrained(adapter)
+    check_adapter(adapter)
+    check_files(adapter)
+    check_inside(adapter / ADAPTER_WEIGHTS)
+    with loading(f"{adapter / ADAPTER_CONFIG}"):
+        config = PeftConfig.from_pretrained(adapter)
     if config.peft_type != PeftType.LORA:
         raise ValueError(f"{adapter} is a {config.peft_type} adapter. Only LoRA, DoRA and rsLoRA can be merged here.")
     return config
@@ -157,17 +176,38 @@ def _record(adapter: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
+def _quantization(adapter: Path, record: dict[str, Any], told: str | None) -> dict[str, Any] | None:
+    """bitsandbytes' settings of the base in training: what the record says or, where it says nothing, what is told."""
+    kinds = ", ".join(BASE_QUANTIZATIONS)
+    if "quantization" in record:
+        if told is not None:
+            raise ValueError(f"{RECORD} in {adapter} says how its base was quantized. Leave out --base-quantization.")
+        return record["quantization"]
+    if told is None:
+        raise ValueError(
+            f"{adapter} does not say whether its base was quantized in training; merged with another, it would be "
+            f"another model. Say so: `normalign merge {adapter} --output DIR --base-quantization KIND`, where KIND is "
+            f"one of {kinds}."
+        )
+    if told not in BASE_QUANTIZATIONS:
+        raise ValueError(f"--base-quantization must be one of {kinds}, got {told!r}.")
+    return BASE_QUANTIZATIONS[told]
+
+
 def _base_config(base: str, adapter: Path, revision: str | None) -> NormAlignLlavaConfig:
     try:
-        kind = AutoConfig.from_pretrained(base, revision=revision).model_type
-    except (OSError, ValueError) as error:
+        found = find_checkpoint(base, revision)
+    except ValueError as error:
         raise ValueError(
             f"The base {base!r} of the adapter {adapter} was not found. Give its folder or Hub id with --base. "
             f"({error})"
         ) from error
+    kind = check_files(found, revision).get("model_type")
     if kind not in (NormAlignLlavaConfig.model_type, "llava"):
         raise ValueError(f"The base {base} is a {kind!r} model, no NormAlign-LLaVA. Give the right one with --base.")
-    return NormAlignLlavaConfig.from_pretrained(base, revision=revision)
+    check_weights(base, revision)
+    with loading(f"The configuration of {base}"):
+        return NormAlignLlavaConfig.from_pretrained(base, revision=revision)
 
 
 def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str) -> None:
@@ -178,18 +218,19 @@ def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlav
     peft_config = copy.deepcopy(peft_config)
     peft_config.init_lora_weights = False  # initial values that are computed from weights cannot be on meta
     with torch.device("meta"):
-        model = NormAlignLlavaForConditionalGeneration(config)
-        try:
+        with loading(f"The model {base}"):
+            model = NormAlignLlavaForConditionalGeneration(config)
+        with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
             adapted = PeftModel(model, peft_config, low_cpu_mem_usage=True)
-        except ValueError as error:
-            raise ValueError(f"The adapter {adapter} is not one of the base {base}: {error}") from error
     places = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     expected = {name: list(tensor.shape) for name, tensor in places.items()}
     try:
-        with safe_open(adapter / WEIGHTS, "pt") as file:
+        with safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
             found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"{adapter / WEIGHTS} cannot be read: {error}. Was it cut short? Take another.") from error
+        raise ValueError(
+            f"{adapter / ADAPTER_WEIGHTS} cannot be read: {error}. Was it cut short? Take another."
+        ) from error
     faults = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
     faults += [f"{name} has no place" for name in sorted(found.keys() - expected.keys())]
     faults += [
@@ -208,9 +249,8 @@ def _load_base(
     """The base in float32 on the CPU, dequantized if it was quantized, and what the quantization was."""
     # What was quantized are weights in the dtype that training loaded, and TRL computes in that one.
     dtype = (quantization or {}).get("bnb_4bit_compute_dtype") or "auto"
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(
-        base, config=config, revision=revision, dtype=dtype, quantization_config=quantization, device_map="cpu"
-    )
+    options = {"config": config, "revision": revision, "quantization_config": quantization, "device_map": "cpu"}
+    model = load_part(NormAlignLlavaForConditionalGeneration, base, dtype, **options)
     described = None
     settings = getattr(model.config, "quantization_config", None)
     if settings is not None:

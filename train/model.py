@@ -1,22 +1,24 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The model that a run trains: loaded in its precision, in its arm, with adapters on the language model alone."""
+"""The model that a run trains: loaded in its precision and its arm, and which of its modules are trained."""
 
+import os
 from pathlib import Path
 
-import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.pytorch_utils import Conv1D
-from trl import get_peft_config, get_quantization_config
 
 from ..build import ARMS
+from ..checkpoint import find_checkpoint
 from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..loading import loading
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..provenance import hub_commit
-from .arguments import ModelArguments, TrainArguments
+from ..parts import check_feature_layer, load_part
+from ..untrusted import check_files, check_weights
+from .arguments import NormAlignConfig
+from .command import NO_MODEL
 
 
 MODULES = ("language", "projector", "norm", "vision")
@@ -35,30 +37,27 @@ def module_of(parameter: str) -> str:
     return "language"
 
 
-def check_checkpoint(arguments: ModelArguments, training: TrainArguments) -> NormAlignLlavaConfig:
+def check_checkpoint(
+    checkpoint: str | os.PathLike, training: NormAlignConfig, revision: str | None = None
+) -> NormAlignLlavaConfig:
     """The configuration of the checkpoint to train, in the arm asked for; nothing is loaded.
 
+    Args:
+        checkpoint: Folder or Hub id.
+        training: The arm, and the folder of the run.
+        revision: Branch, tag or commit of a Hub id.
+
     Raises:
-        ValueError: it is no NormAlign-LLaVA checkpoint, or a trained one of another arm.
+        ValueError: it is no NormAlign-LLaVA checkpoint, or none that may be opened, or a trained one of another arm.
     """
-    folder = str(arguments.model_name_or_path)
-    if (Path(folder) / "adapter_config.json").exists():
-        raise ValueError(
-            f"{folder} is an adapter. Merge it first (`normalign merge {folder} --output DIR`), then train DIR."
-        )
-    if not Path(folder).exists() and "/" not in folder:
-        raise ValueError(
-            f"There is no checkpoint folder {folder}. Make it with `normalign build --output {folder}` or the stage "
-            "before, or name another with --model_name_or_path."
-        )
+    folder = find_checkpoint(str(checkpoint), revision, remedy=NO_MODEL)
     if Path(folder).exists() and Path(folder).resolve() == Path(str(training.output_dir)).resolve():
         raise ValueError(f"--output_dir is the checkpoint that is to be trained, {folder}. Choose another.")
-    config = AutoConfig.from_pretrained(folder, revision=arguments.model_revision)
-    if config.model_type != NormAlignLlavaConfig.model_type:
-        raise ValueError(
-            f"{folder} is a {config.model_type!r} model. Make a NormAlign-LLaVA checkpoint of it with `normalign "
-            "build` (--vision and --language, or --from-llava), and train that."
-        )
+    check_architecture(check_files(folder, revision).get("model_type"), folder)
+    check_weights(folder, revision)
+    with loading(f"The configuration of {folder}"):
+        config = NormAlignLlavaConfig.from_pretrained(folder, revision=revision)
+    check_feature_layer(config.vision_feature_layer, config.vision_config)
     current = arm_of(config)
     arm = training.arm or current
     if arm != current:
@@ -74,32 +73,40 @@ def check_checkpoint(arguments: ModelArguments, training: TrainArguments) -> Nor
     return config
 
 
+def check_architecture(model_type: str | None, name: str) -> None:
+    """Raises ValueError where a model is no NormAlign-LLaVA."""
+    if model_type != NormAlignLlavaConfig.model_type:
+        raise ValueError(
+            f"{name} is a {model_type!r} model. Make a NormAlign-LLaVA checkpoint of it with `normalign "
+            "build` (--vision and --language, or --from-llava), and train that."
+        )
+
+
 def load_model(
-    arguments: ModelArguments, training: TrainArguments, config: NormAlignLlavaConfig | None = None
+    checkpoint: str | os.PathLike, training: NormAlignConfig, quantization_config: BitsAndBytesConfig | None = None
 ) -> NormAlignLlavaForConditionalGeneration:
-    """Loads a checkpoint in the precision and the arm asked for; a norm that the arm changes is aligned.
+    """Loads a checkpoint, in float32 unless told otherwise, in the arm asked for; a norm that it changes is aligned.
 
     Args:
-        arguments: Which checkpoint, and its precision.
-        training: The arm, and the device of a quantized model.
-        config: What [`check_checkpoint`] gave.
+        checkpoint: Folder or Hub id.
+        training: The arm, the device of a quantized model, and `model_init_kwargs`, what `from_pretrained` takes.
+        quantization_config: How to quantize the language model.
 
     Raises:
         ValueError: What [`check_checkpoint`] raises.
     """
-    config = config or check_checkpoint(arguments, training)
-    quantization = get_quantization_config(arguments)
-    stored = AutoConfig.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(
-        arguments.model_name_or_path,
-        config=config,
-        revision=arguments.model_revision,
-        dtype=arguments.dtype,
-        attn_implementation=arguments.attn_implementation,
-        quantization_config=quantization,
-        device_map={"": training.device} if quantization is not None else None,
-        **(training.model_init_kwargs or {}),
+    kwargs = {"dtype": "float32", **(training.model_init_kwargs or {})}
+    if quantization_config is not None:
+        kwargs |= {"quantization_config": quantization_config, "device_map": {"": training.device}}
+    revision = kwargs.get("revision")
+    config = check_checkpoint(checkpoint, training, revision)
+    with loading(f"The model {checkpoint}", seconds=None):
+        stored = NormAlignLlavaConfig.from_pretrained(checkpoint, revision=revision)
+    model = load_part(
+        NormAlignLlavaForConditionalGeneration, str(checkpoint), kwargs.pop("dtype"), config=config, **kwargs
     )
+    # Where the arm adds or drops the norm the name is empty; training.json keeps what was changed.
+    model.name_or_path = model.config.name_or_path = str(checkpoint)
     if {arm_of(stored), arm := arm_of(config)} & {"none", "unit"} and arm not in (arm_of(stored), "none"):
         model.align_projector_norm()
     return model
@@ -114,58 +121,6 @@ def arm_of(config: NormAlignLlavaConfig) -> str:
     return "gwc" if config.gradient_compensation == "global" else "aligned"
 
 
-def lora_config(
-    arguments: ModelArguments, model: NormAlignLlavaForConditionalGeneration, rates: dict[str, float]
-) -> LoraConfig | None:
-    """TRL's PEFT configuration, kept to the language model, with what is trained in full in `modules_to_save`.
-
-    PEFT's "all-linear" and bare names such as "q_proj" would reach into the vision tower; the target is therefore a
-    pattern that begins with the language model. The projector, with its norm, is saved with the adapter.
-
-    Args:
-        arguments: `lora_target_modules` are names of linear layers; by default all of the decoder's.
-        model: The model, without adapters.
-        rates: Learning rate of each module.
-
-    Raises:
-        ValueError: a target names no linear layer of the language model, or the language model is frozen.
-    """
-    config = get_peft_config(arguments)
-    if config is None:
-        return None
-    if rates["language"] == 0:
-        raise ValueError("use_peft puts adapters on the language model, but its learning rate is 0. Drop one of them.")
-    linears = {
-        name.rpartition(".")[2]
-        for name, module in model.model.language_model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
-    }
-    if not linears:
-        raise ValueError("The language model has no linear layer that an adapter could be put on. Leave out use_peft.")
-    targets = config.target_modules or linears
-    targets = linears if targets == "all-linear" else {targets} if isinstance(targets, str) else set(targets)
-    if unknown := targets - linears:
-        raise ValueError(
-            f"lora_target_modules names {', '.join(sorted(unknown))}, but the language model's linear layers are "
-            f"{', '.join(sorted(linears))}."
-        )
-    config.target_modules = rf".*\.language_model\..*\.({'|'.join(sorted(targets))})"
-    whole = [
-        ("vision_tower", rates["vision"]),
-        ("multi_modal_projector", max(rates["projector"], rates["norm"])),
-    ]
-    asked = set(config.modules_to_save or ()) - {name for name, _ in whole}
-    for name in asked:
-        places = [path for path, _ in model.named_modules() if path.split(".")[-1] == name]
-        if not places or any(part in path for path in places for part in ("vision_tower.", "multi_modal_projector.")):
-            where = "in the vision tower or the projector, which have rates of their own" if places else "no module"
-            raise ValueError(f"lora_modules_to_save names {name}: {where}. Name modules of the language model.")
-    config.modules_to_save = [*sorted(asked), *(name for name, rate in whole if rate > 0)] or None
-    # Or an adapter would say what its base is called, and not which it was.
-    config.revision = hub_commit(str(arguments.model_name_or_path), arguments.model_revision)
-    return config
-
-
 def freeze(model: PreTrainedModel, rates: dict[str, float]) -> None:
     """Lets gradients flow into the modules with a rate, and into nothing else.
 
@@ -178,22 +133,6 @@ def freeze(model: PreTrainedModel, rates: dict[str, float]) -> None:
             continue  # packed 4-bit weights
         trained = rates[module_of(name)] > 0
         parameter.requires_grad_(trained and (parameter.requires_grad or not isinstance(model, PeftModel)))
-
-
-def restore_projector(model: PeftModel, values: dict[str, torch.Tensor], wide: bool) -> None:
-    """Gives the adapter's copy of the projector the values that it was made from, which casting has rounded.
-
-    Args:
-        model: The model with its adapter; one whose projector is frozen has no copy.
-        values: The projector's state before.
-        wide: Whether linear layers become float32 as well, which takes autocast to multiply: at small rates bfloat16
-            weights hardly move. The norm is float32 in any case.
-    """
-    for name, parameter in model.named_parameters():
-        _, copied, name = name.partition("multi_modal_projector.modules_to_save.default.")
-        if copied:
-            dtype = torch.float32 if wide or name.startswith("norm.") else values[name].dtype
-            parameter.data = values[name].to(dtype)
 
 
 def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:

@@ -10,7 +10,7 @@ import shutil
 from concurrent.futures import Future
 from pathlib import Path
 
-from huggingface_hub import run_as_future, upload_folder
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, run_as_future
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import PushInProgress
@@ -225,15 +225,8 @@ def push_checkpoint(
                 for path, content in _stage(staging).generated.items():
                     (staging / path).unlink()  # a link to the checkpoint's own
                     (staging / path).write_bytes(content)
-                upload_folder(
-                    repo_id=repo_id,
-                    folder_path=staging,
-                    path_in_repo=beside,
-                    commit_message=f"{message}, checkpoint",
-                    token=token,
-                    revision=revision,
-                    ignore_patterns=[SECRET],
-                    delete_patterns="*",  # an earlier run on more processes left more random states
+                replace_folder(
+                    staging, repo_id, beside, message=f"{message}, checkpoint", token=token, revision=revision
                 )
         except Exception as error:  # of a background job nobody else would hear
             logger.warning(f"{checkpoint.name} was not pushed to {repo_id}: {error} Training goes on.")
@@ -241,6 +234,23 @@ def push_checkpoint(
             shutil.rmtree(staging, ignore_errors=True)
 
     return run_as_future(job)
+
+
+def replace_folder(
+    folder: Path, repo_id: str, place: str, *, message: str, token: str | None, revision: str | None
+) -> None:
+    """Makes the folder `place` of a repository this one, but for `SECRET`, in one commit.
+
+    `upload_folder` makes several of many files, or where it takes minutes; between them nobody could resume from it.
+    """
+    api = HfApi(token=token)
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != SECRET]
+    sent = {f"{place}/{path.relative_to(folder).as_posix()}": path for path in paths}
+    # An earlier run on more processes left more random states.
+    there = [path for path in api.list_repo_files(repo_id, revision=revision) if path.startswith(f"{place}/")]
+    added = [CommitOperationAdd(*file) for file in sent.items()]
+    deleted = [CommitOperationDelete(path) for path in there if path not in sent]
+    api.create_commit(repo_id, [*added, *deleted], commit_message=message, revision=revision)
 
 
 def _check_cards(folder: Path, repo_id: str, there: There) -> None:

@@ -5,6 +5,7 @@
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
 from importlib.metadata import version
@@ -16,9 +17,9 @@ from rich.text import Text
 from transformers import PreTrainedModel, TrainerCallback
 
 from .. import __version__
-from ..provenance import code_commit, hardware, hub_commit, read_beside
-from .arguments import BOTH_STAGES, STAGES, DataArguments, ModelArguments, TrainArguments
-from .dataset import DataReport
+from ..data.reports import DataReport
+from ..provenance import code_commit, hardware, read_beside
+from .arguments import BOTH_STAGES, STAGES, NormAlignConfig
 from .model import RECORD, arm_of
 
 
@@ -28,18 +29,24 @@ ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
 MAY_CHANGE = (
     *("save_", "logging_", "log_", "eval_", "report_to", "sample_", "probe_", "max_steps", "num_train_epochs", "hub_"),
     *("push_to_hub", "dataloader_", "test_split", "dataset_test", "model_name", "dataset_name", "image_folder"),
+    *("learning_rate", "bad_steps"),
 )
-"""How options begin that a run may go on with changed; data sets are compared by their reports."""
+"""How options begin that a run may go on with changed; data sets are compared by their reports, rates by modules."""
 
 LEFT_OUT = {
     *("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_token", "push_to_hub_token"),
-    *("disable_tqdm", "do_eval", "dataloader_pin_memory", "use_cpu", "router_aux_loss_coef"),
+    *("disable_tqdm", "do_eval", "logging_nan_inf_filter", "dataloader_pin_memory", "use_cpu", "learning_rate"),
 }
-"""Options that are secret, about where and how a run is shown, or derived."""
+"""Options that are secret, about where and how a run is shown, derived, or said in other words."""
 
 
 def training_record(
-    data: DataArguments, args: TrainArguments, model_args: ModelArguments, model: PreTrainedModel, report: DataReport
+    model: PreTrainedModel,
+    commit: str | None,
+    args: NormAlignConfig,
+    rates: dict[str, float],
+    report: DataReport,
+    others: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """The resolved recipe as JSON: options that are not their class's default, and all that the stages decide.
 
@@ -47,21 +54,31 @@ def training_record(
     `model_revision` is the commit of a checkpoint that came from the Hub, `before` the record of the training that
     made it, and `commit` that of this package's code. All processes must call this at the same time. The trainer adds
     `run` (the facts of [`summary`]), and with every save `seconds` and `steps_done`, the optimizer steps so far.
+
+    Args:
+        model: The model, without adapters.
+        commit: Of the model, if it is of the Hub.
+        args: The run's options.
+        rates: Learning rate of each module.
+        report: What became of the data.
+        others: More dataclasses of options.
     """
-    started_from, revision = str(model_args.model_name_or_path), model_args.model_revision
-    decided = {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "max_length"}
-    options = {**_changed(data, set()), **_changed(model_args, set()), **_changed(args, decided)}
+    loaded = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {}), "revision": None}
+    options = {name: value for name, value in _plain(loaded).items() if value is not None}
+    for each in others:
+        options |= _changed(each, set())
+    options |= _changed(args, {*BOTH_STAGES, *STAGES["align"], *STAGES["tune"], "max_length"})
     quantization = getattr(model.config, "quantization_config", None)
     return {
         "stage": args.stage,
         "arm": arm_of(model.config),
         "config_changes": {name: getattr(model.config, name) for name in ARM_FIELDS},
-        "learning_rates": args.rates(model_args.use_peft),
+        "learning_rates": rates,
         "options": {key: value for key, value in options.items() if key not in LEFT_OUT},
         "processes": args.world_size,
         "quantization": None if quantization is None else json.loads(quantization.to_json_string()),
         "text_embedding_norm": model.config.text_embedding_norm,
-        "model_revision": hub_commit(started_from, revision),
+        "model_revision": commit,
         "data": [
             {**_plain(vars(source)), "dropped": [row.row for row in source.dropped]} for source in report.sources
         ],
@@ -69,7 +86,7 @@ def training_record(
         "versions": {name: version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate")}
         | {"normalign_llava": __version__},
         "commit": code_commit(),
-        "before": read_beside(started_from, RECORD, revision),
+        "before": read_beside(model.name_or_path, RECORD, commit),
     }
 
 
@@ -150,6 +167,8 @@ def _plain(value: Any) -> Any:
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
-    if isinstance(value, str) and os.path.exists(value):
-        return Path(value).name  # no local path travels with a checkpoint
+    if isinstance(value, str):
+        path, colon, split = (value, "", "") if os.path.exists(value) else value.partition(":")
+        if os.path.exists(path):
+            return Path(path).name + colon + split  # no local path travels with a checkpoint
     return value if isinstance(value, str | int | float) else None

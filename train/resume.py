@@ -1,14 +1,12 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Where a run goes on from: from which checkpoint, whether there is something left to do, what must not be lost."""
+"""Which checkpoint a run is resumed from, and what must not be lost."""
 
 import os
-import shutil
 from pathlib import Path
 
-from rich.console import Console
-
-from .checkpoints import LAYOUTS, STATE, checkpoints_in, missing_from, newest_complete, random_states, read_json
+from ..errors import Console
+from .checkpoints import STATE, checkpoints_in, missing_from, newest_complete, random_states, read_json
 
 
 RESULT = ("config.json", "adapter_config.json", "training.json")
@@ -64,27 +62,12 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
     if not found and result:
         raise ValueError(f"{output} holds a model and no checkpoint to go on from. Choose another --output_dir.")
     if os.environ.get("RANK", "0") == "0":
-        console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+        console = Console(stderr=True, soft_wrap=True)
         for folder, missing in passed_over.items():
             console.print(f"Passed over {folder}, which is not complete. It lacks: {'; '.join(missing)}.")
         whence = f"from {found}" if found else f"from the beginning: {output_dir} holds no complete checkpoint"
         console.print(f"Going on {whence}.")
     return found
-
-
-def finish_from(checkpoint: Path, output_dir: Path, steps: int) -> bool:
-    """Whether a run of so many steps ends with `checkpoint`; then its weights, code and records become the result.
-
-    The Trainer looks for the end of a run only after a step, and would take one more.
-    """
-    if read_json(checkpoint / STATE)["global_step"] < steps:
-        return False
-    for path in checkpoint.iterdir() if os.environ.get("RANK", "0") == "0" else ():
-        training = path.name in (*LAYOUTS, "scheduler.pt") or path.name.startswith("rng_state")
-        if path.is_file() and not training:
-            shutil.copyfile(path, output_dir / path.name)
-    Console(stderr=True).print(f"{checkpoint.name} is the last step of this run: nothing is left to train.")
-    return True
 
 
 def _was_saved_otherwise(folder: Path, world_size: int) -> bool:

@@ -15,8 +15,9 @@ from torch import nn
 from transformers import ProcessorMixin, TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
-from .pictures import open_picture
+from ..data.images import open_image
 from .probe import evaluating
+from .progress import bar
 
 
 SAMPLES = "samples"
@@ -55,7 +56,7 @@ class SampleCallback(TrainerCallback):
         trackers: Sequence[TrainerCallback] = (),
     ):
         self.rows = list(rows)
-        self.pictures = [[open_picture(image, max_image_pixels) for image in row["images"]] for row in self.rows]
+        self.pictures = [[open_image(image, max_image_pixels) for image in row["images"]] for row in self.rows]
         self.max_new_tokens = max_new_tokens
         self.trackers = trackers
         self._done: int | None = None
@@ -64,10 +65,13 @@ class SampleCallback(TrainerCallback):
         """Generates, writes and sends, once a step: several held-out sets make several evaluations of one step."""
         if not self.rows or self._done == state.global_step:
             return
+        with_images = zip(self.rows, self.pictures, strict=True)
         with evaluating(model, args):
             answers = [
                 answer(model, processing_class, prompt(row), shown, self.max_new_tokens)
-                for row, shown in zip(self.rows, self.pictures, strict=True)
+                for row, shown in bar(
+                    args, state, iterable=with_images, total=len(self.rows), desc="Answering samples"
+                )
             ]
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / SAMPLES

@@ -34,9 +34,10 @@ def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
     """Before a step under FSDP2, gives zeros as gradients to trained parameters that have none.
 
     Such are the vision tower's layers after the one that is read. Without a state for every trained parameter, torch
-    refuses to load the optimizer's states again.
+    refuses to load the optimizer's states again. Where none has a gradient, the step is one that is passed over.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter.grad is not None for parameter in parameters):
+        for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

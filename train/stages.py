@@ -4,83 +4,56 @@
 
 import difflib
 import math
-import os
 import sys
-from collections.abc import Sequence, Sized
-from importlib.resources import files
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
-import torch
-import yaml
 from trl import TrlParser
 
-from .arguments import DataArguments, ModelArguments, TrainArguments
+from ..data.arguments import DataArguments
+from .arguments import ModelArguments, NormAlignConfig
+from .command import USAGE, with_recipe_file
 
 
-RECIPES = files(__package__) / "recipes"
-
-
-def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, TrainArguments, ModelArguments]:
+def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAlignConfig, ModelArguments]:
     """Reads `RECIPE.yaml --option value ...`; the recipe is a file, or the name of one that the package brings.
 
     Raises:
         ValueError: the recipe does not exist or has an unknown key, or a value is out of range.
     """
-    rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    parser = TrlParser(
-        [DataArguments, TrainArguments, ModelArguments],
-        usage="normalign train RECIPE [--option value ...] [--accelerate_config NAME --num_processes N]",
-        description="RECIPE is a YAML file of options, or one that comes with the package: "
-        f"{', '.join(sorted(own_recipes()))}. NAME is ddp, fsdp2, zero2, zero3 or a file of accelerate's. What is not "
-        "given follows from the stage.",
-        allow_abbrev=False,
+    words = with_recipe_file(sys.argv[1:] if arguments is None else arguments)
+    parser = option_parser()
+    data, training, model, *unknown = parser.parse_args_and_config(
+        words, return_remaining_strings=True, separate_remaining_strings="--config" in words
     )
-    if rest and not rest[0].startswith("-"):
-        rest = ["--config", str(recipe_file(rest[0])), *rest[1:]]
-    # Where there is no accelerator, bf16, which TRL turns on, needs to be told so.
-    parser.set_defaults_with_config(use_cpu=not torch.accelerator.is_available())
-    try:
-        data, training, model, *unknown = parser.parse_args_and_config(
-            rest, return_remaining_strings=True, separate_remaining_strings="--config" in rest
-        )
-    except yaml.YAMLError as error:
-        raise ValueError(f"{rest[1]} is not valid YAML: {error}") from error
-    for words in unknown:
-        if words:
+    for rest in unknown:
+        if rest:
             options = [option for action in parser._actions for option in action.option_strings]
-            close = difflib.get_close_matches(words[0], options, n=1)
-            hint = f" Did you mean {close[0]}?" if close else " `normalign train --help` lists the options."
-            raise ValueError(f"There is no option {' '.join(words)}.{hint}")
+            close = difflib.get_close_matches(rest[0], options, n=1)
+            hint = f" Did you mean {close[0]}?" if close else " `normalign train --help-all` lists the options."
+            raise ValueError(f"There is no option {' '.join(rest)}.{hint}")
     if not model.model_name_or_path:
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, made by `normalign build`.")
     return data, training, model
 
 
-def recipe_file(recipe: str | os.PathLike) -> Path:
-    """The file of a recipe: the path itself, or the package's recipe of that name.
-
-    Raises:
-        ValueError: neither exists; the recipes that the package brings are named.
-    """
-    if Path(recipe).is_file():
-        return Path(recipe)
-    own = own_recipes()
-    if str(recipe) not in own:
-        raise ValueError(f"There is no file {recipe}, and no recipe of that name. Recipes: {', '.join(sorted(own))}.")
-    return own[str(recipe)]
+def option_parser() -> TrlParser:
+    """The parser of all options, TRL's and ours."""
+    return TrlParser([DataArguments, NormAlignConfig, ModelArguments], usage=USAGE, allow_abbrev=False)
 
 
-def own_recipes() -> dict[str, Path]:
-    """The recipes that come with the package, by name."""
-    return {Path(entry.name).stem: Path(str(entry)) for entry in RECIPES.iterdir()}
-
-
-def accumulation_steps(args: TrainArguments, world_size: int | None = None) -> int:
+def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> int:
     """Forward passes per optimizer step, so that the global batch is what was asked for on any number of processes.
 
     Raises:
         ValueError: it does not divide, or contradicts `gradient_accumulation_steps`.
     """
+    own = args.accelerator_config
+    if own.split_batches or "num_steps" in (own.gradient_accumulation_kwargs or {}):
+        raise ValueError(
+            "accelerator_config's split_batches and num_steps would change the rows in an optimizer step. Leave them "
+            "out; global_batch_size says how many there are."
+        )
     if args.global_batch_size is None:
         return args.gradient_accumulation_steps
     world_size = world_size or args.world_size
@@ -99,15 +72,15 @@ def accumulation_steps(args: TrainArguments, world_size: int | None = None) -> i
     return steps
 
 
-def check_stream(data: DataArguments, args: TrainArguments) -> None:
+def check_stream(streaming: bool, args: NormAlignConfig) -> None:
     """Raises ValueError where a streamed data set is asked for what takes its length, or lengths."""
-    if data.dataset_streaming and args.max_steps <= 0:
-        raise ValueError("A streamed data set has no length. Say how long to train with --max_steps.")
-    if data.dataset_streaming and args.train_sampling_strategy == "group_by_length":
-        raise ValueError("train_sampling_strategy group_by_length needs data in memory. Leave out dataset_streaming.")
+    if streaming and args.max_steps <= 0:
+        raise ValueError("A streamed data set has no length. Say how long to train with max_steps.")
+    if streaming and args.train_sampling_strategy == "group_by_length":
+        raise ValueError("train_sampling_strategy group_by_length needs data in memory, not a stream.")
 
 
-def optimizer_steps(args: TrainArguments, rows: Sized) -> int:
+def optimizer_steps(args: NormAlignConfig, rows: Any) -> int:
     """Steps of the whole run, as the Trainer counts them."""
     if args.max_steps > 0:
         return args.max_steps

@@ -17,9 +17,9 @@ from rich.text import Text
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, TrainingArguments
 
-from .dataset import DataReport
+from ..data.reports import DataReport
+from ..data.rows import DroppedRows
 from .model import base_model, module_of
-from .rows import DroppedRows
 
 
 ROWS = {
@@ -35,7 +35,7 @@ ROWS = {
 def summary(
     model: nn.Module,
     args: TrainingArguments,
-    rates: dict[str, float],
+    rates: dict[str, tuple[float, str]],
     report: DataReport,
     *,
     steps: int,
@@ -46,7 +46,7 @@ def summary(
     Args:
         model: The model as it will be trained: adapters attached, what is frozen frozen. Not sharded yet by FSDP.
         args: The trainer's arguments, after the trainer was made with them.
-        rates: Peak learning rate of each module, as `args.rates` gives them.
+        rates: Peak learning rate of each module and where it comes from, as `args.explained_rates` gives them.
         report: What became of the data.
         steps: Optimizer steps of the whole run.
         tokens_per_image: Length of an image in tokens.
@@ -74,24 +74,27 @@ def summary(
     }
 
 
-def modules(model: nn.Module, rates: dict[str, float]) -> list[dict[str, Any]]:
-    """Parameters of each module, how many of them are trained, their dtypes and rate.
+def modules(model: nn.Module, rates: dict[str, tuple[float, str]]) -> list[dict[str, Any]]:
+    """Parameters of each module, how many of them are trained, their dtypes, learning rate, and what has set it.
 
     A 4-bit weight counts as the parameters it stands for. The untrained copies that PEFT keeps of modules trained in
     full do not count.
     """
-    empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0}
+    empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0, "set_by": ""}
     found = {key: {"module": name, **empty, "dtypes": Counter()} for key, name in ROWS.items()}
     for name, parameter in model.named_parameters():
         if ".original_module." in name:
             continue
+        rate, origin = rates[module_of(name)]
         row = found["adapters" if ".lora_" in name else module_of(name)]
         count = _count(parameter)
         row["parameters"] += count
         row["dtypes"][_dtype(parameter)] += count
         if parameter.requires_grad:
             row["trained"] += count
-            row["learning_rate"] = rates[module_of(name)]
+            row["learning_rate"] = rate
+        if parameter.requires_grad or not rate:
+            row["set_by"] = origin
     for row in found.values():
         row["dtypes"] = [dtype for dtype, _ in row["dtypes"].most_common()]
     return [row for row in found.values() if row["parameters"]]
@@ -164,14 +167,14 @@ def render_dropped(dropped: DroppedRows) -> list[str]:
 
 def _modules_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="Modules", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("", "parameters", "trained", "share", "dtype", "learning rate"):
-        table.add_column(title, justify="left" if title in ("", "dtype") else "right")
+    for title in ("", "parameters", "trained", "share", "dtype", "learning rate", "set by"):
+        table.add_column(title, justify="left" if title in ("", "dtype", "set by") else "right")
     total = {name: sum(row[name] for row in rows) for name in ("parameters", "trained")}
     for row in rows:
         rate = f"{row['learning_rate']:g}" if row["trained"] else "frozen"
-        table.add_row(row["module"], *_counts(row), " + ".join(row["dtypes"]), rate)
+        table.add_row(row["module"], *_counts(row), " + ".join(row["dtypes"]), rate, row["set_by"])
     table.add_section()
-    table.add_row("all", *_counts(total), "", "")
+    table.add_row("all", *_counts(total))
     return table
 
 

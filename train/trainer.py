@@ -1,71 +1,131 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""TRL's `SFTTrainer` with what it lacks: rates by module, a float32 gain, batches without pictures, safe saves."""
+"""The trainer as a whole: what it is given is prepared, checked and handed to TRL's `SFTTrainer`."""
 
-import json
-from pathlib import Path
+import os
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
+from datasets import Dataset, IterableDataset
 from peft import PeftConfig
-from PIL import Image
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from transformers import LlavaProcessor, TrainerCallback
+from torch.utils.data import DataLoader
+from transformers import (
+    BitsAndBytesConfig,
+    DataCollator,
+    EvalPrediction,
+    LlavaProcessor,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.integrations import is_deepspeed_zero3_enabled
+from trl import SFTConfig
 
 from ..build import BUILD_RECORD
+from ..data.images import ImageRules, image_problem
+from ..data.reports import DataReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..provenance import read_beside
-from .arguments import TrainArguments
+from ..provenance import hub_commit, read_beside
+from .adapter import language_adapter, restore_projector
 from .callbacks import Measurements
-from .checkpoints import write_failure, writing_checkpoint
 from .collator import ConversationCollator
-from .model import MODULES, RECORD, base_model, eval_frozen, freeze, module_of, projector_norm, restore_projector
+from .inputs import own_config, own_data, own_model, own_processor, own_rows, rates_of
+from .model import MODULES, base_model, freeze, projector_norm
 from .probe import CosineProbe
-from .push import PushingTrainer
-from .record import Clock
-from .sampler import ModalityLengthGroupedSampler
-from .sharding import fill_gradients, name_as_unsharded, name_fsdp_units
-from .stages import accumulation_steps
+from .progress import ProgressLines
+from .record import Clock, training_record
+from .samples import SampleCallback
+from .sharding import name_fsdp_units
+from .stages import accumulation_steps, check_stream, optimizer_steps
+from .steps import SteppingTrainer
+from .summary import summary
 
 
-class NormAlignTrainer(PushingTrainer):
-    """[`SFTTrainer`] for NormAlign-LLaVA.
+class NormAlignTrainer(SteppingTrainer):
+    """[`SFTTrainer`] for NormAlign-LLaVA. It takes what that takes, in the same order, and prepares it.
 
     Args:
-        model: the model, without adapters.
-        args: options; `args.global_batch_size` decides the accumulation steps for the number of processes at hand.
-        train_dataset: canonical rows, as [`load_data`] gives them.
-        processing_class: the model's processor.
-        peft_config: adapters to train in place of the language model, as [`lora_config`] makes it.
-        eval_dataset: held-out rows in the same form.
-        data_collator: makes batches of rows; by default one that stops at a picture that cannot be read.
-        record: what to keep beside every checkpoint, in `training.json`, as [`training_record`] gives it; the seconds
-            of training are added. The card tells of the training by it.
-        callbacks: more callbacks.
+        model: folder or Hub id of a checkpoint, loaded in float32 unless `args.model_init_kwargs` says otherwise, or
+            a model without adapters.
+        args: `NormAlignConfig`, or an `SFTConfig`, whose `learning_rate` is then every module's; by default
+            `NormAlignConfig()`. A copy of it is used.
+        data_collator: makes batches of rows; by default a [`ConversationCollator`] that stops at an image that cannot
+            be read. To one of another kind, rows go as they are.
+        train_dataset: rows in memory or a stream, in any form that `normalign train` reads. They are checked first,
+            and those with more tokens than `max_length` are dropped. A stream needs `max_steps`.
+        eval_dataset: held-out rows, or several data sets by name.
+        processing_class: the model's processor, by default the one that lies beside it.
+        compute_loss_func, compute_metrics, callbacks, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as in
+            [`SFTTrainer`]. A learning rate in the arguments of an optimizer class takes `learning_rate`'s place.
+        optimizers: an optimizer and a schedule. What the optimizer holds is trained, at its learning rates.
+        quantization_config: of a model that is loaded here.
+        peft_config: a `LoraConfig`. Adapters are kept to the language model; projector and norm are trained in full
+            and saved with them, and so is the vision tower where it has a learning rate.
+        formatting_func: refused, since it makes text of rows.
+        report: what became of the data, where rows are canonical already.
+        options: more dataclasses of options, to be kept beside every checkpoint in `training.json`.
 
     Raises:
-        ValueError: the global batch does not divide among the processes.
+        ValueError: an argument, the model or the data does not fit; it is named.
     """
 
     def __init__(
         self,
-        model: NormAlignLlavaForConditionalGeneration,
-        args: TrainArguments,
-        train_dataset,
-        processing_class: LlavaProcessor,
-        *,
-        peft_config: PeftConfig | None = None,
-        eval_dataset=None,
-        data_collator: ConversationCollator | None = None,
-        record: dict[str, Any] | None = None,
+        model: str | os.PathLike | NormAlignLlavaForConditionalGeneration,
+        args: SFTConfig | TrainingArguments | None = None,
+        data_collator: DataCollator | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        processing_class: LlavaProcessor | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
         callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: PeftConfig | None = None,
+        formatting_func: Callable | None = None,
+        *,
+        report: DataReport | None = None,
+        options: Sequence[Any] = (),
     ):
+        if formatting_func is not None:
+            raise ValueError("formatting_func makes text of rows, without images. Give rows with messages instead.")
+        if peft_config is not None and optimizers[0] is not None:
+            raise ValueError("optimizers cannot hold adapters that are yet to be made. Give optimizer_cls_and_kwargs.")
+        args = own_config(args, model)
         args.gradient_accumulation_steps = accumulation_steps(args)
-        self.rates = args.rates(use_peft=peft_config is not None)
-        self.record = record or {}
-        self.build = read_beside(model.name_or_path, BUILD_RECORD, self.record.get("model_revision"))
+        if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
+            args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
+        loaded_here = not isinstance(model, nn.Module)
+        model = own_model(model, args, quantization_config)
+        revision = (args.model_init_kwargs or {}).get("revision")
+        commit = hub_commit(model.name_or_path, revision) if loaded_here else None
+        rates = args.explained_rates(use_peft=peft_config is not None)
+        if optimizers[0] is not None:
+            rates = {module: (rate, "optimizer") for module, rate in rates_of(optimizers[0], model, args).items()}
+        self.rates = {module: rate for module, (rate, _) in rates.items()}
+        # That of the optimizer's first group, which is logged, and of which schedules take min_lr as a share.
+        args.learning_rate = next((self.rates[name] for name in MODULES if self.rates[name]), args.learning_rate)
+        if peft_config is not None:
+            peft_config = language_adapter(peft_config, model, self.rates, commit)
+        processing_class = own_processor(processing_class, model, commit)
+        data_collator = data_collator or ConversationCollator(
+            processing_class, pad_to_multiple_of=args.pad_to_multiple_of
+        )
+        if report is None:
+            need_images = args.stage == "align" or not self.rates["language"]
+            train_dataset, eval_dataset, report = own_data(
+                train_dataset, eval_dataset, data_collator, args.max_length, need_images
+            )
+        check_stream(isinstance(train_dataset, IterableDataset), args)
+        self.record = training_record(model, commit, args, self.rates, report, options)
+        self.build = read_beside(model.name_or_path, BUILD_RECORD, commit)
         self.clock = Clock()
         self.measurements = Measurements(args)
         norm = projector_norm(model)
@@ -76,163 +136,70 @@ class NormAlignTrainer(PushingTrainer):
         # TRL casts what is trained on a quantized base to bfloat16 (huggingface/trl#7268 spares DoRA's magnitudes).
         # A gain that was cast has lost its value and would not move, so the projector is kept from before.
         projector = {name: value.clone() for name, value in model.model.multi_modal_projector.state_dict().items()}
+        model_init_kwargs = args.model_init_kwargs
+        if loaded_here:  # with what TRL would say is ignored
+            args.model_init_kwargs = quantization_config = None
         super().__init__(
             model=model,
             args=args,
-            data_collator=data_collator or ConversationCollator(processing_class),
+            data_collator=data_collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
             callbacks=[self.clock, self.measurements, *(callbacks or [])],
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
             peft_config=peft_config,
         )
+        args.model_init_kwargs = model_init_kwargs
+        for stock in (PrinterCallback, ProgressCallback):  # in a notebook there is neither, but a table
+            if self.pop_callback(stock):
+                self.add_callback(ProgressLines)
         if peft_config is not None and not is_deepspeed_zero3_enabled():  # which keeps float32 copies of its own
             restore_projector(self.model, projector, wide=args.bf16 or args.fp16)
         freeze(self.model, self.rates)
-        self._answers: torch.Tensor | None = None
-        self._without_pictures = False
-        picture = processing_class.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
-        self._picture_shape = picture["pixel_values"].shape
-        inner = base_model(self.model).model
-        inner.language_model.register_forward_pre_hook(self._show_a_picture, with_kwargs=True)
-        inner.register_forward_hook(self._keep_answers)
+        self._hook(processing_class)
         if self.is_fsdp_enabled:
             name_fsdp_units(self.accelerator.state.fsdp_plugin, base_model(self.model))
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's optimizer, its parameter groups split by module, each with the module's own rate.
-
-        The Trainer knows one learning rate only (huggingface/transformers#10140). Weight decay stays what it made it:
-        none on biases and norms, so none on the gain.
-        """
-        if self.optimizer is None:
-            optimizer = super().create_optimizer(model)
-            names = {parameter: name for name, parameter in (model or self.model).named_parameters()}
-            groups = []
-            for group in optimizer.param_groups:
-                for module in MODULES:
-                    parameters = [p for p in group["params"] if module_of(names[p]) == module]
-                    if parameters:
-                        groups.append({**group, "params": parameters, "lr": self.rates[module]})
-            optimizer.param_groups = groups
-            if self.is_fsdp_enabled:
-                optimizer.register_step_pre_hook(fill_gradients)
-        return self.optimizer
-
-    def _get_train_sampler(self, train_dataset=None):
-        # TRL's vision data has no token lengths and knows no modalities, so the Trainer's own sampler cannot be used.
-        train_dataset = self.train_dataset if train_dataset is None else train_dataset
-        if self.args.train_sampling_strategy != "group_by_length" or "length" not in (
-            train_dataset.column_names or []
-        ):
-            return super()._get_train_sampler(train_dataset)
-        return ModalityLengthGroupedSampler(
-            train_dataset["length"],
-            [count > 0 for count in train_dataset["image_count"]],
-            batch_size=self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+        self.facts = summary(
+            self.model,
+            args,
+            rates,
+            report,
+            steps=optimizer_steps(args, train_dataset),
+            tokens_per_image=model.config.image_seq_length,
         )
+        self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
+        self._add_samples_and_probe()
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """TRL's loss, with what is frozen in evaluation mode, and off CUDA only the answers through the head.
+    def _add_samples_and_probe(self) -> None:
+        args, collator = self.args, self.data_collator
+        held_out = self.eval_dataset
+        if isinstance(held_out, dict):
+            held_out = next(iter(held_out.values()))
+        if held_out is not None and args.sample_count and isinstance(collator, ConversationCollator):
+            trackers = self.callback_handler.callbacks
+            pixels, skip = collator.max_image_pixels, collator.bad_rows == "skip"
+            readable = (row for row in held_out if not skip or not image_problem(row["images"], ImageRules(), pixels))
+            examples = list(islice(readable, args.sample_count))
+            self.add_callback(SampleCallback(examples, args.sample_max_new_tokens, pixels, trackers))
+        if args.probe_steps:
+            batch = collator(list(islice(self.train_dataset, args.probe_rows)))
+            self.add_callback(CosineProbe(args.probe_steps, batch))
 
-        TRL's fused head scores every position where there is no Triton, which on a CPU is two thirds of the time of a
-        small model's step; the decoder's output is therefore cut to the answers before it gets there.
-        """
-        if self.model.training:
-            eval_frozen(base_model(self.model))
-        answers = inputs["labels"][:, 1:] != -100
-        shortened = not return_outputs and self.label_smoother is None
-        if answers.device.type == "cpu" and shortened and answers.any():
-            inputs["shift_labels"] = inputs.pop("labels")[:, 1:][answers][None]
-            self._answers = answers
-        self._without_pictures = "pixel_values" not in inputs
-        try:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        finally:
-            self._answers, self._without_pictures = None, False
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
+        """The Trainer's, of rows in any form that the constructor takes."""
+        if isinstance(eval_dataset, Dataset | IterableDataset):
+            eval_dataset, _ = own_rows(
+                eval_dataset, "eval_dataset", self.data_collator, self.args.max_length, split="eval"
+            )
+        return super().get_eval_dataloader(eval_dataset)
 
-    def _show_a_picture(self, module, args, kwargs):
-        # A batch without pictures, in training or evaluation. Other processes may have pictures, and under FSDP2 and
-        # ZeRO-3 all must gather the tower's weights, in the same order: after the embeddings', before the decoder's.
-        # So the tower runs on one blank picture, whose features go nowhere and whose gradients are zero.
-        if self._without_pictures:
-            embeddings = kwargs["inputs_embeds"]
-            blank = embeddings.new_zeros(self._picture_shape)
-            features = base_model(self.model).model.get_image_features(pixel_values=blank).pooler_output[0]
-            nowhere = torch.zeros_like(embeddings, dtype=torch.bool)
-            kwargs["inputs_embeds"] = embeddings.masked_scatter(nowhere, features.to(embeddings.dtype))
-        return args, kwargs
-
-    def _keep_answers(self, module, args, output):
-        if self._answers is not None:
-            output.last_hidden_state = output.last_hidden_state[:, :-1][self._answers][None]
-        return output
-
-    def _clip_grad_norm(self, model):
-        # No callback is told the norm of the gradients before clipping.
-        total = super()._clip_grad_norm(model)
-        self.measurements.after_clip(total)
-        return total
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the measurements of this step to what TRL and the Trainer log."""
-        if self.model.training:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, Measurements | CosineProbe):
-                    logs.update(callback.collect())
-        super().log(logs, start_time)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves what the Trainer saves, the records of how it was built and trained, and in `output_dir` the card.
-
-        With `push_to_hub`, a call of the user's pushes `output_dir` too, as the Trainer does.
-
-        Raises:
-            OSError: There is no room, or the Hub or the connection failed.
-            ValueError: What [`push_to_hub`] raises.
-        """
-        folder = Path(output_dir or self.args.output_dir)
-        if isinstance(self.model, FSDPModule):
-            name_as_unsharded(self.model)
-        try:
-            readme = folder / "README.md"
-            card = readme.read_bytes() if readme.exists() else None
-            super().save_model(str(folder), _internal_call=True)
-            if self.args.should_save:
-                if card is not None:
-                    readme.write_bytes(card)
-                else:  # PEFT's own names the base by its local path
-                    readme.unlink(missing_ok=True)
-                for name, content in {RECORD: self._record_so_far(), BUILD_RECORD: self.build}.items():
-                    if content is not None:
-                        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            if folder == Path(self.args.output_dir):
-                self.create_model_card()
-        except Exception as error:
-            if _internal_call or (cause := write_failure(error)) is None:
-                raise
-            remedy = "Make room, and go on from the last checkpoint with --resume_from_checkpoint."
-            raise OSError(f"{folder} could not be written: {cause}. {remedy}") from error
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save")
-
-    def _record_so_far(self) -> dict[str, Any] | None:
-        seconds = round(self.record.get("seconds", 0.0) + self.clock.seconds, 3)
-        return {**self.record, "seconds": seconds, "steps_done": self.state.global_step} if self.record else None
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        # PEFT makes an adapter float32, and all of it trainable, as it loads it: the run would not go on as it was.
-        dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        for name, parameter in self.model.named_parameters():
-            if parameter.dtype != dtypes[name]:
-                parameter.data = parameter.data.to(dtypes[name])
-        freeze(self.model, self.rates)
-
-    def _save_checkpoint(self, model, trial) -> None:
-        # A save that fails says what to do and leaves no half-written folder behind.
-        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        with writing_checkpoint(folder, self.args.world_size):
-            self.accelerator.wait_for_everyone()  # the first process removes what an earlier run left there
-            super()._save_checkpoint(model, trial)
+    def get_test_dataloader(self, test_dataset: Dataset | IterableDataset) -> DataLoader:
+        """The Trainer's, of rows in any form that the constructor takes."""
+        rows, _ = own_rows(test_dataset, "test_dataset", self.data_collator, self.args.max_length, split="eval")
+        return super().get_test_dataloader(rows)

@@ -1,0 +1,149 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Which data sets to read, and what to do with rows that are bad."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..checkpoint import is_hub_id
+
+
+FILES = (".csv", ".json", ".jsonl", ".parquet")
+"""Suffixes of files of rows."""
+
+
+@dataclass
+class DataSource:
+    """One data set of a mixture, under the names of TRL's `DatasetConfig`.
+
+    Args:
+        path: Hub id, folder, or .json, .jsonl, .csv or .parquet file.
+        name: Configuration of a Hub data set.
+        data_dir: As `datasets.load_dataset` has it.
+        data_files: As `datasets.load_dataset` has them.
+        split: Split to read.
+        columns: Columns to read; by default all.
+        fraction: Share of the mixture.
+        image_folder: Folder that relative image paths start from; the data file's own folder by default.
+    """
+
+    path: str
+    name: str | None = None
+    data_dir: str | None = None
+    data_files: str | list[str] | dict[str, str] | None = None
+    split: str = "train"
+    columns: list[str] | None = None
+    fraction: float | None = None
+    image_folder: str | None = None
+
+    @classmethod
+    def named(cls, data: str, /, **others: Any) -> "DataSource":
+        """`DATA`, `DATA:SPLIT` or `DATA:CONFIG:SPLIT`, and other attributes; a file or folder here may have colons.
+
+        Raises:
+            ValueError: there are too many colons.
+        """
+        here = Path(data).expanduser()
+        path, *rest = [str(here)] if here.exists() else data.split(":")
+        if len(rest) > 2:
+            raise ValueError(f"{data} has {len(rest)} colons; DATA:SPLIT or DATA:CONFIG:SPLIT names a split.")
+        others |= {"name": rest[0]} if len(rest) == 2 else {}
+        others |= {"split": rest[-1]} if rest else {}
+        return cls(str(Path(path).expanduser()) if Path(path).expanduser().exists() else path, **others)
+
+    def check_paths(self) -> None:
+        """Raises ValueError if a file or folder that is named is not there; the Hub is not asked."""
+        path = Path(self.path)
+        if path.suffix.lower() in FILES and not path.is_file():
+            raise ValueError(f"There is no data file {path}.")
+        # What else is not here may be a format of `datasets`, if its files are named.
+        if not (path.exists() or is_hub_id(self.path) or self.data_dir or self.data_files):
+            raise ValueError(
+                f"{self.path} is no file or folder here. Check the path. A data set of the Hub is named owner/name."
+            )
+        if self.image_folder and not Path(self.image_folder).is_dir():
+            raise ValueError(f"There is no image folder {self.image_folder}. Set image_folder.")
+
+
+@dataclass
+class DataArguments:
+    """What to train on: the names of TRL's `ScriptArguments` (`dataset_name`, `dataset_config`, ...) and ours.
+
+    Raises:
+        ValueError: a data set is missing or named twice, or a number is out of range.
+    """
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Data to train on: a Hub id, a folder, or a .json, .jsonl, .csv or .parquet file. DATA:SPLIT "
+            "names a split."
+        },
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Split that is held-out data."})
+    dataset_streaming: bool = field(
+        default=False, metadata={"help": "Read rows when they are needed; needs max_steps."}
+    )
+    datasets: list[dict] = field(
+        default_factory=list,
+        metadata={
+            "help": "In place of dataset_name, several data sets: in YAML, a list of mappings with TRL's keys (path, "
+            "name, split, data_files, fraction, ...) and image_folder. Fractions are shares of the mixture."
+        },
+    )
+    image_folder: str | None = field(
+        default=None, metadata={"help": "Folder that picture paths start from. Default: the data file's folder."}
+    )
+    eval_dataset_name: str | None = field(
+        default=None, metadata={"help": "Held-out data, in the forms of dataset_name. Default: its test split."}
+    )
+    test_split_size: float | None = field(
+        default=None, metadata={"help": "Share of the training rows to hold out in place of a test split."}
+    )
+    bad_rows: Literal["stop", "skip"] = field(
+        default="stop",
+        metadata={"help": "At a row that cannot be trained on: stop with its number and the reason, or skip it."},
+    )
+    check_images: bool = field(
+        default=False, metadata={"help": "Decode every picture before training, not when it is met."}
+    )
+    max_image_pixels: int = field(
+        default=89_478_485, metadata={"help": "Pictures with more pixels are bad rows. Default: Pillow's own limit."}
+    )
+    shuffle_buffer_size: int = field(
+        default=1000, metadata={"help": "Rows in the shuffle buffer of a streamed data set."}
+    )
+
+    def __post_init__(self):
+        check_choice(self, "bad_rows", ("stop", "skip"))
+        if bool(self.dataset_name) == bool(self.datasets):
+            raise ValueError("Give either dataset_name or datasets: one names a data set, the other a mixture.")
+        if self.test_split_size is not None and not 0 < self.test_split_size < 1:
+            raise ValueError(f"test_split_size is a share between 0 and 1, got {self.test_split_size}.")
+        keys = set(DataSource.__dataclass_fields__)
+        for source in self.datasets:
+            if not isinstance(source, dict) or "path" not in source or source.keys() - keys:
+                raise ValueError(
+                    f"Each of datasets is a mapping with path and others of {sorted(keys)}; got {source!r}."
+                )
+        for name in ("max_image_pixels", "shuffle_buffer_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+
+    @property
+    def sources(self) -> list[DataSource]:
+        """The data sets to train on; one without a `fraction` unless it is a mixture."""
+        if self.datasets:
+            return [DataSource(**{"image_folder": self.image_folder, **source}) for source in self.datasets]
+        given = {"name": self.dataset_config, "split": self.dataset_train_split, "image_folder": self.image_folder}
+        return [DataSource.named(str(self.dataset_name), **given)]
+
+
+def check_choice(options: Any, name: str, choices: tuple) -> None:
+    """Raises ValueError where an option is none of its choices: argparse does not check what comes from YAML."""
+    if (value := getattr(options, name)) not in choices:
+        named = ", ".join(repr(choice) for choice in choices if choice is not None)
+        raise ValueError(f"{name} must be one of {named}, got {value!r}.")

@@ -1,0 +1,191 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""A row in any known form becomes a canonical row, or the reason why it cannot be trained on.
+
+A canonical row has explicit content parts, each image in the turn it belongs to:
+
+    images       list of {"path": str | None, "bytes": bytes | None}, one of which is None
+    messages     list of {"role": str, "content": [{"type": "image" | "text", "text": str | None}]}
+    prompt_turns number of assistant turns, from the first, that are prompt and carry no label
+
+An optional system turn comes first; then user and assistant take turns, the user first and the assistant last.
+"""
+
+import json
+import os
+import re
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Features, Image, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from .forms import MARKER, columns, read_row
+from .images import ImageRules, printable
+
+
+PART = {"type": Value("string"), "text": Value("string")}
+FEATURES = Features(
+    {
+        "images": List(Image(decode=False)),
+        "messages": List({"role": Value("string"), "content": List(PART)}),
+        "prompt_turns": Value("int32"),
+        "source": Value("string"),
+        "row": Value("int64"),
+        "image_count": Value("int32"),
+        "length": Value("int32"),
+    }
+)
+"""Columns of every data set for training: a canonical row, where it comes from, and its images and tokens."""
+_INVISIBLE = {"Cc", "Cf", "Zl", "Zp", "Zs"}  # Unicode's controls, formats such as zero-width spaces, and white space
+
+
+@dataclass(frozen=True)
+class DroppedRow:
+    """A row that is not trained on.
+
+    Attributes:
+        source: File or data set.
+        row: Number in it, from 0.
+        file: Its image, if it has one; the one that is at fault if one is.
+        reason: Why it was dropped.
+        tokens: Its length, if that is the reason.
+    """
+
+    source: str
+    row: int
+    file: str | None
+    reason: str
+    tokens: int | None = None
+
+    def __str__(self) -> str:
+        file = f" ({self.file})" if self.file and self.file not in self.reason else ""
+        return f"{self.source}, row {self.row}{file}: {self.reason}"
+
+
+class DroppedRows:
+    """A file with a line for each row dropped while training, which any number of processes may append to.
+
+    It stays across a resumption. A process writes a row once however often it meets it, and a row that several
+    processes wrote counts once.
+
+    Args:
+        path: The file; made with its folder at the first row.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        self._written: set[tuple[str, int]] = set()
+
+    def add(self, dropped: DroppedRow) -> None:
+        """Appends one line in one write, so that lines of several processes do not mix."""
+        if (dropped.source, dropped.row) in self._written:
+            return
+        line = json.dumps(asdict(dropped)).encode() + b"\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(file, line)
+        finally:
+            os.close(file)
+        self._written.add((dropped.source, dropped.row))
+
+    def read(self) -> list[DroppedRow]:
+        """The rows, each once, by source and number; empty if there is no file."""
+        found: dict[tuple[str, int], DroppedRow] = {}
+        for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
+            try:
+                dropped = DroppedRow(**json.loads(line))
+            except ValueError:  # the line that was being written when the process was killed
+                continue
+            found.setdefault((dropped.source, dropped.row), dropped)
+        return [found[key] for key in sorted(found)]
+
+
+def canonical_row(
+    raw: Any,
+    rules: ImageRules | None = None,
+    *,
+    image_token: str = MARKER,
+    control_tokens: re.Pattern[str] | None = None,
+) -> dict[str, Any]:
+    """The row in canonical form, and what its `form` was, checked as far as possible without the file system.
+
+    White space around an answer is not kept, since it would be learned.
+
+    Args:
+        raw: The row as its file has it, in one of [`FORMS`].
+        rules: Which files its images may be; by default any.
+        image_token: The tokenizer's image token, which no text may contain.
+        control_tokens: Others that no text may contain; see [`control_tokens`].
+
+    Raises:
+        ValueError: The row cannot be trained on. The text is the reason; it names neither row nor file.
+    """
+    row = read_row(raw)
+    images = [(rules or ImageRules()).image(image) for image in row.images]
+    _check_turns(row.messages, row.prompt_turns, raw)
+    _check_texts(row.messages, image_token, control_tokens, row.prompt_turns)
+    for message in row.messages:
+        message["content"] = [{"type": part["type"], "text": part.get("text")} for part in message["content"]]
+    return {"form": row.form, "images": images, "messages": row.messages, "prompt_turns": row.prompt_turns}
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Matches what the tokenizer reads as a control token wherever it stands in a text: all that it calls special.
+
+    Other added tokens, such as Qwen's `<think>`, are something to be learned.
+    """
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special.update(tokenizer.all_special_tokens)
+    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+
+
+def _check_turns(messages: list[dict[str, Any]], prompt_turns: int, raw: Mapping) -> None:
+    roles = [message["role"] for message in messages]
+    start = int(roles[:1] == ["system"])
+    if not any(role == "assistant" for role in roles):
+        raise ValueError(f"it has no assistant turn, and so nothing to learn; its columns are {columns(raw)}")
+    if roles[start] == "assistant":
+        raise ValueError("the conversation begins with the assistant; the user must speak first")
+    for number, role in enumerate(roles[start:]):
+        if role != ("user", "assistant")[number % 2]:
+            raise ValueError(f"turn {start + number} is the {role}'s; user and assistant must take turns")
+    if roles[-1] != "assistant":
+        raise ValueError("the last turn is the user's; the conversation must end with an answer")
+    if roles.count("assistant") <= prompt_turns:
+        raise ValueError("the completion has no assistant turn, and so nothing to learn")
+
+
+def _check_texts(
+    messages: list[dict[str, Any]], image_token: str, control_tokens: re.Pattern[str] | None, prompt_turns: int
+) -> None:
+    answers = 0
+    for number, message in enumerate(messages):
+        is_answer = message["role"] == "assistant"
+        if message["role"] != "user" and any(part["type"] == "image" for part in message["content"]):
+            raise ValueError(f"turn {number}, the {message['role']}'s, has an image; only the user shows images")
+        text = "".join(part["text"] for part in message["content"] if part["type"] == "text")
+        if printable(text) != text:
+            raise ValueError(f"turn {number}, the {message['role']}'s, is not valid Unicode: half of a surrogate pair")
+        for token in {MARKER, image_token}:
+            if token in text:
+                raise ValueError(f"turn {number}, the {message['role']}'s, has {token} where no image is")
+        if control_tokens and (found := control_tokens.search(text)):
+            raise ValueError(
+                f"turn {number}, the {message['role']}'s, has {found[0]}, which the tokenizer reads as a control token"
+            )
+        if is_answer:
+            if answers >= prompt_turns and not _is_visible(text):
+                raise ValueError(f"the answer in turn {number} is empty: it has no visible character")
+            answers += 1
+            message["content"] = [{"type": "text", "text": text.strip()}]
+        elif not message["content"]:
+            message["content"] = [{"type": "text", "text": ""}]
+
+
+def _is_visible(text: str) -> bool:
+    return any(unicodedata.category(character) not in _INVISIBLE for character in text)

@@ -1,0 +1,172 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Opening a data set: files of rows, a folder of images, or whatever `datasets` reads."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError, DatasetsError
+
+from ..checkpoint import is_hub_id
+from ..provenance import hub_dataset
+from .arguments import FILES, DataArguments, DataSource
+from .files import METADATA, READERS, files_of_folder, images_of_folder, rows_of_file
+from .images import ImageRules
+
+
+_REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 'no'."
+
+
+@dataclass
+class Source:
+    """An opened data set; iterating over it gives the name of file or data set, the number, and the row as it is.
+
+    Attributes:
+        name: What it is called.
+        rules: Which files its images may be.
+        columns: Columns to read; None for all.
+        files: Files of rows, in place of `data`.
+        data: In memory, its images not decoded, or a stream.
+        dataset: Of one from the Hub, which it is: see [`hub_dataset`].
+    """
+
+    name: str
+    rules: ImageRules
+    columns: list[str] | None = None
+    files: tuple[str, ...] = ()
+    data: Dataset | IterableDataset | None = None
+    dataset: dict[str, Any] | None = None
+
+    def __post_init__(self):
+        if isinstance(self.data, Dataset) and self.data.format["type"] != "custom":  # one's own transform is kept
+            self.data = self.data.with_format("arrow")
+
+    def __iter__(self) -> Iterator[tuple[str, int, Any]]:
+        for file in self.files:
+            for number, raw in enumerate(rows_of_file(file)):
+                yield file, number, self._selected(raw)
+        if self.data is not None:
+            for number, raw in enumerate(_undecoded(self.data)):
+                yield self.name, number, self._selected(raw)
+
+    def row(self, number: int) -> dict[str, Any]:
+        """A row of `data` in memory, as it is."""
+        assert isinstance(self.data, Dataset)
+        found = self.data[number]
+        return self._selected(found.to_pylist()[0] if isinstance(found, pyarrow.Table) else found)
+
+    def identity(self) -> list:
+        """What changes when the rows change."""
+        stats = [os.stat(file) for file in self.files]
+        data = self.data._fingerprint if isinstance(self.data, Dataset) else None
+        files = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(self.files, stats, strict=True)]
+        folder = self.rules.folder
+        return [self.name, os.path.abspath(folder or ""), folder, self.rules.hub, self.columns, files, data]
+
+    def _selected(self, raw: Any) -> Any:
+        return {c: raw[c] for c in self.columns if c in raw} if self.columns and isinstance(raw, dict) else raw
+
+
+def open_source(source: DataSource, streaming: bool) -> Source:
+    """Opens what `source` names, reading no row of it yet.
+
+    Raises:
+        ValueError: it is not there, or cannot be read.
+    """
+    path = Path(source.path)
+    suffix = path.suffix.lower()
+    is_file = suffix in FILES
+    source.check_paths()
+    if is_file and source.split != "train":
+        raise ValueError(f"{path} is one file, and has no split {source.split!r}.")
+    here = str(path.parent if is_file else path) if path.exists() else None
+    hub = source.path if here is None and is_hub_id(source.path) else None
+    folder = source.image_folder or here or (None if hub else source.data_dir or os.curdir)
+    opened = Source(source.path, ImageRules(folder, hub), source.columns)
+    try:
+        if suffix in READERS:
+            opened.files = (source.path,)
+        elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            opened = replace(opened, data=_saved(path, source.split))
+        elif path.is_dir() and not (source.name or source.data_dir or source.data_files):
+            opened = _folder(opened, path, source, streaming)
+        else:
+            opened = replace(opened, data=_load(source, streaming), dataset=hub_dataset(hub) if hub else None)
+    except (OSError, ValueError, DatasetsError) as error:
+        reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
+        told = f"{source.path} is no file or folder here. " if hub else ""
+        told += f"The data set {source.path}, split {source.split!r}, cannot be read: {reason}"
+        raise ValueError(told) from error
+    return opened
+
+
+def open_held_out(arguments: DataArguments) -> Source:
+    """Opens the held-out data: `eval_dataset_name`, or the test split of `dataset_name`.
+
+    Where the first has no splits, it is held-out data as a whole, even if it is what is trained on.
+
+    Raises:
+        ValueError: there is none.
+    """
+    name = arguments.eval_dataset_name or arguments.dataset_name
+    if name is None:
+        raise ValueError(f"A mixture has no test split. {_REMEDY}")
+    source = DataSource.named(name, split="", image_folder=arguments.image_folder)
+    if not arguments.eval_dataset_name or not source.split:
+        whole = Path(source.path).is_file() or (Path(source.path) / "state.json").is_file()
+        source.split = "train" if arguments.eval_dataset_name and whole else arguments.dataset_test_split
+    if name == arguments.dataset_name:
+        source.name = source.name or arguments.dataset_config
+    try:
+        return open_source(source, arguments.dataset_streaming)
+    except ValueError as error:
+        raise ValueError(f"There is no held-out data. {error} {_REMEDY}") from error
+
+
+def _folder(opened: Source, path: Path, source: DataSource, streaming: bool) -> Source:
+    """A folder with files of rows, with metadata of images, with nothing but images, or as `datasets` reads it."""
+    if files := files_of_folder(path, source.split):
+        folders = sorted({str(Path(file).parent) for file in files})
+        if len(folders) > 1:
+            raise ValueError(f"it has {METADATA} in several folders. Name one of them: {', '.join(folders)}.")
+        return replace(opened, files=tuple(files), rules=ImageRules(source.image_folder or folders[0]))
+    if images := images_of_folder(path):
+        if source.split != "train":
+            raise ValueError("it is a folder of images, and has no splits. Name a folder in it.")
+        return replace(opened, data=Dataset.from_dict({"image": images}))
+    return replace(opened, data=_load(source, streaming))
+
+
+def _load(source: DataSource, streaming: bool) -> Dataset | IterableDataset:
+    is_file = Path(source.path).is_file()
+    return load_dataset(
+        *(("parquet",) if is_file else (source.path, source.name)),
+        data_dir=source.data_dir,
+        data_files=source.path if is_file else source.data_files,
+        split=source.split,
+        streaming=streaming,
+        verification_mode="no_checks",  # cards are often wrong about the number of rows; they are counted here
+    )
+
+
+def _saved(folder: Path, split: str) -> Dataset:
+    saved = load_from_disk(str(folder))
+    splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
+    if split not in splits:
+        raise ValueError(f"it has the splits {', '.join(splits)}.")
+    return splits[split]
+
+
+def _undecoded(data: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
+    if isinstance(data, IterableDataset):
+        yield from data.decode(False) if data.features else data
+    elif data.format["type"] == "arrow":
+        for table in data.iter(64):
+            yield from table.to_pylist()
+    else:
+        yield from data

@@ -1,0 +1,176 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Data sets in memory: a light table in the cache says where each row is and how long; rows are built from it."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, List, Value
+from datasets.exceptions import DatasetGenerationError
+from datasets.fingerprint import Hasher
+from transformers import LlavaProcessor
+
+from . import checks as checking
+from . import forms, images, rows
+from .checks import (
+    Checks,
+    check_images_are_read,
+    checked_rows,
+    image_problems,
+    stopped,
+    tokens_per_image,
+    warn_of_captions,
+)
+from .images import ImageRules
+from .reports import SourceReport
+from .rows import DroppedRow, canonical_row, control_tokens
+from .sources import Source
+
+
+LIGHT = Features(
+    {
+        "source": Value("string"),
+        "row": Value("int64"),
+        "file": Value("string"),
+        "reason": Value("string"),
+        "form": Value("string"),
+        "unread": Value("string"),
+        "image_count": Value("int32"),
+        "length": Value("int32"),
+        "paths": List(Value("string")),
+        "json": Value("string"),
+    }
+)
+"""Columns of the cached table: no image, and of a row from a file of rows its text, since such a file has no index."""
+
+
+@dataclass(frozen=True)
+class RowBuilder:
+    """A transform of `datasets`: rows of the light table become canonical rows, read from their sources."""
+
+    sources: tuple[Source, ...]
+
+    def __call__(self, light: dict[str, list]) -> dict[str, list]:
+        built = [self._row(*where) for where in zip(light["part"], light["row"], light["json"], strict=True)]
+        columns = {name: [row[name] for row in built] for name in ("images", "messages", "prompt_turns")}
+        return {"row": light["row"], **columns}
+
+    def _row(self, part: int, number: int, text: str | None) -> dict[str, Any]:
+        source = self.sources[part]
+        raw = source.row(number) if text is None else json.loads(text)
+        return canonical_row(raw, source.rules)
+
+
+def good_rows(builder: RowBuilder, part: int, checks: Checks, report: SourceReport) -> Dataset:
+    """The light table of one of the builder's sources, with its good rows alone; see [`without_dropped`].
+
+    The table of all rows is cached where `datasets` keeps its own.
+
+    Raises:
+        ValueError: The source cannot be read or has no rows, or what `without_dropped` or [`check_images_are_read`]
+            raises.
+    """
+    source = builder.sources[part]
+    light = _light_table(source, checks.processor)
+    light = light.add_column("part", np.full(len(light), part))
+    good = without_dropped(light, builder, source.rules, checks, report)
+    report.forms = dict(Counter(good["form"]))
+    report.unread = dict(Counter(filter(None, good["unread"])))
+    warn_of_captions(source.name, report.forms)
+    check_images_are_read(source.name, len(good), report.images or 0, report.unread)
+    return good
+
+
+def built_rows(light: Dataset, builder: RowBuilder) -> Dataset:
+    """The canonical rows that a light table stands for, each built when it is read.
+
+    Without the transform, `rows.with_format(None)`, the columns `length` and `image_count` are read at once.
+    """
+    needed = ["part", "row", "json"]
+    light = light.select_columns(["source", *needed, "image_count", "length"])
+    return light.with_transform(builder, columns=needed, output_all_columns=True)
+
+
+def without_dropped(
+    light: Dataset, builder: RowBuilder, rules: ImageRules, checks: Checks, report: SourceReport
+) -> Dataset:
+    """The good rows of a light table; what became of all is reported.
+
+    Args:
+        light: With the columns `LIGHT` and `part`.
+        builder: Builds its rows, where images are decoded.
+        rules: Which files the images may be.
+        checks: What to check.
+        report: To fill in.
+
+    Raises:
+        ValueError: There is a bad row and `bad_rows` is "stop", or no row is left.
+    """
+    decoded = checks.check_images or report.split == "eval"
+    looked_at = built_rows(light, builder) if decoded else light
+    problems = image_problems(looked_at, report.source, rules, checks.max_image_pixels if decoded else None)
+    about = light.remove_columns(["paths", "json", "part"]).to_list()
+    bad, long, kept = [], [], []
+    for number, row in enumerate(about):
+        if row["reason"] or number in problems:
+            file, reason = problems.get(number, (row["file"], row["reason"]))
+            bad.append(DroppedRow(row["source"], row["row"], file, reason))
+        elif dropped := checks.too_long(row):
+            long.append(dropped)
+        else:
+            kept.append(number)
+    if bad and checks.bad_rows == "stop":
+        raise ValueError(stopped(bad, len(about)))
+    if not kept:
+        first = f" The first: {(bad + long)[0]}." if bad or long else ""
+        raise ValueError(
+            f"{report.source}: no row is left. {len(about)} found, {len(bad)} bad, {len(long)} longer than max_length "
+            f"{checks.max_length}.{first}"
+        )
+    report.found, report.bad, report.too_long, report.dropped = len(about), len(bad), len(long), bad + long
+    left = light.select(kept)
+    measure(left, report)
+    return left
+
+
+def measure(rows: Dataset, report: SourceReport) -> None:
+    """Fills in how many rows and images there are, and how many tokens a row has.
+
+    Args:
+        rows: A light table, or canonical rows in memory.
+        report: To fill in.
+    """
+    columns = rows.with_format(None).select_columns(["length", "image_count"])
+    lengths, counts = (np.array(columns[name][:]) for name in columns.column_names)
+    report.kept = report.used = len(rows)
+    report.images, report.text_only = int(counts.sum()), int((counts == 0).sum())
+    report.shortest, report.median, report.longest = int(lengths.min()), float(np.median(lengths)), int(lengths.max())
+
+
+def _light_table(source: Source, processor: LlavaProcessor) -> Dataset:
+    known = [source.identity(), processor.chat_template, processor.tokenizer.get_vocab(), type(processor.tokenizer)]
+    tokens = [tokens_per_image(processor), processor.image_token, control_tokens(processor.tokenizer).pattern]
+    code = [Path(str(module.__file__)).read_bytes() for module in (checking, forms, images, rows)]
+    try:
+        # Processes that start together wait for the first, and find its file in the cache.
+        return Dataset.from_generator(
+            _light_rows,
+            features=LIGHT,
+            gen_kwargs={"source": source, "processor": processor},
+            fingerprint=Hasher.hash([known, tokens, code]),
+        )
+    except DatasetGenerationError as error:
+        raise error.__cause__ if isinstance(error.__cause__, (ValueError, OSError)) else error from None
+    except ValueError as error:  # what `datasets` says of no rows; errors of ours come in one of its own
+        raise ValueError(f"{source.name} has no rows.") from error
+
+
+def _light_rows(source: Source, processor: LlavaProcessor) -> Iterator[dict[str, Any]]:
+    for row in checked_rows(source, processor):
+        row["json"] = json.dumps(row["raw"]) if source.files and not row["reason"] else None
+        yield {column: row[column] for column in LIGHT}

@@ -1,0 +1,64 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""GRPO on questions about images: answers are sampled, and the right and the short ones rewarded.
+
+    accelerate launch examples/grpo.py --model_name_or_path MODEL --dataset_name DATA --output_dir OUTPUT
+
+DATA has the columns `image`, `question` and `answer`. Trained are LoRA on the language model, and projector and norm
+in full. Any option of TRL's GRPOConfig and ModelConfig can be given.
+"""
+
+from datasets import load_dataset
+from trl import (
+    GRPOConfig,
+    GRPOTrainer,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_peft_config,
+    get_quantization_config,
+)
+
+
+def correct(completions, answer, **kwargs):
+    """1 for the answer in the data, whatever its case and its full stop."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(_text(said).lower().rstrip(".") == right.lower()) for said, right in pairs]
+
+
+def short(completions, **kwargs):
+    """A hundredth off for each character, so that of two right answers the shorter one wins."""
+    return [-0.01 * len(_text(said)) for said in completions]
+
+
+def _text(completion):
+    return completion[0]["content"].strip()
+
+
+if __name__ == "__main__":
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+    parser.set_defaults(
+        trust_remote_code=True,
+        use_peft=True,
+        lora_target_modules=r".*\.language_model\..*_proj",
+        lora_modules_to_save=["multi_modal_projector"],
+        max_completion_length=32,
+        max_grad_norm=10.0,
+    )
+    script, args, model = parser.parse_args_and_config()
+    args.model_init_kwargs = {
+        "revision": model.model_revision,
+        "dtype": model.dtype,
+        "attn_implementation": model.attn_implementation,
+    }
+    data = load_dataset(script.dataset_name, name=script.dataset_config, split=script.dataset_train_split)
+    trainer = GRPOTrainer(
+        model.model_name_or_path,
+        reward_funcs=[correct, short],
+        args=args,
+        train_dataset=data.map(lambda row: {"prompt": [{"role": "user", "content": row["question"]}]}),
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+    trainer.train()
+    trainer.save_model()

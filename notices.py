@@ -1,0 +1,31 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What other libraries say that a person at the terminal can do nothing about."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+
+
+NOTICES = {
+    "DeepSpeed": "Setting accelerator to CPU",  # on standard output, with and without it in use
+    "accelerate.accelerator": "Gradient accumulation steps mismatch",  # the Trainer counts them itself
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
+}
+"""Names of loggers, and what is in the records that are not shown."""
+
+
+def hide_notices() -> None:
+    """Hides `NOTICES` and deprecations within libraries that are imported later. With `python -W` all is shown."""
+    if sys.warnoptions:
+        return
+    for name, words in NOTICES.items():
+        logging.getLogger(name).addFilter(_without(words))
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers|trl|peft)\.")
+    warnings.filterwarnings("ignore", category=UserWarning, module="_distutils_hack")  # of DeepSpeed's imports
+
+
+def _without(words: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: words not in str(record.msg)

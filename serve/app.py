@@ -1,0 +1,193 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The addresses that the server answers, in OpenAI's words."""
+
+import asyncio
+import json
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import anyio
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from .answering import Answer, Answering
+from .requests import MAX_IMAGE_BYTES, ChatRequest, parse_request, read_images
+
+
+MAX_BODY_BYTES = 2 * MAX_IMAGE_BYTES
+READING = 30
+"""Seconds in which a request must have arrived."""
+LEAVING = 3
+"""Seconds after which a server that is stopped does not wait for slow clients any more."""
+Result = TypeVar("Result")
+
+
+def run_server(listener: socket.socket, answering: Answering, name: str, *, allow_urls: bool) -> None:
+    """Serves `/v1/chat/completions`, `/v1/models` and `/health` until SIGINT or SIGTERM.
+
+    Args:
+        listener: Bound to the address to serve.
+        answering: Answers the requests.
+        name: What requests call the model.
+        allow_urls: Whether to fetch images from the addresses that requests name.
+    """
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            answering.close()
+            await super().shutdown(sockets)
+
+    app = _build_app(answering, name, allow_urls)
+    Server(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=LEAVING)).run(
+        sockets=[listener]
+    )
+
+
+def _build_app(answering: Answering, name: str, allow_urls: bool) -> Starlette:
+    created = int(time.time())
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok", "requests": answering.requests})
+
+    async def models(request: Request) -> Response:
+        card = {"id": name, "object": "model", "created": created, "owned_by": ""}
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def chat(request: Request) -> Response:
+        with answering.place():
+            asked = parse_request(await _body(request))
+            if asked.model not in (None, name):
+                raise HTTPException(404, f"There is no model {asked.model[:200]!r} here. Ask for {name!r}.")
+            answer = await _while_connected(request, prepare(asked))
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+        if asked.stream:
+            return _Stream(asked, answer, head)
+        try:
+            text = await _while_connected(request, _whole(answer))
+        finally:
+            answer.leave()
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason}
+        return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(answer)})
+
+    async def prepare(asked: ChatRequest) -> Answer:
+        return await answering.start(asked, await read_images(asked, allow_urls=allow_urls))
+
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/v1/models", models),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: _refuse, ClientDisconnect: _left, Exception: _fail},
+    )
+
+
+class _Stream(StreamingResponse):
+    """An answer as server-sent events, which ends when the client leaves."""
+
+    def __init__(self, asked: ChatRequest, answer: Answer, head: dict[str, Any]):
+        self._answer = answer
+        with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        super().__init__(_events(answer, head, with_usage), media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.leave()
+
+
+async def _events(answer: Answer, head: dict[str, Any], with_usage: bool) -> AsyncIterator[str]:
+    head = {**head, "object": "chat.completion.chunk"}
+
+    def event(delta: dict[str, str], finish_reason: str | None = None) -> str:
+        return _event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]})
+
+    yield event({"role": "assistant", "content": ""})
+    try:
+        async for piece in answer:
+            yield event({"content": piece})
+    except HTTPException as error:
+        yield _event(_error(error.status_code, error.detail))
+        return
+    yield event({}, answer.finish_reason)
+    if with_usage:
+        yield _event({**head, "choices": [], "usage": _usage(answer)})
+    yield "data: [DONE]\n\n"
+
+
+async def _whole(answer: Answer) -> str:
+    return "".join([piece async for piece in answer])
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    prompt, completion = answer.prompt_tokens, answer.tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+async def _body(request: Request) -> bytes:
+    # What a page in the user's browser can send to this machine without asking first is none of these types.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "The body must be JSON, with the header Content-Type: application/json.")
+    body = bytearray()
+    try:
+        with anyio.fail_after(READING):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise HTTPException(413, f"The request has more than {MAX_BODY_BYTES:,} bytes.")
+    except TimeoutError:
+        raise HTTPException(408, f"The request did not arrive within {READING} seconds.") from None
+    return bytes(body)
+
+
+async def _while_connected(request: Request, coroutine: Coroutine[Any, Any, Result]) -> Result:
+    work, leaving = asyncio.create_task(coroutine), asyncio.create_task(_leaving(request))
+    try:
+        await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientDisconnect
+        return work.result()
+    finally:
+        work.cancel()
+        leaving.cancel()
+
+
+async def _leaving(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error(status: int, message: str) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+async def _refuse(request: Request, error: Any) -> Response:
+    status, message = error.status_code, error.detail
+    if message == HTTPStatus(status).phrase:  # the router's
+        message = "This server has POST /v1/chat/completions, GET /v1/models and GET /health."
+    return JSONResponse(_error(status, message), status_code=status, headers=error.headers)
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    return JSONResponse(_error(500, f"The server failed: {type(error).__name__}."), status_code=500)

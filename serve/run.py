@@ -1,0 +1,113 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""A checkpoint is checked and loaded, and a server started for it."""
+
+import os
+import socket
+from contextlib import suppress
+
+from transformers import BitsAndBytesConfig, LlavaProcessor
+
+from ..checkpoint import find_checkpoint
+from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..errors import escaped, install
+from ..loading import loading
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..processing import load_processor
+from ..untrusted import check_files, check_weights
+
+
+QUANTIZATIONS = {
+    None: None,
+    "bnb-4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "bnb-8bit": {"load_in_8bit": True},
+}
+
+
+def serve(
+    checkpoint: str | os.PathLike,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: str | None = None,
+    allow_urls: bool = False,
+) -> None:
+    """Answers `/v1/chat/completions` from a checkpoint until it is interrupted.
+
+    The classes are the installed package's: no code that came with the checkpoint is run. Prints the address and the
+    name that requests give as `model`.
+
+    Args:
+        checkpoint: Folder or Hub id.
+        host: Address to listen on. The server asks for no key: who reaches it may use the model.
+        port: Port to listen on; 0 takes a free one.
+        revision: Branch, tag or commit on the Hub.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"` or `"auto"`, the checkpoint's. The norm stays float32.
+        device: `"cpu"`, `"cuda:0"`, or `"auto"`, as `device_map` of `from_pretrained`.
+        quantization: `"bnb-4bit"` or `"bnb-8bit"`, by bitsandbytes.
+        allow_urls: Whether to fetch images from the http addresses that requests name, this network's included.
+            Without it images come as `data:` alone. Files of this machine are never opened.
+
+    Raises:
+        ImportError: The extra `serve` is not installed.
+        ValueError: The checkpoint is not there, is no NormAlign-LLaVA or has no chat template, or an option is not
+            allowed.
+        OSError: The address cannot be listened on.
+    """
+    try:
+        from .answering import Answering
+        from .app import run_server
+    except ModuleNotFoundError as error:
+        raise ImportError(f"Serving needs packages that are not here. {install('serve')}") from error
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization must be 'bnb-4bit' or 'bnb-8bit', got {quantization!r}.")
+    checkpoint, settings = find_checkpoint(checkpoint, revision), QUANTIZATIONS[quantization]
+    processor = _load_processor(checkpoint, revision)
+    with _listening(host, port) as listener, suppress(KeyboardInterrupt):
+        with loading(f"The model {checkpoint}", seconds=None):
+            model = NormAlignLlavaForConditionalGeneration.from_pretrained(
+                checkpoint,
+                revision=revision,
+                dtype=dtype,
+                device_map=device,
+                quantization_config=BitsAndBytesConfig(**settings) if settings else None,
+                trust_remote_code=False,
+            )
+        name = f"{checkpoint}@{revision}" if revision else checkpoint
+        listener.listen()  # who reads the line below may connect at once
+        host, port = listener.getsockname()[:2]
+        address = f"[{host}]" if ":" in host else host
+        print(escaped(f"Serving {name} at http://{address}:{port}/v1"), flush=True)
+        run_server(listener, Answering(model, processor), name, allow_urls=allow_urls)
+
+
+def _load_processor(checkpoint: str, revision: str | None) -> LlavaProcessor:
+    kind = check_files(checkpoint, revision).get("model_type")
+    if kind != NormAlignLlavaConfig.model_type:
+        remedy = "normalign build --from-llava adds the norm" if kind == "llava" else "transformers serve may serve it"
+        raise ValueError(
+            f"The model_type of {checkpoint} is {kind!r}, not {NormAlignLlavaConfig.model_type!r}. {remedy}."
+        )
+    check_weights(checkpoint, revision)
+    processor = load_processor(checkpoint, revision)
+    if processor.chat_template is None:
+        raise ValueError(
+            f"{checkpoint} has no chat template to turn messages into prompts. Build it with one: normalign build "
+            "--chat-template FILE."
+        )
+    return processor
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    # Bound before the model is loaded, so that a port in use costs no minutes.
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"{host}:{port} cannot be listened on: {error.strerror}. Choose another --port.") from error
+    return listener

@@ -1,0 +1,117 @@
+"""Data sets in memory: what is cached of them, and rows that are built from their sources when they are read."""
+
+import hashlib
+import multiprocessing
+import pickle
+
+import datasets
+import pytest
+import train_data
+import training
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from train_data import arguments, inside, llava, write_json
+
+from normalign_llava.data.mixtures import load_data, prepare_rows
+from normalign_llava.data.rows import FEATURES
+from normalign_llava.data.table import RowBuilder
+
+
+COUNT = 100
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return train_data.processor()
+
+
+def noise(number: int) -> bytes:
+    return training.picture(number, (40, 40))  # which cannot be compressed
+
+
+def with_noise() -> list[dict]:
+    rows = [llava("<image>\nQ", f"answer {number}") for number in range(COUNT)]
+    return [{**row, "image": {"bytes": noise(n), "path": f"{n}.png"}} for n, row in enumerate(rows)]
+
+
+def load(path, processor, **options):
+    return load_data(arguments(path, **options), processor, max_length=None, seed=0, with_eval=False).train
+
+
+def digests(rows) -> list[str]:
+    return [hashlib.sha256(row["images"][0]["bytes"]).hexdigest() for row in rows]
+
+
+EXPECTED = [hashlib.sha256(noise(number)).hexdigest() for number in range(COUNT)]
+
+
+@pytest.mark.parametrize("form", ["saved", "parquet", "memory"])
+def test_the_cache_holds_no_image_that_the_data_hold(form, processor, tmp_path, cache):
+    data = train_data.parquet_data(with_noise())
+    if form == "saved":
+        data.save_to_disk(str(tmp_path / "data"))
+        rows = load(tmp_path / "data", processor)
+    elif form == "parquet":
+        rows = load(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor)
+    else:
+        rows, _ = prepare_rows(data, processor)
+    ours = [file for file in cache.rglob("*.arrow") if "generator" in file.parts[len(cache.parts)]]
+    assert len(ours) == 1 and ours[0].stat().st_size < 20_000 < COUNT * len(noise(0)) / 20
+    assert not any(noise(number)[50:90] in ours[0].read_bytes() for number in (0, 7, COUNT - 1))
+    copies = [file for file in cache.rglob("*.arrow") if noise(7)[50:90] in file.read_bytes()]
+    assert len(copies) == (form == "parquet")  # in which `datasets` itself unpacks parquet
+    assert digests(rows) == EXPECTED and rows[0].keys() == FEATURES.keys()
+
+
+def worker(rows, numbers, results):
+    results.put([rows[number] for number in numbers])
+
+
+def test_rows_are_the_same_in_workers_and_after_pickling(processor, tmp_path):
+    rows = load(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor)
+    picked = rows.select([5, 3, 99])
+    expected = list(picked)
+    assert digests(expected) == [EXPECTED[n] for n in (5, 3, 99)] and [row["row"] for row in expected] == [5, 3, 99]
+    assert list(pickle.loads(pickle.dumps(picked))) == expected and picked[[2, 0]]["row"] == [99, 5]
+    for workers in (0, 2):
+        (batch,) = DataLoader(picked, 3, num_workers=workers, collate_fn=list)
+        assert batch == expected
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=worker, args=(picked, range(3), results))
+    process.start()
+    assert results.get(timeout=120) == expected
+    process.join()
+
+
+def test_the_sampler_reads_lengths_without_building_rows(processor, tmp_path, monkeypatch):
+    rows = load(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor)
+    trainer = training.trainer(
+        tmp_path, training.checkpoint(tmp_path / "parts"), rows, train_sampling_strategy="group_by_length"
+    )
+    monkeypatch.setattr(RowBuilder, "__call__", None)
+    sampler = trainer._get_train_sampler()
+    assert sampler.lengths.tolist() == [*rows.with_format(None)["length"]] and sampler.has_image.all()
+    assert sorted(sampler) == list(range(COUNT))
+
+
+def test_a_changed_file_is_read_anew_and_a_changed_transform_of_ones_own_is_kept(processor, tmp_path):
+    path = write_json(tmp_path, [llava("Q", "one")])
+    assert load(path, processor)[0]["messages"][1]["content"][0]["text"] == "one"
+    write_json(tmp_path, [llava("Q", "three")])
+    assert load(path, processor)[0]["messages"][1]["content"][0]["text"] == "three"
+
+    def answered(answer):
+        def transform(batch):
+            return {"question": batch["q"], "answer": [answer] * len(batch["q"]), "image": [inside("red")]}
+
+        return prepare_rows(Dataset.from_dict({"q": ["Q"]}).with_transform(transform), processor)[0][0]
+
+    found = [answered(answer)["messages"][1]["content"][0]["text"] for answer in ("yes", "no")]
+    assert found == ["yes", "no"] and answered("no")["images"] == [{"path": None, "bytes": inside("red")["bytes"]}]

@@ -1,0 +1,217 @@
+"""A run stops at the first step whose loss or gradients are not finite, and says where they come from."""
+
+import json
+import math
+
+import pytest
+import torch
+import train_data
+import training
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file, save_file
+from torch.amp import GradScaler
+from typer.testing import CliRunner
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.cli import app
+from normalign_llava.train.checkpoints import missing_from
+from normalign_llava.train.model import base_model, projector_norm
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return training.checkpoint(tmp_path_factory.mktemp("parts"))
+
+
+@pytest.fixture
+def make(tmp_path, checkpoint):
+    """A trainer that saves every step; `weight` names a parameter that is NaN."""
+
+    def make(weight=None, **options):
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+        if weight:
+            with torch.no_grad():
+                model.get_parameter(weight).view(-1)[0] = math.nan
+        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, **options}
+        return training.trainer(tmp_path / "out", checkpoint, model=model, **options)
+
+    return make
+
+
+def stopped(trainer) -> str:
+    with pytest.raises(FloatingPointError) as caught:
+        trainer.train()
+    return str(caught.value)
+
+
+def in_step(trainer, steps, break_):
+    """Calls `break_`, which hooks something, in the batches of these steps."""
+    batch = trainer.training_step
+
+    def training_step(*args, **kwargs):
+        hook = break_() if trainer.state.global_step + 1 in steps else None
+        loss = batch(*args, **kwargs)
+        if hook:
+            hook.remove()
+        return loss
+
+    trainer.training_step = training_step
+    return trainer
+
+
+def gradients_of_the_norm(trainer):
+    norm = projector_norm(trainer.model)
+    return lambda: norm.register_full_backward_hook(lambda module, given, got: (given[0] * math.inf,))
+
+
+# ------------------------------------------------------------------------------------------------ weights at the start
+@pytest.mark.parametrize(
+    ("weight", "module"),
+    [
+        ("model.vision_tower.encoder.layers.0.mlp.fc1.weight", "the vision tower's output"),
+        ("model.multi_modal_projector.linear_2.weight", "the projector's output"),
+        ("model.multi_modal_projector.norm.weight", "the norm's output"),
+        ("model.language_model.layers.0.mlp.up_proj.weight", "the language model's output"),
+    ],
+)
+@pytest.mark.parametrize("adapters", [False, True])
+def test_damaged_weights_stop_the_first_step_and_the_module_is_named(make, weight, module, adapters):
+    trainer = make(weight, use_peft=adapters)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    said = stopped(trainer)
+    assert said.startswith(f"Step 1 has values that are not finite, first in {module}. ")
+    assert weight.split(".")[-2] in said and "damaged" in said and "bad_steps" not in said
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
+
+
+def test_the_head_is_told_from_the_decoder(tmp_path):
+    untied = training.checkpoint(tmp_path / "untied", tied=False)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(untied)
+    with torch.no_grad():
+        model.lm_head.weight[0] = math.inf
+    said = stopped(training.trainer(tmp_path / "out", untied, model=model))
+    assert said.startswith("Step 1 has values that are not finite, first in the loss.")
+
+
+def test_a_damaged_tensor_that_nothing_reads_stops_nothing(make):
+    trainer = make("model.vision_tower.post_layernorm.weight", max_steps=1)
+    assert math.isfinite(trainer.train().training_loss)
+
+
+def test_the_command_says_one_sentence_and_leaves_nothing(tmp_path, checkpoint):
+    damaged = tmp_path / "damaged"
+    NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).save_pretrained(damaged)
+    for file in checkpoint.iterdir():
+        if file.suffix != ".safetensors":
+            (damaged / file.name).write_bytes(file.read_bytes())
+    weights = {
+        name: torch.full_like(value, math.nan) for name, value in load_file(damaged / "model.safetensors").items()
+    }
+    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
+    data = train_data.write_json(tmp_path, [train_data.llava("<image>\nQ", "A", "red.png")] * 8)
+    options = {"model_name_or_path": damaged, "dataset_name": data, "output_dir": tmp_path / "out", "bf16": False}
+    options |= {"learning_rate": 1e-3, "max_steps": 2, "save_steps": 1, "use_cpu": True, "disable_tqdm": True}
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    done = CliRunner().invoke(app, ["train", *words], env={"COLUMNS": "200"})
+    assert done.exit_code == 1
+    assert "Error: Step 1 has values that are not finite, first in the vision tower's output." in done.output
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
+
+
+# ------------------------------------------------------------------------------------------------------ later, and why
+def test_a_run_that_blows_up_stops_and_what_it_saved_stays(make, tmp_path):
+    said = stopped(make(learning_rate=1e30))
+    assert said.startswith("Step 2 has values that are not finite")
+    last = tmp_path / "out" / "checkpoint-1"
+    assert f"The last complete checkpoint is {last}." in said and "lower learning rates; --bad_steps skip" in said
+    assert missing_from(last, 1) == []
+    assert sorted(path.name for path in (tmp_path / "out").glob("*")) in (["checkpoint-1"], ["checkpoint-1", "runs"])
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_gradients_alone_stop_it_too(make, max_grad_norm):
+    trainer = make(max_grad_norm=max_grad_norm)
+    said = stopped(in_step(trainer, {3}, gradients_of_the_norm(trainer)))
+    assert said.startswith("Step 3 has values that are not finite, first in the gradient from the norm. The last")
+
+
+def test_gradients_of_one_weight_stop_it_too(make):
+    trainer = make()
+    weight = base_model(trainer.model).model.multi_modal_projector.linear_1.weight
+    said = stopped(in_step(trainer, {2}, lambda: weight.register_hook(lambda gradient: gradient * math.nan)))
+    assert said.startswith("Step 2 has values that are not finite, first in the gradients of weights.")
+
+
+def test_weights_that_the_last_step_spoiled_are_not_saved(make, tmp_path):
+    trainer = make(max_steps=1, learning_rate=1e39, save_strategy="no")
+    trainer.train()
+    with pytest.raises(
+        FloatingPointError, match=r"After step 1, \d+ tensors of the model are not finite, first .*\. The"
+    ):
+        trainer.save_model()
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+# ------------------------------------------------------------------------------------------------------------ going on
+def test_a_step_can_be_passed_over(make, tmp_path, caplog):
+    trainer = make(bad_steps="skip")
+    trainer = in_step(trainer, {2, 3}, gradients_of_the_norm(trainer))
+    assert math.isfinite(trainer.train().training_loss)
+    first, second, third, fourth = (
+        load_file(tmp_path / "out" / f"checkpoint-{step}" / "model.safetensors") for step in (1, 2, 3, 4)
+    )
+    assert all(torch.equal(first[name], value) for name, value in {**second, **third}.items())
+    assert any(not torch.equal(first[name], value) for name, value in fourth.items())
+    assert all(value.isfinite().all() for value in fourth.values())
+    assert caplog.text.count("The step is passed over.") == 2 and "first in the gradient from the norm" in caplog.text
+
+
+def test_passing_over_every_step_ends(make):
+    trainer = make(bad_steps="skip", max_steps=30, save_strategy="no")
+    said = stopped(in_step(trainer, range(3, 30), gradients_of_the_norm(trainer)))
+    assert said.startswith("Step 12 has values") and "So had the 9 steps before it." in said
+
+
+@pytest.fixture
+def half(make, monkeypatch):
+    """A trainer in fp16, which accelerate has for GPUs alone; CPUs multiply in it too."""
+
+    def half(*args, scale=2.0**24, **options):
+        trainer = make(*args, save_strategy="no", **options)
+        monkeypatch.setattr(trainer.args, "fp16", True)
+        monkeypatch.setattr(trainer.accelerator, "native_amp", True)
+        monkeypatch.setattr(trainer.accelerator, "scaler", GradScaler("cpu", init_scale=scale))
+        monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp16")
+        return trainer
+
+    return half
+
+
+def test_gradients_that_overflow_in_fp16_are_the_scalers_affair(half):
+    trainer = half(max_steps=16)
+    gain = projector_norm(trainer.model).weight
+    before = gain.detach().clone()
+    assert math.isfinite(trainer.train().training_loss)
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert not math.isfinite(norms[0]) and math.isfinite(norms[-1])
+    assert trainer.accelerator.scaler.get_scale() < 2.0**24 and not torch.equal(gain, before)
+
+
+def test_a_loss_that_is_not_finite_stops_fp16_too(half):
+    trainer = half("model.multi_modal_projector.linear_2.weight")
+    assert stopped(trainer).startswith("Step 1 has values that are not finite, first in the projector's output.")
+
+
+def test_gradients_that_no_scale_helps_stop_fp16_too(half):
+    trainer = half(max_steps=9, scale=4.0)
+    said = stopped(in_step(trainer, range(2, 9), gradients_of_the_norm(trainer)))
+    assert said.startswith("Step 5 has values that are not finite")
+
+
+def test_what_can_be_told(tmp_path):
+    with pytest.raises(ValueError, match="bad_steps must be one of 'stop', 'skip', got 'on'"):
+        training.arguments(tmp_path, bad_steps="on")
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}))
+    with pytest.raises(ValueError, match="bad_steps cannot be 'skip' with DeepSpeed"):
+        training.arguments(tmp_path, bad_steps="skip", deepspeed=str(tmp_path / "zero.json"))

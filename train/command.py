@@ -1,0 +1,167 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The command line of `normalign train` as far as it is known before TRL is imported: its help, recipe and folder."""
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from ..checkpoint import find_checkpoint
+from ..data.arguments import DataArguments, DataSource
+
+
+RECIPES = files(__package__) / "recipes"
+USAGE = "normalign train RECIPE [--option value ...]"
+DATA = ("dataset_name", "eval_dataset_name", "image_folder")
+NO_MODEL = "Make it with `normalign build` or the stage before, or name another with --model_name_or_path."
+
+OPTIONS = {
+    "Checkpoint": {
+        "model_name_or_path": "Checkpoint to train: a folder that `normalign build` made, or a Hub id.",
+        "output_dir": "Folder of the result.",
+        "stage": "align (projector and norm) or tune (everything). What is not given follows from it.",
+        "arm": "Arm of the paper, where it is not the checkpoint's: none, unit, aligned or gwc.",
+    },
+    "Data": {
+        "dataset_name": "Hub id, folder or file of the rows to train on.",
+        "image_folder": "Folder that image paths start from. Default: the data file's.",
+        "eval_dataset_name": "Held-out data. Default: the test split.",
+        "test_split_size": "Share of the rows to hold out in place of a test split.",
+        "max_length": "Rows with more tokens are dropped and counted. Default: 2048.",
+        "bad_rows": "At a row that cannot be trained on: stop (default) or skip it.",
+    },
+    "Learning": {
+        "learning_rate": "Of the modules that have none of their own.",
+        "vision_learning_rate": "Of the vision tower; 0 freezes it.",
+        "language_learning_rate": "Of the language model or its adapters; 0 freezes it.",
+        "num_train_epochs": "Passes over the data. Default: 1 with a stage.",
+        "max_steps": "Steps, in place of epochs.",
+        "global_batch_size": "Rows in a step, on any number of processes.",
+        "per_device_train_batch_size": "Rows in a forward pass: lower it where memory is short.",
+    },
+    "Adapters": {
+        "use_peft": "Train LoRA adapters in place of the language model.",
+        "lora_r": "Their rank.",
+        "load_in_4bit": "Quantize what is frozen under them (QLoRA).",
+    },
+    "Along the way": {
+        "eval_strategy": "When held-out rows are evaluated: no (default), steps or epoch.",
+        "report_to": "Trackers such as tensorboard or wandb. Default: none.",
+        "resume_from_checkpoint": "Go on from the newest complete checkpoint, or from the one named.",
+    },
+    "Several processes": {
+        "accelerate_config": "ddp, fsdp2, zero2, zero3, or a file that accelerate reads.",
+        "num_processes": "How many, one for each GPU. Default: as the file says.",
+    },
+}
+"""What `--help` shows: the options that most runs need, with a line for each. `--help-all` has every one."""
+
+
+def show_help() -> None:
+    """Prints the usage, the package's recipes, and `OPTIONS`."""
+    console = Console(highlight=False)
+    console.print(f"\nUsage: {USAGE}\n", markup=False)
+    console.print(
+        "Train a checkpoint. RECIPE is a YAML file of options, or one that comes with the package: "
+        f"{', '.join(sorted(own_recipes()))}. It may be left out. Options override it.\n"
+    )
+    for group, options in OPTIONS.items():
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold cyan", no_wrap=True)
+        for name, text in options.items():
+            table.add_row(f"--{name}", text)
+        console.print(Panel(table, title=group, title_align="left", border_style="dim"))
+    console.print("`normalign train --help-all` has every option, those of TRL's SFTConfig among them.")
+
+
+def next_command(checkpoint: str | os.PathLike, stage: str | None, adapters: bool) -> str:
+    """The command that takes a checkpoint on.
+
+    Args:
+        checkpoint: Its folder.
+        stage: What it was made by: `"build"`, a stage of training, or None for training without one.
+        adapters: Whether it is an adapter.
+    """
+    folder = shlex.quote(str(checkpoint))
+    if adapters:
+        return f"normalign merge {folder} --output {shlex.quote(f'{checkpoint}-merged')}"
+    if follows := {"build": "align", "align": "tune"}.get(stage or ""):
+        output = shlex.quote(f"{checkpoint}-{follows}")
+        options = f"--model_name_or_path {folder} --dataset_name DATA --output_dir {output}"
+        return f"normalign train --stage {follows} {options}"
+    return f"normalign diagnose {folder}"
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Checks what can be known of a command line at once.
+
+    Raises:
+        ValueError: the recipe does not exist or is no mapping, or the checkpoint to train or the data are not named or
+            not there.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("config", "model_name_or_path", "model_revision", *DATA):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
+    given, _ = parser.parse_known_args(with_recipe_file(words))
+    options = read_recipe(given.config) if given.config else {}
+    options |= {name: value for name, value in vars(given).items() if value is not None}
+    if not (model := options.get("model_name_or_path")):
+        raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, made by `normalign build`.")
+    find_checkpoint(str(model), options.get("model_revision"), remedy=NO_MODEL)
+    named: dict[str, Any] = {name: options.get(name) for name in DATA}
+    data = DataArguments(**named, datasets=options.get("datasets") or [])
+    held_out = [DataSource.named(data.eval_dataset_name)] if data.eval_dataset_name else []
+    for source in [*data.sources, *held_out]:
+        source.check_paths()
+
+
+def with_recipe_file(words: Sequence[str]) -> list[str]:
+    """The words of a command line as TRL reads them: the recipe, if they begin with one, as `--config FILE`.
+
+    Raises:
+        ValueError: the recipe does not exist, or is no mapping.
+    """
+    if not words or words[0].startswith("-"):
+        return list(words)
+    file = recipe_file(words[0])
+    read_recipe(file)
+    return ["--config", str(file), *words[1:]]
+
+
+def recipe_file(recipe: str | os.PathLike) -> Path:
+    """The file of a recipe: the path itself, or the package's recipe of that name.
+
+    Raises:
+        ValueError: neither exists; the recipes that the package brings are named.
+    """
+    if Path(recipe).is_file():
+        return Path(recipe)
+    own = own_recipes()
+    if str(recipe) not in own:
+        raise ValueError(f"There is no file {recipe}, and no recipe of that name. Recipes: {', '.join(sorted(own))}.")
+    return own[str(recipe)]
+
+
+def own_recipes() -> dict[str, Path]:
+    """The recipes that come with the package, by name."""
+    return {Path(entry.name).stem: Path(str(entry)) for entry in RECIPES.iterdir()}
+
+
+def read_recipe(file: str | os.PathLike) -> dict[str, Any]:
+    """The options that a recipe sets. Raises ValueError if it is no YAML, or no mapping."""
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, OSError) as error:
+        raise ValueError(f"{file} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is no recipe: a recipe is a YAML mapping of options to values, not {content!r}.")
+    return content

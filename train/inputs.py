@@ -1,0 +1,163 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a trainer is given, in TRL's words, as it needs it: options, model, processor, optimizer."""
+
+import copy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
+from peft import PeftModel
+from torch import nn
+from torch.optim import Optimizer
+from transformers import AutoProcessor, DataCollator, LlavaProcessor, TrainingArguments
+
+from ..data.mixtures import prepare_rows
+from ..data.reports import DataReport, SourceReport
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..processing import PADS_RIGHT, load_preprocessor, pad_left
+from .arguments import NormAlignConfig
+from .collator import ConversationCollator
+from .model import MODULES, arm_of, check_architecture, load_model, module_of
+
+
+logger = get_logger(__name__)  # which speaks for all processes once
+
+
+def own_config(args: TrainingArguments | None, model: Any) -> NormAlignConfig:
+    """A copy of the options as `NormAlignConfig`: what an `SFTConfig` says means what it means in TRL.
+
+    The loss is on the assistant's turns also where `assistant_only_loss` is false, which is said once: on every token,
+    image tokens would be labels. Rows longer than `max_length` are dropped, not cut.
+
+    Args:
+        args: Options; None for the defaults.
+        model: The trainer's `model`, after which the folder of a run without options is called.
+
+    Raises:
+        ValueError: What `NormAlignConfig` raises.
+    """
+    if args is None:
+        return NormAlignConfig(f"{Path(str(getattr(model, 'name_or_path', model))).name}-SFT")
+    if isinstance(args, NormAlignConfig):
+        return copy.copy(args)
+    known = {field.name for field in fields(NormAlignConfig) if field.init}
+    given = {field.name: getattr(args, field.name) for field in fields(args) if field.name in known}
+    if not given.get("assistant_only_loss"):
+        logger.warning("assistant_only_loss is False, but the loss is on the assistant's turns alone: set it to True.")
+    ours = {
+        "assistant_only_loss": True,
+        "remove_unused_columns": False,
+        "sample_count": 0,
+    }
+    return NormAlignConfig(**{**given, **ours})
+
+
+def own_model(model: Any, args: NormAlignConfig, quantization_config: Any) -> NormAlignLlavaForConditionalGeneration:
+    """The model to train: a folder or Hub id is loaded, a model is looked at.
+
+    Raises:
+        ValueError: It is of another architecture or another arm than asked for, or has adapters.
+    """
+    if not isinstance(model, nn.Module):
+        return load_model(model, args, quantization_config)
+    if isinstance(model, PeftModel):
+        raise ValueError(
+            "The model has adapters. Give it without them and peft_config, or merge them first: `normalign merge` or "
+            "model.merge_and_unload()."
+        )
+    check_architecture(model.config.model_type, model.name_or_path or type(model).__name__)
+    if args.arm not in (None, found := arm_of(model.config)):
+        raise ValueError(f"The model is of arm {found!r}. To train it as arm {args.arm!r}, give its path.")
+    return model
+
+
+def own_processor(processor: Any, model: NormAlignLlavaForConditionalGeneration, commit: str | None) -> LlavaProcessor:
+    """The processor, which lies beside the model, in the same commit, unless it is given.
+
+    Raises:
+        ValueError: There is none, or it has no image processor.
+    """
+    if processor is None:
+        if not model.name_or_path:
+            raise ValueError("The model names no folder to load its processor from. Give processing_class.")
+        processor = load_preprocessor(AutoProcessor, model.name_or_path, revision=commit)
+    if not isinstance(processor, LlavaProcessor):
+        raise ValueError(
+            f"processing_class is a {type(processor).__name__}, which reads no images. Give a LlavaProcessor, or "
+            "leave it out: it is loaded from the checkpoint."
+        )
+    if processor.tokenizer.padding_side != "left":
+        logger.warning(f"{model.name_or_path}: {PADS_RIGHT} What is saved from now on pads on the left.")
+    pad_left(processor.tokenizer)
+    return processor
+
+
+def own_data(
+    train: Any, held_out: Any, collator: DataCollator, max_length: int | None, need_images: bool
+) -> tuple[Dataset | IterableDataset, Any, DataReport]:
+    """Rows to train on, held-out rows or several data sets of them by name, and what became of all: [`own_rows`]."""
+    train, report = own_rows(train, "train_dataset", collator, max_length, need_images=need_images)
+    sources = [report]
+    several = held_out if isinstance(held_out, dict) else {} if held_out is None else {"eval_dataset": held_out}
+    checked = {}
+    for name, rows in several.items():
+        checked[name], report = own_rows(rows, name, collator, max_length, split="eval")
+        sources.append(report)
+    held_out = checked if isinstance(held_out, dict) else checked.get("eval_dataset")
+    return train, held_out, DataReport([report for report in sources if report is not None])
+
+
+def own_rows(
+    rows: Any,
+    name: str,
+    collator: DataCollator,
+    max_length: int | None,
+    *,
+    split: Literal["train", "eval"] = "train",
+    need_images: bool = False,
+) -> tuple[Dataset | IterableDataset, SourceReport | None]:
+    """Rows that `collator` takes, checked, and what became of them; for a collator of another kind, rows as they are.
+
+    Raises:
+        TypeError: They are no data set.
+        ValueError: What [`prepare_rows`] raises.
+    """
+    if not isinstance(rows, Dataset | IterableDataset):
+        raise TypeError(f"{name} is a {type(rows).__name__}. Give a Dataset, as Dataset.from_list makes, or a stream.")
+    if not isinstance(collator, ConversationCollator):
+        return rows, None
+    return prepare_rows(
+        rows,
+        collator.processor,
+        name=name,
+        split=split,
+        max_length=max_length,
+        bad_rows=collator.bad_rows,
+        max_image_pixels=collator.max_image_pixels,
+        need_images=need_images,
+        dropped_rows=collator.dropped_rows,
+    )
+
+
+def rates_of(optimizer: Optimizer, model: nn.Module, args: NormAlignConfig) -> dict[str, float]:
+    """Peak learning rate of each module in an optimizer that the user made; 0 where it has no parameter of it.
+
+    Raises:
+        ValueError: It holds parameters of another model, or `args` has learning rates by module too.
+    """
+    if given := [
+        name for name in (f"{module}_learning_rate" for module in MODULES) if getattr(args, name) is not None
+    ]:
+        raise ValueError(f"{', '.join(given)} cannot be used with optimizers. Give them to its parameter groups.")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    rates = dict.fromkeys(MODULES, 0.0)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError("The optimizer holds parameters of another model. Make it of the model you give.")
+            module = module_of(names[parameter])
+            rates[module] = max(rates[module], group.get("initial_lr", group["lr"]))
+    return rates

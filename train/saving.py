@@ -1,0 +1,83 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a trainer writes and reads again: the model with its records and card, and checkpoints that are whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+
+from ..build import BUILD_RECORD
+from .checkpoints import write_failure, writing_checkpoint
+from .finite import FiniteCheck
+from .model import RECORD, freeze
+from .push import PushingTrainer
+from .record import Clock
+from .sharding import name_as_unsharded
+
+
+class SavingTrainer(PushingTrainer):
+    """[`SFTTrainer`] whose saves are whole or not there, and carry how the model was built and trained."""
+
+    rates: dict[str, float]
+    record: dict[str, Any]
+    build: dict[str, Any] | None
+    clock: Clock
+    finite: FiniteCheck
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves what the Trainer saves, the records of how it was built and trained, and in `output_dir` the card.
+
+        With `push_to_hub`, a call of the user's pushes `output_dir` too, as the Trainer does.
+
+        Raises:
+            OSError: There is no room, or the Hub or the connection failed.
+            ValueError: What [`push_to_hub`] raises.
+            FloatingPointError: Training made weights NaN or infinite.
+        """
+        self.finite.check_weights(self.model)
+        folder = Path(output_dir or self.args.output_dir)
+        if isinstance(self.model, FSDPModule):
+            name_as_unsharded(self.model)
+        try:
+            readme = folder / "README.md"
+            card = readme.read_bytes() if readme.exists() else None
+            super().save_model(str(folder), _internal_call=True)
+            if self.args.should_save:
+                if card is not None:
+                    readme.write_bytes(card)
+                else:  # PEFT's own names the base by its local path
+                    readme.unlink(missing_ok=True)
+                for name, content in {RECORD: self._record_so_far(), BUILD_RECORD: self.build}.items():
+                    if content is not None:
+                        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            if folder == Path(self.args.output_dir):
+                self.create_model_card()
+        except Exception as error:
+            if _internal_call or (cause := write_failure(error)) is None:
+                raise
+            remedy = "Make room, and go on from the last checkpoint with --resume_from_checkpoint."
+            raise OSError(f"{folder} could not be written: {cause}. {remedy}") from error
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def _record_so_far(self) -> dict[str, Any]:
+        seconds = round(self.record.get("seconds", 0.0) + self.clock.seconds, 3)
+        return {**self.record, "seconds": seconds, "steps_done": self.state.global_step}
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        # PEFT makes an adapter float32, and all of it trainable, as it loads it: the run would not go on as it was.
+        dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        for name, parameter in self.model.named_parameters():
+            if parameter.dtype != dtypes[name]:
+                parameter.data = parameter.data.to(dtypes[name])
+        freeze(self.model, self.rates)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        # A save that fails says what to do and leaves no half-written folder behind.
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        with writing_checkpoint(folder, self.args.world_size):
+            self.accelerator.wait_for_everyone()  # the first process removes what an earlier run left there
+            super()._save_checkpoint(model, trial)

@@ -1,0 +1,143 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Steps of TRL's `SFTTrainer` with what they lack: a learning rate for each module, batches without images."""
+
+import torch
+from PIL import Image
+from torch import nn
+from transformers import LlavaProcessor
+
+from .callbacks import Measurements
+from .finite import FiniteCheck
+from .model import MODULES, base_model, eval_frozen, module_of
+from .probe import CosineProbe
+from .sampler import ModalityLengthGroupedSampler
+from .saving import SavingTrainer
+from .sharding import fill_gradients
+
+
+class SteppingTrainer(SavingTrainer):
+    """[`SFTTrainer`] with a learning rate for each module, and batches without images."""
+
+    measurements: Measurements
+
+    def _hook(self, processor: LlavaProcessor) -> None:
+        self.finite = FiniteCheck(self.model, self.args)
+        self.add_callback(self.finite)
+        self._answers: torch.Tensor | None = None
+        self._without_pictures = False
+        picture = processor.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
+        self._picture_shape = picture["pixel_values"].shape
+        inner = base_model(self.model).model
+        inner.language_model.register_forward_pre_hook(self._show_a_picture, with_kwargs=True)
+        inner.register_forward_hook(self._keep_answers)
+
+    @property
+    def _total_train_tokens(self) -> int:
+        # TRL's count, which would begin again with the process. The Trainer saves its state and loads it again.
+        return self.state.num_input_tokens_seen
+
+    @_total_train_tokens.setter
+    def _total_train_tokens(self, count: int) -> None:
+        self.state.num_input_tokens_seen = count
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's optimizer, its parameter groups split by module, each with the module's own rate.
+
+        The Trainer knows one learning rate only (huggingface/transformers#10140). Weight decay stays what it made it:
+        none on biases and norms, so none on the gain.
+        """
+        if self.optimizer is None:
+            optimizer = super().create_optimizer(model)
+            names = {parameter: name for name, parameter in (model or self.model).named_parameters()}
+            groups = []
+            for group in optimizer.param_groups:
+                for module in MODULES:
+                    parameters = [p for p in group["params"] if module_of(names[p]) == module]
+                    if parameters:
+                        groups.append({**group, "params": parameters, "lr": self.rates[module]})
+            optimizer.param_groups = groups
+            if self.is_fsdp_enabled:
+                optimizer.register_step_pre_hook(fill_gradients)
+        return self.optimizer
+
+    def _get_train_sampler(self, train_dataset=None):
+        # TRL's vision data has no token lengths and knows no modalities, so the Trainer's own sampler cannot be used.
+        train_dataset = self.train_dataset if train_dataset is None else train_dataset
+        if self.args.train_sampling_strategy != "group_by_length" or "length" not in (
+            train_dataset.column_names or []
+        ):
+            return super()._get_train_sampler(train_dataset)
+        columns = train_dataset.with_format(None)  # which are in the table: no row is built for them
+        return ModalityLengthGroupedSampler(
+            columns["length"],
+            [count > 0 for count in columns["image_count"]],
+            batch_size=self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+        )
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """TRL's loss, with what is frozen in evaluation mode, and off CUDA only the answers through the head.
+
+        TRL's fused head scores every position where there is no Triton, which on a CPU is two thirds of the time of a
+        small model's step; the decoder's output is therefore cut to the answers before it gets there.
+        """
+        if self.model.training:
+            eval_frozen(base_model(self.model))
+        answers = inputs["labels"][:, 1:] != -100
+        shortened = not return_outputs and self.label_smoother is None and self.compute_loss_func is None
+        if answers.device.type == "cpu" and shortened and answers.any():
+            inputs["shift_labels"] = inputs.pop("labels")[:, 1:][answers][None]
+            self._answers = answers
+        self._without_pictures = "pixel_values" not in inputs
+        try:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            if self.model.training:
+                self.finite.see_loss(loss[0] if return_outputs else loss)
+            return loss
+        finally:
+            self._answers, self._without_pictures = None, False
+
+    def _show_a_picture(self, module, args, kwargs):
+        # A batch without pictures, in training or evaluation. Other processes may have pictures, and under FSDP2 and
+        # ZeRO-3 all must gather the tower's weights, in the same order: after the embeddings', before the decoder's.
+        # So the tower runs on one blank picture, whose features go nowhere and whose gradients are zero.
+        if self._without_pictures:
+            embeddings = kwargs["inputs_embeds"]
+            blank = embeddings.new_zeros(self._picture_shape)
+            features = base_model(self.model).model.get_image_features(pixel_values=blank).pooler_output[0]
+            nowhere = torch.zeros_like(embeddings, dtype=torch.bool)
+            kwargs["inputs_embeds"] = embeddings.masked_scatter(nowhere, features.to(embeddings.dtype))
+        return args, kwargs
+
+    def _keep_answers(self, module, args, output):
+        if self._answers is not None:
+            output.last_hidden_state = output.last_hidden_state[:, :-1][self._answers][None]
+        return output
+
+    def _run_epoch(self, *args, **kwargs) -> None:
+        # The Trainer looks for the end of a run only after a step: resumed at the end, it would take one more.
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+        else:
+            self.control.should_training_stop = True
+
+    def _clip_grad_norm(self, model):
+        # No callback is told the norm of the gradients before clipping.
+        total = super()._clip_grad_norm(model)
+        self.measurements.after_clip(total)
+        return total
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        if not self.finite.may_step(grad_norm, self.accelerator.scaler):
+            model.zero_grad()  # the optimizer passes over parameters without a gradient
+        return grad_norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the measurements of this step to what TRL and the Trainer log."""
+        if self.model.training:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, Measurements | CosineProbe):
+                    logs.update(callback.collect())
+        super().log(logs, start_time)
