@@ -26,6 +26,12 @@ GREEDY = 1e-5
 """Temperatures below this are taken for 0: logits divided by them may be infinite."""
 
 
+class Place:
+    """What one request takes of the few that may be under way."""
+
+    answer: "Answer | None" = None
+
+
 class Answering:
     """Answers requests in the order in which they came."""
 
@@ -34,30 +40,31 @@ class Answering:
         self._context = model.config.get_text_config().max_position_embeddings
         # One thread each: a tokenizer is not made for several, and the memory is for one answer.
         self._preparing, self._generating = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._arriving, self._begun, self._closed = 0, list["Answer"](), False
+        self._places, self._closed = list[Place](), False
 
     @property
     def requests(self) -> int:
         """How many requests arrive, wait or are being answered."""
-        self._begun = [answer for answer in self._begun if not answer.work.done()]
-        return self._arriving + len(self._begun)
+        self._places = [place for place in self._places if not (place.answer and place.answer.work.done())]
+        return len(self._places)
 
     @contextmanager
-    def place(self) -> Iterator[None]:
-        """Counts a request that arrives, until `start` counts its answer.
+    def place(self) -> Iterator[Place]:
+        """The place of a request, which it has until it is refused or its answer has ended.
 
         Raises:
-            HTTPException: Too many are under way (503).
+            HTTPException: Too many requests are under way (503).
         """
         if self.requests >= MAX_REQUESTS:
             raise HTTPException(503, f"The server is busy with {MAX_REQUESTS} requests. Try again later.")
-        self._arriving += 1
+        self._places.append(place := Place())
         try:
-            yield
+            yield place
         finally:
-            self._arriving -= 1
+            if place.answer is None:
+                self._places.remove(place)
 
-    async def start(self, request: ChatRequest, images: list[bytes]) -> "Answer":
+    async def start(self, place: Place, request: ChatRequest, images: list[bytes]) -> "Answer":
         """The answer to a request, which begins as soon as those before it have ended.
 
         Raises:
@@ -71,7 +78,7 @@ class Answering:
         answer = Answer(length, request.stop, self._ends, self._decode, loop)
         settings = _settings(request, self._context - length)
         answer.work = self._generating.submit(self._generate, prompt, settings, request.seed, answer)
-        self._begun.append(answer)
+        place.answer = answer
         if self._closed:
             self.close()
         return answer
@@ -79,7 +86,7 @@ class Answering:
     def close(self) -> None:
         """Ends all answers with an error, those that begin later too."""
         self._closed = True
-        for answer in self._begun:
+        for answer in [place.answer for place in self._places if place.answer]:
             answer.fail(HTTPException(503, "The server was stopped."))
             answer.leave()
 

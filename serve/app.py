@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from .answering import Answer, Answering
+from .answering import Answer, Answering, Place
 from .requests import MAX_IMAGE_BYTES, ChatRequest, parse_request, read_images
 
 
@@ -64,11 +64,11 @@ def _build_app(answering: Answering, name: str, allow_urls: bool) -> Starlette:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def chat(request: Request) -> Response:
-        with answering.place():
+        with answering.place() as place:
             asked = parse_request(await _body(request))
             if asked.model not in (None, name):
                 raise HTTPException(404, f"There is no model {asked.model[:200]!r} here. Ask for {name!r}.")
-            answer = await _while_connected(request, prepare(asked))
+            answer = await _while_connected(request, prepare(place, asked))
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
         if asked.stream:
             return _Stream(asked, answer, head)
@@ -80,8 +80,8 @@ def _build_app(answering: Answering, name: str, allow_urls: bool) -> Starlette:
         choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason}
         return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(answer)})
 
-    async def prepare(asked: ChatRequest) -> Answer:
-        return await answering.start(asked, await read_images(asked, allow_urls=allow_urls))
+    async def prepare(place: Place, asked: ChatRequest) -> Answer:
+        return await answering.start(place, asked, await read_images(asked, allow_urls=allow_urls))
 
     return Starlette(
         routes=[
