@@ -42,11 +42,11 @@ def files_of_folder(folder: Path, split: str) -> list[str]:
     Raises:
         ValueError: There are files, and none of this split.
     """
-    top = sorted(folder.glob("*"))
+    top = sorted(path for path in folder.glob("*") if path.is_file())
     files = [path for path in top if path.suffix.lower() in READERS and not path.stem.startswith("dataset_info")]
     tables = any(path.suffix.lower() in _TABLES for path in top)
     within = files if files or tables else sorted(folder.rglob(f"{METADATA}.*"))
-    metadata = [path for path in within if path.stem == METADATA and path.suffix.lower() in READERS]
+    metadata = [path for path in within if path.stem == METADATA and path.suffix.lower() in READERS and path.is_file()]
     files = metadata or ([] if tables else files)
     words = {file: set(re.split(r"[\W_]+", str(file.relative_to(folder).with_suffix("")).lower())) for file in files}
     chosen = [file for file in files if split in words[file]]

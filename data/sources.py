@@ -3,17 +3,18 @@
 """Opening a data set: files of rows, a folder of images, or whatever `datasets` reads."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
-from datasets.exceptions import DatasetGenerationError, DatasetsError
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_dataset_builder, load_from_disk
+from datasets.exceptions import DatasetGenerationError
 
 from ..checkpoint import is_hub_id
 from ..provenance import hub_dataset
+from ..untrusted import is_inside
 from .arguments import FILES, DataArguments, DataSource
 from .files import METADATA, READERS, files_of_folder, images_of_folder, rows_of_file
 from .images import ImageRules
@@ -97,7 +98,7 @@ def open_source(source: DataSource, streaming: bool) -> Source:
             opened = _folder(opened, path, source, streaming)
         else:
             opened = replace(opened, data=_load(source, streaming), dataset=hub_dataset(hub) if hub else None)
-    except (OSError, ValueError, DatasetsError) as error:
+    except Exception as error:  # of a stranger's files, whatever `datasets` stumbles over
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         told = f"{source.path} is no file or folder here. " if hub else ""
         told += f"The data set {source.path}, split {source.split!r}, cannot be read: {reason}"
@@ -134,6 +135,7 @@ def _folder(opened: Source, path: Path, source: DataSource, streaming: bool) -> 
         folders = sorted({str(Path(file).parent) for file in files})
         if len(folders) > 1:
             raise ValueError(f"it has {METADATA} in several folders. Name one of them: {', '.join(folders)}.")
+        _check_inside(path, files)
         return replace(opened, files=tuple(files), rules=ImageRules(source.image_folder or folders[0]))
     if images := images_of_folder(path):
         if source.split != "train":
@@ -142,12 +144,23 @@ def _folder(opened: Source, path: Path, source: DataSource, streaming: bool) -> 
     return replace(opened, data=_load(source, streaming))
 
 
+def _check_inside(folder: Path, files: Iterable[str]) -> None:
+    """Raises ValueError if a folder of data names files elsewhere: by a link, in its card or in `state.json`."""
+    for file in files:
+        if "://" in file or not is_inside(Path(file), folder.resolve()):
+            raise ValueError(f"it would have {file} read, which is not in the folder. Put the data there")
+
+
 def _load(source: DataSource, streaming: bool) -> Dataset | IterableDataset:
-    is_file = Path(source.path).is_file()
+    is_file = (path := Path(source.path)).is_file()
+    words = ("parquet",) if is_file else (source.path, source.name)
+    files: dict[str, Any] = {"data_dir": source.data_dir, "data_files": source.path if is_file else source.data_files}
+    if path.is_dir() and not source.data_files:
+        named = load_dataset_builder(*words, **files).config.data_files or {}
+        _check_inside(path / (source.data_dir or ""), [file for split in named.values() for file in split])
     return load_dataset(
-        *(("parquet",) if is_file else (source.path, source.name)),
-        data_dir=source.data_dir,
-        data_files=source.path if is_file else source.data_files,
+        *words,
+        **files,
         split=source.split,
         streaming=streaming,
         verification_mode="no_checks",  # cards are often wrong about the number of rows; they are counted here
@@ -159,6 +172,7 @@ def _saved(folder: Path, split: str) -> Dataset:
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
     if split not in splits:
         raise ValueError(f"it has the splits {', '.join(splits)}.")
+    _check_inside(folder, [file["filename"] for file in splits[split].cache_files])
     return splits[split]
 
 
