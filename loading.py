@@ -22,7 +22,7 @@ TEMPLATE_SECONDS = 2
 
 
 @contextmanager
-def loading(what: str, *, seconds: int | None = 120, remedy: str = AGAIN) -> Iterator[None]:
+def loading(what: str, *, seconds: int | None = 50, remedy: str = AGAIN) -> Iterator[None]:
     """Around a call that reads a stranger's files: whatever they make it raise becomes a sentence.
 
     Nothing in there gets an answer from the terminal.

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The two parts of a model: which vision encoders and language models fit, how they are loaded and made ready."""
 
+import copy
 import inspect
 import logging
 import os
@@ -16,18 +17,23 @@ from transformers import (
     AddedToken,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from .chat_template import check_chat_template, multimodal_chat_template
-from .loading import loading
+from .loading import AGAIN, loading
 from .processing import VISION_ENCODERS
 from .untrusted import check_files, check_weights
 
 
 logger = logging.getLogger(__name__)
+
+_PER_BYTE, _NEW = 4, 2**24
+"""Parameters that a byte of weights may hold, those of 2 bits; and parameters that may be new, the norm's."""
 
 IMAGE_TOKEN = "<image>"
 VOCABULARY_MULTIPLE = 64
@@ -157,8 +163,20 @@ def describe_chat_template(template: str | None) -> tuple[str, bool]:
 
 
 def load_part(cls: type[PreTrainedModel], name: str, dtype: torch.dtype | str, **kwargs) -> PreTrainedModel:
-    """`cls.from_pretrained`. Raises ValueError if the checkpoint lacks tensors."""
-    check_weights(name, kwargs.get("revision"))
+    """`cls.from_pretrained`. Raises ValueError if the checkpoint lacks tensors, before any are made in their place."""
+    held = check_weights(name, revision := kwargs.get("revision"))
+    if not kwargs.get("trust_remote_code") and not is_deepspeed_zero3_enabled():  # which would share out what is made
+        with loading(f"The configuration of {name}"), torch.device("meta"):
+            config = kwargs.get("config") or AutoConfig.from_pretrained(
+                name, revision=revision, trust_remote_code=False
+            )
+            is_own = type(config) is getattr(cls, "config_class", None)
+            make = cls._from_config if is_own else getattr(cls, "from_config", AutoModelForImageTextToText.from_config)
+            asked = make(copy.deepcopy(config)).num_parameters()
+        if asked > _PER_BYTE * held + _NEW:
+            raise ValueError(
+                f"config.json of {name} asks for {asked:,} parameters, and its weights have {held:,} bytes. {AGAIN}"
+            )
     with loading(f"The model {name}", seconds=None):
         model, info = cls.from_pretrained(
             name, **{"dtype": dtype, "output_loading_info": True, "trust_remote_code": False, **kwargs}

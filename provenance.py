@@ -92,7 +92,7 @@ def read_beside(checkpoint: str, name: str, revision: str | None = None) -> dict
     try:
         file = cached_file(checkpoint, name, revision=revision, _raise_exceptions_for_missing_entries=False)
         content = json.loads(Path(file).read_text(encoding="utf-8")) if file else None
-    except (OSError, ValueError, HTTPError):
+    except (OSError, ValueError, RecursionError, HTTPError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -16,7 +16,7 @@ from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from safetensors import SafetensorError, safe_open
 from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils.chat_template_utils import render_jinja_template
-from transformers.utils.hub import cached_file, cached_files
+from transformers.utils.hub import CHAT_TEMPLATE_DIR, cached_file, cached_files, list_repo_templates
 
 from .checkpoint import ADAPTER_CONFIG
 from .configuration_normalign_llava import NormAlignLlavaConfig
@@ -37,10 +37,20 @@ _OTHERS = (
     *("chat_template.jinja", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
     *("vocab.json", "vocab.txt", "merges.txt"),
 )
+_NAMES_FILES = {"configuration_files", "transformers_weights", "fast_tokenizer_files"}
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
 _WIDTHS = ("hidden_size", "intermediate_size")
 _MOST_LAYERS = 1_000
-_LARGEST = 2**28  # bytes
+_LARGE = (
+    INDEX,
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "merges.txt",
+)
+_LARGEST = 2**27  # bytes
 
 _QUESTION = {"role": "user", "content": "What is this?"}
 _CONVERSATION = [_QUESTION, {"role": "assistant", "content": "A red kite."}, _QUESTION]
@@ -63,36 +73,44 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
     """
     cached_file(str(checkpoint), "config.json", revision=revision)  # whose error says whether there is a checkpoint
     files = {file.name: file for file in _files(checkpoint, [*_SETTINGS, *_OTHERS], revision)}
-    for file in files.values():
+    extra_templates = _extra_templates(checkpoint, revision)
+    for file in extra_templates:
+        check_inside(file, file.parents[1])
+    for file in Path(checkpoint).iterdir() if Path(checkpoint).is_dir() else files.values():  # records are copied
         check_inside(file)
-        if (size := file.stat().st_size) > _LARGEST:
+    for file in [*files.values(), *extra_templates]:
+        if (size := file.stat().st_size) > (_LARGEST if file.name in _LARGE else _LARGEST // 32):
             raise ValueError(f"{file} has {size:,} bytes, far more than such a file has. {AGAIN}")
     settings = {name: json_object(file.read_bytes(), str(file)) for name, file in files.items() if name in _SETTINGS}
     config, adapter = settings.get("config.json", {}), settings.get(ADAPTER_CONFIG, {})
-    if not isinstance(config.get("model_type", ""), str):
-        raise ValueError(f"{files['config.json']} has no text for model_type, but {config['model_type']!r}. {AGAIN}")
+    for name, key in (("config.json", "model_type"), (ADAPTER_CONFIG, "base_model_name_or_path")):
+        if not isinstance(value := settings.get(name, {}).get(key), str | None):
+            raise ValueError(f"{files[name]} has no text for {key}, but {value!r}. {AGAIN}")
     _check_code(checkpoint, settings, adapter)
     _check_sizes(checkpoint, config, dict.fromkeys(_LAYERS, _MOST_LAYERS), f"no model has more than {_MOST_LAYERS:,}")
-    for key in ("configuration_files", "transformers_weights"):
-        if key in config:
-            raise ValueError(f"{files['config.json']}: {key} names files to read in place of others. Remove it.")
+    for name, content in settings.items():
+        if named := content.keys() & _NAMES_FILES:
+            raise ValueError(f"{files[name]}: {min(named)} names files to read in place of others. Remove it.")
     for name, content in settings.items():
         if name not in (*_TOKENIZER, "chat_template.json"):
             _check_shown(files[name], content)
     for name, content in settings.items():
         for template in _templates(content.get("chat_template")):
             check_template(template, f"The chat template in {files[name]}")
-    if template_file := files.get("chat_template.jinja"):
-        check_template(template_file.read_text("utf-8", "replace"), f"The chat template {template_file}")
+    for file in [file for file in files.values() if file.suffix == ".jinja"] + extra_templates:
+        check_template(file.read_text("utf-8", "replace"), f"The chat template {file}")
     return config
 
 
-def check_weights(checkpoint: str | os.PathLike, revision: str | None = None) -> None:
+def check_weights(checkpoint: str | os.PathLike, revision: str | None = None) -> int:
     """Compares the sizes in `config.json` with the headers of the weights, which of a Hub id are fetched.
 
     Args:
         checkpoint: Folder of a model, or Hub id.
         revision: Branch, tag or commit on the Hub.
+
+    Returns:
+        The bytes of the weights.
 
     Raises:
         ValueError: There are no weights in safetensors, they lie elsewhere or cannot be read, or hold less than the
@@ -130,11 +148,14 @@ def check_weights(checkpoint: str | os.PathLike, revision: str | None = None) ->
     if (quantization := config.get("quantization_config")) is not None:
         with loading(f"The quantization_config of {checkpoint}"):
             AutoQuantizationConfig.from_dict(quantization)
+    return sum(file.stat().st_size for file in weights)
 
 
-def check_inside(file: Path) -> None:
-    """Raises ValueError if `file` is a link to a file out of its folder, other than those of the Hub's cache."""
-    if file.is_symlink() and file.is_file() and not is_inside(file, file.parent.resolve()):
+def check_inside(file: Path, folder: Path | None = None) -> None:
+    """Raises ValueError if `file` is none, or is out of `folder` (its own); links of the Hub's cache may be."""
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise ValueError(f"{file} is no file, but a pipe or a device, which may never end. Remove it.")
+    if file.is_file() and not is_inside(file, (folder or file.parent).resolve()):
         raise ValueError(
             f"{file} is a link out of its folder, to {file.resolve()}. Put a copy in its place if that is meant: `cp "
             "-rL` copies a folder so."
@@ -208,6 +229,16 @@ def _files(checkpoint: str | os.PathLike, names: list[str], revision: str | None
     """Those of the files that there are; of a Hub id they are fetched."""
     found = cached_files(str(checkpoint), names, revision=revision, _raise_exceptions_for_missing_entries=False)
     return [Path(file) for file in found or []]
+
+
+def _extra_templates(checkpoint: str | os.PathLike, revision: str | None) -> list[Path]:
+    """Chat templates with names; one called default is used in place of the others."""
+    if (folder := Path(checkpoint)).is_dir():
+        names = [file.stem for file in (folder / CHAT_TEMPLATE_DIR).glob("*.jinja")]
+    else:
+        found = list_repo_templates(str(checkpoint), local_files_only=False, revision=revision)
+        names = [name.removesuffix(".jinja") for name in found]
+    return _files(checkpoint, [f"{CHAT_TEMPLATE_DIR}/{name}.jinja" for name in names], revision)
 
 
 def _inside(content: Any) -> Iterator[Any]:

@@ -33,6 +33,9 @@ FORMS: tuple[tuple[str | None, str | None], ...] = (
 column asks, the row has an image, and [`PROMPT`] is asked. Rows without an answer can be measured, not trained on.
 """
 
+MAX_CHARACTERS, MAX_TURNS = 2**22, 10_000
+"""Of a text, and of a conversation: more than any model takes, and what makes no memory run full."""
+
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
 SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm")
 """How names of image files end."""
@@ -155,6 +158,8 @@ def _turns(value: Any, column: str, text_role: str | None) -> list[tuple[Any, An
         return [(text_role, value, False)]
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"{column} must be {'text or ' if text_role else ''}a list of turns, got {short(value)}")
+    if len(value) > MAX_TURNS:
+        raise ValueError(f"{column} has {len(value):,} turns; {MAX_TURNS:,} are allowed")
     turns = []
     for number, turn in enumerate(value):
         role, content = ("from", "value") if isinstance(turn, Mapping) and turn.get("from") else ("role", "content")
@@ -169,6 +174,12 @@ def _turns(value: Any, column: str, text_role: str | None) -> list[tuple[Any, An
 def _message(number: int, role: Any, content: Any) -> dict[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"turn {number} has the role {short(role)}; known are {', '.join(ROLES)}")
+    parts = content if isinstance(content, (list, tuple)) else [{"text": content}]
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    if (length := sum(len(text) for text in texts if isinstance(text, str))) > MAX_CHARACTERS or len(
+        parts
+    ) > MAX_TURNS:
+        raise ValueError(f"turn {number} has {length:,} characters in {len(parts):,} parts, more than any model takes")
     if isinstance(content, str):
         parts = _split(content) if ROLES[role] == "user" else [{"type": "text", "text": content}]
         return {"role": ROLES[role], "content": parts}

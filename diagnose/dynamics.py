@@ -2,9 +2,9 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What training recorded of itself, read back from the folder it left (appendix F, figure 5)."""
 
-import json
 from pathlib import Path
 
+from ..untrusted import json_object
 from .report import DynamicsStep
 
 
@@ -36,7 +36,7 @@ def read_dynamics(folder: str | Path) -> list[DynamicsStep]:
     steps = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            record = json.loads(line)
+            record = json_object(line.encode(), "it")
             visual, text = ([float(value) for value in record[kind]] for kind in ("visual", "text"))
             steps.append(DynamicsStep(step=int(record["step"]), visual=visual, text=text))
         except (ValueError, TypeError, KeyError) as error:
@@ -66,7 +66,7 @@ def read_training_log(folder: str | Path) -> TrainingLog:
         return {}
     curves: TrainingLog = {}
     try:
-        for entry in json.loads(file.read_text(encoding="utf-8"))["log_history"]:
+        for entry in json_object(file.read_bytes(), str(file))["log_history"]:
             step = entry["step"]
             for name, value in entry.items():
                 if isinstance(value, int | float) and name not in ("step", "epoch"):

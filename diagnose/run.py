@@ -259,7 +259,7 @@ def _written(folder: Path) -> set[str]:
             *(each["picture"] for each in asked if each["picture"]),
             *(each["file"] for each in content["figures"]),
         }
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
 
 

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HTTPError, RepositoryNotFoundError, RevisionN
 
 from ..checkpoint import ADAPTER_CONFIG, check_repo_id
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..untrusted import json_object, names_code
+from ..untrusted import check_files, json_object, names_code
 from .card import AdapterBase
 from .client import Client
 from .contents import CODE, RECORD
@@ -86,7 +86,8 @@ def staged(checkpoint: Path, *, as_adapter: bool, base: str | None, client: Clie
 
 
 def _with_base(adapter: Path, base: str | None, client: Client | None) -> Staged:
-    config = json.loads((adapter / ADAPTER_CONFIG).read_text("utf-8"))
+    check_files(adapter)
+    config = json_object((adapter / ADAPTER_CONFIG).read_bytes(), str(adapter / ADAPTER_CONFIG))
     named = config.get("base_model_name_or_path")
     base = base or named
     remedy = "Publish the base first, and name it: --base user/name. Or publish the merged model, without --adapter."

@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..diagnose.paper import paper_ratios
+from ..loading import loading
 from .facts import Facts, Part, read_facts
 from .limits import limits
 from .markdown import hub_link, link, literal, table, text, yaml_block
@@ -43,6 +44,7 @@ SECTIONS = ("introduction", "notes")
 INLINE = ("interface.png", "rotation.png")
 """The figures that are shown; all others are folded away."""
 
+_MEND = "Mend or remove training.json, build.json or the folder diagnostics."
 _OURS = re.compile(r"^<!-- normalign card, metadata: (.*?) -->\r?$", re.MULTILINE)
 _START, _END = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE), "<!-- end by hand -->"
 
@@ -85,63 +87,66 @@ def render_card(
     Raises:
         ValueError: The folder is no checkpoint, a file in it cannot be read, or a part by hand has no end.
     """
-    facts = read_facts(checkpoint)
-    earlier = [card for card in (_read(checkpoint / "README.md"), *previous) if is_ours(card)]
-    written = [by_hand(card) for card in earlier]
-    name = " ".join((repo_id or facts.name).rpartition("/")[2].split())
-    if facts.adapter is not None and adapter is None and facts.started_from:
-        adapter = AdapterBase(facts.started_from, facts.stages[-1].get("model_revision") or "main")
-    licensed = _licensed(facts, adapter)
-    follows = terms(licensed)
-    derived = metadata(facts, name, adapter.repo_id if adapter else None, follows)
-    to_author = open_keys(facts, follows)
-    content = merged(derived, [(read_front_matter(card), _derived(card)) for card in earlier], to_author)
-    stated = licence_of(content)
-    by_author = stated is not None and content.get("license") != derived.get("license")
-    named = content.get("base_model") != derived.get("base_model")
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=StrictUndefined,
-        finalize=text,  # all that others wrote is escaped, unless it is Markup
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    rendered = environment.get_template("card.md.jinja").render(
-        front_matter=Markup(front_matter(content)),
-        derived=Markup(", ".join(key for key in derived if content[key] == derived[key] and key not in to_author)),
-        name=name,
-        facts=facts,
-        source=literal(repo_id or "."),
-        revision=literal(revision),
-        adapter=adapter,
-        base=adapter and {"repo_id": literal(adapter.repo_id), "revision": literal(adapter.revision)},
-        part={part.role: part_link(part) for part in facts.parts},
-        tokens=visual_tokens(facts),
-        ratios=paper_ratios(),
-        glance=glance(facts, stated),
-        alignment=alignment(facts),
-        training=training(facts),
-        data=data(facts),
-        results=[(evaluation, results(evaluation)) for evaluation in facts.evaluations],
-        shown=[figure for file in INLINE for figure in facts.figures if figure["file"] == file],
-        folded=[figure for figure in facts.figures if figure["file"] not in INLINE],
-        limits=limits(facts),
-        licences=licensed,
-        licence=f"Its author states: {stated}." if by_author else follows.sentence,
-        hand={key: Markup(next((each[key] for each in written if each.get(key, "").strip()), "")) for key in SECTIONS},
-        part_link=part_link,
-        hub_link=hub_link,
-        link=link,
-        title=title,
-        yaml_block=yaml_block,
-        literal=literal,
-        draw=table,
-    )
-    ModelCard(rendered)  # the Hub's own reading of it
-    return Card(
-        rendered, result_files(facts.evaluations, repo_id), _warnings(facts, follows, by_author, named, adapter)
-    )
+    with loading(f"What {checkpoint} records of itself", remedy=_MEND):  # of any type, in any field
+        facts = read_facts(checkpoint)
+        earlier = [card for card in (_read(checkpoint / "README.md"), *previous) if is_ours(card)]
+        written = [by_hand(card) for card in earlier]
+        name = " ".join((repo_id or facts.name).rpartition("/")[2].split())
+        if facts.adapter is not None and adapter is None and facts.started_from:
+            adapter = AdapterBase(facts.started_from, facts.stages[-1].get("model_revision") or "main")
+        licensed = _licensed(facts, adapter)
+        follows = terms(licensed)
+        derived = metadata(facts, name, adapter.repo_id if adapter else None, follows)
+        to_author = open_keys(facts, follows)
+        content = merged(derived, [(read_front_matter(card), _derived(card)) for card in earlier], to_author)
+        stated = licence_of(content)
+        by_author = stated is not None and content.get("license") != derived.get("license")
+        named = content.get("base_model") != derived.get("base_model")
+        environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent / "templates"),
+            undefined=StrictUndefined,
+            finalize=text,  # all that others wrote is escaped, unless it is Markup
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+        )
+        rendered = environment.get_template("card.md.jinja").render(
+            front_matter=Markup(front_matter(content)),
+            derived=Markup(", ".join(key for key in derived if content[key] == derived[key] and key not in to_author)),
+            name=name,
+            facts=facts,
+            source=literal(repo_id or "."),
+            revision=literal(revision),
+            adapter=adapter,
+            base=adapter and {"repo_id": literal(adapter.repo_id), "revision": literal(adapter.revision)},
+            part={part.role: part_link(part) for part in facts.parts},
+            tokens=visual_tokens(facts),
+            ratios=paper_ratios(),
+            glance=glance(facts, stated),
+            alignment=alignment(facts),
+            training=training(facts),
+            data=data(facts),
+            results=[(evaluation, results(evaluation)) for evaluation in facts.evaluations],
+            shown=[figure for file in INLINE for figure in facts.figures if figure["file"] == file],
+            folded=[figure for figure in facts.figures if figure["file"] not in INLINE],
+            limits=limits(facts),
+            licences=licensed,
+            licence=f"Its author states: {stated}." if by_author else follows.sentence,
+            hand={
+                key: Markup(next((each[key] for each in written if each.get(key, "").strip()), "")) for key in SECTIONS
+            },
+            part_link=part_link,
+            hub_link=hub_link,
+            link=link,
+            title=title,
+            yaml_block=yaml_block,
+            literal=literal,
+            draw=table,
+        )
+        ModelCard(rendered)  # the Hub's own reading of it
+        return Card(
+            rendered, result_files(facts.evaluations, repo_id), _warnings(facts, follows, by_author, named, adapter)
+        )
 
 
 def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = False) -> Card:

@@ -140,7 +140,7 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
         ValueError: It is of another schema.
     """
     try:
-        content = json.loads(text)
+        content = json_object(text.encode(), "it")
         if (version := content["schema_version"]) != SCHEMA_VERSION:
             raise ValueError(f"its schema_version is {version}, not {SCHEMA_VERSION}")
         for report in filter(None, (content["report"], content["against"])):

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ..untrusted import json_object
+
 
 FOLDER = "evaluation"
 """The folder within a checkpoint that holds its evaluations."""
@@ -97,7 +99,7 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
 
 def _read(file: Path) -> Evaluation:
     try:
-        content: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        content = json_object(file.read_bytes(), str(file))
         if (version := content.pop("schema_version")) != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {version!r}, not {SCHEMA_VERSION}")
         if unknown := content.keys() - {each.name for each in fields(Evaluation)}:

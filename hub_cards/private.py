@@ -109,7 +109,7 @@ def _texts(content: Content) -> Iterator[tuple[str, str]]:
             header = file.read(size) if 0 < size <= 100 * 2**20 else b""  # the format's own limit
         try:
             metadata = json.loads(header).get("__metadata__", {})
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise ValueError("no safetensors file (a Git LFS pointer?). Fetch or save it again.") from error
         yield from ((f"{path}, metadata {name}", f"{name}: {value}") for name, value in metadata.items())
         return

@@ -11,8 +11,8 @@ from transformers import BitsAndBytesConfig, LlavaProcessor
 from ..checkpoint import find_checkpoint
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import escaped, install
-from ..loading import loading
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..parts import load_part
 from ..processing import load_processor
 from ..untrusted import check_files, check_weights
 
@@ -67,15 +67,14 @@ def serve(
     checkpoint, settings = find_checkpoint(checkpoint, revision), QUANTIZATIONS[quantization]
     processor = _load_processor(checkpoint, revision)
     with _listening(host, port) as listener, suppress(KeyboardInterrupt):
-        with loading(f"The model {checkpoint}", seconds=None):
-            model = NormAlignLlavaForConditionalGeneration.from_pretrained(
-                checkpoint,
-                revision=revision,
-                dtype=dtype,
-                device_map=device,
-                quantization_config=BitsAndBytesConfig(**settings) if settings else None,
-                trust_remote_code=False,
-            )
+        model = load_part(
+            NormAlignLlavaForConditionalGeneration,
+            checkpoint,
+            dtype,
+            revision=revision,
+            device_map=device,
+            quantization_config=BitsAndBytesConfig(**settings) if settings else None,
+        )
         name = f"{checkpoint}@{revision}" if revision else checkpoint
         listener.listen()  # who reads the line below may connect at once
         host, port = listener.getsockname()[:2]

@@ -4,6 +4,7 @@ Code in them writes the file `marker` when it runs.
 """
 
 import json
+import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -120,6 +121,46 @@ def weights_elsewhere(how: str) -> Spoil:
     return spoil
 
 
+def elsewhere(name: str) -> Spoil:
+    """A file that is a link to one of another folder."""
+
+    def spoil(folder: Path, marker: Path) -> None:
+        other = folder.parent / f"{folder.name}-private"
+        other.mkdir()
+        (other / "kept").write_text('{"secret": "kept"}')
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(other / "kept")
+
+    return spoil
+
+
+def tokenizer_elsewhere(folder: Path, marker: Path) -> None:
+    other = folder.parent / f"{folder.name}-private"
+    other.mkdir()
+    (folder / "tokenizer.json").rename(other / "tokenizer.1.0.0.json")
+    edit(folder / "tokenizer_config.json", fast_tokenizer_files=[f"../{other.name}/tokenizer.1.0.0.json"])
+
+
+def pipe(name: str) -> Spoil:
+    """A named pipe, which nobody writes to."""
+
+    def spoil(folder: Path, marker: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return spoil
+
+
+def named_template(text: str) -> Spoil:
+    """A chat template beside the others, which is used in their place."""
+
+    def spoil(folder: Path, marker: Path) -> None:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "default.jinja").write_text(text)
+
+    return spoil
+
+
 def indexed(text: str) -> Spoil:
     """An index with this text beside the weights in one shard."""
 
@@ -190,6 +231,13 @@ FILES: dict[str, Spoil] = {
     f"weights elsewhere, {how}": weights_elsewhere(how)
     for how in ("link", "absolute", "relative", "shard", "transformers_weights")
 }
+ELSEWHERE: dict[str, Spoil] = {
+    **{
+        f"{name} elsewhere": elsewhere(name) for name in ("training.json", "build.json", "README.md", "dynamics.jsonl")
+    },
+    "tokenizer elsewhere": tokenizer_elsewhere,
+    "a pipe": pipe("trainer_state.json"),
+}
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLED = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}"
 GOOD = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -201,10 +249,14 @@ ENDLESS: dict[str, Spoil] = {
     "head size 10^11": config(TEXT, head_dim=10**11),
     "pictures of 10^8 pixels a side": config(VISION, image_size=10**8),
     "patches of 0 pixels": config(VISION, patch_size=0),
+    "10^6 experts": config(TEXT, model_type="mixtral", num_local_experts=10**6),
+    "10^9 registers": config(VISION, model_type="dinov2_with_registers", num_register_tokens=10**9, mlp_ratio=4),
+    "settings of 5 MB": config(id2label=["x" * 5_000_000]),
     "10^5 feature layers": config(vision_feature_layer=[-2] * 10**5),
     "template, loops": written("chat_template.jinja", LOOPS),
     "template, text that doubles": written("chat_template.jinja", DOUBLED),
     "template, text of 10^12": written("chat_template.jinja", "{{ 'a' * 10**12 }}"),
+    "template, loops, called default": named_template(LOOPS),
     "template, macro": written(
         "chat_template.jinja", "{% macro m(n) %}{{ m(n-1) }}{{ m(n-1) }}{% endmacro %}{{ m(90) }}"
     ),
@@ -288,4 +340,4 @@ WORDS: dict[str, Spoil] = {
         lambda found: {f"evil{ESCAPE}[/]": each for each in [next(iter(found.values())).clone()]}
     ),
 }
-KINDS = {**CODE, **FILES, **ENDLESS, **BROKEN, **WORDS}
+KINDS = {**CODE, **FILES, **ELSEWHERE, **ENDLESS, **BROKEN, **WORDS}

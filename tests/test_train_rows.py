@@ -213,6 +213,10 @@ BAD = {
     "prompt alone": ({"prompt": "Q"}, "no assistant turn, and so nothing to learn; its columns are prompt$"),
     "no columns": ({}, "columns: none"),
     "line that is no JSON": (b"[[[", r"the line is not valid JSON, or nested too deeply: b'\[\[\['"),
+    "text of 5 MB": (llava("Q", "A" * 5_000_000), "turn 1 has 5,000,000 characters in 1 parts, more than any model"),
+    "marker over and over": (llava("<image>" * 700_000, "A"), "turn 0 has 4,900,000 characters"),
+    "turns without end": ({"conversations": TURNS * 6_000}, "conversations has 12,000 turns; 10,000 are allowed"),
+    "parts without end": ({"messages": [user([{"type": "image"}] * 12_000), assistant("A")]}, "in 12,000 parts"),
     "no row": ("{broken", "a row must be a mapping .* got '{broken'"),
 }
 

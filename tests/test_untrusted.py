@@ -168,6 +168,15 @@ def test_weights_outside_the_folder_are_not_read(person, command, kind, words):
     assert re.search(words, person.is_refused(command))
 
 
+@pytest.mark.parametrize("command", ["train", "card", "merge", "diagnose", "publish", "serve"])
+@pytest.mark.parametrize("kind", hostile.ELSEWHERE)
+def test_nothing_outside_the_folder_is_read_or_copied(person, command, kind):
+    person.gets(kind)
+    said = person.is_refused(command)
+    file = {"a pipe": "trainer_state.json", "tokenizer elsewhere": "tokenizer_config.json"}.get(kind, kind.split()[0])
+    assert file in said and not (person.folder.parent / "output").exists()
+
+
 def test_the_hub_caches_own_links_are_followed(good, tmp_path):
     blobs, snapshot = tmp_path / "models--me--x" / "blobs", tmp_path / "models--me--x" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
@@ -241,6 +250,60 @@ def test_other_commands_say_it_in_a_sentence_too(person, command, kind):
 def test_gain_of_weights_that_are_not_what_they_say(person, kind):
     person.gets(kind)
     assert "model.safetensors" in person.is_refused("gain")
+
+
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        ("training.json", '{"a": ' + hostile.DEEP + "}"),
+        ("training.json", '{"options": [1], "data": {"x": 1}, "before": "a", "learning_rates": "x"}'),
+        ("build.json", '{"a": ' + hostile.DEEP + "}"),
+        ("diagnostics/report.json", hostile.DEEP),
+        ("evaluation/task.json", hostile.DEEP),
+    ],
+)
+def test_a_card_of_records_that_are_not_what_they_should_be(person, file, content):
+    (person.folder / file).parent.mkdir(exist_ok=True)
+    (person.folder / file).write_text(content)
+    assert file in person.is_refused("card")
+
+
+def test_training_goes_on_where_the_record_of_the_build_is_nested_deeply(person):
+    (person.folder / "build.json").write_text(hostile.DEEP)
+    done = person.runs("train")
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"target_modules": "(([a-z._0-9]*)*)*!"}, "takes more than 20 seconds"),
+        ({"base_model_name_or_path": [1]}, "has no text for base_model_name_or_path"),
+        ({"alora_invocation_tokens": [1]}, "aLoRA"),
+    ],
+)
+def test_an_adapter_whose_settings_are_hostile_is_not_merged(good, tmp_path, changes, words):
+    adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
+    hostile.edit(adapter / "adapter_config.json", **changes)
+    done = CliRunner().invoke(app, ["merge", str(adapter), "--output", str(tmp_path / "out")])
+    assert isinstance(done.exception, SystemExit) and words in done.stderr, done.exception or done.stderr
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (hostile.DEEP, "nested too deeply"),
+        ('{"quantization": "nf4"}', "no settings"),
+        ('{"quantization": null, "config_changes": [1]}', "config_changes in"),
+        ('{"quantization": null, "config_changes": {"dtype": "x"}}', "config_changes in"),
+    ],
+)
+def test_an_adapter_whose_record_is_hostile_is_not_merged(good, tmp_path, content, words):
+    adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
+    (adapter / "training.json").write_text(content)
+    done = CliRunner().invoke(app, ["merge", str(adapter), "--output", str(tmp_path / "out")])
+    assert isinstance(done.exception, SystemExit) and words in done.stderr, done.exception or done.stderr
+    assert "training.json" in done.stderr
 
 
 @pytest.mark.parametrize("shape, offsets", [([2**40, 1], [0, 2**42]), ([0, 4], [0, 0]), ("x", [0, 4]), ([2, 2], None)])

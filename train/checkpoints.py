@@ -157,7 +157,7 @@ def read_json(path: Path):
     """The content of a JSON file, or None if it is not there or cut short."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

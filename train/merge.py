@@ -27,10 +27,11 @@ from ..loading import loading
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..parts import load_part
 from ..processing import load_processor, pad_left
-from ..untrusted import check_files, check_inside, check_weights
+from ..untrusted import check_files, check_inside, check_weights, json_object
 from .checkpoints import STATE, read_json, write_failure
 from .model import RECORD
 from .probe import DYNAMICS
+from .record import ARM_FIELDS
 
 
 CARRIED = ("README.md", RECORD, BUILD_RECORD)
@@ -117,7 +118,7 @@ def merge_adapter(
     config = _base_config(base, adapter, revision)
     dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
     stored = (config.projector_norm, config.projector_gain_init)
-    for name, value in record.get("config_changes", {}).items():
+    for name, value in _changes(record, adapter).items():
         setattr(config, name, value)
     _check_tensors(adapter, peft_config, config, base)
 
@@ -132,7 +133,8 @@ def merge_adapter(
             adapted = PeftModel.from_pretrained(model, adapter, torch_device="cpu")
         inputs = _probe(processor)
         expected = _logits(adapted, inputs)
-        merged = adapted.merge_and_unload(safe_merge=True)
+        with loading(f"The adapter {adapter}", seconds=None):
+            merged = adapted.merge_and_unload(safe_merge=True)
         difference = (_logits(merged, inputs) - expected).abs().max().item()
         if difference > TOLERANCE * expected.abs().max().item():
             raise ValueError(f"Merging {adapter} changed the model's logits by {difference:.3g}. Nothing was written.")
@@ -173,7 +175,14 @@ def _adapter_config(adapter: Path) -> LoraConfig:
 
 def _record(adapter: Path) -> dict[str, Any]:
     file = adapter / RECORD
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return json_object(file.read_bytes(), str(file)) if file.is_file() else {}
+
+
+def _changes(record: dict[str, Any], adapter: Path) -> dict[str, Any]:
+    changes = record.get("config_changes", {})
+    if not isinstance(changes, dict) or changes.keys() - {*ARM_FIELDS}:
+        raise ValueError(f"config_changes in {adapter / RECORD} may have {', '.join(ARM_FIELDS)}, and is {changes!r}.")
+    return changes
 
 
 def _quantization(adapter: Path, record: dict[str, Any], told: str | None) -> dict[str, Any] | None:
@@ -182,6 +191,8 @@ def _quantization(adapter: Path, record: dict[str, Any], told: str | None) -> di
     if "quantization" in record:
         if told is not None:
             raise ValueError(f"{RECORD} in {adapter} says how its base was quantized. Leave out --base-quantization.")
+        if not isinstance(record["quantization"], dict | None):
+            raise ValueError(f"quantization in {adapter / RECORD} is {record['quantization']!r}, no settings.")
         return record["quantization"]
     if told is None:
         raise ValueError(
@@ -220,7 +231,7 @@ def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlav
     with torch.device("meta"):
         with loading(f"The model {base}"):
             model = NormAlignLlavaForConditionalGeneration(config)
-        with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
+        with loading(f"The adapter {adapter}", seconds=20, remedy=f"It is not one of the base {base}."):
             adapted = PeftModel(model, peft_config, low_cpu_mem_usage=True)
     places = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     expected = {name: list(tensor.shape) for name, tensor in places.items()}
