@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from .images import printable, short
+from .images import MAX_PATH, printable, short
 
 
 MARKER = "<image>"
@@ -104,7 +104,7 @@ def image_name(raw: Any) -> str | None:
     images = raw.get("images") or raw.get("image")
     first = images[0] if isinstance(images, (list, tuple)) and images else images
     name = first.get("path") if isinstance(first, Mapping) else first
-    return printable(name) if isinstance(name, str) and name and not name.startswith("data:") else None
+    return printable(name[:MAX_PATH]) if isinstance(name, str) and name and not name.startswith("data:") else None
 
 
 def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
@@ -119,7 +119,7 @@ def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
     for column, value in raw.items():
         named = _LIKE_AN_IMAGE_COLUMN.search(str(column)) and isinstance(value, (str, list, tuple, Mapping)) and value
         if named or _looks_like_an_image(value):
-            return f"column {column}"
+            return f"column {str(column)[:80]}"
     texts = (part.get("text") or "" for message in messages for part in message["content"])
     found = next(filter(None, map(_LIKE_A_MARKER.search, texts)), None)
     return f"text {found[0]}" if found else None
@@ -127,7 +127,7 @@ def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
 
 def columns(raw: Mapping) -> str:
     """The columns in which a row has something, for errors."""
-    return ", ".join(sorted(str(column) for column, value in raw.items() if value is not None)) or "none"
+    return ", ".join(sorted(str(column)[:80] for column, value in raw.items() if value is not None)) or "none"
 
 
 def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:

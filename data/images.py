@@ -20,6 +20,9 @@ from PIL import Image, ImageOps
 MAX_RATIO = 200
 """Longer side of an image over its shorter one, above which it is refused."""
 
+MAX_PATH = 4096
+"""Characters of the path of an image: no file system has longer ones."""
+
 KEPT_SIDE = 2048
 """Pixels that both sides of an image keep when it is made smaller: twice what large image processors take."""
 
@@ -59,8 +62,8 @@ class ImageRules:
             raise ValueError(f"an image must be a path, bytes, or a mapping with either, got {short(value)}")
         if path.startswith("data:"):
             return {"path": None, "bytes": _from_data_uri(path)}
-        if printable(path) != path:
-            raise ValueError(f"the path {short(path)} is not valid Unicode")
+        if len(path) > MAX_PATH or printable(path) != path:
+            raise ValueError(f"the path {short(path)} is not valid Unicode, or too long")
         # `datasets` names a file in an archive zip://a.png::b.zip, where b.zip is a path, or streamed from the Hub.
         archive, separator, file = path.rpartition("::")
         streamed = "://" in file

@@ -44,7 +44,7 @@ SECTIONS = ("introduction", "notes")
 INLINE = ("interface.png", "rotation.png")
 """The figures that are shown; all others are folded away."""
 
-_MEND = "Mend or remove training.json, build.json or the folder diagnostics."
+_MEND = "Mend or remove training.json, build.json, or what is in the folders diagnostics and evaluation."
 _OURS = re.compile(r"^<!-- normalign card, metadata: (.*?) -->\r?$", re.MULTILINE)
 _START, _END = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE), "<!-- end by hand -->"
 

@@ -217,6 +217,11 @@ BAD = {
     "marker over and over": (llava("<image>" * 700_000, "A"), "turn 0 has 4,900,000 characters"),
     "turns without end": ({"conversations": TURNS * 6_000}, "conversations has 12,000 turns; 10,000 are allowed"),
     "parts without end": ({"messages": [user([{"type": "image"}] * 12_000), assistant("A")]}, "in 12,000 parts"),
+    "path without end": (
+        llava("<image>Q", "A", "a" * 5_000),
+        "the path 'a{76}\\.\\.\\. is not valid Unicode, or too long",
+    ),
+    "column without end": ({"a" * 5_000: 1}, "its form is not known. It has the columns: a{80};"),
     "no row": ("{broken", "a row must be a mapping .* got '{broken'"),
 }
 
@@ -226,6 +231,10 @@ def test_a_bad_row_has_a_reason(kind):
     raw, reason = BAD[kind]
     with pytest.raises(ValueError, match=reason):
         canonical_row(raw, RULES)
+
+
+def test_a_name_without_end_is_cut():
+    assert len(image_name(llava("<image>Q", "A", "a" * 10_000_000))) == 4096
 
 
 def test_a_path_needs_a_folder_to_start_from():
