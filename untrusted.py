@@ -9,6 +9,7 @@ and let transformers read it inside [`normalign_llava.loading.loading`]. `docs/s
 import json
 import os
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -204,25 +205,23 @@ def json_object(content: bytes, where: str) -> dict[str, Any]:
 
 
 def check_template(template: str, where: str) -> None:
-    """Renders two conversations with a chat template.
+    """Renders conversations with a chat template, as text and as parts, with the prompt for an answer and without.
 
     Raises:
         ValueError: It takes seconds or a GiB of memory, reaches for what the sandbox keeps, or is no Jinja. Whether it
             refuses a conversation is another matter.
     """
-    for messages in (
-        _CONVERSATION,
-        [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in _CONVERSATION],
-    ):
+    parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in _CONVERSATION]
+    for messages, prompt in product((_CONVERSATION, parts), (True, False)):
         with limited(where, TEMPLATE_SECONDS, memory=2**30):
             try:
-                render_jinja_template([messages], chat_template=template, add_generation_prompt=True)
+                render_jinja_template([messages], chat_template=template, add_generation_prompt=prompt)
             except (MemoryError, RecursionError):
                 raise
             except (SecurityError, TemplateSyntaxError) as error:
                 raise ValueError(f"{where} cannot be run: {error} {AGAIN}") from error
             except Exception:  # templates refuse a conversation with whatever Jinja or their authors raise
-                return
+                pass
 
 
 def _files(checkpoint: str | os.PathLike, names: list[str], revision: str | None) -> list[Path]:

@@ -194,7 +194,8 @@ def _trainings(folder: Path) -> list[bool]:
     record = _read(folder / RECORD, []) if (folder / RECORD).exists() else None
     while isinstance(record, dict):
         rates = record.get("learning_rates")
-        trained.append(rates is None or rates.get("norm", 0.0) > 0.0)
+        rate = rates.get("norm", 0.0) if isinstance(rates, dict) else None
+        trained.append(not isinstance(rate, int | float) or rate > 0.0)
         record = record.get("before")
     return trained
 

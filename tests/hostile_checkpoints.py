@@ -257,6 +257,13 @@ ENDLESS: dict[str, Spoil] = {
     "template, text that doubles": written("chat_template.jinja", DOUBLED),
     "template, text of 10^12": written("chat_template.jinja", "{{ 'a' * 10**12 }}"),
     "template, loops, called default": named_template(LOOPS),
+    "template, loops without the prompt": written(
+        "chat_template.jinja", "{% if not add_generation_prompt %}" + LOOPS + "{% endif %}" + GOOD
+    ),
+    "template, loops after a refusal of text": written(
+        "chat_template.jinja",
+        "{% if messages[0].content is string %}{{ raise_exception('no') }}{% endif %}" + LOOPS,
+    ),
     "template, macro": written(
         "chat_template.jinja", "{% macro m(n) %}{{ m(n-1) }}{{ m(n-1) }}{% endmacro %}{{ m(90) }}"
     ),

@@ -266,6 +266,7 @@ def test_a_card_of_records_that_are_not_what_they_should_be(person, file, conten
     (person.folder / file).parent.mkdir(exist_ok=True)
     (person.folder / file).write_text(content)
     assert file in person.is_refused("card")
+    assert isinstance(person.runs("publish").exception, SystemExit | None)
 
 
 def test_training_goes_on_where_the_record_of_the_build_is_nested_deeply(person):
