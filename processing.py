@@ -66,7 +66,16 @@ def load_preprocessor(cls: Any, name: str, **kwargs: Any) -> Any:
     remedy = f"{_SAVE} it: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
     try:
         with loading(f"The {_KINDS[cls]} of {name}", remedy=remedy):
-            return cls.from_pretrained(name, **{"trust_remote_code": False, **kwargs})
+            found = cls.from_pretrained(name, **{"trust_remote_code": False, **kwargs})
+            image_processor = getattr(found, "image_processor", found)
+            sizes = (getattr(image_processor, each, None) for each in ("size", "crop_size"))
+            sides = [side for size in sizes for side in dict(size or {}).values() if side is not None]
+            # Qwen's processors, which merge patches, count the pixels of the image there.
+            if max(sides, default=0) > _LARGEST_SIDE ** (2 if hasattr(image_processor, "merge_size") else 1):
+                raise ValueError(
+                    f"The {_KINDS[cls]} of {name} makes images of up to {max(sides):,} pixels a side. {remedy}"
+                )
+            return found
     except (OSError, ImportError) as error:
         raise ValueError(
             f"{name} has no {_KINDS[cls]} that can be loaded. {remedy} transformers says: {error}"
@@ -143,16 +152,9 @@ def load_processor(
     with loading(f"The processor of {checkpoint}"):
         if not isinstance(processor, ProcessorMixin):
             raise ValueError(f"{checkpoint} has a tokenizer and no processor. {_SAVE} it.")
-        image_processor = processor.image_processor
-        sides = [
-            side for size in (image_processor.size, image_processor.crop_size) for side in dict(size or {}).values()
-        ]
         tokens = processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
-        if max(sides) > _LARGEST_SIDE or not 0 < tokens <= _LARGEST_SIDE:
-            raise ValueError(
-                f"The processor of {checkpoint} makes {tokens:,} tokens of an image, of up to {max(sides):,} pixels a "
-                f"side. {_SAVE} it."
-            )
+        if not 0 < tokens <= _LARGEST_SIDE:
+            raise ValueError(f"The processor of {checkpoint} makes {tokens:,} tokens of an image. {_SAVE} it.")
         if config is not None and processor.image_token_id != config.image_token_id:
             raise ValueError(
                 f"The image token of {checkpoint} is {config.image_token_id} in config.json and "

@@ -205,14 +205,15 @@ def json_object(content: bytes, where: str) -> dict[str, Any]:
 
 
 def check_template(template: str, where: str) -> None:
-    """Renders conversations with a chat template, as text and as parts, with the prompt for an answer and without.
+    """Renders conversations with a chat template: text, parts, an image; with and without the prompt for an answer.
 
     Raises:
         ValueError: It takes seconds or a GiB of memory, reaches for what the sandbox keeps, or is no Jinja. Whether it
             refuses a conversation is another matter.
     """
     parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in _CONVERSATION]
-    for messages, prompt in product((_CONVERSATION, parts), (True, False)):
+    shown = [{**parts[0], "content": [{"type": "image"}, *parts[0]["content"]]}, *parts[1:]]
+    for messages, prompt in product((_CONVERSATION, parts, shown), (True, False)):
         with limited(where, TEMPLATE_SECONDS, memory=2**30):
             try:
                 render_jinja_template([messages], chat_template=template, add_generation_prompt=prompt)

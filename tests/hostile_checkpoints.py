@@ -260,6 +260,11 @@ ENDLESS: dict[str, Spoil] = {
     "template, loops without the prompt": written(
         "chat_template.jinja", "{% if not add_generation_prompt %}" + LOOPS + "{% endif %}" + GOOD
     ),
+    "template, loops at an image": written(
+        "chat_template.jinja",
+        "{% for m in messages %}{% for part in m.content %}{% if part.type == 'image' %}" + LOOPS + "{% endif %}"
+        "{% endfor %}{% endfor %}",
+    ),
     "template, loops after a refusal of text": written(
         "chat_template.jinja",
         "{% if messages[0].content is string %}{{ raise_exception('no') }}{% endif %}" + LOOPS,

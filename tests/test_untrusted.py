@@ -144,6 +144,16 @@ def test_a_language_model_that_needs_code_is_not_built_in(tmp_path):
     assert done.exit_code == 1 and not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("command", ["build", "diagnose"])
+def test_an_encoder_whose_images_fill_the_memory_is_refused(good, tmp_path, command):
+    vision, language = Path(parts.vision(tmp_path / "vision")), parts.language(tmp_path / "language")
+    hostile.edit(vision / "preprocessor_config.json", size={"shortest_edge": 30_000}, crop_size={"height": 30_000})
+    words = ["--vision", str(vision), "--language", language]
+    words = words if command == "build" else [str(vision), "--data", str(good / "pictures")]
+    done = CliRunner().invoke(app, [command, *words, "--output", str(tmp_path / "out")])
+    assert "makes images of up to 30,000 pixels a side" in done.stderr and done.exit_code == 1
+
+
 @pytest.mark.parametrize("command", ["train", "gain", "merge", "diagnose", "demo", "serve"])
 def test_pickled_weights_are_not_opened(person, command):
     person.gets("pickle")
