@@ -21,6 +21,7 @@ from transformers import (
 from .checkpoint import find_checkpoint
 from .configuration_normalign_llava import NormAlignLlavaConfig
 from .folders import new_folder
+from .loading import loading
 from .modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
 from .parts import (
     add_image_token,
@@ -130,8 +131,9 @@ def build_checkpoint(
         tokenizer = load_preprocessor(AutoTokenizer, language)
         template = set_chat_template(tokenizer, chat_template)
         image_processor = load_preprocessor(AutoImageProcessor, vision)
-        processor = make_processor(image_processor, tokenizer, encoder, select_strategy)
-        tokens_per_image = check_processor(processor)
+        with loading(f"The image processor of {vision}"):
+            processor = make_processor(image_processor, tokenizer, encoder, select_strategy)
+            tokens_per_image = check_processor(processor)
 
         language_model = load_language_model(language, dtype)
         with tower_alone():

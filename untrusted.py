@@ -256,10 +256,10 @@ def _check_code(checkpoint: str | os.PathLike, settings: dict[str, dict[str, Any
         foreign = [f"auto_map in {name}" for name in settings if name != "config.json" and names_code(settings[name])]
         foreign += ["custom_generate"] if Path(checkpoint, "custom_generate").exists() else []
     foreign += [f"megatron_core in {ADAPTER_CONFIG}"] if adapter.get("megatron_config") else []
-    parts = [part for part in _inside(config) if isinstance(part, dict)]
+    settings_of_parts = [item for part in _inside(config) if isinstance(part, dict) for item in part.items()]
     # Where the package `kernels` is, transformers would fetch this one from the Hub.
-    kernels = [part["attn_implementation"] for part in parts if "/" in str(part.get("attn_implementation"))]
-    foreign += [f"attn_implementation {kernel} in config.json" for kernel in kernels]
+    kernels = [f"{key} {value}" for key, value in settings_of_parts if "_implementation" in key and "/" in str(value)]
+    foreign += [f"{kernel} in config.json" for kernel in kernels]
     if foreign:
         raise ValueError(
             f"{checkpoint} names code that this package has no use for: {', '.join(foreign)}. None of it was run. "

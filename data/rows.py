@@ -40,6 +40,7 @@ FEATURES = Features(
     }
 )
 """Columns of every data set for training: a canonical row, where it comes from, and its images and tokens."""
+_BLANK_LETTERS = "\u115f\u1160\u2800\u3164\uffa0"  # Hangul fillers, the Braille pattern without dots
 _INVISIBLE = {"Cc", "Cf", "Zl", "Zp", "Zs"}  # Unicode's controls, formats such as zero-width spaces, and white space
 
 
@@ -188,4 +189,6 @@ def _check_texts(
 
 
 def _is_visible(text: str) -> bool:
-    return any(unicodedata.category(character) not in _INVISIBLE for character in text)
+    return any(
+        unicodedata.category(character) not in _INVISIBLE and character not in _BLANK_LETTERS for character in text
+    )

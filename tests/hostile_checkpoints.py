@@ -226,6 +226,7 @@ CODE: dict[str, Spoil] = {
     "pickle": pickled("pytorch_model.bin"),
     "pickle called safetensors": pickled(WEIGHTS),
     "code of a kernel": config(attn_implementation="stranger/kernel"),
+    "code of a kernel, private key": config(TEXT, _attn_implementation="stranger/kernel"),
 }
 FILES: dict[str, Spoil] = {
     f"weights elsewhere, {how}": weights_elsewhere(how)

@@ -168,6 +168,7 @@ BAD = {
     "empty answer": (llava("Q", " \n"), "the answer in turn 1 is empty"),
     "zero-width space": (llava("Q", "\u200b"), "the answer in turn 1 is empty"),
     "invisible characters": (llava("Q", "\u2060 \ufeff\u00ad\u2028\x07\u3000"), "the answer in turn 1 is empty"),
+    "letters that show nothing": (llava("Q", "\u2800\u3164"), "the answer in turn 1 is empty"),
     "answer without parts": ({"messages": [user("Q"), assistant([])]}, "the answer in turn 1 is empty"),
     "begins with the assistant": ({"conversations": TURNS[1:]}, "begins with the assistant"),
     "system, then assistant": (

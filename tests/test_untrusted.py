@@ -84,6 +84,7 @@ def person(good, tmp_path):
     [
         *("tokenizer's code", "tokenizer's code beside a class", "image processor's code", "configuration's code"),
         *("code behind an escaped key", "code of another configuration", "code for generation", "code of a kernel"),
+        "code of a kernel, private key",
     ],
 )
 def test_no_command_runs_code_that_comes_with_a_checkpoint(person, command, kind):
@@ -142,6 +143,14 @@ def test_a_language_model_that_needs_code_is_not_built_in(tmp_path):
     done = CliRunner().invoke(app, words, input="y\n" * 9)
     assert "needs code that comes with it, which this command does not run" in done.stderr
     assert done.exit_code == 1 and not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
+
+
+def test_an_encoder_whose_patches_have_no_pixels_is_not_built_in(tmp_path):
+    vision, language = Path(parts.vision(tmp_path / "vision")), parts.language(tmp_path / "language")
+    hostile.edit(vision / "config.json", patch_size=0)
+    words = ["build", "--vision", str(vision), "--language", language, "--output", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, SystemExit) and f"The image processor of {vision}" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["build", "diagnose"])
