@@ -24,7 +24,7 @@ from transformers.utils import cached_file
 
 CARD = "README.md"
 DISTRIBUTION = "normalign-llava"
-FAILURES = (OSError, ValueError, HTTPError, yaml.YAMLError)
+FAILURES = (OSError, ValueError, RecursionError, HTTPError, yaml.YAMLError)
 """What the client and a card raise: nothing there, no connection, not valid."""
 
 
@@ -92,7 +92,7 @@ def read_beside(checkpoint: str, name: str, revision: str | None = None) -> dict
     try:
         file = cached_file(checkpoint, name, revision=revision, _raise_exceptions_for_missing_entries=False)
         content = json.loads(Path(file).read_text(encoding="utf-8")) if file else None
-    except (OSError, ValueError, RecursionError, HTTPError):
+    except FAILURES:
         return None
     return content if isinstance(content, dict) else None
 

@@ -12,6 +12,7 @@ from train_data import llava, write_json
 from normalign_llava.data.arguments import DataSource
 from normalign_llava.data.files import files_of_folder
 from normalign_llava.data.sources import open_source
+from normalign_llava.provenance import licence_of
 
 
 ROWS = [llava("<image>\nWhat is this?", "kept", train_data.inside("red"))] * 3
@@ -92,3 +93,8 @@ def test_a_pipe_is_no_file_of_rows(tmp_path):
 def test_splits_that_are_saved_are_read(tmp_path):
     DatasetDict({"train": Dataset.from_list([{"text": "a"}])}).save_to_disk(str(tmp_path / "data"))
     assert len(list(open_source(DataSource(str(tmp_path / "data")), False))) == 1
+
+
+def test_a_card_that_is_nested_deeply_says_nothing_of_a_licence(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: " + "[" * 50_000 + "\n---\n")
+    assert licence_of(str(tmp_path)) is None
