@@ -23,6 +23,9 @@ MAX_RATIO = 200
 MAX_PATH = 4096
 """Characters of the path of an image: no file system has longer ones."""
 
+MAX_SCANS = 50
+"""Passes over the image of which a progressive JPEG may consist. Programs write 20 at most."""
+
 KEPT_SIDE = 2048
 """Pixels that both sides of an image keep when it is made smaller: twice what large image processors take."""
 
@@ -143,6 +146,7 @@ def open_image(image: dict[str, Any], max_pixels: int) -> Image.Image:
             # Image processors that resize by the shorter side would make a narrow strip as large as they like.
             if max(width, height) > MAX_RATIO * min(width, height):
                 raise ValueError(f"{width} x {height} pixels; one side may be {MAX_RATIO} times the other at most")
+            _check_scans(opened, file)
             opened.draft(None, (KEPT_SIDE, KEPT_SIDE))  # which does nothing to formats other than JPEG
             ImageOps.exif_transpose(opened, in_place=True)
             rgb = _rgb(opened)
@@ -182,6 +186,14 @@ def _from_data_uri(uri: str) -> bytes:
 
 def _is_inside(path: str, folder: str) -> bool:
     return os.path.commonpath([path, folder]) == folder
+
+
+def _check_scans(opened: Image.Image, file: Any) -> None:
+    # Each scan of a progressive JPEG goes through the whole image again, and may take ten bytes.
+    if opened.format in ("JPEG", "MPO"):
+        file.seek(0)
+        if (scans := file.read().count(b"\xff\xda")) > MAX_SCANS:
+            raise ValueError(f"a JPEG of {scans:,} scans; {MAX_SCANS} are allowed")
 
 
 def _open(image: dict[str, Any]) -> Any:

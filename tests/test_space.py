@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import space_parts
+import train_data
 from driving import until
 from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
@@ -101,13 +102,15 @@ def test_pictures_of_every_kind_are_read(tmp_path, case):
     assert found.getpixel((0, 0)) == pytest.approx(expected, abs=3)
 
 
-@pytest.mark.parametrize("case", ["text", "truncated", "giant", "huge", "narrow", "empty"])
+@pytest.mark.parametrize("case", ["text", "truncated", "giant", "huge", "narrow", "empty", "scans"])
 def test_a_wrong_file_gets_a_message_and_the_page_goes_on(tmp_path, url, pictures, case):
     file = tmp_path / "picture.png"
     if case == "text":
         file.write_text("no picture")
     elif case == "empty":
         file.write_bytes(b"")
+    elif case == "scans":
+        file.write_bytes(train_data.jpeg_of_scans(51))
     elif case == "truncated":
         space_parts.noise((64, 64)).save(file)
         file.write_bytes(file.read_bytes()[:3000])
@@ -115,7 +118,9 @@ def test_a_wrong_file_gets_a_message_and_the_page_goes_on(tmp_path, url, picture
         size = {"giant": (20000, 20000), "huge": (9000, 9000), "narrow": (1, 300)}[case]
         Image.new("1", size).save(file)
     user = client(url)
-    expected = "no picture that can be read" if case in ("text", "truncated", "empty") else "too large or too narrow"
+    expected = (
+        "no picture that can be read" if case in ("text", "truncated", "empty", "scans") else "too large or too narrow"
+    )
     with pytest.raises(AppError, match=expected):
         user.predict(handle_file(file), "what is it?", 0, api_name="/ask")
     assert user.predict(handle_file(pictures["red"]), "what is it?", 0, api_name="/ask")[0]

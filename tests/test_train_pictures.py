@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
-from train_data import gigantic_png, picture_bytes
+from train_data import gigantic_png, jpeg_of_scans, picture_bytes
 
 from normalign_llava.data.images import ImageRules, open_image
 
@@ -132,6 +132,7 @@ BAD = {
     "gigantic": (gigantic_png(), "4225000000 pixels"),
     "over our limit": (gigantic_png(1001, 1000), r"1001 x 1000 pixels; from 1 to 1,000,000 are allowed"),
     "no width": (gigantic_png(0, 5), "cannot identify|0 x 5 pixels"),
+    "of many scans": (jpeg_of_scans(51), "a JPEG of 51 scans; 50 are allowed"),
     "floats": (saved(Image.new("F", (2, 2), 0.5), "TIFF")["bytes"], "floating-point"),
 }
 
@@ -158,6 +159,10 @@ def test_the_limit_itself_is_allowed():
     assert open_image(image, 100).size == (10, 10)
     with pytest.raises(ValueError, match="10 x 10 pixels; from 1 to 99"):
         open_image(image, 99)
+
+
+def test_a_progressive_jpeg_is_read():
+    assert open_image({"path": None, "bytes": jpeg_of_scans(50)}, LIMIT).size == (64, 64)
 
 
 def test_a_strip_is_refused():

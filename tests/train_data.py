@@ -63,6 +63,15 @@ def gigantic_png(width=65_000, height=65_000) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
 
+def jpeg_of_scans(count: int, size=(64, 64)) -> bytes:
+    """A progressive JPEG whose last scan comes again and again."""
+    buffer = io.BytesIO()
+    PILImage.new("L", size).save(buffer, "JPEG", progressive=True)
+    whole, start = buffer.getvalue(), b"\xff\xda"
+    last = whole[whole.rindex(start) : -2]
+    return whole[:-2] + last * (count - whole.count(start)) + whole[-2:]
+
+
 def llava(question: str, answer: str, image=None, **more) -> dict:
     row = {"id": "000", "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
     return {**row, **({"image": image} if image is not None else {}), **more}

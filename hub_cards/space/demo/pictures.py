@@ -12,6 +12,8 @@ from PIL import Image, ImageDraw, ImageOps
 
 
 MAX_PIXELS, MAX_RATIO = 50_000_000, 200
+MAX_SCANS = 50
+"""Passes over the picture of which a progressive JPEG may consist. Programs write 20 at most."""
 EXAMPLES = [
     ("circle", "red", "what color is the circle?"),
     ("triangle", "blue", "what shape is in the image?"),
@@ -54,6 +56,8 @@ def open_picture(path: Path) -> Image.Image:
             width, height = file.size
             if width * height > MAX_PIXELS or max(width, height) > MAX_RATIO * min(width, height):
                 raise Image.DecompressionBombError(f"{width} x {height} pixels")
+            if file.format in ("JPEG", "MPO") and path.read_bytes().count(b"\xff\xda") > MAX_SCANS:
+                raise ValueError("too many scans")
             picture: Image.Image = ImageOps.exif_transpose(file)
             if picture.mode.startswith("I"):  # 16 bits; Pillow's own conversion turns all above 255 into white
                 picture = Image.fromarray((np.asarray(picture) // 256).clip(0, 255).astype(np.uint8))
