@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .answering import Answer, Answering, Place
 from .requests import MAX_IMAGE_BYTES, ChatRequest, parse_request, read_images
@@ -26,7 +27,7 @@ from .requests import MAX_IMAGE_BYTES, ChatRequest, parse_request, read_images
 
 MAX_BODY_BYTES = 2 * MAX_IMAGE_BYTES
 READING = 30
-"""Seconds in which a request must have arrived."""
+"""Seconds in which a request must have begun, and in which its body must have arrived."""
 LEAVING = 3
 """Seconds after which a server that is stopped does not wait for slow clients any more."""
 Result = TypeVar("Result")
@@ -47,10 +48,27 @@ def run_server(listener: socket.socket, answering: Answering, name: str, *, allo
             answering.close()
             await super().shutdown(sockets)
 
+    settings = {"log_level": "warning", "lifespan": "off", "ws": "none", "timeout_graceful_shutdown": LEAVING}
     app = _build_app(answering, name, allow_urls)
-    Server(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=LEAVING)).run(
-        sockets=[listener]
-    )
+    Server(uvicorn.Config(app, http=_Connection, **settings)).run(sockets=[listener])
+
+
+class _Connection(H11Protocol):
+    """A connection, closed when no request is under way on it for `READING` to twice as many seconds.
+
+    uvicorn waits without end for the rest of a request's head, and for that of a body that was refused. h11, unlike
+    httptools, limits the length of a head.
+    """
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(READING, self._close_if_idle, None)
+
+    def _close_if_idle(self, earlier: Any) -> None:
+        if self.cycle is earlier and (earlier is None or earlier.response_complete):
+            self.transport.close()
+        if not self.transport.is_closing():
+            self.loop.call_later(READING, self._close_if_idle, self.cycle)
 
 
 def _build_app(answering: Answering, name: str, allow_urls: bool) -> Starlette:

@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import signal
+import socket
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -102,6 +103,23 @@ def test_too_many_requests_are_refused_until_clients_leave(server):
         connection.close()
     server.wait_for_requests(0)
     assert server.ask()
+
+
+def test_connections_without_a_request_are_closed(server):
+    slow = [server.begin(FOREVER, sent=0) for _ in range(2)]
+    address = slow[0].getpeername()
+    begun = [socket.create_connection(address, timeout=100) for _ in range(3)]
+    begun[1].sendall(b"POST /v1/chat")
+    begun[2].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTTP/1.1\r\n")
+    slow[1].close()
+    answering = server.begin(FOREVER)
+    refused = slow[0].recv(10**4)
+    assert refused.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 30 seconds" in refused
+    assert [connection.recv(10**4)[:15] for connection in begun[:2]] == [b"", b""]
+    assert begun[2].recv(10**4).startswith(b"HTTP/1.1 200 ") and begun[2].recv(10**4) == slow[0].recv(10**4) == b""
+    assert server.requests == 1  # an answer may take longer
+    answering.close()
+    server.wait_for_requests(0)
 
 
 def test_sigterm_ends_the_server_during_an_answer(checkpoint, tmp_path):
