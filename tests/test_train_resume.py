@@ -133,6 +133,12 @@ def test_two_runs_do_not_share_a_folder(tmp_path, parts):
             with pytest.raises(ValueError, match=f"^Another run is {whose}.*choose another --output_dir.$"):
                 main([str(file), "--output_dir", str(out), *more])
         assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+        for damaged in ("", "[1]", '"x"', "{}"):
+            (out / ".train.json").write_text(damaged)
+            with pytest.raises(
+                ValueError, match=f"^Another run is training in {out}: whose process is not known. Wait"
+            ):
+                main([str(file), "--output_dir", str(out)])
         first.communicate("go on\n")
     assert first.returncode == 0
     assert (out / "model.safetensors").exists() and not list(out.glob(".*"))

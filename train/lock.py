@@ -61,8 +61,10 @@ def _acquire(lock: FileLock, folder: Path) -> str | None:
         lock.acquire(timeout=0)
         (folder / OWNER).write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": now}))
     except Timeout:
-        owner = read_json(folder / OWNER)
-        whose = "process {pid} on {host}, since {since}".format_map(owner) if owner else "which has just begun"
+        try:
+            whose = "process {pid} on {host}, since {since}".format_map(read_json(folder / OWNER))
+        except (TypeError, KeyError):  # not written yet, or damaged
+            whose = "whose process is not known"
         return (
             f"Another run is training in {folder}: {whose}. Wait for its end, stop it, or choose another --output_dir."
         )
