@@ -106,6 +106,8 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
         ("train", "recipe.yaml", "--model_name_or_path", "adapter"): "Merge it first (`normalign merge adapter",
         ("train", "align-qwen2.5-7b"): f"qwen2.5-7b {gone}",
         ("train", "--model-name-or-path=./none"): f"./none {gone}",
+        ("train", "--hub_token", "hf_x"): "Everybody on this machine can read a command line",
+        ("train", "recipe.yaml", "--hub-token=hf_x"): "hf auth login",
         ("train", "--stage", "align"): "Give the checkpoint to train",
         ("train", "--model_name_or_path", "model"): "Give either dataset_name or datasets",
         ("train", "--model_name_or_path", "model", "--dataset_name", "a/b.json"): "There is no data file a/b.json",

@@ -131,6 +131,7 @@ def test_every_commit_of_a_run_is_a_whole_repository_that_a_stranger_loads(hub, 
     done = run(hub, tmp_path, parts, token, save_total_limit=1)
     assert done.returncode == 0, done.stderr
     assert token not in done.stdout + done.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
     assert f"{hub.url}/{REPO}" in "".join(done.stdout.split())
 
     _, *of_run = commits(hub)

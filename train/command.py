@@ -105,13 +105,18 @@ def check_words(words: Sequence[str]) -> None:
     """Checks what can be known of a command line at once.
 
     Raises:
-        ValueError: the recipe does not exist or is no mapping, or the checkpoint to train or the data are not named or
-            not there.
+        ValueError: the recipe does not exist or is no mapping, the checkpoint to train or the data are not named or
+            not there, or there is a token.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("config", "model_name_or_path", "model_revision", *DATA):
+    for name in ("config", "model_name_or_path", "model_revision", "hub_token", *DATA):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
     given, _ = parser.parse_known_args(with_recipe_file(words))
+    if given.hub_token:
+        raise ValueError(
+            "Everybody on this machine can read a command line, so --hub_token cannot be given there. Log in with "
+            "`hf auth login`, or set HF_TOKEN."
+        )
     options = read_recipe(given.config) if given.config else {}
     options |= {name: value for name, value in vars(given).items() if value is not None}
     if not (model := options.get("model_name_or_path")):

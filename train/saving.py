@@ -43,7 +43,11 @@ class SavingTrainer(PushingTrainer):
         try:
             readme = folder / "README.md"
             card = readme.read_bytes() if readme.exists() else None
-            super().save_model(str(folder), _internal_call=True)
+            token, self.args.hub_token = self.args.hub_token, None  # the options are saved as well
+            try:
+                super().save_model(str(folder), _internal_call=True)
+            finally:
+                self.args.hub_token = token
             if self.args.should_save:
                 if card is not None:
                     readme.write_bytes(card)
