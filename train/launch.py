@@ -2,12 +2,22 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """`normalign train --accelerate_config NAME`: the same run, started by `accelerate launch` in several processes."""
 
+import ctypes
+import os
+import signal
+import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 
 CONFIGS = files(__package__) / "accelerate_configs"
+
+LAUNCHER = "NORMALIGN_LAUNCHER"
+"""Environment variable with the process that started those of a run."""
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal to get when the parent process ends."""
 
 
 def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None:
@@ -28,5 +38,12 @@ def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     number = [] if processes is None else ["--num_processes", str(processes)]
-    words = ["--config_file", file, *number, "-m", "normalign_llava.train", *arguments]
+    os.environ[LAUNCHER] = str(os.getpid())
+    words = ["--quiet", "--config_file", file, *number, "-m", "normalign_llava.train", *arguments]
     launch_command(launch_command_parser().parse_args(words))
+
+
+def end_with_launcher() -> None:
+    """Has this process, if [`launch`] started it, end when the launcher does, even if that is killed (on Linux)."""
+    if sys.platform == "linux" and str(os.getppid()) == os.environ.get(LAUNCHER):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
