@@ -208,6 +208,19 @@ def test_users_at_the_same_time_get_their_own_answers(url, checkpoint, pictures)
             assert Path(together[figure]["value"]).read_bytes() == Path(single[figure]["value"]).read_bytes()
 
 
+def test_a_question_that_would_wait_for_long_is_refused(loaded, pictures, uploads):
+    app = demo.build_app(*loaded, title="Test", source="", max_new_tokens=TOKENS)
+    port = space_parts.free_port()
+    demo.launch(app, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, quiet=True)
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}/gradio_api", timeout=60) as user:
+        (path,) = user.post("/upload", files={"files": pictures["red"].read_bytes()}).json()
+        asked = {"data": [{"path": path, "meta": {"_type": "gradio.FileData"}}, "what is it?", 0]}
+        answers = [user.post("/call/ask", json=asked) for _ in range(30)]
+    app.close()
+    assert 20 <= [answer.status_code for answer in answers].count(200) < 30
+    assert "Queue is full" in answers[-1].text and answers[-1].status_code >= 400
+
+
 def test_answers_stream_and_stop_when_told(pictures, tmp_path):
     longest, question = 3000, "what color is it?"  # an answer of many seconds, so that there is something to stop
     folder = space_parts.checkpoint(tmp_path, context=4096)

@@ -14,6 +14,8 @@ from .pictures import EXAMPLES, check_upload, draw_example
 MAX_FILE = "20mb"
 TOGETHER = 2
 """How many people are answered at the same time; others wait in a queue."""
+WAITING = 20
+"""How many questions may wait. Those asked by programs that fetch no answer are answered too."""
 KEPT = 3600
 """Seconds for which pictures and measurements are kept."""
 FIGURE: dict[str, Any] = {"interactive": False, "format": "png", "show_label": False, "buttons": ["fullscreen"]}
@@ -122,7 +124,7 @@ def launch(app: gr.Blocks, **options: Any) -> None:
         font=[plain, gr.themes.Font("sans-serif")],
         font_mono=[mono, gr.themes.Font("monospace")],
     ).set(block_info_text_color="*neutral_600")  # the default is too pale to read
-    app.launch(
+    app.queue(max_size=WAITING).launch(
         theme=theme,
         css=CSS,
         share=False,
