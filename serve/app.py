@@ -4,10 +4,12 @@
 
 import asyncio
 import json
+import signal
 import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -48,6 +50,9 @@ def run_server(listener: socket.socket, answering: Answering, name: str, *, allo
             answering.close()
             await super().shutdown(sockets)
 
+    with suppress(ValueError):  # only a process's main thread gets signals
+        # uvicorn ends with the signal that it got. Python's own handler would wait for a prompt that is being read.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     settings = {"log_level": "warning", "lifespan": "off", "ws": "none", "timeout_graceful_shutdown": LEAVING}
     app = _build_app(answering, name, allow_urls)
     Server(uvicorn.Config(app, http=_Connection, **settings)).run(sockets=[listener])

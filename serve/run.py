@@ -76,7 +76,6 @@ def serve(
             quantization_config=BitsAndBytesConfig(**settings) if settings else None,
         )
         name = f"{checkpoint}@{revision}" if revision else checkpoint
-        listener.listen()  # who reads the line below may connect at once
         host, port = listener.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
         print(escaped(f"Serving {name} at http://{address}:{port}/v1"), flush=True)
@@ -101,11 +100,12 @@ def _load_processor(checkpoint: str, revision: str | None) -> LlavaProcessor:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    # Bound before the model is loaded, so that a port in use costs no minutes.
+    # Before the model is loaded, so that a port in use costs no minutes; two may bind to one until either listens.
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen()
     except OSError as error:
         listener.close()
         raise OSError(f"{host}:{port} cannot be listened on: {error.strerror}. Choose another --port.") from error

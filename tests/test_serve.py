@@ -23,6 +23,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from normalign_llava.build import build_checkpoint
 from normalign_llava.serve import serve
 from normalign_llava.serve.answering import Answer
+from normalign_llava.serve.run import _listening
 
 
 PICTURES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
@@ -166,7 +167,7 @@ def test_a_hub_id_is_served_at_its_revision_until_interrupted(checkpoint, tmp_pa
             # No code of the repository is fetched, let alone run.
             assert not [path for path in hub.requests if path.endswith(".py")]
             server.process.send_signal(signal.SIGINT)
-            assert server.process.wait(30) == 0
+            assert server.process.wait(10) == -signal.SIGINT
 
 
 def test_what_is_no_checkpoint_is_refused_before_it_is_loaded(checkpoint, tmp_path):
@@ -199,6 +200,13 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(checkpoint, tmp_pat
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"127.0.0.1:{port} cannot be listened on.*--port"):
             serve(incomplete, port=port)
+
+
+def test_of_two_servers_begun_on_one_port_the_second_is_refused_at_once():
+    with _listening("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(OSError, match=f"127.0.0.1:{port} cannot be listened on.*--port"):
+            _listening("127.0.0.1", port)
 
 
 def test_without_the_extra_the_error_names_it(checkpoint):

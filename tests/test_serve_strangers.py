@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 import socket
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -120,6 +121,17 @@ def test_connections_without_a_request_are_closed(server):
     assert server.requests == 1  # an answer may take longer
     answering.close()
     server.wait_for_requests(0)
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_during_a_long_prompt(checkpoint, tmp_path, signal_):
+    with served(checkpoint, tmp_path) as server:
+        connection = server.begin({"messages": [{"role": "user", "content": "b" * 900}] * 600})
+        server.wait_for_requests(1)
+        time.sleep(5)  # it has been prepared, and is being read
+        server.process.send_signal(signal_)
+        assert server.process.wait(10) == -signal_
+        connection.close()
 
 
 def test_sigterm_ends_the_server_during_an_answer(checkpoint, tmp_path):

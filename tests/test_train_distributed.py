@@ -369,13 +369,13 @@ def test_the_command_starts_as_many_processes_as_it_is_told_or_the_file_says(roo
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("killed", [signal.SIGKILL, signal.SIGINT])
 def test_a_launcher_that_is_killed_takes_its_processes_with_it(room, tmp_path, number, killed):
-    (tmp_path / "one.yaml").write_text("compute_environment: LOCAL_MACHINE\nuse_cpu: true\n")
+    (tmp_path / "one.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: true\n")
     config = ["ddp", "--num_processes", "2"] if number == 2 else [tmp_path / "one.yaml", "--num_processes", "1"]
     words = ["train", "--accelerate_config", *config, *room.words(tmp_path / "out", max_steps=10**6)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "normalign_llava", *map(str, words)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        while b" 2/1000000 " not in (line := process.stdout.readline()):
+        while b"2/1000000 " not in (line := process.stdout.readline()):
             assert line, "it has ended"
         process.send_signal(killed)
         process.stdout.read()  # to the end of the last process that writes there
