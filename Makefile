@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # What development and CI run on. The package itself asks for a lower bound only.
 TORCH := torch==2.13.0
 
-.PHONY: quickstart test lint benchmark clean
+.PHONY: quickstart test test-fast lint benchmark clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/normalign quickstart
@@ -13,10 +13,14 @@ quickstart: $(VENV)/.quickstart
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2
 
+test-fast: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tests/type_check.py
+	$(BIN)/lint-imports
+	$(BIN)/python tests/helpers/type_check.py
 
 benchmark: $(VENV)/.dev
 	$(BIN)/python benchmarks/norm.py

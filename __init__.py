@@ -17,9 +17,9 @@ _EXPORTS = {
     "NormAlignLlavaForConditionalGeneration": "modeling_normalign_llava",
     "NormAlignLlavaModel": "modeling_normalign_llava",
     "mean_embedding_norm": "modeling_normalign_llava",
-    "build_checkpoint": "build",
-    "retrofit_checkpoint": "build",
-    "embedding_statistics": "gain",
+    "build_checkpoint": "assembly.build",
+    "retrofit_checkpoint": "assembly.build",
+    "embedding_statistics": "assembly.gain",
     "NormAlignConfig": "train.arguments",
     "NormAlignTrainer": "train.trainer",
 }
@@ -27,9 +27,9 @@ _EXPORTS = {
 __all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
 
 if TYPE_CHECKING:
-    from .build import build_checkpoint, retrofit_checkpoint
+    from .assembly.build import build_checkpoint, retrofit_checkpoint
+    from .assembly.gain import embedding_statistics
     from .configuration_normalign_llava import NormAlignLlavaConfig
-    from .gain import embedding_statistics
     from .modeling_normalign_llava import (
         GlobalWeightCompensatedLayerNorm,
         GlobalWeightCompensatedRMSNorm,

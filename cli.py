@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The command line, `normalign`. Commands import what they need when they run, so that `--help` is quick."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,11 +11,11 @@ from rich.table import Table
 
 from . import __version__
 from .errors import Console, errors_for_people
-from .hub_cards.cli import DTYPES, Dtype
-from .hub_cards.cli import app as hub
 from .notices import hide_notices
 
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPES = "float32, bfloat16 or float16"
 BaseQuantization = Literal["none", "nf4", "nf4-double", "fp4", "fp4-double", "int8"]
 
 app = typer.Typer(
@@ -88,15 +89,15 @@ def build(
     if not from_llava and not (vision and language):
         raise typer.BadParameter("Give --vision and --language, or --from-llava.")
     with errors_for_people():
-        from .checkpoint import find_checkpoint
-        from .folders import check_new
+        from .checkpoint.files import check_new
+        from .checkpoint.find import find_checkpoint
 
         layers = -2 if feature_layer is None else _layers(feature_layer)
         for part in [from_llava] if from_llava else [vision, language]:
             find_checkpoint(str(part))
         check_new(output)
 
-        from .build import build_checkpoint, retrofit_checkpoint
+        from .assembly.build import build_checkpoint, retrofit_checkpoint
 
         if from_llava:
             report = retrofit_checkpoint(from_llava, output, arm=arm, norm=norm, dtype=dtype)
@@ -146,11 +147,11 @@ def gain(
 ) -> None:
     """Measure N_text and the gain of a model, reading nothing but its embedding tensor."""
     with errors_for_people():
-        from .checkpoint import find_model
+        from .checkpoint.find import find_model
 
         find_model(model, revision)
 
-        from .gain import embedding_statistics
+        from .assembly.gain import embedding_statistics
 
         statistics = embedding_statistics(model, top=top, revision=revision)
     if as_json:
@@ -180,7 +181,7 @@ def train(
         return show_help()
     with errors_for_people():
         if "--help-all" in context.args:
-            from .train.stages import option_parser
+            from .train.options import option_parser
 
             return option_parser().print_help()
         check_words(context.args)
@@ -219,15 +220,17 @@ def merge(
 ) -> None:
     """Merge a LoRA adapter into its base: a checkpoint folder that needs no PEFT."""
     with errors_for_people(extra="qlora"):
-        from .checkpoint import check_adapter
-        from .folders import check_new
+        from .checkpoint.files import check_new
+        from .checkpoint.find import check_adapter
 
         check_adapter(adapter)
         check_new(output)
 
-        from .train.merge import merge_adapter
+        from .assembly.merge import merge_adapter
+        from .hub_cards.card.write import refresh_card
 
         report = merge_adapter(adapter, output, base=base, base_quantization=base_quantization, dtype=dtype)
+        refresh_card(output)
     table = Table(title="Merged checkpoint", show_header=False)
     table.add_row("adapter", f"{report.adapter} ({report.kind}, rank {report.rank})")
     table.add_row("base", f"{report.base} ({report.quantization or 'not quantized'} in training)")
@@ -270,7 +273,7 @@ def diagnose(
 ) -> None:
     """Measure norms, rotation and attention of any vision-language model, as the paper does, and write a report."""
     with errors_for_people(extra="qlora"):
-        from .checkpoint import find_model
+        from .checkpoint.find import find_model
 
         for each in filter(None, (model, against)):
             find_model(each)
@@ -309,4 +312,122 @@ def quickstart(
         run_quickstart(output, Settings.seeded(seed), full_baseline=full_baseline)
 
 
-app.add_typer(hub)
+@app.command()
+def card(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    repo_id: Annotated[str | None, typer.Option(help="Repository that the card's code loads from: user/name.")] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Overwrite a README.md that this command did not write.")
+    ] = False,
+) -> None:
+    """Write the model card, README.md, from the checkpoint's records; text between its marks is kept."""
+    with errors_for_people():
+        from .checkpoint.find import check_folder, check_repo_id
+
+        check_folder(checkpoint)
+        if repo_id is not None:
+            check_repo_id(repo_id)
+
+        from .hub_cards.card.write import write_card
+
+        written = write_card(checkpoint, repo_id=repo_id, replace=replace)
+    console = Console()
+    for warning in written.warnings:
+        console.print(f"Warning: {warning}", soft_wrap=True)
+    console.print(f"Card: {checkpoint / 'README.md'}", soft_wrap=True)
+
+
+@app.command()
+def publish(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of an adapter.")],
+    repo_id: Annotated[str, typer.Option(help="Repository: user/name or organisation/name.")],
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="Of a new repository.", show_default="your account's")
+    ] = None,
+    revision: Annotated[str, typer.Option(help="Branch; made if it does not exist.")] = "main",
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
+    space: Annotated[bool, typer.Option("--space", help="Publish a demo as well: the Space REPO_ID-demo.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Publish an adapter as it is, without merging it.")
+    ] = False,
+    base: Annotated[str | None, typer.Option(help="The adapter's base, where it has moved: folder or Hub id.")] = None,
+    replace_card: Annotated[
+        bool, typer.Option("--replace-card", help="Overwrite a card that `normalign card` did not write.")
+    ] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not load the model, which may be too large for this machine.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the folder, and show what would be sent. Asks the Hub nothing.")
+    ] = False,
+) -> None:
+    """Check a checkpoint, send it to the Hub in one commit, and load it from there in a clean process."""
+    console = Console()
+    with errors_for_people():
+        from .checkpoint.find import check_folder, check_repo_id
+
+        check_repo_id(repo_id)
+        check_folder(checkpoint)
+
+        from huggingface_hub.utils import disable_progress_bars
+
+        from .hub_cards.push.display import summary, unsent_tables
+        from .hub_cards.push.publish import publish as send
+
+        if not sys.stderr.isatty():
+            disable_progress_bars()
+        try:
+            done = send(
+                checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, space=space,
+                as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run,
+                check_loading=not no_verify, say=lambda text: console.print(text, soft_wrap=True),
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            Console(stderr=True).print(
+                "Stopped. The branch is as it was, or holds all of it. Run it again: it sends the rest, and checks."
+            )
+            raise typer.Exit(130) from None
+    console.print(*(unsent_tables(done, repo_id) if dry_run else [summary(done, repo_id)]), sep="\n", soft_wrap=True)
+
+
+@app.command()
+def demo(
+    checkpoint: Annotated[str, typer.Argument(help="Folder or Hub id.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(help="Port.", show_default="the first that is free from 7860")] = None,
+) -> None:
+    """Ask a checkpoint about images in the browser, and see where it looks."""
+    with errors_for_people(extra="demo"):
+        from .hub_cards.space.local import run_demo
+
+        run_demo(checkpoint, host=host, port=port)
+
+
+@app.command()
+def serve(
+    checkpoint: Annotated[str, typer.Argument(help="Folder or Hub id.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port.")] = 8000,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the checkpoint's), {DTYPES}.")] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    quantization: Annotated[
+        Literal["bnb-4bit", "bnb-8bit"] | None,
+        typer.Option(metavar="KIND", help="bnb-4bit or bnb-8bit, with bitsandbytes."),
+    ] = None,
+    allow_urls: Annotated[
+        bool, typer.Option("--allow-urls", help="Fetch images from http addresses that requests name.")
+    ] = False,
+) -> None:
+    """Answer OpenAI's chat completions from a checkpoint, images included."""
+    with errors_for_people(extra="serve"):
+        from .checkpoint.find import find_checkpoint
+
+        find_checkpoint(checkpoint, revision, remedy="Check the path. A revision is given with --revision.")
+
+        from .serve import serve as run
+
+        run(
+            checkpoint, host=host, port=port, revision=revision, dtype=dtype, device=device, quantization=quantization,
+            allow_urls=allow_urls,
+        )  # fmt: skip

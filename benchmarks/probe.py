@@ -24,10 +24,10 @@ from torch import Tensor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
 from normalign_llava.diagnose import probe
-from normalign_llava.diagnose.depth import DepthProbe
-from normalign_llava.diagnose.families import find_parts
-from normalign_llava.diagnose.interface import InterfaceProbe
-from normalign_llava.diagnose.positions import boundary_ids, token_kinds
+from normalign_llava.diagnose.measure.depth import DepthProbe
+from normalign_llava.diagnose.measure.families import find_parts
+from normalign_llava.diagnose.measure.interface import InterfaceProbe
+from normalign_llava.diagnose.measure.positions import boundary_ids, token_kinds
 from normalign_llava.quickstart.convert import convert_language, convert_vision
 
 
@@ -82,7 +82,7 @@ def main() -> None:
         for batch in inputs:
             parts.inner(**batch, use_cache=False)
 
-    interface, depth = InterfaceProbe(parts), DepthProbe(parts)
+    interface, depth = InterfaceProbe(parts), DepthProbe(parts.layers, parts.final_norm)
 
     def hooked() -> None:
         masks = token_kinds(inputs[0]["input_ids"], None, model.config, special)

@@ -17,9 +17,9 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import LlavaProcessor
 
 from .arguments import DataArguments, DataSource
-from .checks import Checks, has_images, kept_rows
 from .images import ImageRules
 from .reports import DataReport, SourceReport
+from .row_checks import Checks, has_images, kept_rows
 from .rows import FEATURES, DroppedRows
 from .sources import Source, open_held_out, open_source
 from .table import RowBuilder, built_rows, good_rows, measure, without_dropped

@@ -12,9 +12,9 @@ import pyarrow
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_dataset_builder, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 
-from ..checkpoint import is_hub_id
-from ..provenance import hub_dataset
-from ..untrusted import is_inside
+from ..checkpoint.find import is_hub_id
+from ..checkpoint.provenance import hub_dataset
+from ..checkpoint.untrusted import is_inside
 from .arguments import FILES, DataArguments, DataSource
 from .files import METADATA, READERS, files_of_folder, images_of_folder, rows_of_file
 from .images import ImageRules

@@ -15,9 +15,11 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from transformers import LlavaProcessor
 
-from . import checks as checking
 from . import forms, images, rows
-from .checks import (
+from . import row_checks as checking
+from .images import ImageRules
+from .reports import SourceReport
+from .row_checks import (
     Checks,
     check_images_are_read,
     checked_rows,
@@ -26,8 +28,6 @@ from .checks import (
     tokens_per_image,
     warn_of_captions,
 )
-from .images import ImageRules
-from .reports import SourceReport
 from .rows import DroppedRow, canonical_row, control_tokens
 from .sources import Source
 

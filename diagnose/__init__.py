@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Diagnosis of any vision-language model: norms at the interface, rotation in depth, attention, theory."""
 
-from .probe import probe
+from .measure.probe import probe
 from .report import Report
 
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
 
 from ..data.arguments import DataSource
-from ..data.checks import check_images_are_read
+from ..data.easy_vqa import held_out
+from ..data.fetch import FetchError
 from ..data.forms import unread_image
 from ..data.images import ImageRules
+from ..data.questions import Sample, sample_of_row
+from ..data.row_checks import check_images_are_read
 from ..data.sources import Source, open_source
-from ..quickstart.data import held_out
-from ..quickstart.fetch import FetchError
-from .questions import Sample, sample_of_row
 
 
 logger = logging.getLogger(__name__)

@@ -29,13 +29,13 @@ from transformers import (
 from transformers.utils import find_adapter_config_file
 
 from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
-from ..build import torch_dtype
-from ..checkpoint import find_model
+from ..assembly.build import torch_dtype
+from ..assembly.parts import load_part, tower_alone
+from ..assembly.processing import load_preprocessor, load_processor
+from ..checkpoint.find import find_model
+from ..checkpoint.loading import loading
+from ..checkpoint.untrusted import check_files
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..loading import loading
-from ..parts import load_part, tower_alone
-from ..processing import load_preprocessor, load_processor
-from ..untrusted import check_files
 
 
 Kind = Literal["vision-language model", "vision encoder", "language model"]

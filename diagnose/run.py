@@ -19,24 +19,23 @@ from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel, ProcessorMixin
 
-from ..build import torch_dtype
+from ..assembly.build import torch_dtype
+from ..checkpoint.files import replaced_folder
+from ..data.questions import Sample
 from ..errors import Console, escaped
-from ..folders import replaced_folder
-from .attention import attention_maps
 from .data import Samples, batches, load_samples, picture_batches
-from .dynamics import read_dynamics, read_training_log
-from .embeddings import embedding_table_of, probe_language
-from .encoder import probe_encoder
-from .figures import draw
+from .figures.draw import draw
 from .findings import findings
-from .gain_table import gain_of
 from .load import Found, find, load
-from .page import write_page
-from .positions import tokenizer_ids
-from .probe import probe
-from .questions import Sample
+from .measure.attention import attention_maps
+from .measure.dynamics import read_dynamics, read_training_log
+from .measure.embeddings import embedding_table_of, probe_language
+from .measure.encoder import probe_encoder
+from .measure.gain_table import gain_of
+from .measure.positions import tokenizer_ids
+from .measure.probe import probe
+from .page.write import write_page
 from .report import PAGE, REPORT, SCHEMA_VERSION, Attention, Report
-from .simulation import simulate
 from .verdict import verdict
 
 
@@ -121,8 +120,7 @@ def diagnose(
             for each, called, prefix in zip(found, names, ("", "baseline_"), strict=False)
         ]
         report, baseline = reports[0], reports[1] if against is not None else None
-        simulation = simulate() if report.depth else None
-        drawings = draw(report, baseline, staging, simulation=simulation)
+        drawings = draw(report, baseline, staging)
         provenance = seen.provenance(samples) | _revisions(found)
         if drawn is not None:
             provenance["first question"] = drawn.samples[0].question
@@ -133,12 +131,11 @@ def diagnose(
             "findings": [asdict(each) for each in findings(report, baseline)],
             "report": report.to_dict(),
             "against": baseline and baseline.to_dict(),
-            "simulation": simulation,
             "figures": [asdict(drawing) for drawing in drawings],
             "provenance": provenance,
         }
         (staging / REPORT).write_text(_json(content), encoding="utf-8")
-        write_page(report, baseline, drawings, staging, simulation=simulation, provenance=provenance)
+        write_page(report, baseline, drawings, staging, provenance=provenance)
     return Diagnosis(report, baseline, conclusion, folder)
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Config, Dinov2Model
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
-from ..folders import finished_folder
-from .fetch import cache_dir, unpack
-from .parts import LANGUAGE, VISION, Part
+from ..checkpoint.files import finished_folder
+from ..data.archives import LANGUAGE, VISION, Part
+from ..data.fetch import cache_dir, unpack
 
 
 LANGUAGE_FOLDER = "SmolLM2-135M-Instruct"

@@ -3,7 +3,6 @@
 """Asking a checkpoint the held-out questions, with their pictures and with a blank one."""
 
 import json
-import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,8 @@ from PIL import Image
 from rich.progress import track
 from transformers import PreTrainedModel, ProcessorMixin
 
-from .data import KINDS, OVERALL, Question, load_picture, prompt
+from ..checkpoint.files import finished_file
+from ..data.easy_vqa import KINDS, OVERALL, Question, load_picture, prompt
 
 
 BATCH_SIZE = 32
@@ -119,7 +119,5 @@ def majority(questions: Sequence[Question]) -> dict[str, float]:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes `content` to `path`, which appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with finished_file(path) as partial:
+        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .display import peak_rss_gib
 from .evaluate import write_json
-from .report import peak_rss_gib
 from .train import bfloat16_pays
 
 

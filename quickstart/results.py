@@ -6,10 +6,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ..hub_cards.evaluation import Evaluation, Metric
-from .data import EMOJI_QUESTION, KINDS, OVERALL, SYSTEM
+from ..data.easy_vqa import EMOJI_QUESTION, KINDS, OVERALL, SYSTEM
+from ..hub_cards.card.evaluation import Evaluation, Metric
+from .display import versions
 from .evaluate import BATCH_SIZE, BLANK, MAX_NEW_TOKENS
-from .report import versions
 
 
 EMOJI = "emoji"

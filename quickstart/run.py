@@ -16,20 +16,20 @@ import torch
 from rich.console import Console
 from transformers import AutoProcessor, set_seed
 
-from ..build import build_checkpoint
-from ..folders import finished_folder
-from ..hub_cards.card import write_card
+from ..assembly.build import build_checkpoint
+from ..assembly.merge import merge_adapter
+from ..checkpoint.files import finished_folder
+from ..data.archives import PARTS
+from ..data.easy_vqa import Question, held_out, load_picture, png, prompt, split_size, training_data
+from ..data.fetch import cache_dir, fetch
+from ..hub_cards.card.write import write_card
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..train.merge import merge_adapter
 from .compare import BASELINE, OURS, diagnose_once, read_report
 from .convert import convert_language, convert_vision
-from .data import Question, held_out, load_picture, png, prompt, split_size, training_data
+from .display import draw_pictures, print_parts, print_results, versions
 from .evaluate import evaluate, write_json
-from .fetch import cache_dir, fetch
 from .journal import Journal
-from .parts import PARTS
 from .reload import answer_each, answer_elsewhere
-from .report import draw_pictures, print_parts, print_results, versions
 from .results import write_evaluations
 from .train import rows_of, stage, train_stage
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..folders import finished_folder
+from ..checkpoint.files import finished_folder
 from ..train.command import read_recipe, recipe_file
+from ..train.options import parse
 from ..train.run import train
-from ..train.stages import parse
 
 
 def stage(recipe: str, **changes: Any) -> dict[str, Any]:

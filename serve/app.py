@@ -53,7 +53,12 @@ def run_server(listener: socket.socket, answering: Answering, name: str, *, allo
     with suppress(ValueError):  # only a process's main thread gets signals
         # uvicorn ends with the signal that it got. Python's own handler would wait for a prompt that is being read.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    settings = {"log_level": "warning", "lifespan": "off", "ws": "none", "timeout_graceful_shutdown": LEAVING}
+    settings: dict[str, Any] = {
+        "log_level": "warning",
+        "lifespan": "off",
+        "ws": "none",
+        "timeout_graceful_shutdown": LEAVING,
+    }
     app = _build_app(answering, name, allow_urls)
     Server(uvicorn.Config(app, http=_Connection, **settings)).run(sockets=[listener])
 

@@ -8,13 +8,13 @@ from contextlib import suppress
 
 from transformers import BitsAndBytesConfig, LlavaProcessor
 
-from ..checkpoint import find_checkpoint
+from ..assembly.parts import load_part
+from ..assembly.processing import load_processor
+from ..checkpoint.find import find_checkpoint
+from ..checkpoint.untrusted import check_files, check_weights
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import escaped, install
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..parts import load_part
-from ..processing import load_processor
-from ..untrusted import check_files, check_weights
 
 
 QUANTIZATIONS = {

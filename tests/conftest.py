@@ -13,8 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture(scope="session")
 def archives():
     """The quickstart's real archives, in its cache. Without a connection their tests are skipped, but never in CI."""
-    from normalign_llava.quickstart.fetch import FetchError, fetch
-    from normalign_llava.quickstart.parts import PARTS
+    from normalign_llava.data.archives import PARTS
+    from normalign_llava.data.fetch import FetchError, fetch
 
     try:
         for part in PARTS:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from normalign_llava import __version__
 from normalign_llava.cli import app
 from normalign_llava.train.command import OPTIONS
-from normalign_llava.train.stages import option_parser
+from normalign_llava.train.options import option_parser
 
 
 def invoke(*arguments):

@@ -30,11 +30,9 @@ def tree(tmp_path_factory):
 
 
 def sources(tree):
-    patterns = ["*.py", "py.typed", "data/*.py", "quickstart/*.py", "serve/*.py", "templates/*"]
-    patterns += ["train/*.py", "train/*/*.yaml"]
-    patterns += ["diagnose/*.py", "diagnose/*.json", "diagnose/templates/*"]
-    patterns += ["hub_cards/*.py", "hub_cards/templates/*", "hub_cards/space/*.*", "hub_cards/space/demo/*.py"]
-    return {str(path.relative_to(tree)) for pattern in patterns for path in tree.glob(pattern)}
+    rooms = [file.parent for file in tree.glob("*/__init__.py")]
+    files = [*tree.glob("*.py"), tree / "py.typed", *(file for room in rooms for file in room.rglob("*"))]
+    return {str(file.relative_to(tree)) for file in files if file.is_file()}
 
 
 def test_wheel(tree, tmp_path):
@@ -55,6 +53,8 @@ def test_sdist(tree, tmp_path):
     with tarfile.open(sdist) as archive:
         files = {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
     files = {name for name in files if not name.startswith("normalign_llava.egg-info/")}
-    tests = {str(path.relative_to(tree)) for folder in ("tests", "benchmarks") for path in tree.glob(f"{folder}/*.py")}
+    tests = {
+        str(path.relative_to(tree)) for folder in ("tests", "benchmarks") for path in tree.glob(f"{folder}/**/*.py")
+    }
     project = {"pyproject.toml", "setup.cfg", "MANIFEST.in", "PKG-INFO", "README.md", "LICENSE", "Makefile"}
     assert files == sources(tree) | tests | project | {"CHANGELOG.md", "CITATION.cff"}

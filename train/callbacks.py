@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
+from ..diagnose.measure.families import decoder_layers
+from ..diagnose.measure.positions import token_positions
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, _gathered, gain_magnitude
 from .model import base_model, module_of, projector_norm
-from .probe import decoder_layers, token_positions
 
 
 PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
@@ -124,10 +125,11 @@ class Measurements(TrainerCallback):
         self._grad_norms, self._before = {}, {}
         self._ratios = {name: torch.zeros(2, device=args.device) for name in RATIOS}
         self._remove_hooks()
+        first = decoder_layers(self._model.model.language_model)[0]
         self._hooks = [
             self._model.get_input_embeddings().register_forward_pre_hook(self._keep_ids),
             self._model.model.language_model.register_forward_pre_hook(self._keep_mask, with_kwargs=True),
-            decoder_layers(self._model)[0].register_forward_pre_hook(self._add_token_norms, with_kwargs=True),
+            first.register_forward_pre_hook(self._add_token_norms, with_kwargs=True),
         ]
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):

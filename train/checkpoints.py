@@ -6,8 +6,6 @@ The Trainer takes the folder with the highest number, whatever is in it, and sta
 where the optimizer's file is missing.
 """
 
-import errno
-import json
 import os
 import pickle
 import re
@@ -20,16 +18,16 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import FileSystemReader
 
+from ..checkpoint.files import read_json, write_failure
+from ..checkpoint.names import STATE
 
-STATE = "trainer_state.json"
+
 LAYOUTS = {
     "optimizer.bin": ("pytorch_model_fsdp.bin",),
     "optimizer_0/.metadata": ("pytorch_model_fsdp_0/.metadata",),
     "optimizer.pt": ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"),
 }
 """The optimizer's file and those of which one holds the model: FSDP in one file, FSDP in shards, all others."""
-
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
@@ -107,22 +105,6 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
         raise OSError(_explain(folder, cause, world_size)) from error
 
 
-def write_failure(error: BaseException | None) -> str | None:
-    """Why a file could not be written, if `error`, or what it came from, says that a disk or a quota is full.
-
-    safetensors, tokenizers and torch each raise an error of their own, none of them an OSError.
-    """
-    while error is not None:
-        said = str(error)
-        numbers = {int(number) for number in re.findall(r"(?:\[Errno |\(os error )(\d+)", said)}
-        if known := numbers & DISK_FULL:
-            return os.strerror(known.pop())
-        if "PytorchStreamWriter failed writing" in said or ("inline_container" in said and "unexpected pos" in said):
-            return "a file could not be written to its end"  # torch.save does not say why
-        error = error.__cause__ or error.__context__
-    return None
-
-
 def random_states(folder: Path, world_size: int) -> tuple[set[str], set[str]]:
     """The files that there must be, and those that there are."""
     names = {"rng_state.pth"} if world_size == 1 else {f"rng_state_{rank}.pth" for rank in range(world_size)}
@@ -151,14 +133,6 @@ def _damage(path: Path) -> str | None:
     if path.suffix == ".json":
         return "cut short" if read_json(path) is None else None
     return _sharded_damage(path.parent) if path.name == ".metadata" else None
-
-
-def read_json(path: Path):
-    """The content of a JSON file, or None if it is not there or cut short."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
 
 
 def _sharded_damage(folder: Path) -> str | None:

@@ -10,9 +10,9 @@ from PIL import Image
 from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
+from ..checkpoint.loading import loading
 from ..data.images import open_image
 from ..data.rows import DroppedRow, DroppedRows
-from ..loading import loading
 
 
 _PROBE = [

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from ..checkpoint import find_checkpoint
+from ..checkpoint.find import find_checkpoint
 from ..data.arguments import DataArguments, DataSource
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import AutoProcessor, DataCollator, LlavaProcessor, TrainingArguments
 
+from ..assembly.processing import PADS_RIGHT, load_preprocessor, pad_left
 from ..data.mixtures import prepare_rows
 from ..data.reports import DataReport, SourceReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..processing import PADS_RIGHT, load_preprocessor, pad_left
 from .arguments import NormAlignConfig
 from .collator import ConversationCollator
 from .model import MODULES, arm_of, check_architecture, load_model, module_of

@@ -10,22 +10,20 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..build import ARMS
-from ..checkpoint import find_checkpoint
+from ..assembly.build import ARMS
+from ..assembly.parts import check_feature_layer, load_part
+from ..checkpoint.find import find_checkpoint
+from ..checkpoint.loading import loading
+from ..checkpoint.names import TRAINING_RECORD
+from ..checkpoint.untrusted import check_files, check_weights
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..loading import loading
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..parts import check_feature_layer, load_part
-from ..untrusted import check_files, check_weights
 from .arguments import NormAlignConfig
 from .command import NO_MODEL
 
 
 MODULES = ("language", "projector", "norm", "vision")
 """The parts that have a learning rate of their own. The Trainer logs the first one's that is trained."""
-
-RECORD = "training.json"
-"""The file in a trained checkpoint that says how it was trained."""
 
 
 def module_of(parameter: str) -> str:
@@ -61,7 +59,7 @@ def check_checkpoint(
     current = arm_of(config)
     arm = training.arm or current
     if arm != current:
-        if {arm, current} != {"aligned", "gwc"} and (Path(folder) / RECORD).exists():
+        if {arm, current} != {"aligned", "gwc"} and (Path(folder) / TRAINING_RECORD).exists():
             raise ValueError(
                 f"{folder} was trained as arm {current!r}; arm {arm!r} would discard its gain. Start from an "
                 f"untrained checkpoint, such as `normalign build --arm {arm}` makes."

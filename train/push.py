@@ -16,14 +16,14 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import PushInProgress
 from trl import SFTTrainer
 
-from ..hub_cards.adapter import Staged
-from ..hub_cards.card import AdapterBase, write_card
-from ..hub_cards.client import Client
-from ..hub_cards.contents import ADAPTER_CONFIG
-from ..hub_cards.hand_written import check_own
-from ..hub_cards.hub import Pushed, push_snapshot
-from ..hub_cards.publish import There, card_in, look_there, prepare
-from ..hub_cards.snapshot import take_snapshot
+from ..checkpoint.names import ADAPTER_CONFIG
+from ..hub_cards.card.hand_written import check_own
+from ..hub_cards.card.write import AdapterBase, write_card
+from ..hub_cards.push.adapter import Staged
+from ..hub_cards.push.client import Client
+from ..hub_cards.push.publish import There, card_in, look_there, prepare
+from ..hub_cards.push.push import Pushed, push_snapshot
+from ..hub_cards.push.snapshot import take_snapshot
 
 
 logger = logging.getLogger(__name__)

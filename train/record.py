@@ -17,14 +17,13 @@ from rich.text import Text
 from transformers import PreTrainedModel, TrainerCallback
 
 from .. import __version__
+from ..assembly.build import ARM_FIELDS
+from ..checkpoint.names import TRAINING_RECORD
+from ..checkpoint.provenance import code_commit, hardware, read_beside
 from ..data.reports import DataReport
-from ..provenance import code_commit, hardware, read_beside
 from .arguments import BOTH_STAGES, STAGES, NormAlignConfig
-from .model import RECORD, arm_of
+from .model import arm_of
 
-
-ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
-"""What an arm is in the configuration; an adapter's base may be of another."""
 
 MAY_CHANGE = (
     *("save_", "logging_", "log_", "eval_", "report_to", "sample_", "probe_", "max_steps", "num_train_epochs", "hub_"),
@@ -86,7 +85,7 @@ def training_record(
         "versions": {name: version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate")}
         | {"normalign_llava": __version__},
         "commit": code_commit(),
-        "before": read_beside(model.name_or_path, RECORD, commit),
+        "before": read_beside(model.name_or_path, TRAINING_RECORD, commit),
     }
 
 
@@ -115,7 +114,7 @@ def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:
     Raises:
         ValueError: they differ in what is trained, how, or on what.
     """
-    file = checkpoint / RECORD
+    file = checkpoint / TRAINING_RECORD
     if not file.exists():
         return
     before = json.loads(file.read_text(encoding="utf-8"))

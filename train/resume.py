@@ -5,11 +5,13 @@
 import os
 from pathlib import Path
 
+from ..checkpoint.files import read_json
+from ..checkpoint.names import ADAPTER_CONFIG, STATE, TRAINING_RECORD
 from ..errors import Console
-from .checkpoints import STATE, checkpoints_in, missing_from, newest_complete, random_states, read_json
+from .checkpoints import checkpoints_in, missing_from, newest_complete, random_states
 
 
-RESULT = ("config.json", "adapter_config.json", "training.json")
+RESULT = ("config.json", ADAPTER_CONFIG, TRAINING_RECORD)
 """Files of which a folder with a model has at least one."""
 
 
@@ -73,6 +75,6 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
 def _was_saved_otherwise(folder: Path, world_size: int) -> bool:
     """Whether it lacks something because of how it was saved, and not because saving was cut short."""
     names, held = random_states(folder, world_size)
-    record = read_json(folder / "training.json") or {}
+    record = read_json(folder / TRAINING_RECORD) or {}
     processes = record.get("processes", world_size)
     return bool(read_json(folder / STATE)) and (not held or bool(held - names) or processes != world_size)

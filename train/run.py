@@ -8,20 +8,21 @@ from pathlib import Path
 
 from trl import get_peft_config, get_quantization_config
 
+from ..assembly.processing import load_processor
+from ..checkpoint.files import read_json
+from ..checkpoint.names import TRAINING_RECORD
 from ..data.arguments import DataArguments
 from ..data.mixtures import load_data
 from ..data.rows import DroppedRows
 from ..errors import Console
-from ..processing import load_processor
 from .arguments import ModelArguments, NormAlignConfig
-from .checkpoints import read_json
 from .collator import ConversationCollator
 from .command import next_command
 from .lock import only_run
-from .model import RECORD, check_checkpoint
+from .model import check_checkpoint
+from .options import accumulation_steps, check_stream, parse
 from .record import check_same_run, render_options
 from .resume import resolve_resume
-from .stages import accumulation_steps, check_stream, parse
 from .summary import render, render_dropped
 from .trainer import NormAlignTrainer
 
@@ -101,7 +102,7 @@ def _train(data_args: DataArguments, args: NormAlignConfig, model_args: ModelArg
     )
     if resume:
         check_same_run(trainer.record, resume)
-        trainer.record["seconds"] = (read_json(resume / RECORD) or {}).get("seconds", 0.0)
+        trainer.record["seconds"] = (read_json(resume / TRAINING_RECORD) or {}).get("seconds", 0.0)
     console = Console(quiet=not trainer.is_world_process_zero())
     console.print(render_options(trainer.record), render(trainer.facts))
     console.print(*render_dropped(dropped), sep="\n")

@@ -16,7 +16,7 @@ from transformers import ProcessorMixin, TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
 from ..data.images import open_image
-from .probe import evaluating
+from .depth_probe import evaluating
 from .progress import bar
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
-from ..build import BUILD_RECORD
-from .checkpoints import write_failure, writing_checkpoint
+from ..checkpoint.files import write_failure
+from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
+from .checkpoints import writing_checkpoint
 from .finite import FiniteCheck
-from .model import RECORD, freeze
+from .model import freeze
 from .push import PushingTrainer
 from .record import Clock
 from .sharding import name_as_unsharded
@@ -53,7 +54,7 @@ class SavingTrainer(PushingTrainer):
                     readme.write_bytes(card)
                 else:  # PEFT's own names the base by its local path
                     readme.unlink(missing_ok=True)
-                for name, content in {RECORD: self._record_so_far(), BUILD_RECORD: self.build}.items():
+                for name, content in {TRAINING_RECORD: self._record_so_far(), BUILD_RECORD: self.build}.items():
                     if content is not None:
                         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             if folder == Path(self.args.output_dir):

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import LlavaProcessor
 
 from .callbacks import Measurements
+from .depth_probe import CosineProbe
 from .finite import FiniteCheck
 from .model import MODULES, base_model, eval_frozen, module_of
-from .probe import CosineProbe
 from .sampler import ModalityLengthGroupedSampler
 from .saving import SavingTrainer
 from .sharding import fill_gradients

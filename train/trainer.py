@@ -25,22 +25,22 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTConfig
 
-from ..build import BUILD_RECORD
+from ..checkpoint.names import BUILD_RECORD
+from ..checkpoint.provenance import hub_commit, read_beside
 from ..data.images import ImageRules, image_problem
 from ..data.reports import DataReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..provenance import hub_commit, read_beside
 from .adapter import language_adapter, restore_projector
 from .callbacks import Measurements
 from .collator import ConversationCollator
+from .depth_probe import CosineProbe
 from .inputs import own_config, own_data, own_model, own_processor, own_rows, rates_of
 from .model import MODULES, base_model, freeze, projector_norm
-from .probe import CosineProbe
+from .options import accumulation_steps, check_stream, optimizer_steps
 from .progress import ProgressLines
 from .record import Clock, training_record
 from .samples import SampleCallback
 from .sharding import name_fsdp_units
-from .stages import accumulation_steps, check_stream, optimizer_steps
 from .steps import SteppingTrainer
 from .summary import summary
 

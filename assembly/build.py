@@ -1,0 +1,268 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Assembly: a vision encoder and a language model, or a LLaVA checkpoint, become a checkpoint folder."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    MODEL_MAPPING,
+    AutoImageProcessor,
+    AutoProcessor,
+    AutoTokenizer,
+    LlavaProcessor,
+    PreTrainedModel,
+)
+
+from ..checkpoint.files import new_folder
+from ..checkpoint.find import find_checkpoint
+from ..checkpoint.loading import loading
+from ..checkpoint.names import BUILD_RECORD
+from ..checkpoint.provenance import hub_commit, licence_of
+from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
+from .parts import (
+    add_image_token,
+    check_feature_layer,
+    check_language_model,
+    check_text_outputs,
+    check_vision_encoder,
+    describe_chat_template,
+    load_config,
+    load_language_model,
+    load_part,
+    set_chat_template,
+    text_outputs,
+    tower_alone,
+    vision_config,
+)
+from .processing import check_processor, load_preprocessor, make_processor
+
+
+ARMS = {
+    "none": {"projector_norm": "none"},
+    "unit": {"projector_gain_init": "one", "gradient_compensation": "none"},
+    "aligned": {"gradient_compensation": "none"},
+    "gwc": {},
+}
+"""The paper's four arms as configuration: no norm; gain 1; aligned without compensation; aligned with it (default)."""
+
+ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
+"""What an arm is in the configuration; an adapter's base may be of another."""
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What was built, as `normalign build` prints it and `build.json` in the checkpoint keeps it.
+
+    `n_text` is the norm that text tokens enter the decoder with, `gain` the initial gain of the norm (None without a
+    norm), and `generation_marks` says whether the chat template marks what assistant-only training learns from.
+    `vision_revision` and `language_revision` are the commits of parts that came from the Hub (None of folders);
+    `licenses` has for `"vision"` and `"language"` what the part's card says, see [`licence_of`]. `from_llava` says
+    that the two are one LLaVA checkpoint, to which the norm was added.
+    """
+
+    output: str
+    vision: str
+    language: str
+    arm: str
+    norm: str
+    vision_parameters: int
+    projector_parameters: int
+    language_parameters: int
+    hidden_size: int
+    vocabulary: int
+    n_text: float
+    gain: float | None
+    tokens_per_image: int
+    feature_layer: int | list[int]
+    select_strategy: str
+    chat_template: str
+    generation_marks: bool
+    vision_revision: str | None
+    language_revision: str | None
+    licenses: dict[str, dict[str, str | None] | None]
+    from_llava: bool
+
+
+def build_checkpoint(
+    vision: str,
+    language: str,
+    output: str | os.PathLike,
+    *,
+    arm: str = "gwc",
+    norm: str = "layer_norm",
+    feature_layer: int | Sequence[int] = -2,
+    select_strategy: str | None = None,
+    chat_template: str | os.PathLike | None = None,
+    dtype: str | torch.dtype = "auto",
+) -> BuildReport:
+    """Joins a vision encoder and a language model into an untrained NormAlign-LLaVA checkpoint.
+
+    Args:
+        vision: CLIP, SigLIP, SigLIP 2 (fixed resolution), DINOv2 (with or without registers) or ViT; folder or Hub id.
+        language: causal language model of transformers; folder or Hub id.
+        output: folder to make; it must not exist or be empty.
+        arm: one of the paper's arms, see `ARMS`.
+        norm: `"layer_norm"` or `"rms_norm"`.
+        feature_layer: hidden state(s) of the encoder that the projector reads; -1 is the last layer's output.
+        select_strategy: `"default"` drops the class token, `"full"` keeps every token. Default: `"default"` where the
+            encoder has a class token, `"full"` for SigLIP, which has none.
+        chat_template: file with a Jinja template to use in place of the language model's own.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the language model's. The norm is always float32.
+
+    Returns:
+        What was built, also written to `output/build.json`.
+
+    Raises:
+        ValueError: a part or an option does not fit; nothing is written.
+    """
+    arguments = _norm_arguments(arm, norm)
+    dtype = torch_dtype(dtype)
+    feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
+    vision, language = find_checkpoint(vision), find_checkpoint(language)
+    with new_folder(output) as folder:
+        encoder = vision_config(vision)
+        check_language_model(language)
+        check_feature_layer(feature_layer, encoder)
+        tokenizer = load_preprocessor(AutoTokenizer, language)
+        template = set_chat_template(tokenizer, chat_template)
+        image_processor = load_preprocessor(AutoImageProcessor, vision)
+        with loading(f"The image processor of {vision}"):
+            processor = make_processor(image_processor, tokenizer, encoder, select_strategy)
+            tokens_per_image = check_processor(processor)
+
+        language_model = load_language_model(language, dtype)
+        with tower_alone():
+            tower = load_part(MODEL_MAPPING[type(encoder)], vision, language_model.dtype, config=encoder)
+        outputs = text_outputs(language_model)
+        add_image_token(language_model, tokenizer)
+        config = NormAlignLlavaConfig(
+            vision_config=tower.config,
+            text_config=language_model.config,
+            image_token_index=processor.image_token_id,
+            image_seq_length=tokens_per_image,
+            vision_feature_layer=feature_layer,
+            vision_feature_select_strategy=processor.vision_feature_select_strategy,
+            tie_word_embeddings=language_model.config.tie_word_embeddings,
+            **arguments,
+        )
+        model = _assemble(config, tower, language_model)
+        check_text_outputs(model, outputs, language)
+        return _finish(model, processor, folder, output, vision, language, arm, template, from_llava=False)
+
+
+def retrofit_checkpoint(
+    llava: str, output: str | os.PathLike, *, arm: str = "gwc", norm: str = "layer_norm", dtype: str = "auto"
+) -> BuildReport:
+    """Puts the norm, aligned, after the projector of a LLaVA checkpoint (`LlavaForConditionalGeneration`).
+
+    Every tensor of the checkpoint is kept. Arguments, result and errors are those of [`build_checkpoint`].
+    """
+    arguments = _norm_arguments(arm, norm)
+    dtype = torch_dtype(dtype)
+    llava = find_checkpoint(llava)
+    with new_folder(output) as folder:
+        config = load_config(llava)
+        if config.model_type != "llava":
+            raise ValueError(
+                f"{llava} is a {config.model_type!r} model. --from-llava takes LLaVA checkpoints ('llava')."
+            )
+        check_vision_encoder(llava, config.vision_config)
+        model = load_part(NormAlignLlavaForConditionalGeneration, llava, dtype, **arguments)
+        stock = load_preprocessor(AutoProcessor, llava)
+        processor = make_processor(
+            stock.image_processor,
+            stock.tokenizer,
+            model.config.vision_config,
+            model.config.vision_feature_select_strategy,
+            chat_template=stock.chat_template,
+            image_token=stock.image_token,
+        )
+        template = describe_chat_template(stock.chat_template)
+        return _finish(model, processor, folder, output, llava, llava, arm, template, from_llava=True)
+
+
+def _norm_arguments(arm: str, norm: str) -> dict[str, str]:
+    if arm not in ARMS:
+        raise ValueError(f"arm must be one of {', '.join(map(repr, ARMS))}, got {arm!r}.")
+    if norm not in ("layer_norm", "rms_norm"):
+        raise ValueError(f"norm must be 'layer_norm' or 'rms_norm', got {norm!r}. For no norm, use arm 'none'.")
+    return {"projector_norm": norm, **ARMS[arm]}
+
+
+def _assemble(config, tower: PreTrainedModel, language_model: PreTrainedModel):
+    with torch.device("meta"):
+        model = NormAlignLlavaForConditionalGeneration(config)
+    model.model.vision_tower = tower
+    model.model.language_model = language_model.base_model
+    model.lm_head = language_model.get_output_embeddings()
+    projector = NormAlignLlavaMultiModalProjector(config)
+    projector.apply(model.model._init_weights)
+    for linear in (projector.linear_1, projector.linear_2):
+        linear.to(language_model.dtype)
+    model.model.multi_modal_projector = projector
+    model.generation_config = language_model.generation_config
+    return model.eval()
+
+
+def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """The dtype of that name; `"auto"` stays. Raises ValueError on another name."""
+    allowed = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype in allowed.values():
+        return dtype
+    if dtype not in allowed:
+        raise ValueError(f"dtype must be one of {', '.join(allowed)}, got {dtype!r}.")
+    return allowed[dtype]
+
+
+def _finish(
+    model, processor: LlavaProcessor, folder: Path, output, vision: str, language: str, arm: str, template, from_llava
+):
+    config = model.config
+    parts = {"vision": vision, "language": language}
+    revisions = {part: hub_commit(name) for part, name in parts.items()}
+    if config.projector_norm == "none":
+        n_text, gain = model.measure_text_embedding_norm(), None
+    else:
+        n_text = model.align_projector_norm()
+        gain = model.model.multi_modal_projector.norm.weight[0].item()
+    tokens = check_processor(processor, model)
+    report = BuildReport(
+        output=str(output),
+        vision=_public_name(vision),
+        language=_public_name(language),
+        arm=arm,
+        norm=config.projector_norm,
+        vision_parameters=model.model.vision_tower.num_parameters(),
+        projector_parameters=sum(p.numel() for p in model.model.multi_modal_projector.parameters()),
+        language_parameters=model.model.language_model.num_parameters(),
+        hidden_size=config.text_config.hidden_size,
+        vocabulary=config.text_config.vocab_size,
+        n_text=n_text,
+        gain=gain,
+        tokens_per_image=tokens,
+        feature_layer=config.vision_feature_layer,
+        select_strategy=config.vision_feature_select_strategy,
+        chat_template=template[0],
+        generation_marks=template[1],
+        vision_revision=revisions["vision"],
+        language_revision=revisions["language"],
+        licenses={part: licence_of(name, revisions[part]) for part, name in parts.items()},
+        from_llava=from_llava,
+    )
+    for part in (config.text_config, config.vision_config):
+        part._name_or_path = _public_name(part._name_or_path)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    kept = {key: value for key, value in asdict(report).items() if key != "output"}
+    (folder / BUILD_RECORD).write_text(json.dumps(kept, indent=2) + "\n")
+    return report
+
+
+def _public_name(name: str) -> str:
+    return Path(name).name if Path(name).exists() else name  # no local path travels with a checkpoint

@@ -1,0 +1,298 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Merging: an adapter and the base it was trained on become one checkpoint folder."""
+
+import copy
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import LlavaProcessor
+from transformers.utils import cached_file
+
+from ..checkpoint.files import new_folder, read_json, write_failure
+from ..checkpoint.find import check_adapter, find_checkpoint
+from ..checkpoint.loading import loading
+from ..checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
+from ..checkpoint.untrusted import check_files, check_inside, check_weights, json_object
+from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .build import ARM_FIELDS, torch_dtype
+from .parts import load_part
+from .processing import load_processor, pad_left
+
+
+CARRIED = (CARD, TRAINING_RECORD, BUILD_RECORD)
+"""Card and run records, which the merged checkpoint takes from the adapter's folder, or else from the base.
+
+The card says what it said there, until `hub_cards.card.write.refresh_card` writes it anew. The curves of training,
+`DYNAMICS` and the log in `STATE`, come from the adapter's alone: the base's are another run's.
+"""
+
+NF4, FP4 = ({"load_in_4bit": True, "bnb_4bit_quant_type": kind} for kind in ("nf4", "fp4"))
+DOUBLE = {"bnb_4bit_use_double_quant": True}
+BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "nf4": NF4,
+    "nf4-double": NF4 | DOUBLE,
+    "fp4": FP4,
+    "fp4-double": FP4 | DOUBLE,
+    "int8": {"load_in_8bit": True},
+}
+"""bitsandbytes' settings by what `--base-quantization` calls them; `double`: the constants are quantized as well."""
+
+TOLERANCE = 1e-3
+"""Largest difference of logits, as a share of the largest logit, that merging in float32 may make."""
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What was merged, as `normalign merge` prints it.
+
+    `kind` is `"LoRA"`, `"DoRA"` or `"rsLoRA"`, `quantization` the base's in training (`"4-bit nf4"`, `"8-bit"`, None),
+    `difference` the largest difference, in float32 and before casting to `dtype`, between the logits of the merged
+    model and of the adapter on the same (dequantized) base, on one picture and one sentence.
+    """
+
+    output: str
+    adapter: str
+    base: str
+    kind: str
+    rank: int
+    quantization: str | None
+    dtype: str
+    parameters: int
+    difference: float
+
+
+def merge_adapter(
+    adapter: str | os.PathLike,
+    output: str | os.PathLike,
+    *,
+    base: str | None = None,
+    base_quantization: str | None = None,
+    dtype: str | torch.dtype = "auto",
+) -> MergeReport:
+    """Merges an adapter into the base it was trained on, in float32, and writes a checkpoint that needs no PEFT.
+
+    An adapter of a quantized base (QLoRA) learned to correct the quantized weights. So the base is quantized as the
+    adapter's `training.json` says, dequantized in float32, and merged with: the checkpoint holds what was trained.
+
+    Args:
+        adapter: folder that training wrote: adapter configuration and weights. A trainer's `checkpoint-N` will do.
+        output: folder to make; it must not exist or be empty. It appears whole or not at all.
+        base: checkpoint folder or Hub id, where the one that the adapter names is not there any more.
+        base_quantization: the base's in training, one of `BASE_QUANTIZATIONS`, where no `training.json` says it, which
+            TRL alone does not write. What is quantized are the base's weights in their own dtype.
+        dtype: of the written weights; `"auto"` is the base's own. The norm is always float32.
+
+    Returns:
+        What was merged.
+
+    Raises:
+        ValueError: the folder holds no LoRA adapter, the base is not there, of another architecture or of other
+            shapes, a tensor of the adapter has no place in it, or nothing says whether it was quantized in training.
+            Nothing is written.
+        OSError: the disk is full. Nothing is left of what was written.
+    """
+    adapter, dtype = Path(adapter), torch_dtype(dtype)
+    peft_config = _adapter_config(adapter)
+    record = _record(adapter)
+    quantization = _quantization(adapter, record, base_quantization)
+    named = peft_config.base_model_name_or_path
+    base = base or named
+    if not base:
+        raise ValueError(f"The adapter {adapter} does not name its base. Give its folder or Hub id with --base.")
+    revision = peft_config.revision if base == named else None
+    config = _base_config(base, adapter, revision)
+    dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
+    stored = (config.projector_norm, config.projector_gain_init)
+    for name, value in _changes(record, adapter).items():
+        setattr(config, name, value)
+    _check_tensors(adapter, peft_config, config, base)
+
+    with new_folder(output) as folder:
+        trained = (adapter / "processor_config.json").exists()
+        processor = load_processor(str(adapter if trained else base), None if trained else revision)
+        pad_left(processor.tokenizer)
+        model, quantized = _load_base(base, config, quantization, revision)
+        if stored != (config.projector_norm, config.projector_gain_init) and config.projector_norm != "none":
+            model.align_projector_norm()  # as the run did that changed them
+        with loading(f"The adapter {adapter}", seconds=None):
+            adapted = PeftModel.from_pretrained(model, adapter, torch_device="cpu")
+        inputs = _probe(processor)
+        expected = _logits(adapted, inputs)
+        with loading(f"The adapter {adapter}", seconds=None):
+            merged = adapted.merge_and_unload(safe_merge=True)
+        difference = (_logits(merged, inputs) - expected).abs().max().item()
+        if difference > TOLERANCE * expected.abs().max().item():
+            raise ValueError(f"Merging {adapter} changed the model's logits by {difference:.3g}. Nothing was written.")
+        for name, parameter in merged.named_parameters():
+            if "multi_modal_projector.norm." not in name:
+                parameter.data = parameter.data.to(dtype)
+        try:
+            merged.save_pretrained(folder)
+            processor.save_pretrained(folder)
+            _carry(adapter, base, folder, revision)
+        except Exception as error:  # safetensors' and tokenizers' are no OSErrors
+            if (cause := write_failure(error)) is None:
+                raise
+            raise OSError(f"{output} could not be written: {cause}. Nothing of it is left. Make room.") from error
+    return MergeReport(
+        output=str(output),
+        adapter=str(adapter),
+        base=str(base),
+        kind="DoRA" if peft_config.use_dora else "rsLoRA" if peft_config.use_rslora else "LoRA",
+        rank=peft_config.r,
+        quantization=quantized,
+        dtype=str(dtype).removeprefix("torch."),
+        parameters=merged.num_parameters(),
+        difference=difference,
+    )
+
+
+def _adapter_config(adapter: Path) -> LoraConfig:
+    check_adapter(adapter)
+    check_files(adapter)
+    check_inside(adapter / ADAPTER_WEIGHTS)
+    with loading(f"{adapter / ADAPTER_CONFIG}"):
+        config = PeftConfig.from_pretrained(adapter)
+    if config.peft_type != PeftType.LORA:
+        raise ValueError(f"{adapter} is a {config.peft_type} adapter. Only LoRA, DoRA and rsLoRA can be merged here.")
+    return config
+
+
+def _record(adapter: Path) -> dict[str, Any]:
+    file = adapter / TRAINING_RECORD
+    return json_object(file.read_bytes(), str(file)) if file.is_file() else {}
+
+
+def _changes(record: dict[str, Any], adapter: Path) -> dict[str, Any]:
+    changes = record.get("config_changes", {})
+    if not isinstance(changes, dict) or changes.keys() - {*ARM_FIELDS}:
+        where = f"config_changes in {adapter / TRAINING_RECORD}"
+        raise ValueError(f"{where} may have {', '.join(ARM_FIELDS)}, and is {changes!r}.")
+    return changes
+
+
+def _quantization(adapter: Path, record: dict[str, Any], told: str | None) -> dict[str, Any] | None:
+    """bitsandbytes' settings of the base in training: what the record says or, where it says nothing, what is told."""
+    kinds = ", ".join(BASE_QUANTIZATIONS)
+    if "quantization" in record:
+        if told is not None:
+            said = f"{TRAINING_RECORD} in {adapter} says how its base was quantized"
+            raise ValueError(f"{said}. Leave out --base-quantization.")
+        if not isinstance(record["quantization"], dict | None):
+            what = f"quantization in {adapter / TRAINING_RECORD}"
+            raise ValueError(f"{what} is {record['quantization']!r}, no settings.")
+        return record["quantization"]
+    if told is None:
+        raise ValueError(
+            f"{adapter} does not say whether its base was quantized in training; merged with another, it would be "
+            f"another model. Say so: `normalign merge {adapter} --output DIR --base-quantization KIND`, where KIND is "
+            f"one of {kinds}."
+        )
+    if told not in BASE_QUANTIZATIONS:
+        raise ValueError(f"--base-quantization must be one of {kinds}, got {told!r}.")
+    return BASE_QUANTIZATIONS[told]
+
+
+def _base_config(base: str, adapter: Path, revision: str | None) -> NormAlignLlavaConfig:
+    try:
+        found = find_checkpoint(base, revision)
+    except ValueError as error:
+        raise ValueError(
+            f"The base {base!r} of the adapter {adapter} was not found. Give its folder or Hub id with --base. "
+            f"({error})"
+        ) from error
+    kind = check_files(found, revision).get("model_type")
+    if kind not in (NormAlignLlavaConfig.model_type, "llava"):
+        raise ValueError(f"The base {base} is a {kind!r} model, no NormAlign-LLaVA. Give the right one with --base.")
+    check_weights(base, revision)
+    with loading(f"The configuration of {base}"):
+        return NormAlignLlavaConfig.from_pretrained(base, revision=revision)
+
+
+def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str) -> None:
+    """Compares names and shapes in the adapter file with those the base has places for, on meta: before any loading.
+
+    PEFT warns of a missing tensor and says nothing of one too many.
+    """
+    peft_config = copy.deepcopy(peft_config)
+    peft_config.init_lora_weights = False  # initial values that are computed from weights cannot be on meta
+    with torch.device("meta"):
+        with loading(f"The model {base}"):
+            model = NormAlignLlavaForConditionalGeneration(config)
+        with loading(f"The adapter {adapter}", seconds=20, remedy=f"It is not one of the base {base}."):
+            adapted = PeftModel(model, peft_config, low_cpu_mem_usage=True)
+    places = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    expected = {name: list(tensor.shape) for name, tensor in places.items()}
+    try:
+        with safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
+            found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"{adapter / ADAPTER_WEIGHTS} cannot be read: {error}. Was it cut short? Take another."
+        ) from error
+    faults = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
+    faults += [f"{name} has no place" for name in sorted(found.keys() - expected.keys())]
+    faults += [
+        f"{name} has shape {found[name]}, not {expected[name]}"
+        for name in sorted(expected.keys() & found.keys())
+        if found[name] != expected[name]
+    ]
+    if faults:
+        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if faults[5:] else "")
+        raise ValueError(f"The adapter {adapter} does not fit the base {base}: {shown}. Is it the right --base?")
+
+
+def _load_base(
+    base: str, config: NormAlignLlavaConfig, quantization: dict[str, Any] | None, revision: str | None
+) -> tuple[NormAlignLlavaForConditionalGeneration, str | None]:
+    """The base in float32 on the CPU, dequantized if it was quantized, and what the quantization was."""
+    # What was quantized are weights in the dtype that training loaded, and TRL computes in that one.
+    dtype = (quantization or {}).get("bnb_4bit_compute_dtype") or "auto"
+    options = {"config": config, "revision": revision, "quantization_config": quantization, "device_map": "cpu"}
+    model = load_part(NormAlignLlavaForConditionalGeneration, base, dtype, **options)
+    described = None
+    settings = getattr(model.config, "quantization_config", None)
+    if settings is not None:
+        described = f"4-bit {settings.bnb_4bit_quant_type}" if settings.load_in_4bit else "8-bit"
+        for module in model.modules():
+            if type(module).__name__ == "Linear4bit":
+                module.weight.quant_state.dtype = torch.float32  # dequantizes without rounding to the loading dtype
+        model = model.dequantize(dtype=torch.float32)
+        model.is_loaded_in_4bit = model.is_loaded_in_8bit = False  # which PEFT would still go by
+    return model.float().eval(), described
+
+
+def _probe(processor: LlavaProcessor) -> dict[str, Tensor]:
+    picture = Image.linear_gradient("L").convert("RGB")
+    return processor(images=picture, text=f"{processor.image_token} What is in the picture?", return_tensors="pt")
+
+
+@torch.no_grad()
+def _logits(model, inputs: dict[str, Tensor]) -> Tensor:
+    return model(**inputs).logits
+
+
+def _carry(adapter: Path, base: str, folder: Path, revision: str | None) -> None:
+    for name in CARRIED:
+        found: str | os.PathLike | None = adapter / name
+        if not (adapter / name).is_file():
+            found = cached_file(base, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if found:
+            shutil.copyfile(found, folder / name)
+    if (adapter / DYNAMICS).is_file():
+        shutil.copyfile(adapter / DYNAMICS, folder / DYNAMICS)
+    if isinstance(state := read_json(adapter / STATE), dict):
+        state["best_model_checkpoint"] = None  # a local path
+        (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,250 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The two parts of a model: which vision encoders and language models fit, how they are loaded and made ready."""
+
+import copy
+import inspect
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AddedToken,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from ..checkpoint.loading import AGAIN, loading
+from ..checkpoint.untrusted import check_files, check_weights
+from .chat_template import check_chat_template, multimodal_chat_template
+from .processing import VISION_ENCODERS
+
+
+logger = logging.getLogger(__name__)
+
+_PER_BYTE, _NEW = 4, 2**24
+"""Parameters that a byte of weights may hold, those of 2 bits; and parameters that may be new, the norm's."""
+
+IMAGE_TOKEN = "<image>"
+VOCABULARY_MULTIPLE = 64
+NO_MARKS = (
+    "The chat template has no {% generation %} marks, so this checkpoint is for inference only. Training on assistant "
+    "turns needs them: pass a template that has them with --chat-template."
+)
+
+
+@contextmanager
+def tower_alone() -> Iterator[None]:
+    """Keeps back what transformers warns of where the vision tower of a CLIP or a SigLIP is read without the rest.
+
+    These are tensors that are left aside on purpose (a report of UNEXPECTED ones alone), and token ids of the text
+    tower's configuration. A report that also has a missing or a wrong tensor is shown.
+    """
+    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "configuration_utils")]
+    for each in loggers:
+        each.addFilter(_concerns_the_tower)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(_concerns_the_tower)
+
+
+def _concerns_the_tower(record: logging.LogRecord) -> bool:
+    said = record.getMessage()
+    if "LOAD REPORT" in said:
+        return any(status in said for status in ("MISSING", "MISMATCH", "CONVERSION"))
+    return "must be `None` or an integer within the vocabulary" not in said
+
+
+def vision_config(vision: str) -> PreTrainedConfig:
+    """Configuration of the vision encoder alone. Raises ValueError if it is none that can be built in."""
+    with tower_alone():
+        config = load_config(vision)
+    if config.model_type.startswith("siglip2"):
+        raise ValueError(
+            f"{vision} is a SigLIP 2 NaFlex encoder, whose images have any number of patches. LLaVA needs a fixed "
+            "number: use a SigLIP 2 checkpoint of fixed resolution."
+        )
+    config = getattr(config, "vision_config", config)
+    check_vision_encoder(vision, config)
+    if config.model_type == "siglip_vision_model":
+        config.vision_use_head = False  # the pooling head is not read
+    return config
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Configuration of a model of transformers, whose files may be opened: see [`check_files`]."""
+    check_files(name)
+    with loading(f"The configuration of {name}"):
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+
+
+def check_vision_encoder(name: str, config: PreTrainedConfig) -> None:
+    """Raises ValueError if the vision encoder of this configuration is none that can be built in."""
+    if config.model_type not in VISION_ENCODERS:
+        raise ValueError(
+            f"The vision encoder of {name} is a {config.model_type!r} model. Those that can be built in: "
+            f"{', '.join(VISION_ENCODERS)}."
+        )
+
+
+def check_language_model(language: str) -> None:
+    """Raises ValueError if `language` is not a causal language model of transformers that takes LLaVA's inputs."""
+    config = load_config(language)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.get_text_config() is not config:
+        raise ValueError(
+            f"{language} is a {config.model_type!r} model, not a causal language model of transformers for text."
+        )
+    if "past_key_values" not in inspect.signature(MODEL_MAPPING[type(config)].forward).parameters:
+        raise ValueError(
+            f"{language} is a {config.model_type!r} model, which has no key-value cache as LLaVA needs one."
+        )
+    if config.model_type in ("bloom", "nanochat"):
+        logger.warning(f"{language} normalises its embeddings, visual tokens too: the gain has no effect on it.")
+
+
+def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
+    """Raises ValueError if the encoder has no such hidden state; -1 is the last layer's output."""
+    states = config.num_hidden_layers + 1
+    if feature_layer == 0:
+        raise ValueError(f"feature_layer 0 is read as none at all by LLaVA. The embeddings are {-states}.")
+    if feature_layer == []:
+        raise ValueError("feature_layer names no hidden state. Give one, such as -2, or several.")
+    for layer in [feature_layer] if isinstance(feature_layer, int) else feature_layer:
+        if not -states <= layer < states:
+            raise ValueError(f"feature_layer {layer} does not exist: the encoder has {states} hidden states.")
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> tuple[str, bool]:
+    """Adds the image token, and gives the tokenizer a chat template that reads images.
+
+    Args:
+        tokenizer: the language model's; changed in place.
+        path: file with a template to use in place of its own.
+
+    Returns:
+        What was done, in words, and whether the template has generation marks.
+
+    Raises:
+        ValueError: the template renders text-only conversations otherwise than the original, or its marks are wrong.
+    """
+    original = tokenizer.chat_template
+    if isinstance(original, dict):  # several named templates; the one that apply_chat_template takes
+        original = original["default"]
+    if path:
+        original = Path(path).read_text(encoding="utf-8")
+    made = multimodal_chat_template(original, image_token=IMAGE_TOKEN)
+    if IMAGE_TOKEN not in tokenizer.get_vocab():
+        tokenizer.add_tokens(AddedToken(IMAGE_TOKEN, special=True, normalized=False), special_tokens=True)
+    check_chat_template(tokenizer, made, original)
+    tokenizer.chat_template = made.template
+    if not made.generation_marks:
+        logger.warning(NO_MARKS)
+    return made.source, made.generation_marks
+
+
+def describe_chat_template(template: str | None) -> tuple[str, bool]:
+    """What [`set_chat_template`] returns, for a template that is kept as it is; warns where it has no marks."""
+    marks = "{% generation" in (template or "")
+    if not marks:
+        logger.warning(NO_MARKS)
+    return "the checkpoint's own" if template else "none", marks
+
+
+def load_part(cls: type[PreTrainedModel], name: str, dtype: torch.dtype | str, **kwargs) -> PreTrainedModel:
+    """`cls.from_pretrained`. Raises ValueError if the checkpoint lacks tensors, before any are made in their place."""
+    held = check_weights(name, revision := kwargs.get("revision"))
+    if not kwargs.get("trust_remote_code") and not is_deepspeed_zero3_enabled():  # which would share out what is made
+        with loading(f"The configuration of {name}"), torch.device("meta"):
+            config = kwargs.get("config") or AutoConfig.from_pretrained(
+                name, revision=revision, trust_remote_code=False
+            )
+            is_own = type(config) is getattr(cls, "config_class", None)
+            make = cls._from_config if is_own else getattr(cls, "from_config", AutoModelForImageTextToText.from_config)
+            asked = make(copy.deepcopy(config)).num_parameters()
+        if asked > _PER_BYTE * held + _NEW:
+            raise ValueError(
+                f"config.json of {name} asks for {asked:,} parameters, and its weights have {held:,} bytes. {AGAIN}"
+            )
+    with loading(f"The model {name}", seconds=None):
+        model, info = cls.from_pretrained(
+            name, **{"dtype": dtype, "output_loading_info": True, "trust_remote_code": False, **kwargs}
+        )
+    # A ViT without its pooling layer is whole: LLaVA reads hidden states. A LLaVA has no norm.
+    absent = ("pooler.", "model.multi_modal_projector.norm.")
+    if missing := sorted(key for key in info["missing_keys"] if not key.startswith(absent)):
+        raise ValueError(f"{name} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing[:10])}.")
+    return model
+
+
+def load_language_model(language: str, dtype: str) -> PreTrainedModel:
+    """Loads a causal language model. Raises ValueError if LLaVA's frame cannot hold it."""
+    model = load_part(AutoModelForCausalLM, language, dtype)
+    head = model.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None:
+        raise ValueError(
+            f"The head of {language} has a bias, which LLaVA's head cannot hold. Use another language model."
+        )
+    if type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
+        raise ValueError(f"{language} has no base model that transformers' AutoModel can make; LLaVA cannot hold it.")
+    width = model.get_input_embeddings().embedding_dim
+    if width != model.config.hidden_size:
+        raise ValueError(
+            f"{language} projects embeddings of {width} to its hidden size of {model.config.hidden_size}."
+        )
+    return model
+
+
+@torch.no_grad()
+def add_image_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Grows the vocabulary where the image token does not fit. New rows are the mean row: its logit is no maximum."""
+    old = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) <= old:
+        return
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=VOCABULARY_MULTIPLE, mean_resizing=False)
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        weight = table.weight
+        weight[old:] = weight[:old].mean(dim=0, dtype=torch.float32).to(weight.dtype)
+
+
+@torch.no_grad()
+def text_outputs(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states `(1, 8, d)` and logits `(1, 8, V)`, float32, of a fixed text."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = torch.arange(3, 3 + 8).remainder(vocabulary)[None]
+    hidden = model.eval().base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return hidden.float(), model(input_ids=ids, use_cache=False).logits.float()
+
+
+def check_text_outputs(model: PreTrainedModel, expected: tuple[torch.Tensor, torch.Tensor], language: str) -> None:
+    """Compares an assembled model with what its language model computed on text; see [`text_outputs`].
+
+    Raises ValueError where hidden states or logits differ.
+    """
+    if not all(tensor.isfinite().all() for tensor in expected):
+        raise ValueError(f"{language} computes NaN or infinite values on text. Its weights are damaged.")
+    hidden, logits = text_outputs(model)
+    if not _close(hidden, expected[0]):
+        raise ValueError(
+            f"Inside LLaVA, {language} computes other hidden states than by itself. This family cannot be built in."
+        )
+    if not _close(logits[..., : expected[1].shape[-1]], expected[1]):
+        raise ValueError(
+            f"{language} does something to its logits after the head that this package does not know. It knows the "
+            "scaling of Granite, Cohere, MiniCPM3 and HyperCLOVA X, and the soft-capping of Gemma 2. Use another."
+        )
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(got, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item())

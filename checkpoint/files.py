@@ -1,0 +1,136 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Files and folders that appear whole or not at all, and why one could not be written."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextmanager
+def finished_file(target: str | os.PathLike) -> Iterator[Path]:
+    """Yields the path of a temporary file that becomes `target` when the block ends without an error."""
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}-{os.getpid()}")
+    try:
+        yield partial
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def finished_folder(target: str | os.PathLike) -> Iterator[Path]:
+    """Yields a temporary folder that becomes `target` when the block ends without an error, and vanishes otherwise.
+
+    Where another process has filled `target` in the meantime, that one stays.
+    """
+    target = Path(target).resolve()
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=_existing_parent(target)) as temporary:
+        staging = Path(temporary) / target.name
+        staging.mkdir()
+        yield staging
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists() or not any(target.iterdir()):
+            os.replace(staging, target)
+
+
+@contextmanager
+def new_folder(output: str | os.PathLike) -> Iterator[Path]:
+    """[`finished_folder`] for a folder that must not be there yet, or be empty.
+
+    Raises:
+        ValueError: it is a file, or has something in it.
+    """
+    check_new(output)
+    with finished_folder(output) as folder:
+        yield folder
+
+
+def check_new(output: str | os.PathLike) -> None:
+    """Raises ValueError if there is a file of that name, or a folder that is not empty."""
+    output = Path(output).resolve()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"The output {output} exists and is not an empty folder. Choose another, or remove it first.")
+
+
+@contextmanager
+def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collection[str]]) -> Iterator[Path]:
+    """[`finished_folder`] for a folder whose earlier version, if there is one, is replaced whole.
+
+    Args:
+        target: The folder.
+        written: Given `target`, names all that its earlier version has; a folder with anything else is not touched.
+
+    Raises:
+        ValueError: `target` is a file, or has something in it that is of no earlier version.
+        OSError: The folder above it cannot be written.
+    """
+    target = Path(target).resolve()
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file. Choose another folder.")
+    found = {each.name for each in target.iterdir()} if target.exists() else set()
+    if others := sorted(found - set(written(target))):
+        raise ValueError(
+            f"{target} holds {others[0]}, which no earlier run has written there. Choose another folder, or move that "
+            "away first."
+        )
+    parent = _existing_parent(target)
+    try:
+        beside = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent)
+    except OSError as error:
+        raise OSError(f"{parent} cannot be written ({error.strerror}). Choose another output folder.") from error
+    with beside as temporary:
+        staging, old = Path(temporary) / target.name, Path(temporary) / "old"
+        staging.mkdir()
+        yield staging
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            os.replace(target, old)
+        os.replace(staging, target)
+        # What runs that were killed left: folders of tempfile's eight letters that hold one of this name.
+        for left in target.parent.glob(f".{target.name}-" + "[a-z0-9_]" * 8):
+            if left != Path(temporary) and {each.name for each in left.iterdir()} in (
+                {target.name},
+                {target.name, "old"},
+            ):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, or None if it is not there or cut short."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def write_failure(error: BaseException | None) -> str | None:
+    """Why a file could not be written, if `error`, or what it came from, says that a disk or a quota is full.
+
+    safetensors, tokenizers and torch each raise an error of their own, none of them an OSError.
+    """
+    while error is not None:
+        said = str(error)
+        numbers = {int(number) for number in re.findall(r"(?:\[Errno |\(os error )(\d+)", said)}
+        if known := numbers & DISK_FULL:
+            return os.strerror(known.pop())
+        if "PytorchStreamWriter failed writing" in said or ("inline_container" in said and "unexpected pos" in said):
+            return "a file could not be written to its end"  # torch.save does not say why
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _existing_parent(path: Path) -> Path:
+    return next(parent for parent in path.parents if parent.exists())

@@ -1,0 +1,124 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Where a model is: a folder or file here, or a repository of the Hub. Known before torch is imported."""
+
+import os
+from pathlib import Path
+
+from huggingface_hub import HfApi, ModelInfo, constants, try_to_load_from_cache
+from huggingface_hub.errors import HTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from .names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+
+SECONDS = 10
+"""How long the Hub may take to say whether it has a repository."""
+
+
+def find_model(model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path.") -> str:
+    """What `from_pretrained` is to load: `model` itself, once it is known to be there.
+
+    transformers takes a folder that is not there for a repository, and asks the Hub for each of its files again and
+    again. Here the Hub is asked once, and only where the name may be that of a repository that is not in the cache.
+
+    Args:
+        model: Folder, file or Hub id.
+        revision: Branch, tag or commit of the Hub id.
+        remedy: What to do about a folder that is not there.
+
+    Raises:
+        ValueError: It is not there, or the Hub cannot be asked.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return str(path)
+    if not is_hub_id(name := os.fspath(model)):
+        raise ValueError(f"{name} is no file or folder here. {remedy} A model of the Hub is named owner/name.")
+    if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        hub_model(name, revision)
+    return name
+
+
+def hub_model(model: str, revision: str | None = None) -> ModelInfo:
+    """What the Hub says of a model, asked once.
+
+    Raises:
+        ValueError: It has no such repository or revision, or cannot be asked.
+    """
+    here = f"{model} is no file or folder here"
+    if not is_hub_id(model):
+        raise ValueError(f"{here}. Check the path. A model of the Hub is named owner/name.")
+    try:
+        return HfApi().model_info(model, revision=revision, timeout=SECONDS)
+    except RevisionNotFoundError as error:
+        raise ValueError(f"{here}, and on the Hub it has no revision {revision!r}.") from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{here}, and the Hub has no model of that name, or none that you may see. Check the name; a private one "
+            "needs `hf auth login`."
+        ) from error
+    except (HTTPError, OSError) as error:
+        raise ValueError(
+            f"{here}, and the Hub ({constants.ENDPOINT}) cannot be asked: {error} Check the name and your connection."
+        ) from error
+
+
+def find_checkpoint(model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path.") -> str:
+    """[`find_model`] for what has to be a whole model; raises ValueError also if it is a folder without one."""
+    found = find_model(model, revision, remedy=remedy)
+    folder = Path(found)
+    if folder.exists() and not (folder / "config.json").is_file():
+        if (folder / ADAPTER_CONFIG).is_file():
+            raise ValueError(
+                f"{model} is an adapter. Merge it first (`normalign merge {model} --output DIR`), and name DIR."
+            )
+        raise ValueError(f"{model} has no config.json, and so is no model of transformers.{_inside(folder)} {remedy}")
+    return found
+
+
+def check_folder(folder: str | os.PathLike) -> None:
+    """Raises ValueError unless `folder` is that of a checkpoint or an adapter here; says how to fetch one."""
+    path = Path(folder)
+    if not path.is_dir():
+        fetch = f" What is on the Hub is fetched with `hf download {folder} --local-dir FOLDER`."
+        raise ValueError(
+            f"{folder} is no folder. Give the folder of a checkpoint or of an adapter."
+            f"{fetch if is_hub_id(path.as_posix()) and not path.exists() else ''}"
+        )
+    if not any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        raise ValueError(f"{folder} is no checkpoint: it has no config.json and no {ADAPTER_CONFIG}.{_inside(path)}")
+
+
+def check_adapter(adapter: str | os.PathLike) -> None:
+    """Raises ValueError unless the folder holds an adapter: its configuration and its weights."""
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (Path(adapter) / name).is_file():
+            raise ValueError(
+                f"{adapter} holds no {name}, so it is no adapter folder. Give the folder that training with use_peft "
+                f"wrote, or a checkpoint-N in it.{_inside(Path(adapter))}"
+            )
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Raises ValueError unless `repo_id` is `"namespace/name"` as the Hub allows it."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"{error} Give user/name or organisation/name.") from None
+    if "/" not in repo_id:
+        raise ValueError(f"The repository {repo_id!r} lacks its owner. Give user/name or organisation/name.")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether `name` has the form owner/name."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name
+
+
+def _inside(folder: Path) -> str:
+    inside = sorted(path.name for path in folder.glob("checkpoint-*"))
+    return f" It has {', '.join(inside)}: name one of them." if inside else ""

@@ -1,0 +1,154 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Where a checkpoint comes from: licences and commits of parts and data, the code and the machine that made it.
+
+What cannot be found out is None. Nothing here raises for want of a connection, a card or a program.
+"""
+
+import json
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate.utils import gather_object
+from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import HTTPError
+from huggingface_hub.repocard import metadata_load
+from transformers.utils import cached_file
+
+
+CARD = "README.md"
+DISTRIBUTION = "normalign-llava"
+FAILURES = (OSError, ValueError, RecursionError, HTTPError, yaml.YAMLError)
+"""What the client and a card raise: nothing there, no connection, not valid."""
+
+
+def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] | None:
+    """The licence that the card of a model names: `license`, `license_name` and `license_link`, as in its metadata.
+
+    Several licences become "other", with all of them in `license_name`. A link that is relative to the repository
+    becomes a whole one; of a folder it is left out.
+
+    Args:
+        name: Folder or Hub id.
+        revision: Of the Hub id.
+    """
+    card, _ = _card(name, revision, "model")
+    licence, called, link = (card.get(key) for key in ("license", "license_name", "license_link"))
+    if isinstance(licence, list):
+        licence, called = (licence[0], called) if len(licence) == 1 else ("other", ", ".join(map(str, licence)))
+    if not licence:
+        return None
+    if link and "://" not in str(link):
+        link = None if os.path.isdir(name) else f"{constants.ENDPOINT}/{name}/blob/{revision or 'main'}/{link}"
+    return {
+        "license": str(licence),
+        "license_name": str(called) if called else None,
+        "license_link": str(link) if link else None,
+    }
+
+
+def hub_dataset(name: str) -> dict[str, Any]:
+    """A data set of the Hub, as it is now: `id`, `revision` (the commit), `license` and `language` of its card.
+
+    Args:
+        name: Hub id.
+    """
+    card, commit = _card(name, None, "dataset")
+    if commit is None:
+        try:
+            commit = HfApi().dataset_info(name).sha
+        except FAILURES:
+            commit = None
+    licence, language = card.get("license"), card.get("language")
+    return {
+        "id": name,
+        "revision": commit,
+        "license": ", ".join(map(str, licence)) if isinstance(licence, list) else licence,
+        "language": [language] if isinstance(language, str) else language,
+    }
+
+
+def hub_commit(name: str, revision: str | None = None) -> str | None:
+    """The commit of a checkpoint of the Hub that was just loaded; None of a folder.
+
+    Args:
+        name: Hub id, or folder.
+        revision: Branch, tag or commit that was loaded.
+    """
+    if os.path.exists(name):
+        return None
+    config = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(config).parent.name if isinstance(config, str) else None
+
+
+def read_beside(checkpoint: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
+    """The JSON object in the file `name` of a checkpoint folder or Hub repository, None where there is none."""
+    try:
+        file = cached_file(checkpoint, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        content = json.loads(Path(file).read_text(encoding="utf-8")) if file else None
+    except FAILURES:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def code_commit() -> str | None:
+    """The git commit of this package's code, with "-dirty" after it where tracked files are changed.
+
+    It is known where the code lies in a git checkout of its own, or where pip installed it from one.
+    """
+    root = Path(__file__).resolve().parents[1]
+    if (top := _git(root, "rev-parse", "--show-toplevel")) and Path(top).resolve() == root:
+        return _git(root, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+    try:
+        origin = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return None
+    return origin.get("vcs_info", {}).get("commit_id")
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What all processes run on: `devices` (their different names), `count` of them, and `machine` in words.
+
+    Processes on one machine's CPU share one device. All processes must call this at the same time.
+
+    Args:
+        device: This process's.
+    """
+    accelerator = device.type in ("cuda", "xpu")
+    name = torch.get_device_module(device).get_device_name(device) if accelerator else _processor()
+    seen = gather_object([(platform.node(), device.index if accelerator else None, name)])
+    machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores"
+    return {"devices": sorted({name for *_, name in seen}), "count": len(set(seen)), "machine": machine}
+
+
+def _card(name: str, revision: str | None, kind: str) -> tuple[dict[str, Any], str | None]:
+    """The metadata of a card, and its commit where it is of the Hub."""
+    try:
+        local = kind == "model" and os.path.isdir(name)
+        file = Path(name, CARD) if local else Path(hf_hub_download(name, CARD, revision=revision, repo_type=kind))
+        return metadata_load(file) or {}, None if local else file.parent.name
+    except FAILURES:
+        return {}, None
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,82 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""A question about an image, from a row of any known data format."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from .arguments import DataArguments
+from .forms import columns, image_name, read_row, unread_image
+from .images import ImageRules, open_image, printable
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A question about a picture.
+
+    Attributes:
+        name: Where it comes from: data, row and file, without the folders above the data.
+        question: The question.
+        image: The picture's `path` or its `bytes`, as `datasets` has them.
+    """
+
+    name: str
+    question: str
+    image: Mapping[str, Any]
+
+    @property
+    def picture(self) -> Image.Image:
+        """The picture, decoded anew each time, upright and in RGB.
+
+        Raises:
+            ValueError: It cannot be decoded; the text names the sample.
+        """
+        try:
+            return open_image(dict(self.image), DataArguments.max_image_pixels)
+        except ValueError as error:
+            raise ValueError(f"The picture of {self.name} cannot be used: {error}") from error
+
+
+def sample_of_row(raw: Any, name: str, rules: ImageRules) -> Sample | None:
+    """The first image of a row and the question about it; None if the row has no image.
+
+    Args:
+        raw: The row, images not decoded, in any of [`FORMS`]; an answer is not needed.
+        name: Where it comes from, for the sample's name and for errors.
+        rules: Which files its image may be.
+
+    Raises:
+        ValueError: The row is of no known form, its image is none or may not be read, or it has no question.
+    """
+    file = _file(raw, rules.folder)
+    name += f" ({file})" if file else ""
+    try:
+        row = read_row(raw)
+        if not row.images:
+            return None
+        image = rules.image(row.images[0])
+        if image["bytes"] is None:
+            rules.check_file(image["path"])
+    except ValueError as error:
+        if isinstance(raw, Mapping) and not (raw.get("image") or raw.get("images") or unread_image(raw, [])):
+            return None
+        raise ValueError(f"{name} cannot be used: {error}.") from error
+    asked = [message["content"] for message in row.messages if message["role"] == "user"]
+    question = printable("".join(part.get("text", "") for part in (asked[0] if asked else []))).strip()
+    if not question:
+        raise ValueError(f"{name} has no question. It has the columns {columns(raw)}.")
+    return Sample(name, question, image)
+
+
+def _file(raw: Any, folder: str | None) -> str | None:
+    path = image_name(raw)
+    if path is not None and "://" in path:
+        return path.rpartition("/")[2]
+    if path is None or not os.path.isabs(path):
+        return path
+    inside = os.path.relpath(path, folder) if folder else ".."
+    return os.path.basename(path) if inside.startswith("..") else inside

@@ -1,0 +1,255 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Checks of rows before they are trained on: structure, length, and whether the images are there."""
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from datasets import Dataset
+from rich.markup import escape
+from rich.progress import track
+from transformers import LlavaProcessor
+
+from ..checkpoint.loading import TEMPLATE_SECONDS, limited
+from ..errors import Console, escaped
+from .arguments import DataArguments
+from .forms import PROMPT, image_name, unread_image
+from .images import ImageRules, image_problem, printable
+from .rows import FEATURES, DroppedRow, DroppedRows, canonical_row, control_tokens
+from .sources import Source
+
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 64  # rows tokenized together
+_SHOWN = 5  # reasons in an error
+_PEEKED = 100  # rows of a stream that are read before training, in search of an image
+
+
+@dataclass
+class Checks:
+    """What rows are checked by."""
+
+    processor: LlavaProcessor
+    max_length: int | None = None
+    bad_rows: str = "stop"
+    check_images: bool = False
+    max_image_pixels: int = DataArguments.max_image_pixels
+    dropped_rows: DroppedRows | None = None
+
+    def too_long(self, row: dict[str, Any]) -> DroppedRow | None:
+        """The row as one to drop, if it has too many tokens."""
+        if self.max_length is None or row["length"] <= self.max_length:
+            return None
+        reason = f"{row['length']} tokens, more than max_length {self.max_length}"
+        return DroppedRow(row["source"], row["row"], row["file"], reason, row["length"])
+
+
+def checked_rows(source: Source, processor: LlavaProcessor) -> Iterator[dict[str, Any]]:
+    """All rows of a source, in order: what is known of each, itself in canonical form and as it is (`raw`).
+
+    Rows that cannot be trained on are empty and have a reason.
+    """
+    found = iter(source)
+    tokens = {"image_token": processor.image_token, "control_tokens": control_tokens(processor.tokenizer)}
+    while chunk := list(islice(found, _CHUNK)):
+        checked = []
+        for name, number, raw in chunk:
+            row: dict[str, Any] = {"source": name, "row": number, "file": image_name(raw), "reason": None, "raw": raw}
+            row |= {"images": [], "messages": [], "prompt_turns": 0, "length": 0, "image_count": 0, "paths": []}
+            row |= {"form": None, "unread": None}
+            try:
+                row |= canonical_row(raw, source.rules, **tokens)
+            except ValueError as error:
+                row["reason"] = printable(str(error))
+            row["unread"] = None if row["images"] else unread_image(raw, row["messages"])
+            if row["reason"] and row["unread"]:
+                row["reason"] += f"; the {row['unread']} looks like an image and is not read"
+            checked.append(row)
+        good = [row for row in checked if row["reason"] is None]
+        for row, length in zip(good, token_lengths(processor, good), strict=True):
+            row["reason" if isinstance(length, str) else "length"] = length
+            row["image_count"] = len(row["images"])
+            row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
+        yield from checked
+
+
+def kept_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
+    """The rows of a source that pass all checks, in canonical form; the others are recorded.
+
+    Raises:
+        ValueError: There is a bad row and `bad_rows` is "stop", or no row is left at the end.
+    """
+    empty = True
+    for row in _passing(source, checks):
+        empty = False
+        if row["unread"]:
+            _warn_once(f"{source.name}: what looks like an image is not read: {row['unread']}.")
+        yield {column: row[column] for column in FEATURES}
+    if empty:  # begun again and again, it would never give a row
+        raise ValueError(f"{source.name}: no row is left. It is empty, or all of its rows were dropped.")
+
+
+def has_images(source: Source, checks: Checks) -> bool:
+    """Whether there is an image in the first rows of a stream, which are read up to it.
+
+    Raises:
+        ValueError: There is a bad row and `bad_rows` is "stop", or what [`check_images_are_read`] raises.
+    """
+    rows, unread = 0, Counter[str]()
+    for row in islice(_passing(source, checks), _PEEKED):
+        if row["images"]:
+            return True
+        rows += 1
+        unread.update([row["unread"]] if row["unread"] else [])
+    check_images_are_read(source.name, rows, 0, unread)
+    return False
+
+
+def _passing(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
+    for row in checked_rows(source, checks.processor):
+        dropped = checks.too_long(row)
+        problem = (row["file"], row["reason"]) if row["reason"] else None
+        if problem := problem or image_problem(image_files(row["paths"]), source.rules):
+            dropped = DroppedRow(row["source"], row["row"], *problem)
+            if checks.bad_rows == "stop":
+                raise ValueError(stopped([dropped]))
+        if not dropped:
+            warn_of_captions(source.name, [row["form"]])
+            yield row
+        elif checks.dropped_rows:
+            checks.dropped_rows.add(dropped)
+
+
+def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:
+    """Tokens in each canonical row as the collator gives it, without decoding an image, or why it has none."""
+    per_image = tokens_per_image(processor)
+    results: list[int | str] = []
+    texts: list[str] = []
+    for conversation in conversations:
+        with limited("The chat template", TEMPLATE_SECONDS):
+            try:
+                texts.append(str(processor.apply_chat_template(conversation["messages"], tokenize=False)))
+                results.append(len(conversation["images"]))
+            # Templates refuse a conversation with whatever Jinja or their authors raise.
+            except Exception as error:
+                results.append(f"the chat template refuses it: {error}")
+    encoded = iter(processor.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
+    for number, images in enumerate(results):
+        if isinstance(images, int):
+            tokens = next(encoded)
+            results[number] = len(tokens) + images * (per_image - 1)
+            if (printed := tokens.count(processor.image_token_id)) != images:
+                results[number] = f"the chat template prints {printed} image tokens for {images} images"
+    return results
+
+
+def tokens_per_image(processor: LlavaProcessor) -> int:
+    """Image tokens that an image of any size becomes."""
+    return processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
+
+
+def image_problems(
+    rows: Dataset, name: str, rules: ImageRules, max_pixels: int | None
+) -> dict[int, tuple[str | None, str]]:
+    """Looks at the images of all rows, as [`image_problem`] does; the processes share the work.
+
+    Nothing is cached, because files come and go.
+
+    Args:
+        rows: With the column `paths`, or to decode them, canonical rows with `images`.
+        name: Of the data set, for the progress bar.
+        rules: Which files they may be.
+        max_pixels: Size up to which images are decoded; None to look for their files alone.
+
+    Returns:
+        File and reason by number of the row.
+    """
+    state = PartialState()
+    paths = rows["paths"][:] if max_pixels is None else []
+
+    def problem(number: int) -> tuple[int, tuple[str | None, str] | None]:
+        images = image_files(paths[number]) if max_pixels is None else rows[number]["images"]
+        return number, image_problem(images, rules, max_pixels)
+
+    numbers = range(state.process_index, len(rows), state.num_processes)
+    with ThreadPoolExecutor() as threads:
+        results = track(
+            threads.map(problem, numbers),
+            f"Checking the images of {escape(escaped(name))}",
+            total=len(numbers),
+            console=Console(),
+            disable=max_pixels is None or not state.is_local_main_process,
+        )
+        found = [(number, problem) for number, problem in results if problem]
+    return dict(gather_object(found))
+
+
+def stopped(bad: list[DroppedRow], found: int | None = None) -> str:
+    """The error of a run that stops at bad rows: each reason once, with its first row and how many share it.
+
+    Args:
+        bad: The rows.
+        found: How many rows there are, good ones included, if known.
+    """
+    alike: dict[tuple[str, str], list[DroppedRow]] = {}
+    for row in bad:
+        reason = row.reason.replace(row.file, "") if row.file else row.reason
+        alike.setdefault((row.source, reason), []).append(row)
+    lines = []
+    for rows in list(alike.values())[:_SHOWN]:
+        shared = f" ({'all ' if len(rows) == found else ''}{len(rows):,} rows)" if len(rows) > 1 else ""
+        lines.append(f"  {rows[0]}{shared}")
+    more = sum(len(rows) for rows in list(alike.values())[_SHOWN:])
+    lines += [f"  and {more:,} more"] if more else []
+    return "\n".join(["Rows that cannot be trained on:", *lines, "Fix them, or skip such rows with --bad_rows skip."])
+
+
+def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, int]) -> None:
+    """Warns of what looks like images and is not read.
+
+    Args:
+        name: Of the data set.
+        rows: How many rows it has.
+        images: How many images were read from them.
+        unread: In how many rows without images which column or text looks like one: see [`unread_image`].
+
+    Raises:
+        ValueError: No image was read, and most rows look as if they had one.
+    """
+    if not unread:
+        return
+    named = ", ".join(f"{what} ({count:,} rows)" for what, count in Counter(unread).most_common(_SHOWN))
+    told = f"{name}: what looks like an image is not read: {named}."
+    if not images and 2 * sum(unread.values()) > rows:
+        raise ValueError(
+            f"{told} No other image was found. Call a column image or images, or see docs/data.md for what is read."
+        )
+    _warn_once(told)
+
+
+def warn_of_captions(name: str, forms: Iterable[str]) -> None:
+    """Warns once of what captions are asked for with, if a data set has any."""
+    if not {"caption", "text"}.isdisjoint(forms):
+        _warn_once(
+            f"{name}: captions are trained as answers to {PROMPT!r}. For other questions, give question and answer."
+        )
+
+
+def image_files(paths: list[str]) -> list[dict[str, Any]]:
+    """Images of a canonical row that are files."""
+    return [{"path": path, "bytes": None} for path in paths]
+
+
+@functools.cache
+def _warn_once(told: str) -> None:
+    if PartialState().is_main_process:
+        logger.warning(told)

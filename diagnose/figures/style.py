@@ -1,0 +1,163 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""How every figure looks: colours, marks, labels, and how it is written.
+
+Colours are Okabe and Ito's, which colour-blind readers can tell apart. In grey print, kinds of token differ by marker
+and lightness, and a baseline by dashes and hollow markers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.ticker import FuncFormatter, LogLocator
+
+from ...checkpoint.files import finished_file
+from ..report import Drawing, Report
+
+
+WIDTH, DPI = 7.5, 150
+COLORS = {
+    "visual": "#E69F00",
+    "text": "#0072B2",
+    "special": "#CC79A7",
+    "newline": "#009E73",
+    "indicator": "#D55E00",
+}
+MARKERS = {"visual": "o", "text": "s", "special": "D", "newline": "^", "indicator": "v"}
+MUTED = "#808080"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A model in the figures: its report, its name in legends, and whether it is what the other is compared with."""
+
+    report: Report
+    label: str
+    baseline: bool
+
+    def line(self, kind: str) -> dict[str, Any]:
+        """How matplotlib draws a curve of this model's tokens of `kind`."""
+        # Wide under narrow: where curves lie on each other, all of them can be seen.
+        width, size = (2.4, 5.5) if kind == "visual" else (1.5, 4.0)
+        return {
+            "color": COLORS[kind],
+            "marker": MARKERS[kind],
+            "markersize": size,
+            "markerfacecolor": "white" if self.baseline else COLORS[kind],
+            "linestyle": "--" if self.baseline else "-",
+            "linewidth": 1.2 if self.baseline else width,
+            "zorder": 4 if self.baseline else 3,
+        }
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A figure that is not yet written, and what is said of it."""
+
+    figure: Figure
+    drawing: Drawing
+
+
+def shown(report: Report, against: Report | None) -> list[Shown]:
+    """The models in the order in which the paper draws them: baseline first."""
+    ours = Shown(report, elide(printable(report.model), 30), False)
+    return (
+        [ours]
+        if against is None
+        else [Shown(against, f"{elide(printable(against.model), 30)} (baseline)", True), ours]
+    )
+
+
+def printable(text: str) -> str:
+    """`text` as matplotlib can draw it: what its font lacks is escaped, and so are dollars, which begin a formula."""
+    font = get_font(findfont(FontProperties()))
+    drawn = (c if c.isprintable() and font.get_char_index(ord(c)) else ascii(c)[1:-1] for c in text)
+    return "".join(drawn).replace("$", r"\$")
+
+
+def elide(text: str, length: int) -> str:
+    """`text` in at most `length` characters, without its middle if it is longer."""
+    if len(text) <= length:
+        return text
+    half = (length - 1) // 2
+    return f"{text[: length - 1 - half]}…{text[-half:]}"
+
+
+def number(value: float) -> str:
+    """Three significant digits, without an exponent where a person would write none."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def new_figure(height: float, title: str) -> Figure:
+    """An empty figure, `height` inches high, under a title that wraps."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure.suptitle(
+        "\n".join(fill(line, 80) for line in title.split("\n")), x=0.01, ha="left", fontsize=11, fontweight="bold"
+    )
+    return figure
+
+
+def tidy(axes: Axes, x: str, y: str, title: str | None = None) -> None:
+    """Labels `axes` and takes away what carries nothing."""
+    axes.set_xlabel(x, fontsize=9.5)
+    axes.set_ylabel(y, fontsize=9.5)
+    if title is not None:
+        axes.set_title(title, fontsize=9.5, loc="left")
+    axes.tick_params(labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def compare(models: Sequence[Shown], values: Sequence[float | None], sentence: str, unit: str = "") -> str | None:
+    """A title: `sentence` with {} for the model's value, then the baseline's. None if the model has no value."""
+    given = {m.baseline: number(value) + unit for m, value in zip(models, values, strict=True) if value is not None}
+    if False not in given:
+        return None
+    return sentence.format(given[False]) + (f" (baseline {given[True]})" if True in given else "")
+
+
+def layer_axis(axes: Axes, last: int) -> None:
+    """Makes the x axis count layers, from 1 to `last`."""
+    step = next((step for step in (1, 5, 10, 20) if last <= 8 * step), 50)
+    axes.set_xticks(sorted({1, *range(step, last + 1, step)}))
+    axes.set_xlim(1 - max(0.3, 0.03 * last), max(last, 1) + max(0.3, 0.03 * last))
+
+
+def log_scale(axes: Axes, which: str, values: Sequence[float]) -> None:
+    """Makes axis `which` ("x" or "y") logarithmic, with ticks in plain numbers, dense enough for `values`."""
+    narrow = max(values) < 1000 * min(values)
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+
+
+def scale_y(axes: Axes, values: Sequence[float]) -> float:
+    """Makes the y axis logarithmic if `values` span more than a factor of 20; returns where it should begin."""
+    positive = [value for value in values if value > 0]
+    if not positive or max(positive) <= 20 * min(positive):
+        return 0.0
+    log_scale(axes, "y", positive)
+    return min(positive) / 1.2
+
+
+def legend(figure: Figure, axes: Axes, columns: int) -> None:
+    """A legend of what `axes` shows, below the figure, where it hides nothing; one column for each model."""
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside lower left", ncols=columns, fontsize=9, frameon=False
+    )
+
+
+def save(sketch: Sketch, output: Path) -> Drawing:
+    """Writes the figure into the folder `output`; a file of its name is whole at any time."""
+    with finished_file(output / sketch.drawing.file) as partial:
+        sketch.figure.savefig(partial, format="png", dpi=DPI)
+    return sketch.drawing

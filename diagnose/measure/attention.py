@@ -1,0 +1,192 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Where the text tokens after a picture look (appendix G), with one layer's attention map alive at a time."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..report import KINDS, Attention
+from .families import RESAMPLED, Parts, find_parts
+from .positions import boundary_ids, token_kinds
+from .probe import evaluating, model_inputs
+
+
+def attention_maps(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    question: str,
+    picture: str | None = None,
+    special_ids: Iterable[int] = (),
+) -> Attention:
+    """Attention from the text after a picture to the picture, for every layer, of one question.
+
+    A row of an attention map is what one position attends to. The rows averaged, over heads too, are those of the
+    `text` positions (`report.KINDS`) after the last visual token: the question, and what the chat template puts behind
+    it. Several pictures are taken together, in token order; so are the tiles of one picture, with the newline rows
+    that some families put at image positions.
+
+    Layers without an attention map (linear attention), and layers whose mask hides a part of the picture from some of
+    that text (a sliding window, chunks), say nothing of where text looks and are left out of the result.
+
+    The decoder alone runs with eager attention, which costs `heads * tokens^2` numbers for one layer; afterwards its
+    implementation is what it was, also after an error. The head is not run.
+
+    Args:
+        model: A vision-language model of transformers, in any precision, quantized, offloaded or with PEFT adapters.
+        batch: Inputs of its forward pass for one sequence. Labels are ignored.
+        question: What was asked, for the result.
+        picture: The picture's file, for the result.
+        special_ids: Ids of special tokens, besides those that the configuration names; none of them is text.
+
+    Returns:
+        The maps, with a grid where the visual tokens are the cells of one picture (`picture_grid`).
+
+    Raises:
+        ValueError: The model cannot be read (`find_parts`), the batch has not one sequence, it has no visual token or
+            no text after the last one, no layer gives a map, or a map is NaN.
+    """
+    parts = find_parts(model)
+    inputs = model_inputs(parts, batch)
+    visual, asking = _positions(parts, inputs, special_ids)
+    received: dict[int, Tensor] = {}
+
+    def hook(number: int) -> Any:
+        def reduce(attention: nn.Module, args: tuple, kwargs: dict, output: tuple) -> tuple | None:
+            if output[1] is None:
+                return None
+            if sees_all(kwargs.get("attention_mask"), asking, visual):
+                row = output[1][0][:, asking].mean((0, 1), dtype=torch.float32)[visual]
+                received[number] = row.cpu().double()
+            return output[0], None, *output[2:]  # without the map, which the layer would keep until its end
+
+        return reduce
+
+    with evaluating(parts.inner), _eager(parts.decoder), ExitStack() as hooks:
+        for number, layer in enumerate(parts.layers, 1):
+            attention = dict(layer.named_children()).get("self_attn")
+            if attention is not None:
+                hooks.enter_context(attention.register_forward_hook(hook(number), with_kwargs=True))
+        parts.inner(**inputs, use_cache=False)
+    if any(row.isnan().any() for row in received.values()):
+        raise ValueError(
+            "Attention maps have NaN values. Load the model in bfloat16 or float32, and check its weights."
+        )
+    if not (received := {number: row for number, row in received.items() if row.sum() > 0}):
+        raise ValueError(
+            f"None of the {len(parts.layers)} layers of {type(parts.decoder).__name__} has an attention map that "
+            "reaches the whole picture: looked at the second output of each layer's self_attn under eager attention."
+        )
+    shares = [row.sum().item() for row in received.values()]
+    # Learned queries are no places in the picture, even where their number is a square.
+    grid = None if parts.model.config.model_type in RESAMPLED else picture_grid(inputs, len(visual))
+    maps = [(row / share).reshape(grid or (1, -1)) for row, share in zip(received.values(), shares, strict=True)]
+    return Attention(
+        question=question,
+        picture=picture,
+        grid=grid,
+        maps=[each.tolist() for each in maps],
+        image_share=shares,
+        entropy=[relative_entropy(each) for each in maps],
+        bottom_bias=None if grid is None else [bottom_bias(each) for each in maps],
+        regions=None if grid is None else thirds(torch.stack(maps).mean(0)).tolist(),
+        layers=list(received),
+    )
+
+
+def sees_all(mask: Tensor | None, asking: Tensor, visual: Tensor) -> bool:
+    """Whether a layer's mask lets every position of `asking` attend to every one of `visual`.
+
+    Asked of the mask, because families say in different places, or nowhere, which of their layers have a window.
+
+    Args:
+        mask: What eager attention adds to its scores, `(1, 1, tokens, tokens)`; None hides nothing.
+        asking, visual: Positions.
+    """
+    return mask is None or bool((mask[0, 0, asking][:, visual] > torch.finfo(mask.dtype).min / 2).all())
+
+
+def picture_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None:
+    """Rows and columns of a picture's visual tokens, which have the ratio of its height to its width.
+
+    Args:
+        inputs: Of the forward pass: `image_grid_thw` in families that read pictures of any size, else `pixel_values`.
+        tokens: How many visual tokens there are.
+
+    Returns:
+        None where there are several pictures or tiles, or tokens that are no part of the picture (class token,
+        registers, newline rows).
+    """
+    patches, pixels = inputs.get("image_grid_thw"), inputs.get("pixel_values")
+    if patches is not None:
+        count, (height, width) = patches[:, 0].sum().item(), patches[0, 1:].tolist()
+    elif pixels is not None and pixels.dim() > 3:
+        count, (height, width) = math.prod(pixels.shape[:-3]), pixels.shape[-2:]
+    else:
+        return None
+    rows = max(1, math.isqrt(tokens * height // width))
+    columns = tokens // rows
+    single = count == 1 and rows * columns == tokens and rows * width == columns * height
+    return (rows, columns) if single else None
+
+
+def relative_entropy(shares: Tensor) -> float:
+    """Entropy of shares that sum to 1 over that of as many even ones: 1 is even, 0 is all on one. One alone is 1."""
+    return 1.0 if shares.numel() == 1 else torch.special.entr(shares).sum().item() / math.log(shares.numel())
+
+
+def bottom_bias(shares: Tensor) -> float:
+    """What lies in the bottom third of shares `(rows, columns)` that sum to 1, over 1/3: between 0 and 3, even is 1.
+
+    Where three does not divide the number of rows, the row at the edge counts in part.
+    """
+    return 3 * thirds(shares)[-1].sum().item()
+
+
+def thirds(shares: Tensor) -> Tensor:
+    """Shares `(rows, columns)` gathered into thirds of both, `(3, 3)`; cells that lie across an edge count in part."""
+
+    def weights(cells: int) -> Tensor:
+        edges = torch.arange(cells + 1, dtype=shares.dtype)
+        ends = torch.arange(1, 4, dtype=shares.dtype).unsqueeze(-1) * cells / 3
+        covered = torch.minimum(edges, ends).diff(dim=-1)  # of each cell, up to the end of each third
+        return covered.diff(dim=0, prepend=torch.zeros_like(covered[:1]))
+
+    return weights(shares.shape[0]) @ shares @ weights(shares.shape[1]).T
+
+
+def _positions(parts: Parts, inputs: Mapping[str, Any], special_ids: Iterable[int]) -> tuple[Tensor, Tensor]:
+    ids, config = inputs["input_ids"], parts.model.config
+    if len(ids) != 1:
+        raise ValueError(f"The batch has {len(ids)} sequences; attention maps are of one. Ask one question at a time.")
+    kinds = token_kinds(ids, inputs.get("attention_mask"), config, boundary_ids(config) | set(special_ids))
+    visual, text = (kinds[KINDS.index(kind)].nonzero().flatten().cpu() for kind in ("visual", "text"))
+    if not len(visual):
+        raise ValueError(
+            f"The sequence has no visual token: no id is config.image_token_id, {parts.image_token}. Put the image "
+            "token into the prompt, as the processor does."
+        )
+    asking = text[text > visual[-1]]
+    if not len(asking):
+        raise ValueError(
+            "No text comes after the picture, only special tokens or padding, so nothing in the sequence can look at "
+            "it. Put the question after the picture."
+        )
+    return visual, asking
+
+
+@contextmanager
+def _eager(decoder: PreTrainedModel) -> Iterator[None]:
+    # By the decoder, not by the name that its configuration has in the model's: families name it differently.
+    before = decoder.config._attn_implementation
+    try:
+        decoder.set_attn_implementation("eager")
+        yield
+    finally:
+        decoder.config._attn_implementation = before

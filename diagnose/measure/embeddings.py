@@ -1,0 +1,119 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Norms of token embeddings: a base language model and its vision-language descendant (appendix C, tables 6 to 8)."""
+
+from pathlib import Path
+
+from accelerate.utils import align_module_device
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...assembly.gain import EmbeddingStatistics, _config, counted_rows, embedding_statistics
+from ...modeling_normalign_llava import embedding_row_norms, mean_embedding_norm
+from ..report import EmbeddingTable, Interface, Moments, Report, TopToken
+
+
+def embedding_table(model: str | Path, *, top: int = 10, revision: str | None = None) -> EmbeddingTable:
+    """The table of a language model or a vision-language model, of whose weights the embeddings alone are read.
+
+    Args:
+        model: Folder, weight file or Hub repository, as [`~normalign_llava.gain.embedding_statistics`] takes it.
+        top: How many tokens of largest norm to name.
+        revision: Branch, tag or commit of the Hub repository.
+
+    Raises:
+        ValueError: What [`~normalign_llava.gain.embedding_statistics`] raises.
+    """
+    return _table(embedding_statistics(str(model), top=top, revision=revision))
+
+
+def embedding_table_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str, top: int = 10
+) -> EmbeddingTable:
+    """The same of a model in memory, sharded and offloaded ones too.
+
+    Args:
+        model: A language model or a vision-language model, whose image token's row then does not count.
+        tokenizer: Gives the texts of the tokens; without it they are None.
+        name: What to call the model.
+        top: How many tokens of largest norm to name.
+
+    Raises:
+        ValueError: The embeddings are quantized or on meta, rows that count are NaN or infinite, or none counts.
+    """
+    embeddings = model.get_input_embeddings()
+    with align_module_device(embeddings):
+        norms = embedding_row_norms(embeddings.weight)
+    image_token = getattr(model.config, "image_token_id", None)  # of a vision-language model
+    counts = counted_rows(norms, image_token)
+    mean = mean_embedding_norm(norms, (~counts).nonzero().flatten().tolist())
+    rows = int(counts.sum())
+    largest = norms.where(counts, -1.0).topk(min(top, rows))
+
+    def text(row: int) -> str | None:
+        return None if tokenizer is None or row >= len(tokenizer) else str(tokenizer.decode([row]))
+
+    return EmbeddingTable(
+        model=name,
+        mean=mean,
+        std=norms[counts].std(correction=0).item(),
+        rows=rows,
+        top=[TopToken(row, text(row), norm) for norm, row in zip(*(each.tolist() for each in largest), strict=True)],
+    )
+
+
+def probe_language(model: str | Path, *, top: int = 10, revision: str | None = None) -> Report:
+    """What can be said of a language model alone: norms of its embeddings, as stored and as its decoder receives them.
+
+    Args:
+        model: As [`embedding_table`] takes it.
+        top: How many tokens of largest norm to name.
+        revision: Branch, tag or commit of the Hub repository.
+
+    Returns:
+        The report: `embeddings`, and of `interface` `vocabulary_raw`, `vocabulary` and `scale`; `left_out` says what a
+        report of a vision-language model has besides.
+
+    Raises:
+        ValueError: What [`embedding_table`] raises.
+    """
+    statistics = embedding_statistics(str(model), top=top, revision=revision)
+    table, scale = _table(statistics), statistics.scale
+    path = Path(model).expanduser()
+    config = _config(str(path.parent if path.is_file() else path if path.exists() else model), revision)
+    left_out = [
+        "Visual tokens, the projector and the ratio of visual to text norms were not measured: a language model alone "
+        "has none of them.",
+        "Norms and rotation in depth and attention were not measured: of the weights only the token embeddings were "
+        "read.",
+    ]
+    if statistics.model_type is None:
+        left_out.append(
+            "Whether the decoder scales embeddings is not known, since there is no configuration that transformers "
+            "knows; that it does not was assumed."
+        )
+    if table.top and all(token.text is None for token in table.top):
+        left_out.append("The tokens of largest norm are named by id alone: no tokenizer was found.")
+    return Report(
+        model=table.model,
+        model_type=statistics.model_type or "unknown",
+        dtype=str(config.dtype).removeprefix("torch.") if config and config.dtype else "unknown",
+        hidden_size=statistics.hidden_size,
+        interface=Interface(
+            vocabulary_raw=Moments(table.mean, table.std, table.rows),
+            vocabulary=Moments(scale * table.mean, scale * table.std, table.rows),
+            scale=scale,
+        ),
+        embeddings=table,
+        left_out=left_out,
+    )
+
+
+def _table(statistics: EmbeddingStatistics) -> EmbeddingTable:
+    path = Path(statistics.model).expanduser()
+    return EmbeddingTable(
+        model=path.resolve().name if path.exists() else statistics.model,
+        mean=statistics.raw_mean,
+        std=statistics.std,
+        rows=statistics.rows - statistics.zero_rows - statistics.excluded_rows,
+        top=[TopToken(*token) for token in statistics.top],
+    )

@@ -1,0 +1,103 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""A vision encoder alone: the norms of what it gives (RQ1, table 1)."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..report import Interface, Report
+from .moments import RunningMoments, widest
+
+
+LEFT_OUT = (
+    "Norms at the projector and of text, depth, attention and the verdict: this is a vision encoder alone, without "
+    "projector and language model."
+)
+
+
+@torch.no_grad()
+def probe_encoder(
+    model: PreTrainedModel,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    name: str | None = None,
+    data: str | None = None,
+) -> Report:
+    """Measures the L2 norms of an encoder's output: the rows of `last_hidden_state`, in one pass over `batches`.
+
+    Class token and registers are among the rows; padding, where pictures have different numbers of patches (SigLIP 2
+    NaFlex), is not. Of all these, CLIP alone does not apply its final norm to them. Memory does not grow with the
+    number of batches.
+
+    Args:
+        model: CLIP, SigLIP, SigLIP 2, DINOv2, ViT, Kimi's encoder, or another of transformers' with a
+            `last_hidden_state` of shape `(batch, tokens, d)`, or `(tokens, d)` where pictures are put one after the
+            other; of a model with a text tower beside it, its `vision_model` is measured.
+        batches: Inputs of its forward pass, as its image processor makes them: `pixel_values` and whatever else the
+            family needs.
+        name: What to call the model; by default the last part of the folder or Hub id it came from.
+        data: What to call the data.
+
+    Returns:
+        The report, with `interface.encoder_output` filled and the rest named in `left_out`.
+
+    Raises:
+        ValueError: There is no batch, the model gives no such output, or its output is NaN or infinite.
+    """
+    name = name or Path(model.config.name_or_path).name or model.config.model_type
+    encoder = model.vision_model if getattr(model.config, "vision_config", None) is not None else model
+    training, samples, norms = encoder.training, 0, RunningMoments()
+    try:
+        encoder.eval()
+        for batch in batches:
+            inputs = _inputs(encoder, batch)
+            rows = _rows(name, encoder(**inputs), inputs.get("pixel_attention_mask"))
+            norms.add(torch.linalg.vector_norm(rows, dim=-1, dtype=widest(rows.device)))
+            samples += len(inputs.get("grid_thw", inputs["pixel_values"]))
+    finally:
+        encoder.train(training)
+    moments = norms.result()
+    if moments is None:
+        raise ValueError(f"There is no batch to measure {name} with. Give at least one.")
+    if not torch.tensor([moments.mean, moments.std]).isfinite().all():
+        raise ValueError(f"{name} gives NaN or infinite values. Are its weights damaged? In float16, try float32.")
+    return Report(
+        model=name,
+        model_type=encoder.config.model_type,
+        dtype="4-bit" if getattr(model, "is_loaded_in_4bit", False) else str(encoder.dtype).removeprefix("torch."),
+        hidden_size=encoder.config.hidden_size,
+        data=data,
+        samples=samples,
+        interface=Interface(encoder_output=moments),
+        left_out=[LEFT_OUT],
+    )
+
+
+def _inputs(encoder: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if "pixel_values" not in batch:
+        raise ValueError(f"A batch has no pixel_values; it has {', '.join(batch) or 'nothing'}.")
+    inputs = {}
+    for key, value in batch.items():
+        if encoder.device.type != "meta":  # offloaded: accelerate's hooks move what comes
+            value = value.to(encoder.device)
+        # Image processors name the grid for the whole model, encoders for themselves.
+        inputs["grid_thw" if key == "image_grid_thw" else key] = (
+            value.to(encoder.dtype) if value.is_floating_point() else value
+        )
+    return inputs
+
+
+def _rows(name: str, output: object, mask: Tensor | None) -> Tensor:
+    """Output rows `(rows, d)` that are not padding."""
+    rows = getattr(output, "last_hidden_state", None)
+    if not isinstance(rows, Tensor) or rows.dim() not in (2, 3):
+        shape = f" of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else ""
+        raise ValueError(
+            f"{name} has {'a' if shape else 'no'} last_hidden_state{shape}; one of shape (batch, tokens, d) or "
+            "(tokens, d) is looked for, as vision transformers have it."
+        )
+    return rows.flatten(0, -2) if mask is None else rows[mask.bool()]

@@ -1,0 +1,127 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Where a vision-language model of transformers keeps what is measured.
+
+Found by what transformers promises of every family: `config.image_token_id`, `get_image_features`, and a decoder with
+`layers` and `norm`. Where the projector lies no convention says; `PROJECTORS` does.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+PROJECTORS = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "visual.merger"),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "exaone4_5"), "visual.merger"),
+    **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), "connector"),
+    **dict.fromkeys(("deepseek_vl", "deepseek_vl_hybrid", "janus"), "aligner"),
+    **dict.fromkeys(("hyperclovax_vision_v2", "paddleocr_vl", "video_llama_3"), "projector"),
+    "ernie4_5_vl_moe": "resampler_model",
+    "kimi_k25": "mm_projector",
+    "lighton_ocr": "vision_projection",
+    "ovis2": "visual_embeddings_table",
+}
+"""The projector's module within the base model, by `model_type`; elsewhere it is `multi_modal_projector`."""
+
+
+RESAMPLED = {"aria", "idefics2"}
+"""Families, by `model_type`, whose visual tokens are learned queries: none of them is a place in the picture."""
+
+UNREADABLE = {"hunyuan_vl": "its projector puts learned rows among the visual tokens, which nothing tells from them"}
+"""Families that would be measured wrong, by `model_type`, and why."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The modules of a vision-language model.
+
+    Attributes:
+        model: The model, without adapters around it.
+        inner: Its base model, whose forward puts image features among the text embeddings.
+        image_token: Id of the tokens whose embeddings the image features replace.
+        decoder: The language model without its head.
+        layers: The decoder's layers.
+        final_norm: The norm after them.
+        embeddings: The token embedding.
+        projector_name, projector: Name in `model` and module of the projector; None where this family's is not known.
+        norm: The norm at the projector's end, of this package's models; None elsewhere.
+    """
+
+    model: PreTrainedModel
+    inner: PreTrainedModel
+    image_token: int
+    decoder: nn.Module
+    layers: nn.ModuleList
+    final_norm: nn.Module
+    embeddings: nn.Module
+    projector_name: str | None
+    projector: nn.Module | None
+    norm: nn.Module | None
+
+
+def decoder_layers(decoder: PreTrainedModel) -> nn.ModuleList:
+    """A language model's layers, which not every family calls `layers`."""
+    count = decoder.config.get_text_config().num_hidden_layers
+    lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
+    return next(layers for layers in lists if len(layers) == count)
+
+
+def find_parts(model: nn.Module) -> Parts:
+    """The parts of `model`, with or without PEFT adapters.
+
+    Raises:
+        ValueError: It is no model of transformers whose image features stand in the decoder's sequence; the message
+            says what was looked for and not found.
+    """
+    if not isinstance(model, PreTrainedModel):
+        peft = getattr(model, "get_base_model", None)
+        if peft is None:
+            raise ValueError(
+                f"{type(model).__name__} is no model of transformers (PreTrainedModel). Load it with them."
+            )
+        if model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]
+            raise ValueError("Prompt tuning adds tokens that are no part of the batch. Measure the model without it.")
+        return find_parts(peft())
+    if model.config.model_type in UNREADABLE:
+        raise ValueError(f"{type(model).__name__} cannot be read: {UNREADABLE[model.config.model_type]}.")
+    inner = model.base_model
+    decoder = model.get_decoder()
+    image_token = getattr(model.config, "image_token_id", None)
+    layers, final_norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+    missing = [
+        name
+        for name, absent in {
+            "config.image_token_id": image_token is None,
+            "get_image_features": getattr(inner, "get_image_features", None) is None,
+            "get_decoder().layers": not isinstance(layers, nn.ModuleList) or decoder is inner,
+            "get_decoder().norm": not isinstance(final_norm, nn.Module),
+        }.items()
+        if absent
+    ]
+    if missing or image_token is None or not isinstance(layers, nn.ModuleList) or final_norm is None:
+        raise ValueError(
+            f"{type(model).__name__} ({model.config.model_type}) cannot be read: looked for config.image_token_id, "
+            "get_image_features, get_decoder().layers and get_decoder().norm, as in every vision-language model whose "
+            f"visual tokens stand in the decoder's sequence; not found: {', '.join(missing)}. Its visual "
+            "tokens are kept in another way, or it has none (cross-attention, a language model alone)."
+        )
+    prefix = "" if inner is model else f"{model.base_model_prefix}."
+    name = PROJECTORS.get(model.config.model_type, "multi_modal_projector")
+    projector = dict(inner.named_modules()).get(name)
+    norm = None
+    if model.config.model_type == "normalign_llava" and model.config.projector_norm != "none":
+        norm = inner.multi_modal_projector.norm
+    return Parts(
+        model=model,
+        inner=inner,
+        image_token=image_token,
+        decoder=decoder,
+        layers=layers,
+        final_norm=final_norm,
+        embeddings=model.get_input_embeddings(),
+        projector_name=None if projector is None else prefix + name,
+        projector=projector,
+        norm=norm,
+    )

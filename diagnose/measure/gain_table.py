@@ -1,0 +1,58 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What training made of the norm after the projector (table 5)."""
+
+import torch
+from accelerate.utils import align_module_device
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...assembly.gain import initial_gain
+from ...configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
+from ...modeling_normalign_llava import _gathered
+from ..report import Gain
+from .embeddings import embedding_table_of
+
+
+@torch.no_grad()
+def gain_of(model: PreTrainedModel) -> Gain | None:
+    """Size of gain and bias, and their distance from the start, in float64; sharded and offloaded models are read too.
+
+    Args:
+        model: A vision-language model, without PEFT's wrapper around it; of a projector trained with adapters, the
+            trained copy is measured.
+
+    Returns:
+        The gain; None for a model of another architecture, and for one without the norm.
+
+    Raises:
+        ValueError: The configuration does not say N_text, and the embeddings cannot be measured for it.
+    """
+    if model.config.model_type != NormAlignLlavaConfig.model_type:
+        return None
+    norm = model.base_model.multi_modal_projector.norm
+    if isinstance(norm, nn.Identity):
+        return None
+    start = _start(model)
+    with align_module_device(norm), _gathered(*norm.parameters()) as (gain, *rest):
+        # As the gain stores it: else a gain that never moved would be at some distance.
+        stored = torch.tensor(start, dtype=gain.dtype).double()
+        gain = gain.detach().cpu().double()
+        bias = rest[0].detach().cpu().double() if rest else None  # an RMSNorm has none
+    return Gain(
+        l2=gain.norm().item(),
+        mean_abs=gain.abs().mean().item(),
+        bias_mean_abs=None if bias is None else bias.abs().mean().item(),
+        start=start,
+        distance=(gain - stored).norm().item(),
+        bias_distance=None if bias is None else bias.norm().item(),
+    )
+
+
+def _start(model: PreTrainedModel) -> float:
+    """What every element of the gain started from (eq. 11), as the configuration says."""
+    n_text = model.config.text_embedding_norm  # of the embeddings as they were then
+    if n_text is None:
+        scale_text, scale_all = embedding_scales(model.config.text_config)
+        n_text = scale_text * scale_all * embedding_table_of(model, name="", top=0).mean
+    return initial_gain(model.config, n_text)

@@ -1,0 +1,143 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""L2 norms on the way from the vision encoder into the language model (tables 1 to 3)."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import align_module_device
+from torch import Tensor, nn
+
+from ...assembly.gain import counted_rows
+from ...configuration_normalign_llava import embedding_scales
+from ...modeling_normalign_llava import embedding_row_norms
+from ..report import Interface, Moments
+from .families import Parts
+from .moments import RunningMoments, widest
+
+
+class InterfaceProbe:
+    """Hooks on encoder and projector that keep running moments of the norms of rows.
+
+    Args:
+        parts: The model's parts.
+    """
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+        self._table = parts.projector if isinstance(parts.projector, nn.Embedding) else None
+        names = ("encoder_output", "projector_input", "projector_output", "norm_input", "text_raw")
+        self._moments = {name: RunningMoments() for name in names}
+        with align_module_device(parts.embeddings):
+            self._row_norms = embedding_row_norms(parts.embeddings.weight)  # type: ignore[arg-type]
+        self.newline: Tensor | None = None
+        """For each image token of the last forward pass in order, whether it is a learned newline."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Measures every forward pass within."""
+        handles = []
+        if self._parts.projector is not None:
+            handles.append(self._parts.projector.register_forward_hook(self._at_projector, with_kwargs=True))
+            if self._parts.norm is not None:
+                handles.append(self._parts.norm.register_forward_pre_hook(self._before_norm))
+        inner = self._parts.inner
+        original = inner.get_image_features  # a method, which no hook reaches
+        of_instance = vars(inner).get("get_image_features")
+
+        @functools.wraps(original)
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            self._at_features(output)
+            return output
+
+        inner.get_image_features = measured
+        try:
+            yield
+        finally:
+            del inner.get_image_features
+            if of_instance is not None:
+                inner.get_image_features = of_instance
+            for handle in handles:
+                handle.remove()
+
+    def add_text(self, ids: Tensor) -> None:
+        """Counts the rows of the embedding matrix of text tokens `(n,)`."""
+        self._moments["text_raw"].add(self._row_norms[ids.cpu()])
+
+    def result(self, received: dict[str, Moments]) -> Interface:
+        """What was measured, with the norms that the decoder received, by kind."""
+        found = {name: moments.result() for name, moments in self._moments.items()}
+        raw = RunningMoments()
+        raw.add(self._row_norms[counted_rows(self._row_norms, self._parts.image_token)])
+        stored, text, text_raw = raw.result(), received.get("text"), found["text_raw"]
+        scale: float | None = self._expected_scale()
+        if text and text_raw and text_raw.mean:
+            scale = text.mean / text_raw.mean
+            # Where something else than a factor lies between rows and decoder, the deviation does not scale along.
+            scale = scale if abs(text.std - scale * text_raw.std) <= 0.01 * text.mean else None
+        vocabulary = None
+        if stored is not None and scale is not None:
+            vocabulary = Moments(scale * stored.mean, scale * stored.std, stored.count)
+        visual = received.get("visual")
+        visual_table, indicator_table = self._tables()
+        return Interface(
+            **found,
+            **received,
+            vocabulary_raw=stored,
+            vocabulary=vocabulary,
+            scale=scale,
+            visual_table=visual_table,
+            indicator_table=indicator_table,
+            ratio=visual.mean / vocabulary.mean if visual and vocabulary else None,
+            ratio_data=visual.mean / text.mean if visual and text and text.mean else None,
+        )
+
+    def _expected_scale(self) -> float:
+        of_text, of_all = embedding_scales(self._parts.model.config.get_text_config())
+        return of_text * of_all
+
+    def _tables(self) -> tuple[Moments | None, Moments | None]:
+        if self._table is None:
+            return None, None
+        with align_module_device(self._table):
+            norms = embedding_row_norms(self._table.weight)
+        visual, indicators = RunningMoments(), RunningMoments()
+        rows = len(norms) - len(self._parts.model.config.visual_indicator_token_ids)
+        visual.add(norms[:rows])
+        indicators.add(norms[rows:])
+        return visual.result(), indicators.result()
+
+    def _at_features(self, output: Any) -> None:
+        features = output.last_hidden_state
+        if features is not None:
+            # Convolutional encoders (FastVLM) give (images, channels, height, width).
+            self._add("encoder_output", features.flatten(2).mT if features.dim() == 4 else features)
+        learned = [row for row in self._parts.inner.parameters(recurse=False) if row.dim() == 1]
+        if not learned:
+            return
+        if output.pooler_output is None:
+            raise ValueError(
+                f"get_image_features of {type(self._parts.inner).__name__} has no pooler_output, by which learned "
+                "rows at image positions are told from the picture's. This family cannot be measured."
+            )
+        rows = torch.cat([each.reshape(-1, each.shape[-1]) for each in output.pooler_output])
+        same = [(rows == row.to(rows.device, rows.dtype)).all(-1) for row in learned if len(row) == rows.shape[-1]]
+        self.newline = torch.stack(same).any(0) if same else None
+
+    def _at_projector(self, projector: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
+        features = args[0] if args else next(iter(kwargs.values()))
+        if not features.is_floating_point():  # Ovis looks its indicators up in the same table
+            return
+        if self._table is None:
+            self._add("projector_input", features)
+        self._add("projector_output", output)
+
+    def _before_norm(self, norm: nn.Module, args: tuple) -> None:
+        self._add("norm_input", args[0])
+
+    def _add(self, name: str, rows: Tensor) -> None:
+        self._moments[name].add(rows.detach().to(widest(rows.device)).norm(dim=-1).flatten())

@@ -1,0 +1,86 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What every position of a sequence holds: `report.KINDS`."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from ..report import KINDS
+
+
+_ENDINGS = ("_token_id", "_token_ids", "_token_index")
+
+
+def boundary_ids(config: PreTrainedConfig) -> set[int]:
+    """Ids that a configuration and its text configuration name: starts and ends of vision, of a sequence, padding.
+
+    The image token and Ovis' visual indicators, which stand for visual features, are not among them.
+    """
+    found: set[int] = set()
+    for part in (config, config.get_text_config()):
+        for name, value in part.to_dict().items():
+            if name.endswith(_ENDINGS) and not name.startswith("visual_indicator"):
+                found.update(each for each in (value if isinstance(value, list) else [value]) if type(each) is int)
+    return found - {config.image_token_id}
+
+
+def tokenizer_ids(tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
+    """Ids of a tokenizer's special tokens; those added later and marked as special too."""
+    if tokenizer is None:
+        return set()
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
+
+
+def token_positions(ids: Tensor, attention_mask: Tensor | None, image_token: int) -> dict[str, Tensor]:
+    """Where `"visual"` tokens are and where all others, `"text"`: masks `(batch, tokens)`. Padding is neither.
+
+    Args:
+        ids: Token ids `(batch, tokens)`, image tokens expanded.
+        attention_mask: `(batch, tokens)`, 0 at padding; None where there is none.
+        image_token: Id of the image token.
+    """
+    image = ids == image_token
+    attended = torch.ones_like(image)
+    if attention_mask is not None and attention_mask.dim() == 2:
+        attended = attention_mask.to(ids.device).bool()
+    return {"visual": image & attended, "text": ~image & attended}
+
+
+def token_kinds(
+    ids: Tensor,
+    attention_mask: Tensor | None,
+    config: PreTrainedConfig,
+    special: Iterable[int],
+    newline: Tensor | None = None,
+) -> Tensor:
+    """Masks `(len(KINDS), batch * tokens)`, boolean, one row for each kind; a position is in one of them or in none.
+
+    Args:
+        ids: Token ids `(batch, tokens)`, image tokens expanded.
+        attention_mask: `(batch, tokens)`, 0 at padding; None where there is none.
+        config: The model's; names the image token and Ovis' indicators.
+        special: Ids that are neither text nor visual.
+        newline: For each image token in order, whether its row is a learned newline.
+    """
+    image, text = token_positions(ids, attention_mask, config.image_token_id).values()
+    ends = torch.zeros_like(image)
+    if newline is not None:
+        ends[ids == config.image_token_id] = newline.to(ids.device)
+    indicators = _among(ids, getattr(config, "visual_indicator_token_ids", None) or ())
+    other = _among(ids, special) & ~indicators
+    kinds = {
+        "visual": image & ~ends,
+        "text": text & ~indicators & ~other,
+        "special": text & other,
+        "newline": image & ends,
+        "indicator": text & indicators,
+    }
+    return torch.stack([kinds[kind].flatten() for kind in KINDS])
+
+
+def _among(ids: Tensor, wanted: Iterable[int]) -> Tensor:
+    return torch.isin(ids, torch.tensor(sorted(wanted), dtype=ids.dtype, device=ids.device))

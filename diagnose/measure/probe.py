@@ -1,0 +1,148 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The measurements of one vision-language model: `probe(model, batches) -> Report`."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from ..report import KINDS, Report
+from .depth import DepthProbe
+from .families import Parts, find_parts
+from .interface import InterfaceProbe
+from .positions import boundary_ids, token_kinds, tokenizer_ids
+
+
+def probe(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    name: str | None = None,
+    data: str | None = None,
+) -> Report:
+    """Measures norms at the interface and rotation in depth (RQ1 to RQ4, figures 1 to 4), in one pass over `batches`.
+
+    Memory does not grow with the number of batches or of layers. The model is left as it was found. Its head is not
+    run. Hooks are on it while it runs: not to be used from two threads at once.
+
+    Args:
+        model: A vision-language model of transformers, in any precision, quantized, offloaded or with PEFT adapters.
+        batches: Inputs of its forward pass: `input_ids` `(batch, tokens)` with image tokens expanded,
+            `attention_mask`, `pixel_values` and whatever else the family needs. Labels are ignored.
+        tokenizer: Tells special tokens from text, besides those that the configuration names; or the processor.
+        name: What to call the model; by default the last part of the folder or Hub id it came from.
+        data: What to call the data.
+
+    Returns:
+        The report, with `interface` and `depth` filled.
+
+    Raises:
+        ValueError: The model cannot be read (`find_parts`), there is no batch, a batch has no `input_ids` or no token
+            is visual in all of them, or hidden states are NaN or infinite.
+    """
+    if isinstance(batches, Mapping):
+        raise ValueError("batches is one mapping. Give a list of batches, or any iterable of them.")
+    parts = find_parts(model)
+    interface, depth = InterfaceProbe(parts), DepthProbe(parts.layers, parts.final_norm)
+    special = boundary_ids(parts.model.config) | tokenizer_ids(getattr(tokenizer, "tokenizer", tokenizer))
+    tokens, samples = torch.zeros(len(KINDS), dtype=torch.long), 0
+    inputs: dict[str, Any] = {}
+
+    def masks() -> Tensor:
+        return token_kinds(
+            inputs["input_ids"], inputs.get("attention_mask"), parts.model.config, special, interface.newline
+        )
+
+    for batch in batches:
+        inputs = model_inputs(parts, batch)
+        interface.newline = None
+        with evaluating(parts.inner), interface.watching(), depth.watching(masks):
+            parts.inner(**inputs, use_cache=False)
+        kinds = masks()
+        interface.add_text(inputs["input_ids"].flatten()[kinds[KINDS.index("text")]])
+        tokens += kinds.sum(-1).cpu()
+        samples += len(inputs["input_ids"])
+    if not samples:
+        raise ValueError("There is no batch to measure. Give at least one.")
+    counts = {kind: count for kind, count in zip(KINDS, tokens.tolist(), strict=True) if count}
+    if "visual" not in counts:
+        raise ValueError(
+            f"None of the {samples} sequences has a visual token, id {parts.image_token} (config.image_token_id). Put "
+            "the image token into the prompts, as the processor does."
+        )
+    config, found = parts.model.config, interface.result(depth.norm_received())
+    left_out = []
+    if parts.projector is None:
+        left_out.append(f"The projector: where models of type {config.model_type!r} keep it is not known.")
+    if found.scale is None:
+        left_out.append(
+            "N_text and what follows from it: the norms of text tokens are no multiple of those of their rows in the "
+            "embedding matrix, as with an adapter on it, or with position embeddings."
+        )
+    return Report(
+        model=name or Path(config.name_or_path).name or config.model_type,
+        model_type=config.model_type,
+        dtype=decoder_dtype(parts),
+        hidden_size=config.get_text_config().hidden_size,
+        projector=parts.projector_name,
+        data=data,
+        samples=samples,
+        tokens=counts,
+        interface=found,
+        depth=depth.result(),
+        left_out=left_out,
+        norm=config.projector_norm if config.model_type == "normalign_llava" else None,
+    )
+
+
+def decoder_dtype(parts: Parts) -> str:
+    """Of the decoder's weights: "float32", "bfloat16", ..., "4-bit" or "8-bit"."""
+    classes = {type(module).__name__ for module in parts.decoder.modules()}
+    for name, bits in (("Linear4bit", "4-bit"), ("Linear8bitLt", "8-bit")):
+        if name in classes:
+            return bits
+    return str(next(parts.layers.parameters()).dtype).removeprefix("torch.")
+
+
+def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A batch without labels, on the model's device and in its precision.
+
+    Raises:
+        ValueError: It is no mapping with `input_ids`, its mask is not `(batch, tokens)`, or it has video or sound.
+    """
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        keys = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ValueError(f"A batch has no input_ids, which tell image tokens from text; it has {keys}.")
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}. Give (batch, tokens), 1 where attended.")
+    if others := sorted({"pixel_values_videos", "input_features"} & set(batch)):
+        raise ValueError(
+            f"A batch has {' and '.join(others)}. Tokens of video and sound are not measured: give images."
+        )
+    device = parts.model.device  # "meta" if offloaded: then accelerate's hooks move what comes
+    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in ("labels", "use_cache")}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            value = value if device.type == "meta" else value.to(device)
+            inputs[name] = value.to(parts.model.dtype) if value.is_floating_point() else value
+    return inputs
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards each module is in the mode that it was in."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.no_grad():
+            model.eval()
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,158 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The tables of a card that say what it is and what was measured. A row of unknown figures is no row."""
+
+import math
+from typing import Any
+
+from ...diagnose.verdict import number, with_error
+from .evaluation import Evaluation, Metric
+from .facts import Facts
+from .markdown import text
+from .training_tables import DASH, Table, count, part_link, run, title, trained_rows
+
+
+def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
+    """What decides whether to read on: name and value."""
+    tokens, size = visual_tokens(facts), picture_size(facts)
+    picture = " in ".join(each for each in (size, tokens and f"{tokens:,} visual tokens") if each)
+    config = facts.config
+    context = config and getattr(config.text_config, "max_position_embeddings", None)
+    dtype = config and config.dtype and str(config.dtype).removeprefix("torch.")
+    weights = f"{facts.weight_bytes / 1e9:.2f} GB"
+    if facts.parameters:
+        weights = f"{count(facts.parameters)} parameters, {weights}" + (f" in {dtype}" if dtype else "")
+    rows = [
+        *((part.role.capitalize(), part_link(part)) for part in facts.parts),
+        ("Weights", weights if facts.weight_bytes else None),
+        ("A picture is", picture),
+        ("Context", context and f"{context:,} tokens"),
+        (
+            "Trained on",
+            "; ".join(f"{title(facts, stage)}: {said}" for stage in facts.stages if (said := trained_rows(stage))),
+        ),
+        *((text(evaluation.title), _headline(evaluation)) for evaluation in facts.evaluations),
+        ("Norm of visual tokens", _ratio_said(facts)),
+        ("Licence", licence),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def alignment(facts: Facts) -> Table:
+    """What was measured of the norm, and of the baseline where there is one."""
+    reports, gain = _reports(facts), facts.gain
+    columns = [[facts.setting("text_embedding_norm"), *((gain.start, gain.now, gain.bias) if gain else [None] * 3)]]
+    for baseline in reports[1:]:
+        there = baseline.get("gain") or {}
+        n_text = (baseline["interface"].get("vocabulary") or {}).get("mean")
+        columns.append([n_text, *(there.get(key) for key in ("start", "mean_abs", "bias_mean_abs"))])
+    names = [
+        ("Mean norm of text embeddings, N_text", 4),
+        ("Gain at the start, every element", 4),
+        ("Gain now, mean magnitude", 4),
+        ("Bias now, mean magnitude (0 at the start)", 2),
+    ]
+    rows = [
+        [name, *(number(value, digits) for value in values)]
+        for (name, digits), values in zip(names, zip(*columns, strict=True), strict=True)
+    ]
+    measured = [
+        ("Norm of visual tokens as they enter", lambda each: _moments(each["interface"].get("visual"))),
+        ("Norm of the text tokens beside them", lambda each: _moments(each["interface"].get("text"))),
+        ("Norm, visual over N_text", lambda each: number(each["interface"].get("ratio"), 3)),
+        ("Norm, visual over the text beside it", lambda each: number(each["interface"].get("ratio_data"), 3)),
+        ("Rotation by layer, visual over text", lambda each: _asymmetry(each.get("depth"))),
+    ]
+    if reports:
+        rows += [[name, *(value(report) for report in reports)] for name, value in measured]
+    titles = ["", "this model", *(f"baseline: {report['model']}" for report in reports[1:])]
+    return Table(titles, [row for row in rows if set(row[1:]) != {DASH}])
+
+
+def is_stale(facts: Facts) -> bool:
+    """Whether the diagnosis is of other weights: of another norm, or another gain by more than 1 %."""
+    report: dict[str, Any] = (facts.diagnosis or {}).get("report") or {}
+    norm, measured = facts.setting("projector_norm"), (report.get("gain") or {}).get("mean_abs")
+    if None not in (norm, report.get("norm")) and norm != report["norm"]:
+        return True
+    return facts.gain is not None and measured is not None and not math.isclose(facts.gain.now, measured, rel_tol=0.01)
+
+
+def results(evaluation: Evaluation) -> Table:
+    """The results of one task, each beside its references."""
+    references = list(dict.fromkeys(name for metric in evaluation.metrics for name in metric.references))
+    names = list(dict.fromkeys(metric.name for metric in evaluation.metrics))
+    rows = []
+    for metric in evaluation.metrics:
+        subset = "all" if metric.subset is None else metric.subset
+        beside = [_figure(metric.references.get(name), evaluation) for name in references]
+        samples = DASH if metric.samples is None else f"{metric.samples:,}"
+        value = _value(metric, evaluation)
+        rows.append([subset, *([metric.name] if len(names) > 1 else []), value, *beside, samples])
+    columns = ["metric", "this model"] if len(names) > 1 else names
+    return Table(["", *columns, *references, "n"], rows)
+
+
+def visual_tokens(facts: Facts) -> int | None:
+    """How many visual tokens a picture becomes."""
+    if facts.config is not None:
+        return facts.config.image_seq_length
+    return run(facts.stages[-1]).get("tokens_per_image") if facts.stages else None
+
+
+def picture_size(facts: Facts) -> str | None:
+    """What a picture is resized or cropped to."""
+    processor = facts.image_processor
+    size = (processor.get("crop_size") if processor.get("do_center_crop") else None) or processor.get("size")
+    if isinstance(size, int) and size == processor.get("crop_size"):  # one number is a square's
+        size = {"width": size, "height": size}
+    if not isinstance(size, dict) or not {"width", "height"} <= size.keys():
+        return None
+    return f"{size['width']} × {size['height']} pixels"
+
+
+def _headline(evaluation: Evaluation) -> str | None:
+    metric = next((each for each in evaluation.metrics if each.subset is None), None)
+    if metric is None:
+        return None
+    beside = [f"{name} {_figure(value, evaluation)}" for name, value in metric.references.items()]
+    partial = [f"partial: {evaluation.samples:,} of {evaluation.total:,} samples"] if evaluation.partial else []
+    noted = "; ".join([*([", ".join(beside)] if beside else []), *partial])
+    return f"{metric.name} {_value(metric, evaluation)}" + (f" ({noted})" if noted else "")
+
+
+def _value(metric: Metric, evaluation: Evaluation) -> str:
+    error = f" ± {_figure(metric.stderr, evaluation)}" if metric.stderr else ""
+    return _figure(metric.value, evaluation) + error
+
+
+def _figure(value: float | None, evaluation: Evaluation) -> str:
+    """`value` with the decimals that the smallest standard error of the task has, or else four digits."""
+    if value is None:
+        return DASH
+    errors = [metric.stderr for metric in evaluation.metrics if metric.stderr]
+    if errors:
+        return f"{value:,.{max(0, -math.floor(math.log10(min(errors))))}f}".replace("-", "−")
+    return f"{value:.3f}".replace("-", "−") if abs(value) <= 1 else number(value, 4)
+
+
+def _ratio_said(facts: Facts) -> str | None:
+    ratios = [report["interface"].get("ratio") for report in _reports(facts)]
+    if not ratios or ratios[0] is None:
+        return None
+    said = f"{number(ratios[0], 3)} × that of text embeddings"
+    return said + (f" (baseline {number(ratios[1], 3)} ×)" if len(ratios) > 1 and ratios[1] is not None else "")
+
+
+def _reports(facts: Facts) -> list[dict[str, Any]]:
+    """What was measured of this model, and of the baseline where there is one."""
+    diagnosis = facts.diagnosis or {}
+    return [each for each in (diagnosis.get("report"), diagnosis.get("against")) if each]
+
+
+def _moments(moments: dict[str, Any] | None) -> str:
+    return f"{number(moments['mean'], 3)} (σ {number(moments['std'], 2)})" if moments else DASH
+
+
+def _asymmetry(depth: dict[str, Any] | None) -> str:
+    return with_error(depth.get("asymmetry"), depth.get("asymmetry_error"), 3) if depth else DASH

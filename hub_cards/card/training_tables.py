@@ -1,0 +1,202 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The tables of a card that say how the model was trained. A row of unknown figures is no row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...diagnose.verdict import number
+from .facts import Facts, Part
+from .markdown import hub_link
+
+
+DASH = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Column titles, and rows of as many cells; the first column is text, the others are aligned to the right."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+
+
+def training(facts: Facts) -> Table:
+    """How it was trained, one column for each stage."""
+    rows = []
+    for name, value in (
+        ("Trained", lambda stage: ", ".join(_modules(stage, trained=True))),
+        ("Frozen", lambda stage: ", ".join(_modules(stage, trained=False))),
+        ("Parameters trained", _parameters),
+        ("Learning rate, peak", _rates),
+        ("Schedule", _schedule),
+        ("Steps", steps_said),
+        ("Rows a step: a device × processes × accumulated", _batch),
+        ("Rows trained on", trained_rows),
+        ("Rows of at most", lambda stage: (longest := stage["options"].get("max_length")) and f"{longest:,} tokens"),
+        ("Optimizer", _optimizer),
+        ("Precision", _precision),
+        ("Seed", lambda stage: stage["options"].get("seed")),
+        ("Hardware", _hardware),
+        ("Time", lambda stage: duration(stage.get("seconds"))),
+        ("Software", lambda stage: ", ".join(f"{name} {version}" for name, version in stage["versions"].items())),
+        ("Commit of the code", lambda stage: stage.get("commit")),
+    ):
+        cells = [value(stage) for stage in facts.stages]
+        if any(cell not in (None, "") for cell in cells):
+            rows.append([name, *(DASH if cell in (None, "") else cell for cell in cells)])
+    return Table(["", *(title(facts, stage) for stage in facts.stages)], rows)
+
+
+def data(facts: Facts) -> Table:
+    """What became of every row of every data set."""
+    columns = ["data set", "stage", "used for", "rows found", "bad", "too long", "chosen", "pictures", "median tokens"]
+    parts = {part.name: part_link(part) for part in facts.data}
+    rows = []
+    for stage in facts.stages:
+        for source in stage.get("data", ()):
+            name = (source.get("dataset") or {}).get("id") or source["source"]
+            numbers = [source.get(key) for key in ("found", "bad", "too_long", "used", "images", "median")]
+            rows.append(
+                [
+                    parts.get(name, name),
+                    title(facts, stage),
+                    "training" if source.get("split") == "train" else "held out",
+                    *(DASH if each is None else f"{each:,.0f}" for each in numbers),
+                ]
+            )
+    return Table(columns, rows)
+
+
+def part_link(part: Part) -> str:
+    """A part's name, linked where the Hub has it."""
+    kind = "datasets/" if part.role == "data" else ""
+    return hub_link(part.name, part.hub_id, revision=part.revision, kind=kind)
+
+
+def title(facts: Facts, stage: dict[str, Any]) -> str:
+    """A stage's name: "stage 1 (align)", or "align" where no other is recorded."""
+    name = stage.get("stage")
+    if len(facts.stages) == 1:
+        return name or "training"
+    return f"stage {facts.stages.index(stage) + 1}" + (f" ({name})" if name else "")
+
+
+def steps_said(stage: dict[str, Any]) -> str | None:
+    """How many optimizer steps a stage took: "3", or "1 of 3"."""
+    said = [f"{each:,}" for each in dict.fromkeys((steps_taken(stage), run(stage).get("steps"))) if each is not None]
+    return " of ".join(said) or None
+
+
+def steps_taken(stage: dict[str, Any]) -> int | None:
+    """How many optimizer steps a stage took; by an older record, which does not say, those that were planned."""
+    return stage.get("steps_done", run(stage).get("steps"))
+
+
+def rows_seen(stage: dict[str, Any]) -> int | None:
+    """How many rows a stage trained on, of data with streams at most; None where that is not known.
+
+    They are those of its data or, where it was over before it came to all of them, those of its steps.
+    """
+    used = [source.get("used") for source in stage.get("data", ()) if source.get("split") == "train"]
+    steps, batch = steps_taken(stage), run(stage).get("batch")
+    bounds = [] if None in used else [sum(used)]
+    if steps is not None and batch:
+        bounds.append(steps * batch["rows"])
+    return min(bounds) if used and bounds else None
+
+
+def has_streams(stage: dict[str, Any]) -> bool:
+    """Whether some of its training data were streams, whose rows nobody counts."""
+    return any(source.get("used") is None for source in stage.get("data", ()) if source.get("split") == "train")
+
+
+def trained_rows(stage: dict[str, Any]) -> str | None:
+    """How many rows a stage trained on, as it is said; None where that is not known."""
+    rows = rows_seen(stage)
+    if rows is None:
+        return None
+    return f"up to {rows:,} rows, streams among them" if has_streams(stage) else f"{rows:,} rows"
+
+
+def count(value: float) -> str:
+    """A number of parameters: "157 M"."""
+    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return f"{number(value / size, 3)}{unit}"
+    return f"{value:,.0f}"
+
+
+def duration(seconds: float | None) -> str | None:
+    """A time: "42 s", "7.3 min", "5.1 h"."""
+    if seconds is None:
+        return None
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def run(stage: dict[str, Any]) -> dict[str, Any]:
+    """What a stage's run was, by `training.json`."""
+    return stage.get("run") or {}
+
+
+def _modules(stage: dict[str, Any], *, trained: bool) -> list[str]:
+    modules = run(stage).get("modules", ())
+    if modules:
+        return [each["module"] for each in modules if bool(each["trained"]) == trained]
+    return [name for name, rate in stage["learning_rates"].items() if bool(rate) == trained]
+
+
+def _parameters(stage: dict[str, Any]) -> str | None:
+    modules: Sequence[dict[str, Any]] = run(stage).get("modules", ())
+    total = sum(each["parameters"] for each in modules)
+    return f"{count(sum(each['trained'] for each in modules))} of {count(total)}" if modules else None
+
+
+def _rates(stage: dict[str, Any]) -> str:
+    modules = run(stage).get("modules", ())
+    rates = {each["module"]: each["learning_rate"] for each in modules if each["trained"]}
+    rates = rates or {name: rate for name, rate in stage["learning_rates"].items() if rate}
+    if len(set(rates.values())) == 1:
+        return f"{next(iter(rates.values())):g}"
+    return ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+
+
+def _schedule(stage: dict[str, Any]) -> str | None:
+    schedule, warmup = run(stage).get("schedule"), run(stage).get("warmup_steps")
+    return schedule and schedule + (f", {warmup:,} {'step' if warmup == 1 else 'steps'} of warm-up" if warmup else "")
+
+
+def _batch(stage: dict[str, Any]) -> str | None:
+    batch = run(stage).get("batch")
+    if not batch:
+        return None
+    factors = f"{batch['per_device']} × {batch['processes']} × {batch['accumulation']}"
+    return f"{batch['rows']:,} ({factors})"
+
+
+def _optimizer(stage: dict[str, Any]) -> str | None:
+    optimizer, decay = run(stage).get("optimizer"), stage["options"].get("weight_decay")
+    return optimizer and optimizer + (f", weight decay {decay:g}" if decay is not None else "")
+
+
+def _precision(stage: dict[str, Any]) -> str | None:
+    dtypes = list(dict.fromkeys(dtype for each in run(stage).get("modules", ()) for dtype in each["dtypes"]))
+    autocast, quantization = run(stage).get("autocast"), stage.get("quantization") or {}
+    bits = "4-bit" if quantization.get("load_in_4bit") else "8-bit" if quantization.get("load_in_8bit") else None
+    kind = quantization.get("bnb_4bit_quant_type", "") if bits == "4-bit" else ""
+    parts = [
+        f"weights {', '.join(dtypes)}" if dtypes else None,
+        f"computed in {autocast}" if autocast else None,
+        f"frozen layers {bits} {kind}".rstrip() if bits else None,
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _hardware(stage: dict[str, Any]) -> str | None:
+    hardware = stage.get("hardware") or {}
+    devices = ", ".join(hardware.get("devices") or ())
+    counted = f"{hardware['count']} × {devices}" if devices and hardware.get("count") else devices
+    return ", ".join(each for each in (counted, hardware.get("machine")) if each)

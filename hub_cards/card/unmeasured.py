@@ -1,0 +1,77 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a card must not leave unsaid: what was not measured, and how little stands behind what was."""
+
+from .facts import Facts
+from .tables import is_stale
+from .training_tables import has_streams, rows_seen, run, steps_said, steps_taken, title
+
+
+LLAVA_ROWS = 1_223_000
+"""Rows that LLaVA-1.5 was trained on: 558 thousand and 665 thousand."""
+
+STALE = "The diagnosis is of other weights than these: its figures are not this model's."
+
+
+def limits(facts: Facts) -> list[str]:
+    """Sentences for a person who decides whether to rely on the model."""
+    return [*_training(facts), *_evaluation(facts), *_diagnosis(facts)]
+
+
+def _training(facts: Facts) -> list[str]:
+    if not facts.stages:
+        return []
+    found = []
+    seeds = dict.fromkeys(str(stage["options"]["seed"]) for stage in facts.stages if "seed" in stage["options"])
+    seed = f", seed {', '.join(seeds)}" if seeds else ""
+    found.append(f"It is one training run{seed}: how much another run would differ was not measured.")
+    for stage in facts.stages:
+        if steps_taken(stage) not in (None, run(stage).get("steps")):
+            found.append(f"Stopped before its end: {title(facts, stage)}, after {steps_said(stage)} steps.")
+    rows, streams = [rows_seen(stage) for stage in facts.stages], any(map(has_streams, facts.stages))
+    known = [each for each in rows if each is not None]
+    if len(known) == len(rows) and sum(known) < LLAVA_ROWS / 10:
+        found.append(
+            f"The training recorded here took {'at most ' if streams else ''}{sum(known):,} rows, that of LLaVA-1.5 "
+            f"{LLAVA_ROWS:,}. Expect nothing that is not in them."
+        )
+    if streams:
+        found.append("Some of its data were streams, whose rows were not counted.")
+    modules = [run(stage).get("modules", []) for stage in facts.stages]
+    names = list(dict.fromkeys(module["module"] for stage in modules for module in stage))
+    moved = {module["module"] for stage in modules for module in stage if module["trained"]}
+    if "adapters" in moved:
+        moved.add("language model")
+    if never := [name for name in names if name not in moved]:
+        found.append(f"Not trained in any stage recorded here: {', '.join(never)}.")
+    return found
+
+
+def _evaluation(facts: Facts) -> list[str]:
+    found = []
+    if not facts.evaluations:
+        found.append("No evaluation is recorded: how good its answers are is not known.")
+    for evaluation in facts.evaluations:
+        if evaluation.partial:
+            found.append(
+                f"{evaluation.title} was asked in part, {evaluation.samples:,} of {evaluation.total:,} samples: not "
+                "to be set beside results on all of them."
+            )
+    found.append("Bias, safety and made-up answers were not measured.")
+    return found
+
+
+def _diagnosis(facts: Facts) -> list[str]:
+    if facts.diagnosis is None:
+        return ["Norms and rotation of visual tokens were not measured on this checkpoint."]
+    report, baseline = facts.diagnosis["report"], facts.diagnosis.get("against")
+    found = [STALE] if is_stale(facts) else []
+    if report.get("samples"):
+        on = f" of {report['data']}" if report.get("data") else ""
+        found.append(
+            f"Norms and rotation were measured on {report['samples']:,} samples{on}, in {report['dtype']}; on other "
+            "pictures they may differ."
+        )
+    if baseline is None and report.get("norm") not in (None, "none"):
+        found.append("No baseline without the norm was measured beside it: what the norm changed is not shown.")
+    return [*found, *(f"Not measured: {sentence}" for sentence in report.get("left_out", ()))]

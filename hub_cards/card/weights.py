@@ -1,0 +1,90 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a checkpoint's weights say of it: their size, the gain of the norm, and whether the projector was trained."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ...assembly.gain import initial_gain
+from ...configuration_normalign_llava import NormAlignLlavaConfig
+
+
+PROJECTOR = "multi_modal_projector."
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The norm after the projector: mean |gain| now and at its start, mean |bias| (None for an RMSNorm).
+
+    `start` is None where it is not known.
+    """
+
+    now: float
+    bias: float | None
+    start: float | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What safetensors files hold.
+
+    Attributes:
+        gain: None without the norm.
+        moved: Whether the norm or, without one, the projector is any other than a build makes it; None where that is
+            not known.
+        parameters: How many.
+        size: Of the files, in bytes.
+    """
+
+    gain: Gain | None
+    moved: bool | None
+    parameters: int
+    size: int
+
+
+def read_weights(files: Iterable[Path], config: NormAlignLlavaConfig | None) -> Weights:
+    """Reads of `files`, those that are there, the headers, the norm and the biases of the projector.
+
+    Args:
+        files: Safetensors files of one checkpoint, or of an adapter.
+        config: The checkpoint's.
+
+    Raises:
+        ValueError: A file is damaged; the message names it.
+    """
+    norm: dict[str, torch.Tensor] = {}
+    biases: list[torch.Tensor] = []
+    parameters = size = 0
+    for path in files:
+        if not path.is_file():
+            continue
+        size += path.stat().st_size
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    parameters += math.prod(file.get_slice(name).get_shape())
+                    if f"{PROJECTOR}norm." in name:
+                        norm[name.rpartition(".")[2]] = file.get_tensor(name)
+                    elif PROJECTOR in name and name.endswith(".bias"):
+                        biases.append(file.get_tensor(name))
+        except SafetensorError as error:
+            raise ValueError(f"{path} cannot be read: {error}. Was it cut short? Take another.") from error
+    if "weight" not in norm:
+        # Without a norm, biases tell: they start from 0.
+        moved = any(bool(bias.any()) for bias in biases) if config is not None and biases else None
+        return Weights(None, moved, parameters, size)
+    gain, bias = norm["weight"], norm.get("bias")
+    start = moved = None
+    if config is not None and (config.text_embedding_norm is not None or config.projector_gain_init == "one"):
+        start = initial_gain(config, config.text_embedding_norm or math.nan)
+    if start is not None:
+        moved = not torch.allclose(gain.double(), torch.full_like(gain, start).double(), rtol=1e-6, atol=0.0)
+        moved = moved or (bias is not None and bool(bias.any()))
+    mean = gain.double().abs().mean().item()
+    found = Gain(mean, None if bias is None else bias.double().abs().mean().item(), start)
+    return Weights(found, moved, parameters, size)

@@ -1,0 +1,160 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What of an adapter folder is published: the model it makes of its base, or the adapter with its base pinned."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelInfo
+from huggingface_hub.errors import HTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+from ...checkpoint.find import check_repo_id
+from ...checkpoint.names import ADAPTER_CONFIG, TRAINING_RECORD
+from ...checkpoint.untrusted import check_files, json_object, names_code
+from ...configuration_normalign_llava import NormAlignLlavaConfig
+from ..card.facts import read_json
+from ..card.write import AdapterBase
+from .client import Client
+from .contents import CODE
+from .remote import read
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A folder that can be published.
+
+    Attributes:
+        folder: The checkpoint's, a merged one in the temporary folder, or the adapter's.
+        generated: Path -> content of files to send in place of the folder's.
+        base: Of an adapter that is published as one.
+    """
+
+    folder: Path
+    generated: dict[str, bytes] = field(default_factory=dict)
+    base: AdapterBase | None = None
+
+
+@contextmanager
+def staged(checkpoint: Path, *, as_adapter: bool, base: str | None, client: Client | None) -> Iterator[Staged]:
+    """What to publish of `checkpoint`; for adapters see [`normalign_llava.hub_cards.publish.publish`].
+
+    Args:
+        checkpoint: Folder of a checkpoint or an adapter.
+        as_adapter: Publish an adapter as one, in place of merging it.
+        base: The adapter's base, where it is not the one that it names.
+        client: Resolves the base's revision to a commit; None for a dry run, which leaves it as it is.
+
+    Raises:
+        ValueError: `as_adapter` or `base` without an adapter; an adapter that cannot be merged; a base that is not on
+            the Hub, comes with other code than this package's, or is not set as the adapter was trained with it.
+        OSError: The base cannot be read, or there is no room for the merged model. Nothing of it is left.
+    """
+    if not (checkpoint / ADAPTER_CONFIG).is_file():
+        if as_adapter or base:
+            raise ValueError(
+                f"{checkpoint} has no {ADAPTER_CONFIG}, so it is no adapter: leave out --adapter and --base."
+            )
+        yield Staged(checkpoint)
+    elif as_adapter:
+        yield _with_base(checkpoint, base, client)
+    else:
+        from ...assembly.merge import merge_adapter
+        from ...checkpoint.files import write_failure
+
+        with tempfile.TemporaryDirectory(prefix="normalign-merged-") as folder:
+            merged = Path(folder) / checkpoint.resolve().name
+            try:
+                merge_adapter(checkpoint, merged, base=base)
+            except HTTPError:
+                raise
+            except OSError as error:
+                full = write_failure(error) is not None
+                where = f" in {tempfile.gettempdir()}" if full else ""
+                remedy = " Set TMPDIR to a folder with room for the model." if full else ""
+                raise OSError(f"The adapter could not be merged{where}: {error} Nothing was sent.{remedy}") from error
+            try:
+                yield Staged(merged)
+            except (ValueError, OSError) as error:
+                if str(merged) not in str(error):
+                    raise
+                kind = ValueError if isinstance(error, ValueError) else OSError
+                raise kind(str(error).replace(str(merged), f"{checkpoint}, merged,")) from error
+
+
+def _with_base(adapter: Path, base: str | None, client: Client | None) -> Staged:
+    check_files(adapter)
+    config = json_object((adapter / ADAPTER_CONFIG).read_bytes(), str(adapter / ADAPTER_CONFIG))
+    named = config.get("base_model_name_or_path")
+    base = base or named
+    remedy = "Publish the base first, and name it: --base user/name. Or publish the merged model, without --adapter."
+    if not base or Path(base).exists():
+        raise ValueError(f"The adapter's base, {base!r}, is not on the Hub, so nobody else could load it. {remedy}")
+    try:
+        check_repo_id(base)
+    except ValueError as error:
+        raise ValueError(f"The adapter's base cannot be on the Hub: {error} {remedy}") from None
+    revision = config.get("revision") if base == named else None
+    if client is not None:
+        try:
+            with client.step(f"looking for the base {base}", "Nothing was sent."):
+                info = _info(client, base, revision)
+                revision = str(info.sha)
+                its_config = json.loads(read(client, base, "config.json", revision))
+                foreign = _foreign_code(client, info, its_config)
+        except LookupError as error:
+            raise ValueError(f"The adapter's base, {base}, is not on the Hub: {error}. {remedy}") from None
+        if foreign:
+            raise ValueError(
+                f"Loading the adapter's base, {base} at {revision}, would run code that is not this version's of this "
+                f"package: {', '.join(foreign)}. Publish the base with this version, or the merged model, without "
+                "--adapter."
+            )
+        _check_arm(adapter, base, its_config)
+    pinned = AdapterBase(base, revision or "main")
+    config |= {"base_model_name_or_path": pinned.repo_id, "revision": pinned.revision}
+    return Staged(adapter, {ADAPTER_CONFIG: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()}, pinned)
+
+
+def _check_arm(adapter: Path, base: str, config: dict[str, Any]) -> None:
+    """Raises ValueError if training changed settings of the base: PEFT alone would load the base without them."""
+    record = read_json(adapter / TRAINING_RECORD) or {}
+    changed = [
+        f"{name} {value!r}, not {there!r}"
+        for name, value in record.get("config_changes", {}).items()
+        if value != (there := config.get(name, getattr(NormAlignLlavaConfig, name)))
+    ]
+    if changed:
+        raise ValueError(
+            f"The adapter was trained with {'; '.join(changed)} as config.json of its base {base} says: as an adapter "
+            "it would be loaded on another model. Publish the merged model, without --adapter."
+        )
+
+
+def _info(client: Client, repo_id: str, revision: str | None) -> ModelInfo:
+    try:
+        return client.ask(client.api.model_info, repo_id, revision=revision)
+    except RevisionNotFoundError:
+        raise LookupError(f"it has no revision {revision}") from None
+    except RepositoryNotFoundError:
+        raise LookupError("there is no such repository, or the token may not see it") from None
+
+
+def _foreign_code(client: Client, info: ModelInfo, config: dict[str, Any]) -> list[str]:
+    """What names or holds code that loading a base would run here and is not this package's."""
+
+    def content(name: str) -> bytes:
+        return read(client, info.id, name, str(info.sha))
+
+    names = {file.rfilename for file in info.siblings or []}
+    package = Path(__file__).resolve().parents[2]
+    foreign = [name for name in CODE if name not in names or content(name) != (package / name).read_bytes()]
+    if config.get("auto_map") != NormAlignLlavaConfig.auto_map_entries:
+        foreign.append("auto_map in config.json")
+    processor = {"processor_config.json", "preprocessor_config.json", "tokenizer_config.json"}
+    settings = {name: json_object(content(name), f"{name} of {info.id}") for name in sorted(names & processor)}
+    return foreign + [f"auto_map in {name}" for name in settings if names_code(settings[name])]

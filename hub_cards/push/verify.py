@@ -1,0 +1,111 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""After the push: the commit as a stranger gets it, and the code that loads it."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from ..card.write import AdapterBase
+from .clean_process import Answer, ask_stranger, difference
+from .client import Client
+from .push import Pushed
+
+
+SNIPPET = """\
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+commit = "{commit}"
+processor = AutoProcessor.from_pretrained("{repo_id}", revision=commit, code_revision=commit, trust_remote_code=True)
+model = AutoModelForImageTextToText.from_pretrained(
+    "{repo_id}", revision=commit, code_revision=commit, dtype="auto", trust_remote_code=True
+)
+"""
+
+ADAPTER_SNIPPET = """\
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+commit = "{commit}"
+base_commit = "{base_commit}"
+base = AutoModelForImageTextToText.from_pretrained(
+    "{base}", revision=base_commit, code_revision=base_commit, dtype="auto", trust_remote_code=True
+)
+model = PeftModel.from_pretrained(base, "{repo_id}", revision=commit)
+processor = AutoProcessor.from_pretrained("{processor}", revision={processor_commit}, trust_remote_code=True)
+"""
+
+
+def ask(
+    client: Client, source: str | Path, revision: str | None, base: AdapterBase | None, token: str | None
+) -> Answer:
+    """[`ask_stranger`] about what is published, on the client's Hub; `token` for a private or gated one alone."""
+    return ask_stranger(
+        source, revision=revision, base=base.repo_id if base else None,
+        base_revision=base.revision if base else None, token=token, endpoint=client.api.endpoint,
+    )  # fmt: skip
+
+
+def check_room(size: int) -> None:
+    """Raises OSError unless the temporary folder has room for `size` bytes, which are loaded there afterwards."""
+    folder = tempfile.gettempdir()
+    if (free := shutil.disk_usage(folder).free) < size:
+        raise OSError(
+            f"{folder} has {free:,} bytes free, and to load there what was published takes {size:,}. Nothing was "
+            "sent. Set TMPDIR to a folder with room for the model."
+        )
+
+
+def verify(client: Client, pushed: Pushed, base: AdapterBase | None, before: Answer) -> None:
+    """Loads what was pushed, and compares.
+
+    Args:
+        client: The client.
+        pushed: What was pushed.
+        base: Of an adapter.
+        before: What the folder answered.
+
+    Raises:
+        OSError: It does not load, or answers otherwise. It is on the branch all the same; the message names the commit
+            before.
+    """
+    try:
+        after = ask(
+            client, pushed.repo_id, pushed.commit, base, client.token if pushed.private or pushed.gated else None
+        )
+        found = difference(before, after)
+    except OSError as error:  # this machine's failure, not the commit's
+        raise OSError(f"{pushed.repo_id} is at {pushed.commit}, but was not checked: {error} Publish again.") from None
+    except ValueError as error:
+        found = str(error)
+    if found is not None:
+        earlier = (
+            f"The commit before it, {pushed.parent}, is there still: load it with `revision`."
+            if pushed.changed
+            else "The commit was there before; nothing was sent."
+        )
+        raise OSError(
+            f"{pushed.repo_id} is at {pushed.commit}, but a stranger does not get from there what the folder gives. "
+            f"{found} {earlier} Publish again to load it once more; if that fails in the same way, tell us."
+        )
+
+
+def snippet(repo_id: str, commit: str, base: AdapterBase | None, has_processor: bool) -> str:
+    """Code that loads a commit, and at that commit the code that comes with it.
+
+    Args:
+        repo_id: The repository.
+        commit: The commit.
+        base: Of an adapter.
+        has_processor: Whether the repository of an adapter has a processor; else it is the base's.
+    """
+    if base is None:
+        return SNIPPET.format(repo_id=repo_id, commit=commit)
+    return ADAPTER_SNIPPET.format(
+        repo_id=repo_id,
+        commit=commit,
+        base=base.repo_id,
+        base_commit=base.revision,
+        processor=repo_id if has_processor else base.repo_id,
+        processor_commit="commit" if has_processor else "base_commit",
+    )

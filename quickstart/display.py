@@ -1,0 +1,135 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a quickstart run shows: its parts, its pictures and its results."""
+
+import os
+import platform
+import resource
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..checkpoint.files import finished_file
+from ..data.archives import Part
+from ..data.easy_vqa import KINDS, OVERALL, Question, load_picture
+from .evaluate import is_right
+
+
+TARGET_ACCURACY = 0.75
+TARGET_MARGIN = 0.15
+
+
+def print_parts(console: Console, parts: Sequence[Part]) -> None:
+    """Prints what the run is made of."""
+    table = Table(title="Parts", title_justify="left")
+    for column in ("package", "version", "licence", "what it is"):
+        table.add_column(column)
+    for part in parts:
+        table.add_row(part.name, part.version, part.licence, part.about)
+    console.print(table)
+
+
+def draw_pictures(answered: Sequence[tuple[Question, str]], output: Path, columns: int = 4) -> None:
+    """Draws held-out pictures with question, answer and truth into one PNG."""
+    from matplotlib.figure import Figure
+
+    rows = -(-len(answered) // columns)
+    figure = Figure(figsize=(2.4 * columns, 2.7 * rows), layout="constrained")
+    for axes in (grid := figure.subplots(rows, columns, squeeze=False)).flat:
+        axes.set_axis_off()
+    for axes, (question, given) in zip(grid.flat, answered, strict=False):
+        right = is_right(question, given)
+        axes.imshow(load_picture(question.picture))
+        axes.set_title(f"{question.text}\n", fontsize=9, wrap=True)
+        style = {"transform": axes.transAxes, "ha": "center", "fontsize": 10}
+        axes.text(
+            0.5,
+            1.02,
+            shorten(given, 24, placeholder=" ..."),
+            color="green" if right else "crimson",
+            weight="bold",
+            **style,
+        )
+        if not right:
+            axes.text(0.5, -0.08, f"truth: {question.answer}", **style)
+    with finished_file(output) as partial:
+        figure.savefig(partial, format="png", dpi=120)
+
+
+def print_results(console: Console, results: dict[str, Any], output: Path, pages: Sequence[Path]) -> None:
+    """Prints accuracy by kind beside its controls, the time of each step, what fell short, and the verdicts."""
+    table = Table(title="Held-out accuracy", title_justify="left")
+    table.add_column("kind")
+    before, after, baseline = results["before"], results["after"], results["baseline"]
+    columns = {
+        "before": before["accuracy"],
+        "after": after["accuracy"],
+        "after, blank picture": after["blank"],
+        **({"without the norm": baseline["accuracy"]} if baseline else {}),
+        "majority answer": results["majority"],
+    }
+    for column in ("questions", *columns):
+        table.add_column(column, justify="right")
+    for kind in (*KINDS, OVERALL, "emoji"):
+        cells = columns.values()
+        table.add_row(kind, str(results["count"][kind]), *(f"{cell[kind]:.2f}" for cell in cells))
+    console.print(table)
+    times = Table(title="Time and memory", title_justify="left")
+    times.add_column("step")
+    times.add_column("seconds", justify="right")
+    times.add_column("peak memory so far, GiB", justify="right")
+    for name, step in results["steps"].items():
+        times.add_row(name, f"{step['seconds']:.0f}", f"{step['peak_rss_gib']:.1f}")
+    total = sum(step["seconds"] for name, step in results["steps"].items() if name != "fetch")
+    times.add_row("all but fetching", f"{total:.0f}", f"{results['peak_rss_gib']:.1f}")
+    console.print(times)
+    for line in shortfalls(results):
+        console.print(f"[yellow]{line}")
+    same = "the same answers" if results["reloaded_answers_identical"] else "[red]other answers"
+    console.print(f"Reloaded in a fresh process from its own code: {same} to {results['reloaded_answers']} questions.")
+    for name, sentences in results["verdicts"].items():
+        console.print(f"Report on {name}: {' '.join(sentences)}", highlight=False, markup=False)
+    console.print(f"Checkpoint: {output / 'model'}\nModel card: {output / 'model' / 'README.md'}")
+    console.print(f"Pictures:   {output / 'pictures.png'}")
+    for page in pages:
+        console.print(f"Report:     {page}")
+
+
+def shortfalls(results: dict[str, Any]) -> list[str]:
+    """Sentences on where the trained model stays below the targets; empty if nowhere."""
+    accuracy, blank = results["after"]["accuracy"], results["after"]["blank"]
+    lines = []
+    if accuracy[OVERALL] < TARGET_ACCURACY:
+        lines.append(f"Below target: easy-VQA accuracy {accuracy[OVERALL]:.2f}, wanted {TARGET_ACCURACY:.2f}.")
+    for kind in KINDS:
+        margin = accuracy[kind] - blank[kind]
+        if margin < TARGET_MARGIN:
+            lines.append(
+                f"Below target: {kind} is {100 * margin:.0f} points above the blank picture, wanted "
+                f"{100 * TARGET_MARGIN:.0f}."
+            )
+    return lines
+
+
+def peak_rss_gib() -> float:
+    """Largest resident memory this process or a finished child of it ever had, in GiB."""
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    used = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return max(used) * unit / 2**30
+
+
+def versions() -> dict[str, Any]:
+    """Versions of what the figures depend on, and the processor."""
+    packages = ("torch", "transformers", "trl", "peft", "datasets", "accelerate")
+    return {
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+    }

@@ -1,0 +1,119 @@
+"""Logits that a language model scales or caps after its head: served as trained, and as by itself."""
+
+import copy
+
+import pytest
+import tiny
+import tiny_parts as parts
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Cohere2Config,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    HyperCLOVAXConfig,
+    LlamaConfig,
+    MiniCPM3Config,
+    NanoChatConfig,
+)
+from trl import SFTConfig, SFTTrainer
+
+from normalign_llava.assembly.build import build_checkpoint
+
+
+LATENT = dict(num_key_value_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8)
+FAMILIES = {
+    "llama": (LlamaConfig, {}),
+    "cohere": (CohereConfig, dict(logit_scale=0.25)),
+    "cohere2": (Cohere2Config, dict(logit_scale=0.25)),
+    "gemma2": (Gemma2Config, dict(final_logit_softcapping=0.5)),
+    "gemma3": (Gemma3TextConfig, dict(final_logit_softcapping=0.5)),
+    "granite": (GraniteConfig, dict(logits_scaling=6.0, embedding_multiplier=12.0)),
+    "hyperclovax": (HyperCLOVAXConfig, dict(logits_scaling=3.0)),
+    "minicpm3": (MiniCPM3Config, dict(dim_model_base=8, **LATENT)),
+    "nanochat": (NanoChatConfig, dict(final_logit_softcapping=0.5)),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    """A language model's folder, and the checkpoint that was built of it."""
+    root = tmp_path_factory.mktemp(request.param)
+    cls, extra = FAMILIES[request.param]
+    language = parts.language(root / "language", cls=cls, **extra)
+    build_checkpoint(parts.vision(root / "vision"), language, root / "built")
+    return language, root / "built"
+
+
+IDS = torch.arange(5, 25)[None]
+PICTURE = Image.linear_gradient("L").convert("RGB")
+
+
+def test_logits_loss_and_sampling_on_text_are_the_language_models(family):
+    language, checkpoint = family
+    theirs, ours = (
+        AutoModelForCausalLM.from_pretrained(language),
+        AutoModelForImageTextToText.from_pretrained(checkpoint),
+    )
+    rows = theirs.get_input_embeddings().num_embeddings
+    with torch.no_grad():
+        expected, got = theirs(input_ids=IDS, labels=IDS), ours(input_ids=IDS, labels=IDS)
+        torch.testing.assert_close(got.logits[..., :rows], expected.logits, rtol=1e-5, atol=1e-6)
+        # The vocabulary has grown, by rows that the language model does not have.
+        loss = torch.nn.functional.cross_entropy(got.logits[0, :-1], IDS[0, 1:])
+        torch.testing.assert_close(got.loss, loss)
+        as_tuple = ours(input_ids=IDS, labels=IDS, return_dict=False)
+        assert torch.equal(as_tuple[0], got.loss) and torch.equal(as_tuple[1], got.logits)
+        torch.testing.assert_close(ours(IDS, logits_to_keep=1).logits[:, -1], got.logits[:, -1])
+    torch.manual_seed(0)
+    new = list(range(rows, ours.config.text_config.vocab_size))
+    options = dict(max_new_tokens=5, do_sample=True, suppress_tokens=new)
+    made = ours.generate(IDS, **options, output_logits=True, return_dict_in_generate=True)
+    with torch.no_grad():
+        again = theirs(input_ids=made.sequences[:, :-1]).logits[0, IDS.shape[1] - 1 :]
+    torch.testing.assert_close(torch.cat(made.logits)[:, :rows], again, rtol=1e-4, atol=1e-5)
+
+
+def test_trls_loss_in_training_is_that_of_the_served_model(family, tmp_path):
+    _, checkpoint = family
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    served = copy.deepcopy(model).eval()
+    arguments = SFTConfig(
+        output_dir=str(tmp_path), max_length=None, per_device_train_batch_size=2, report_to="none", use_cpu=True,
+        bf16=False, gradient_checkpointing=False,
+    )  # fmt: skip
+    rows = [
+        {
+            "images": [PICTURE],
+            "messages": [{"role": "user", "content": "what"}, {"role": "assistant", "content": "a kite"}],
+        }
+    ] * 2
+    data = Dataset.from_list(rows)
+    trainer = SFTTrainer(model.eval(), args=arguments, train_dataset=data, processing_class=processor)
+    batch = next(iter(trainer.get_train_dataloader()))
+    with torch.no_grad():
+        trained = trainer.compute_loss(trainer.model, dict(batch))
+        expected = served(**batch).loss
+    torch.testing.assert_close(trained, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite"])
+def test_compiled_and_with_another_vocabulary_logits_stay_what_they_are(name):
+    cls, extra = FAMILIES[name]
+    model = tiny.model(text=tiny.text_config(cls=cls, **extra))
+    batch = tiny.inputs()
+    with torch.no_grad():
+        expected = model(**batch, labels=batch["input_ids"], use_cache=False)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        got = compiled(**batch, labels=batch["input_ids"], use_cache=False)
+        torch.testing.assert_close((got.loss, got.logits), (expected.loss, expected.logits))
+        model.resize_token_embeddings(tiny.VOCABULARY + 5, mean_resizing=False)
+        torch.testing.assert_close(model(**batch).logits[..., : tiny.VOCABULARY], expected.logits)

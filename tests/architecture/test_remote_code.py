@@ -1,0 +1,136 @@
+"""The two code files that travel with a checkpoint, in processes that cannot import the package."""
+
+import json
+
+import pytest
+import tiny_parts as parts
+import torch
+from PIL import Image
+from remote_code import run_blocked
+from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
+
+from normalign_llava.assembly.build import build_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    root = tmp_path_factory.mktemp("remote")
+    folder = root / "my-model.v1.5"  # a dot, as in so many repository names
+    build_checkpoint(parts.vision(root / "vision"), parts.language(root / "language", tied=False), folder)
+    return folder
+
+
+MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it"}]}]
+
+LOAD_AND_RUN = """
+import json, torch
+from PIL import Image
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoProcessor, pipeline
+folder, again = sys.argv[1:3]
+messages = json.loads(sys.argv[3])
+config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+base = AutoModel.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
+processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+picture = Image.linear_gradient("L").convert("RGB")
+text = processor.apply_chat_template(messages, add_generation_prompt=True)
+inputs = processor(images=[picture], text=text, return_tensors="pt")
+with torch.no_grad():
+    logits = model(**inputs).logits
+    hidden = base(**inputs).last_hidden_state
+pipe = pipeline("image-text-to-text", model=folder, trust_remote_code=True)
+said = pipe(images=[picture], text=text, max_new_tokens=5, do_sample=False, return_full_text=False)
+model.save_pretrained(again)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+print(json.dumps({
+    "takes images": config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "modules": [type(x).__module__.split(".")[0] for x in (config, base, model)],
+    "names": [type(x).__name__ for x in (config, base, model, processor)],
+    "logits": logits[0, -1].tolist(),
+    "hidden": hidden[0, -1].tolist(),
+    "ids": model.generate(**inputs, max_new_tokens=5, do_sample=False)[0].tolist(),
+    "said": said[0]["generated_text"],
+}))
+"""
+
+
+def test_a_stranger_gets_what_the_installed_package_gives(tmp_path, checkpoint):
+    got = run_blocked(tmp_path, LOAD_AND_RUN, checkpoint, tmp_path / "again", json.dumps(MESSAGES))
+    assert got["takes images"]  # by which TRL's Online DPO passes them on
+    assert got["modules"] == ["transformers_modules"] * 3
+    assert got["names"] == [
+        "NormAlignLlavaConfig", "NormAlignLlavaModel", "NormAlignLlavaForConditionalGeneration", "LlavaProcessor",
+    ]  # fmt: skip
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    assert type(model).__module__ == "normalign_llava.modeling_normalign_llava"
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    picture = Image.linear_gradient("L").convert("RGB")
+    text = processor.apply_chat_template(MESSAGES, add_generation_prompt=True)
+    inputs = processor(images=[picture], text=text, return_tensors="pt")
+    with torch.no_grad():
+        torch.testing.assert_close(torch.tensor(got["logits"]), model(**inputs).logits[0, -1], rtol=0, atol=0)
+        hidden = model.model(**inputs).last_hidden_state[0, -1]
+        torch.testing.assert_close(torch.tensor(got["hidden"]), hidden, rtol=0, atol=0)
+    assert got["ids"] == model.generate(**inputs, max_new_tokens=5, do_sample=False)[0].tolist()
+    said = pipeline("image-text-to-text", model=model, processor=processor)(
+        images=[picture], text=text, max_new_tokens=5, do_sample=False, return_full_text=False
+    )
+    assert got["said"] == said[0]["generated_text"]
+
+    # What the stranger saves is again a complete checkpoint.
+    again = tmp_path / "again"
+    assert {path.name for path in again.glob("*.py")} == {path.name for path in checkpoint.glob("*.py")}
+    for name in ("configuration_normalign_llava.py", "modeling_normalign_llava.py"):
+        assert (again / name).read_text() == (checkpoint / name).read_text()
+    assert (again / "config.json").read_text() == (checkpoint / "config.json").read_text()
+
+
+def test_public_names_come_from_the_two_files_alone(tmp_path, checkpoint):
+    code = """
+import json
+from transformers.dynamic_module_utils import get_class_from_dynamic_module as get
+names = ["GlobalWeightCompensatedLayerNorm", "GlobalWeightCompensatedRMSNorm", "mean_embedding_norm"]
+found = [get("modeling_normalign_llava." + name, sys.argv[1]).__name__ for name in names]
+print(json.dumps(found))
+"""
+    assert len(run_blocked(tmp_path, code, checkpoint)) == 3
+
+
+def test_without_remote_code_the_checkpoint_is_refused(tmp_path, checkpoint):
+    code = """
+import json
+from transformers import AutoConfig, AutoModelForImageTextToText
+errors = []
+for load in (AutoConfig, AutoModelForImageTextToText):
+    try:
+        load.from_pretrained(sys.argv[1], trust_remote_code=False)
+    except Exception as error:
+        errors.append(str(error))
+print(json.dumps(errors))
+"""
+    errors = run_blocked(tmp_path, code, checkpoint)
+    assert len(errors) == 2 and all("trust_remote_code" in error for error in errors)
+
+
+def test_missing_tensors_are_an_error_for_strangers_too(tmp_path, checkpoint):
+    code = """
+import json, shutil
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, pipeline
+folder = sys.argv[2]
+shutil.copytree(sys.argv[1], folder)
+state = {k: v for k, v in load_file(folder + "/model.safetensors").items() if k != "lm_head.weight"}
+save_file(state, folder + "/model.safetensors", metadata={"format": "pt"})
+errors = []
+for load in (
+    lambda: AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True),
+    lambda: pipeline("image-text-to-text", model=folder, trust_remote_code=True),
+):
+    try:
+        load()
+    except Exception as error:
+        errors.append(str(error))
+print(json.dumps(errors))
+"""
+    errors = run_blocked(tmp_path, code, checkpoint, tmp_path / "damaged")
+    assert len(errors) == 2 and all("lacks 1 tensors" in e and "lm_head.weight" in e for e in errors)

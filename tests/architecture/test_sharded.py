@@ -1,0 +1,37 @@
+"""N_text and the gain of models whose embeddings are spread over two real processes."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny
+from paths import HELPERS
+
+
+@pytest.mark.parametrize("mode", ["dtensor", "zero3"])
+def test_sharded_embeddings_are_gathered(tmp_path, mode):
+    if mode == "zero3" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("needs deepspeed")
+    llava = tiny.llava(tied=False)
+    llava.save_pretrained(tmp_path / "llava")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    worker = [
+        str(HELPERS / "sharded_worker.py"),
+        mode,
+        str(tmp_path / "llava"),
+        str(tmp_path / "found"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*launch, *worker], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = tiny.reference_n_text(llava.get_input_embeddings().weight)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"found.{rank}").read_text())
+        assert found["world"] == 2 and found["rows here"] < tiny.VOCABULARY
+        assert found["kind"] == {"dtensor": "DTensor", "zero3": "ds"}[mode]
+        assert found["aligned"] == pytest.approx(expected, rel=1e-9)
+        assert found["gain"] == pytest.approx([expected / tiny.WIDTH**0.5] * tiny.WIDTH, rel=1e-6)
+        assert found.get("gain loaded", found["gain"]) == found["gain"]

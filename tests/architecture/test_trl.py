@@ -1,0 +1,206 @@
+"""TRL's own trainers on our checkpoints: images arrive, references are the model itself, everything trained moves."""
+
+import logging
+import math
+
+import pytest
+import torch
+import training
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+from transformers import AutoProcessor, BitsAndBytesConfig, LlavaConfig, LlavaForConditionalGeneration
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
+from normalign_llava.assembly.build import retrofit_checkpoint
+
+
+PICTURES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
+SHORT = dict(
+    max_steps=1,
+    logging_steps=1,
+    per_device_train_batch_size=2,
+    report_to="none",
+    save_strategy="no",
+    disable_tqdm=True,
+    use_cpu=True,
+    bf16=False,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return training.checkpoint(tmp_path_factory.mktemp("trl"))
+
+
+def said(role, text):
+    return [{"role": role, "content": text}]
+
+
+def preferences(count=2):
+    answers = {"chosen": said("assistant", "a red kite"), "rejected": said("assistant", "no")}
+    rows = [{"images": [PICTURES[i % 2]], "prompt": said("user", "what is it"), **answers} for i in range(count)]
+    return Dataset.from_list(rows)
+
+
+def dpo(model, folder, processor, **options):
+    arguments = DPOConfig(output_dir=str(folder), max_length=None, **SHORT, **options)
+    return DPOTrainer(model, args=arguments, train_dataset=preferences(), processing_class=processor)
+
+
+def first_loss(trainer):
+    trainer.train()
+    return trainer.state.log_history[0]["loss"]
+
+
+# -------------------------------------------------------------------------------------------------------- Online DPO
+def test_online_dpo_shows_the_images_to_the_tower(tmp_path, checkpoint):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    shown = []
+    model.model.vision_tower.register_forward_pre_hook(
+        lambda module, args, kwargs: shown.append((args[0] if args else kwargs["pixel_values"]).clone()),
+        with_kwargs=True,
+    )
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    content = [{"type": "image"}, {"type": "text", "text": "what is it"}]
+    rows = [{"prompt": said("user", content), "image": picture} for picture in PICTURES]
+    arguments = OnlineDPOConfig(
+        output_dir=str(tmp_path), max_new_tokens=4, missing_eos_penalty=None, gradient_checkpointing=False, **SHORT
+    )
+    trainer = OnlineDPOTrainer(
+        model,
+        reward_funcs=lambda prompts, completions, **kwargs: [float(len(str(text))) for text in completions],
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=processor,
+    )
+    trainer.train()
+    assert shown, "the tower was never called"
+    seen = torch.cat(shown)
+    for picture in PICTURES:
+        pixels = processor.image_processor(picture, return_tensors="pt")["pixel_values"]
+        assert any(torch.equal(image[None], pixels) for image in seen)
+
+
+# ---------------------------------------------------------------------------------- reference models and LLaVA folders
+def test_the_reference_of_a_checkpoint_is_the_model_itself(tmp_path, checkpoint):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    assert model.name_or_path == str(checkpoint)
+    trainer = dpo(model, tmp_path, AutoProcessor.from_pretrained(checkpoint), learning_rate=0.0)
+    assert first_loss(trainer) == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def llava(checkpoint, tmp_path_factory):
+    """A stock LLaVA folder with the checkpoint's weights and processor."""
+    folder = tmp_path_factory.mktemp("llava")
+    ours = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    ours_alone = ("model_type", "architectures", "auto_map", *NormAlignLlavaConfig.__annotations__)
+    config = LlavaConfig(**{name: value for name, value in ours.config.to_dict().items() if name not in ours_alone})
+    stock = LlavaForConditionalGeneration(config)
+    stock.load_state_dict(ours.state_dict(), strict=False)
+    stock.save_pretrained(folder)
+    AutoProcessor.from_pretrained(checkpoint).save_pretrained(folder)
+    return folder
+
+
+def test_no_reference_is_loaded_from_a_llava_folder_in_place_of_our_model(tmp_path, llava, caplog):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(llava)
+    assert model.name_or_path == model.config.name_or_path == ""
+    (told,) = [record.getMessage() for record in caplog.records if "reference model" in record.getMessage()]
+    assert f"`normalign build --from-llava {llava}`" in told
+    processor = AutoProcessor.from_pretrained(llava)
+    with pytest.raises(OSError):
+        dpo(model, tmp_path / "dpo", processor)
+    # With an adapter the reference is the model without it, and the adapter names no base that is another model.
+    adapted = get_peft_model(
+        NormAlignLlavaForConditionalGeneration.from_pretrained(llava), LoraConfig(target_modules=["q_proj"])
+    )
+    assert adapted.peft_config["default"].base_model_name_or_path is None
+
+    retrofit_checkpoint(str(llava), tmp_path / "ours")
+    ours = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "ours")
+    trainer = dpo(ours, tmp_path / "dpo", AutoProcessor.from_pretrained(tmp_path / "ours"), learning_rate=0.0)
+    assert first_loss(trainer) == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_a_name_stays_where_it_loads_the_same_model(tmp_path, llava):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(llava, projector_norm="none")
+    assert model.name_or_path == str(llava)  # the projector of a LLaVA
+    trainer = dpo(model, tmp_path, AutoProcessor.from_pretrained(llava), learning_rate=0.0)
+    assert first_loss(trainer) == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_a_name_does_not_stay_where_the_norm_was_taken_away(checkpoint):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, projector_norm="none")
+    assert model.name_or_path == ""
+
+
+# ----------------------------------------------------------------------------------------------- what is trained moves
+def conversations(count=4):
+    answers = [said("user", "what is it") + said("assistant", f"a kite {i}") for i in range(count)]
+    return Dataset.from_list([{"images": [PICTURES[i % 2]], "messages": row} for i, row in enumerate(answers)])
+
+
+def sft(model, folder, checkpoint, peft_config, **options):
+    arguments = SFTConfig(output_dir=str(folder), max_length=None, **{**SHORT, **options})
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    return SFTTrainer(
+        model, args=arguments, train_dataset=conversations(), processing_class=processor, peft_config=peft_config
+    )
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_adapters_on_the_tower_move_under_gradient_checkpointing(tmp_path, checkpoint, reentrant):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    lora = LoraConfig(target_modules=r".*(vision_tower|language_model).*\.(q_proj|v_proj)")
+    options = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    trainer = sft(model, tmp_path, checkpoint, lora, learning_rate=1e-2, **options)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_B" in name}
+    trainer.train()
+    after = dict(trainer.model.named_parameters())
+    # LLaVA reads the tower's last layer but one.
+    read = [name for name in before if "vision_tower.encoder.layers.2" not in name]
+    assert any("vision_tower" in name for name in read) and any("language_model" in name for name in read)
+    assert all(not torch.equal(after[name], before[name]) for name in read)
+
+
+QLORA = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+
+
+def test_a_gain_that_trl_casts_to_bfloat16_is_told_of_once_with_the_way_out(tmp_path, caplog):
+    logging.getLogger("normalign_llava").warning_once.cache_clear()  # of what other tests were told
+    checkpoint = training.checkpoint(tmp_path, hidden_size=64, intermediate_size=128, head_dim=32)
+    lora = LoraConfig(target_modules=r".*language_model.*q_proj", modules_to_save=["multi_modal_projector"])
+
+    def trainer():
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(
+            checkpoint, quantization_config=BitsAndBytesConfig(**QLORA), dtype=torch.bfloat16
+        )
+        options = dict(bf16=True, max_steps=3, learning_rate=2e-5, lr_scheduler_type="constant")
+        return sft(model, tmp_path / "out", checkpoint, lora, **options)
+
+    def gain(trainer):
+        return next(p for n, p in trainer.model.named_parameters() if n.endswith("default.norm.weight"))
+
+    def told():
+        return [record.getMessage() for record in caplog.records if "The gain is trained in" in record.getMessage()]
+
+    def moved(trainer):
+        before = gain(trainer).detach().clone()
+        trainer.train()
+        return int((gain(trainer) != before).sum())
+
+    cast = trainer()
+    assert gain(cast).dtype == torch.bfloat16
+    assert moved(cast) == 0
+    (message,) = told()
+    assert "torch.bfloat16" in message
+    caplog.clear()
+    mended = trainer()
+    exec(message.partition("make it float32: ")[2], {"trainer": mended})
+    assert gain(mended).dtype == torch.float32
+    assert moved(mended) == 64
+    assert not told()

@@ -1,0 +1,145 @@
+"""A batch of questions is answered as each question alone, by every checkpoint that is written."""
+
+import json
+
+import pytest
+import tiny
+import tiny_parts as parts
+import torch
+import train_data
+import training
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+from transformers import AddedToken, AutoModelForImageTextToText, AutoProcessor, LlavaProcessor, pipeline
+
+from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
+from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.train.run import main
+
+
+PICTURES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
+QUESTIONS = ["what is it", "say in more words what there is in the picture"]
+MODULES = r".*\.language_model\..*\.(q_proj|v_proj)"
+
+
+def with_louder_layers(model):
+    """At its initial scale so small a decoder says the same of everything."""
+    with torch.no_grad():
+        for parameter in model.model.language_model.layers.parameters():
+            parameter.mul_(8.0 if parameter.ndim == 2 else 1.0)
+    return model
+
+
+def built(folder):
+    language = parts.language(folder / "language", tied=False)
+    build_checkpoint(parts.vision(folder / "vision"), language, folder / "built")
+    model = AutoModelForImageTextToText.from_pretrained(folder / "built")
+    with_louder_layers(model).save_pretrained(folder / "built")
+    return folder / "built"
+
+
+def retrofitted(folder):
+    stock = with_louder_layers(tiny.llava(tied=False))
+    stock.config.image_token_index = 3
+    stock.save_pretrained(folder / "llava")
+    tokenizer = parts.tokenizer(extra=("<image>",))
+    tokenizer.add_tokens(AddedToken("<image>", special=True, normalized=False), special_tokens=True)
+    LlavaProcessor(
+        image_processor=parts.image_processor("clip"),
+        tokenizer=tokenizer,
+        patch_size=8,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+        chat_template=AutoProcessor.from_pretrained(built(folder / "other")).chat_template,
+    ).save_pretrained(folder / "llava")
+    retrofit_checkpoint(str(folder / "llava"), folder / "built")
+    return folder / "built"
+
+
+def adapter_of(base, folder):
+    model = AutoModelForImageTextToText.from_pretrained(base)
+    get_peft_model(model, LoraConfig(target_modules=MODULES)).save_pretrained(folder)
+    return folder
+
+
+def merged(folder):
+    base = built(folder)
+    merge_adapter(adapter_of(base, folder / "adapter"), folder / "merged", base_quantization="none")
+    return folder / "merged"
+
+
+def train(folder, checkpoint, output, **options):
+    rows = [train_data.llava("<image>\nwhat?", f"it is {i}", "red.png") for i in range(4)]
+    file = train_data.write_json(folder, rows)
+    given = {"stage": "tune", "model_name_or_path": checkpoint, "dataset_name": file, "output_dir": output}
+    given |= {"max_steps": 1, "learning_rate": 1e-5, "bf16": False, "use_cpu": True, "report_to": "none", **options}
+    return main([word for name, value in given.items() for word in (f"--{name}", str(value))])
+
+
+def trained(folder):
+    return train(folder, built(folder), folder / "trained")
+
+
+def saved_while_training(folder):
+    train(folder, built(folder), folder / "trained", save_steps=1)
+    return folder / "trained" / "checkpoint-1"
+
+
+def padding_right(folder):
+    """Makes a checkpoint as they were made before the side was written."""
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in settings.items() if key != "padding_side"}))
+    assert AutoProcessor.from_pretrained(folder).tokenizer.padding_side == "right"
+    return folder
+
+
+def prompt(processor, question):
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+    return processor.apply_chat_template(asked, add_generation_prompt=True)
+
+
+def answers(checkpoint, pictures, questions):
+    """Of a batch, made by the processor as it comes."""
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    texts = [prompt(processor, question) for question in questions]
+    inputs = processor(images=pictures, text=texts, padding=True, return_tensors="pt")
+    made = model.generate(**inputs, max_new_tokens=8, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    return processor.batch_decode(made, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("made", [built, retrofitted, merged, trained, saved_while_training])
+def test_a_batch_is_answered_as_its_questions_are_alone(tmp_path, made):
+    checkpoint = made(tmp_path)
+    alone = [answers(checkpoint, [picture], [text])[0] for picture, text in zip(PICTURES, QUESTIONS, strict=True)]
+    assert alone[0] != alone[1] and all(alone)
+    assert answers(checkpoint, PICTURES, QUESTIONS) == alone
+    answer = pipeline("image-text-to-text", model=str(checkpoint), dtype=torch.float32)
+    asked = [
+        [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": question}]}]
+        for picture, question in zip(PICTURES, QUESTIONS, strict=True)
+    ]
+    said = answer(text=asked, batch_size=2, max_new_tokens=8, do_sample=False, return_full_text=False)
+    assert [conversation[0]["generated_text"] for conversation in said] == alone
+
+
+def test_labels_are_padded_right_all_the_same(tmp_path):
+    trainer = training.trainer(tmp_path, training.checkpoint(tmp_path))
+    assert trainer.processing_class.tokenizer.padding_side == "left"
+    batch = trainer.data_collator([training.row(0), training.row(1, turns=2)])
+    assert batch["attention_mask"][:, 0].all() and not batch["attention_mask"][:, -1].all()
+
+
+def test_training_tells_of_a_checkpoint_that_pads_right_and_writes_one_that_pads_left(tmp_path, caplog):
+    checkpoint = padding_right(built(tmp_path))
+    output = train(tmp_path, checkpoint, tmp_path / "trained")
+    assert AutoProcessor.from_pretrained(output).tokenizer.padding_side == "left"
+    (told,) = [record.getMessage() for record in caplog.records if "pads on the right" in record.getMessage()]
+    assert str(checkpoint) in told and '"padding_side": "left"' in told and "tokenizer_config.json" in told
+
+
+def test_merging_into_a_base_that_pads_right_writes_one_that_pads_left(tmp_path):
+    base = padding_right(built(tmp_path))
+    merge_adapter(adapter_of(base, tmp_path / "adapter"), tmp_path / "merged", base_quantization="none")
+    assert AutoProcessor.from_pretrained(tmp_path / "merged").tokenizer.padding_side == "left"

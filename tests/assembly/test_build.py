@@ -1,0 +1,330 @@
+"""Assembly from tiny parts: what is kept, what is added, what is refused."""
+
+import json
+import logging
+
+import pytest
+import tiny
+import tiny_parts as parts
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    FalconH1Config,
+    GemmaConfig,
+    GPT2Config,
+    InklingTextConfig,
+    LlamaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    MambaConfig,
+    NanoChatConfig,
+    OPTConfig,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+    SiglipConfig,
+    SiglipModel,
+    SiglipVisionModel,
+)
+from transformers.utils import logging as transformers_logging
+
+from normalign_llava.assembly.build import ARMS, build_checkpoint, retrofit_checkpoint
+from normalign_llava.diagnose.load import find, load
+
+
+QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this"}]}]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language"), tmp_path / "built"
+
+
+@pytest.mark.parametrize("kind", parts.ENCODERS)
+def test_every_encoder_gives_as_many_features_as_placeholders(tmp_path, kind):
+    vision = parts.vision(tmp_path / "vision", kind)
+    report = build_checkpoint(vision, parts.language(tmp_path / "language"), tmp_path / "built")
+    assert report.tokens_per_image == parts.FEATURES[kind]
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "built")
+    processor = AutoProcessor.from_pretrained(tmp_path / "built", trust_remote_code=False)
+    assert type(processor) is LlavaProcessor
+    inputs = processor(
+        images=[Image.new("RGB", (40, 30), "red")],
+        text=processor.apply_chat_template(QUESTION, add_generation_prompt=True),
+        return_tensors="pt",
+    )
+    assert (inputs["input_ids"] == model.config.image_token_id).sum() == parts.FEATURES[kind]
+    assert model.generate(**inputs, max_new_tokens=3).shape[1] == inputs["input_ids"].shape[1] + 3
+    expected = {"num_image_tokens": [parts.FEATURES[kind]], "num_image_patches": [1]}
+    assert {k: processor._get_num_multimodal_tokens([(30, 40)])[k] for k in expected} == expected
+    encoder = parts.ENCODERS[kind]().from_pretrained(vision).state_dict()
+    for name, tensor in model.model.vision_tower.state_dict().items():
+        if not name.startswith("pooler."):
+            assert torch.equal(tensor, encoder.get(name, encoder.get(f"vision_model.{name}"))), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("cls", [LlamaConfig, GemmaConfig, GPT2Config])
+def test_the_language_model_is_kept_whole(tmp_path, cls, tied):
+    sizes = dict(n_embd=32, n_layer=2, n_head=2, n_positions=64) if cls is GPT2Config else {}
+    language = parts.language(tmp_path / "language", tied=tied, cls=cls, **sizes)
+    build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
+    ours = AutoModelForImageTextToText.from_pretrained(tmp_path / "built")
+    source = AutoModelForCausalLM.from_pretrained(language)
+    ids = torch.arange(5, 20)[None]
+    rows = source.get_input_embeddings().num_embeddings
+    torch.testing.assert_close(ours(input_ids=ids).logits[..., :rows], source(input_ids=ids).logits)
+    assert (ours.lm_head.weight is ours.get_input_embeddings().weight) == tied
+    padded = ours.get_input_embeddings().weight
+    assert len(padded) % 64 == 0 and torch.equal(padded[:rows], source.get_input_embeddings().weight)
+    assert (padded[rows:] == padded[rows]).all()
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_arms(folders, arm, norm):
+    vision, language, output = folders
+    report = build_checkpoint(vision, language, output, arm=arm, norm=norm)
+    model = AutoModelForImageTextToText.from_pretrained(output)
+    source = AutoModelForCausalLM.from_pretrained(language)
+    n_text = tiny.reference_n_text(source.get_input_embeddings().weight, excluded=())
+    assert report.n_text == pytest.approx(n_text, rel=1e-9)  # the image token and padding do not count
+    assert model.config.text_embedding_norm == pytest.approx(n_text, rel=1e-9)
+    if arm == "none":
+        assert report.gain is None and model.config.projector_norm == "none"
+        return
+    gain = 1.0 if arm == "unit" else n_text / 32**0.5
+    norm_layer = model.model.multi_modal_projector.norm
+    torch.testing.assert_close(norm_layer.weight, torch.full((32,), gain))
+    assert report.gain == pytest.approx(gain, rel=1e-6)
+    assert norm_layer.compensate == (arm == "gwc") and model.config.projector_norm == norm
+    assert json.loads((output / "build.json").read_text())["arm"] == arm
+
+
+def test_no_local_path_travels_with_a_checkpoint(folders):
+    vision, language, output = folders
+    build_checkpoint(vision, language, output)
+    AutoModelForImageTextToText.from_pretrained(output).save_pretrained(output.parent / "again")
+    for path in [*output.glob("*.js*"), *(output.parent / "again").glob("*.js*")]:
+        assert str(output.parent) not in path.read_text(), path
+
+
+def test_spare_rows_of_the_vocabulary_are_used_first(tmp_path):
+    language = parts.language(tmp_path / "language", rows=128)
+    report = build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "built")
+    source = AutoModelForCausalLM.from_pretrained(language).get_input_embeddings().weight
+    assert torch.equal(model.get_input_embeddings().weight, source) and report.vocabulary == 128
+    expected = tiny.reference_n_text(source, excluded=(model.config.image_token_id,))
+    assert report.n_text == pytest.approx(expected, rel=1e-9)
+
+
+def test_several_feature_layers(folders):
+    vision, language, output = folders
+    build_checkpoint(vision, language, output, feature_layer=[-3, -1])
+    model = AutoModelForImageTextToText.from_pretrained(output)
+    assert model.model.multi_modal_projector.linear_1.in_features == 32
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"arm": "best"}, ["arm", "'none', 'unit', 'aligned', 'gwc'", "'best'"]),
+        ({"norm": "batch"}, ["norm", "rms_norm", "'batch'"]),
+        ({"feature_layer": 9}, ["feature_layer 9", "4 hidden states"]),
+        ({"feature_layer": 0}, ["feature_layer 0", "-4"]),
+        ({"feature_layer": ()}, ["feature_layer names no hidden state"]),
+        ({"select_strategy": "cls"}, ["select_strategy", "'default' or 'full'", "'cls'"]),
+        ({"dtype": "int7"}, ["dtype", "int7"]),
+        ({"vision": "language"}, ["'llama'", "siglip_vision_model"]),
+        ({"language": "vision"}, ["'clip_vision_model'", "not a causal language model"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, change, words):
+    parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
+    before = sorted(tmp_path.iterdir())
+    arguments = {"vision": "vision", "language": "language", **change}
+    for name in ("vision", "language"):
+        arguments[name] = str(tmp_path / arguments[name])
+    with pytest.raises(ValueError) as error:
+        build_checkpoint(output=tmp_path / "built", **arguments)
+    assert all(word in str(error.value) for word in words)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_siglip_with_default_would_lose_a_patch(tmp_path):
+    vision = parts.vision(tmp_path / "vision", "siglip")
+    with pytest.raises(ValueError, match="a patch of the picture would be lost"):
+        build_checkpoint(vision, parts.language(tmp_path / "l"), tmp_path / "built", select_strategy="default")
+
+
+def test_naflex_is_refused_by_name(tmp_path):
+    sizes = {k: v for k, v in parts.SIZES.items() if k != "image_size"}
+    Siglip2VisionModel(Siglip2VisionConfig(**sizes)).save_pretrained(tmp_path / "naflex")
+    with pytest.raises(ValueError, match="NaFlex"):
+        build_checkpoint(str(tmp_path / "naflex"), parts.language(tmp_path / "l"), tmp_path / "built")
+
+
+def test_language_models_that_llava_would_change_or_cannot_hold_are_refused(tmp_path):
+    vision = parts.vision(tmp_path / "vision")
+    half = parts.language(tmp_path / "opt", cls=OPTConfig, word_embed_proj_dim=16, ffn_dim=48)
+    with pytest.raises(ValueError, match="projects embeddings of 16 to its hidden size of 32"):
+        build_checkpoint(vision, half, tmp_path / "built")
+    state = parts.language(tmp_path / "mamba", cls=MambaConfig, state_size=4)
+    with pytest.raises(ValueError, match="'mamba' model, which has no key-value cache"):
+        build_checkpoint(vision, state, tmp_path / "built")
+    # Falcon-H1 multiplies embeddings only where it looks them up itself, which LLaVA does in its place.
+    sizes = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8)
+    moved = parts.language(tmp_path / "falcon", cls=FalconH1Config, embedding_multiplier=5.65, **sizes)
+    with pytest.raises(ValueError, match="computes other hidden states than by itself"):
+        build_checkpoint(vision, moved, tmp_path / "built")
+    assert not (tmp_path / "built").exists()
+
+
+def test_damaged_weights_are_named(tmp_path):
+    language = parts.language(tmp_path / "language")
+    model = AutoModelForCausalLM.from_pretrained(language)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.fill_(float("nan"))
+    model.save_pretrained(language)
+    with pytest.raises(ValueError, match="NaN or infinite values on text"):
+        build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
+
+
+def test_what_is_left_aside_of_an_encoder_is_not_warned_of(tmp_path, caplog, monkeypatch):
+    siglip = SiglipModel(SiglipConfig(vision_config=parts.SIZES, text_config=dict(parts.SIZES, num_hidden_layers=1)))
+    siglip.save_pretrained(tmp_path / "siglip")
+    parts.image_processor("siglip").save_pretrained(tmp_path / "siglip")
+    folders = {"siglip": str(tmp_path / "siglip"), "clip": parts.vision(tmp_path / "clip", "clip_full")}
+    language = parts.language(tmp_path / "language")
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    AutoConfig.from_pretrained(folders["siglip"])  # as transformers says it
+    SiglipVisionModel.from_pretrained(folders["siglip"])
+    assert "text_model.final_layer_norm.bias" in caplog.text and "within the vocabulary" in caplog.text
+    caplog.clear()
+    transformers_logging.get_logger("transformers").warning_once.cache_clear()
+    for kind, folder in folders.items():
+        build_checkpoint(folder, language, tmp_path / f"from_{kind}")
+        load(find(folder))
+    assert "LOAD REPORT" not in caplog.text and "within the vocabulary" not in caplog.text
+
+    weights = load_file(tmp_path / "siglip" / "model.safetensors")
+    del weights["vision_model.post_layernorm.bias"]
+    save_file(weights, tmp_path / "siglip" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 1 tensors of SiglipVisionModel"):
+        build_checkpoint(folders["siglip"], language, tmp_path / "damaged")
+    assert "MISSING" in caplog.text
+
+
+def test_an_empty_output_is_filled_even_through_a_link(folders):
+    vision, language, output = folders
+    (output.parent / "disk").mkdir()
+    output.symlink_to(output.parent / "disk", target_is_directory=True)
+    build_checkpoint(vision, language, output)
+    assert output.is_symlink() and (output.parent / "disk" / "config.json").exists()
+    deep = output.parent / "a" / "b"
+    with pytest.raises(ValueError):
+        build_checkpoint(vision, language, deep, feature_layer=9)
+    assert not deep.parent.exists()
+
+
+def test_an_output_with_files_is_left_alone(folders):
+    vision, language, output = folders
+    output.mkdir()
+    (output / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="exists and is not an empty folder"):
+        build_checkpoint(vision, language, output)
+    assert [path.name for path in output.iterdir()] == ["thesis.txt"]
+
+
+def test_logits_that_are_transformed_in_another_way_are_refused(tmp_path):
+    language = parts.language(tmp_path / "language", cls=InklingTextConfig)
+    with pytest.raises(ValueError, match="to its logits after the head that this package does not know"):
+        build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
+
+
+def test_a_family_that_normalises_what_the_norm_gives_is_warned_about(tmp_path, caplog):
+    language = parts.language(tmp_path / "language", cls=NanoChatConfig)
+    build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
+    assert f"{language} normalises its embeddings, visual tokens too: the gain has no effect" in caplog.text
+
+
+def test_the_first_token_is_there_once(tmp_path):
+    """Templates that print it meet tokenizers that add it."""
+    language = parts.language(tmp_path / "language", chat_template="{{ '<|im_start|>' }}" + parts.CHATML)
+    tokenizer = AutoTokenizer.from_pretrained(language)
+    tokenizer.bos_token = "<|im_start|>"
+    first = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", first)]
+    )
+    tokenizer.save_pretrained(language)
+    build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
+    processor = AutoProcessor.from_pretrained(tmp_path / "built")
+    assert processor.tokenizer("a")["input_ids"][0] == first
+    content = [{"type": "image", "image": Image.new("RGB", (16, 16))}, {"type": "text", "text": "what"}]
+    ids = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=True
+    )["input_ids"][0]
+    written = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    assert ids.count(first) == written.count("<|im_start|>")
+
+
+def test_without_a_template_vicunas_is_taken(tmp_path):
+    language = parts.language(tmp_path / "language", chat_template=None)
+    report = build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
+    text = AutoProcessor.from_pretrained(tmp_path / "built").apply_chat_template(QUESTION, add_generation_prompt=True)
+    assert report.generation_marks and "USER: <image>" in text and text.endswith("ASSISTANT:")
+
+
+def test_a_template_without_marks_makes_an_inference_checkpoint_with_a_warning(tmp_path, caplog):
+    odd = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+    language = parts.language(tmp_path / "language", chat_template=odd)
+    report = build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
+    assert report.generation_marks is False
+    assert "--chat-template" in caplog.text
+    marked = tmp_path / "marked.jinja"
+    marked.write_text(
+        "{% for m in messages %}[{{ m['role'] }}] {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+        "<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    report = build_checkpoint(parts.vision(tmp_path / "vision2"), language, tmp_path / "built2", chat_template=marked)
+    assert report.generation_marks is True
+
+
+@pytest.mark.parametrize("arm", ["gwc", "unit", "none"])
+def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm):
+    stock = tiny.llava(tied=False)
+    stock.config.image_token_index = 3
+    tokenizer = parts.tokenizer(extra=("<image>",))
+    stock.save_pretrained(tmp_path / "llava")
+    LlavaProcessor(
+        image_processor=parts.image_processor("clip"),
+        tokenizer=tokenizer,
+        patch_size=8,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+        chat_template=parts.CHATML,
+    ).save_pretrained(tmp_path / "llava")
+    report = retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built", arm=arm)
+    ours = AutoModelForImageTextToText.from_pretrained(tmp_path / "built").state_dict()
+    original = LlavaForConditionalGeneration.from_pretrained(tmp_path / "llava").state_dict()
+    assert all(torch.equal(ours.pop(name), tensor) for name, tensor in original.items())
+    assert set(ours) == (
+        set() if arm == "none" else {f"model.multi_modal_projector.norm.{n}" for n in ("weight", "bias")}
+    )
+    assert report.tokens_per_image == 4
+    processor = AutoProcessor.from_pretrained(tmp_path / "built")
+    assert processor.chat_template == parts.CHATML
+
+
+def test_retrofit_takes_llava_only(tmp_path):
+    with pytest.raises(ValueError, match="'llama' model. --from-llava takes LLaVA"):
+        retrofit_checkpoint(parts.language(tmp_path / "language"), tmp_path / "built")

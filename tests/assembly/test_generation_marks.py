@@ -1,0 +1,233 @@
+"""Generation marks: exactly what the model has to generate, in every family, with real tokenizers."""
+
+import numpy as np
+import pytest
+from chat_families import (
+    END_OF_TURN,
+    LLAVA_15,
+    SHIPPED,
+    SMOLLM2,
+    TEMPLATES,
+    TOOL_CALL,
+    TRIMS,
+    WEATHER,
+    byte_tokenizer,
+    chat,
+    marked,
+    parts,
+    render,
+)
+from PIL import Image
+from transformers import AutoTokenizer, LlavaProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from trl.chat_template_utils import is_chat_template_stop_token_trained
+
+from normalign_llava.assembly.chat_template import (
+    VICUNA_TEMPLATE,
+    MultimodalTemplate,
+    check_chat_template,
+    multimodal_chat_template,
+)
+from normalign_llava.quickstart.convert import convert_language
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(archives):
+    return AutoTokenizer.from_pretrained(convert_language())
+
+
+# ------------------------------------------------------------------------------------------------------------- marks
+@pytest.mark.parametrize("name", END_OF_TURN)
+def test_marks_hold_each_answer_and_its_end_of_turn_and_nothing_else(name):
+    new = multimodal_chat_template(TEMPLATES[name])
+    assert new.generation_marks
+    end = END_OF_TURN[name]
+    answers = ["A kite.", "  Two\nlines "] if name not in TRIMS else ["A kite.", "Two\nlines"]
+    expected = [answer + end for answer in answers]
+    if name == "llama2":  # sets its answers apart with spaces, and ends its generation prompt before the first
+        expected = [" A kite. </s>", " Two\nlines </s>"]
+    if name == "qwen3":  # its template opens the last answer with an empty thought, which the model has to generate
+        expected[1] = "<think>\n\n</think>\n\n" + expected[1]
+    messages = chat("What?", "A kite.", "And?", "  Two\nlines ")
+    for conversation in (messages, parts(messages, {"type": "image"})):
+        assert marked(new.template, conversation) == expected
+    assert marked(new.template, messages[:1], add_generation_prompt=True) == []
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2"])
+def test_marks_hold_tool_calls_but_not_what_tools_say(name):
+    new = multimodal_chat_template(TEMPLATES[name])
+    call = '<tool_call>\n{"name": "tide", "arguments": {"port": "Brest"}}\n</tool_call><|im_end|>'
+    if name.startswith("llama"):
+        call = '{"name": "tide", "parameters": {"port": "Brest"}}<|eot_id|>'
+    answer = "<think>\n\n</think>\n\nLow tide." if name == "qwen3" else "Low tide."
+    assert marked(new.template, TOOL_CALL, tools=[WEATHER]) == [call, answer + END_OF_TURN[name]]
+
+
+def test_text_before_a_tool_call_is_marked_too():
+    messages = [TOOL_CALL[0], {**TOOL_CALL[1], "content": "Let me look."}, *TOOL_CALL[2:]]
+    (first, _) = marked(multimodal_chat_template(SHIPPED["qwen2_5"]).template, messages)
+    assert first.startswith("Let me look.\n<tool_call>") and first.endswith("</tool_call><|im_end|>")
+    two = [TOOL_CALL[0], {**TOOL_CALL[1], "tool_calls": TOOL_CALL[1]["tool_calls"] * 2}]
+    (first,) = marked(multimodal_chat_template(SHIPPED["qwen2_5"]).template, two)
+    assert first.count("<tool_call>") == 2 and first.startswith("<tool_call>")
+    assert render(multimodal_chat_template(SHIPPED["qwen2_5"]).template, two) == render(SHIPPED["qwen2_5"], two)
+
+
+def test_variants_of_a_family_are_known_by_their_statements():
+    coder = SHIPPED["qwen2_5"].replace("You are Qwen, created by Alibaba Cloud. ", "")
+    assert coder != SHIPPED["qwen2_5"]
+    assert multimodal_chat_template(coder).generation_marks
+    assert multimodal_chat_template(SMOLLM2.replace("named SmolLM, trained by Hugging Face", "")).generation_marks
+    assert multimodal_chat_template(SMOLLM2.replace("\n", r"\n")).generation_marks
+
+
+@pytest.mark.parametrize("name", ["cohere", "cohere2", "lfm2", "lfm2_v2", "qwen2_5_vl", "qwen3_vl"])
+def test_marks_from_trl_are_used_where_we_have_no_edit(name):
+    new = multimodal_chat_template(SHIPPED[name])
+    assert new.generation_marks and f"{name}_training.jinja" in new.source
+    first, second = marked(new.template, parts(chat("What?", "A kite.", "And?", "Two."), {"type": "image"}))
+    assert "A kite." in first and first.rstrip().endswith(">") and "What?" not in first
+    assert "Two." in second and "And?" not in second
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think", "deepseek_r1_distill", "deepseekv3", "gptoss"])
+def test_marks_that_would_change_the_text_are_not_used(name):
+    new = multimodal_chat_template(SHIPPED[name])
+    assert not new.generation_marks and "generation %}" not in new.template
+    assert "no generation marks" in new.source
+
+
+def test_wrong_marks_of_a_template_itself_are_not_claimed():
+    wrong = SMOLLM2.replace("{{'<|im_start|>' + message", "{% generation %}{{'<|im_start|>' + message").replace(
+        "{% endfor %}", "{% endgeneration %}{% endfor %}"
+    )
+    assert not multimodal_chat_template(wrong).generation_marks
+    assert not multimodal_chat_template(LLAVA_15).generation_marks  # nothing ends its answers
+
+
+# ------------------------------------------------------------------------------------------------------------ Vicuna
+def test_vicuna_written_out():
+    system = (
+        "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+        "detailed, and polite answers to the user's questions. "
+    )
+    messages = chat("What?", "A kite.", "And?")
+    new = multimodal_chat_template(None)
+    assert new.template == VICUNA_TEMPLATE and new.generation_marks
+    assert render(new.template, parts(messages, {"type": "image"}), add_generation_prompt=True) == (
+        f"<s>{system}USER: <image>What? ASSISTANT: A kite.</s>USER: And? ASSISTANT:"
+    )
+    assert render(new.template, chat(("system", "Be kind."), "What?")) == "<s>Be kind. USER: What? "
+    assert render(new.template, chat(("system", ""), "What?")) == "<s>USER: What? "
+    assert marked(new.template, chat("What?", "A kite.", "And?", "Two.")) == [" A kite.</s>", " Two.</s>"]
+    with pytest.raises(Exception, match="'tool'"):
+        render(new.template, TOOL_CALL)
+
+
+# ---------------------------------------------------------------------------------------------------- real tokenizers
+@pytest.mark.parametrize("name", [*END_OF_TURN, "cohere", "cohere2", "lfm2", "qwen2_5_vl", "qwen3_vl"])
+def test_check_passes_and_trl_sees_the_stop_token_trained(name):
+    new = multimodal_chat_template(TEMPLATES[name])
+    tokens = ("<|END_OF_TURN_TOKEN|>", "<|END_RESPONSE|>", "<|im_start|>", "<|start_header_id|>", "<start_of_turn>")
+    tokenizer = byte_tokenizer(*{END_OF_TURN.get(name, "<|im_end|>"), *tokens} - {"</s>"})
+    check_chat_template(tokenizer, new, TEMPLATES[name])
+    assert is_chat_template_stop_token_trained(tokenizer, chat_template=new.template)
+
+
+@pytest.mark.parametrize("name", ["glm4moe", "gptoss", "gemma4", "idefics3", "llava_1_5", "muse_glimmer"])
+def test_check_passes_without_marks(name):
+    check_chat_template(byte_tokenizer(), multimodal_chat_template(TEMPLATES[name]), TEMPLATES[name])
+
+
+def test_check_names_the_conversation_that_renders_differently():
+    changed = SMOLLM2.replace("'system' %}", "'system' and messages | length > 2 %}")
+    with pytest.raises(ValueError, match="'one question' differently"):
+        check_chat_template(byte_tokenizer(), multimodal_chat_template(changed), SMOLLM2)
+    no_refusal = SHIPPED["gemma"].replace("raise_exception('System role not supported')", "''")
+    with pytest.raises(ValueError, match="'system turn and one question' differently.*System role not supported"):
+        check_chat_template(byte_tokenizer(), multimodal_chat_template(no_refusal), SHIPPED["gemma"])
+
+
+ANSWER = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        (ANSWER, "{{ message['content'] }}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}"),
+        (ANSWER, "{% generation %}{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}"),
+        ("{%- else %}{{ message['content'] + '<|im_end|>' }}", "{%- else %}" + ANSWER),
+    ],
+    ids=["answer left out", "end of turn left out", "questions marked"],
+)
+def test_check_compares_the_marked_tokens(old, new):
+    right = multimodal_chat_template(SMOLLM2)
+    assert right.template.count(old) == 1
+    wrong = right.template.replace(old, new)
+    tokenizer = byte_tokenizer("<|im_end|>", "<|im_start|>")
+    check_chat_template(tokenizer, right, SMOLLM2)
+    check_chat_template(tokenizer, MultimodalTemplate(wrong, False, "no marks claimed"), SMOLLM2)
+    with pytest.raises(ValueError, match="(?s)marks of the chat template cover .* 'two questions and answers'"):
+        check_chat_template(tokenizer, MultimodalTemplate(wrong, True, "marks claimed"), SMOLLM2)
+
+
+def test_check_refuses_marks_that_are_not_there():
+    claimed = multimodal_chat_template(SHIPPED["glm4moe"]).template
+    with pytest.raises(ValueError, match="cover '' in the conversation"):
+        check_chat_template(byte_tokenizer(), MultimodalTemplate(claimed, True, "claimed"), None)
+    with pytest.raises(ValueError, match="prints no conversation with answers"):
+        check_chat_template(byte_tokenizer(), MultimodalTemplate(SMOLLM2, True, "without preamble"), None)
+
+
+def test_vicuna_needs_an_end_of_turn_token():
+    check_chat_template(byte_tokenizer(), multimodal_chat_template(None), None)
+    with pytest.raises(ValueError, match="eos_token"):
+        check_chat_template(byte_tokenizer(eos=None), multimodal_chat_template(None), None)
+
+
+def test_a_template_that_is_not_jinja_is_refused():
+    with pytest.raises(ValueError, match="not valid Jinja"):
+        multimodal_chat_template("{% for message in messages %}{{ message['content'] }}")
+
+
+def test_real_smollm2(smollm2_tokenizer):
+    assert smollm2_tokenizer.chat_template == SMOLLM2
+    new = multimodal_chat_template(SMOLLM2)
+    smollm2_tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    check_chat_template(smollm2_tokenizer, new, SMOLLM2)
+    assert is_chat_template_stop_token_trained(smollm2_tokenizer, chat_template=new.template)
+    encoded = smollm2_tokenizer.apply_chat_template(
+        parts(chat("What?", "A kite.", "And?", "Two."), {"type": "image"}),
+        chat_template=new.template,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    kept = [i for i, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
+    assert smollm2_tokenizer.decode(kept) == "A kite.<|im_end|>Two.<|im_end|>"
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen2_5", "qwen3", "llama3", "llama3_2", "gemma", "gemma3"])
+def test_the_processor_masks_the_same_answers_around_expanded_images(name):
+    tokenizer = byte_tokenizer("<image>", END_OF_TURN[name])
+    template = multimodal_chat_template(TEMPLATES[name]).template
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=template,
+    )
+    image = Image.new("RGB", (20, 30))
+    encoded = processor.apply_chat_template(
+        parts(chat("What?", "A kite.", "And?", "Two."), {"type": "image", "image": image}),
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    ids, masks = np.array(encoded["input_ids"]).ravel(), np.array(encoded["assistant_masks"]).ravel()
+    assert (ids == tokenizer.convert_tokens_to_ids("<image>")).sum() == 16
+    thought = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
+    end = END_OF_TURN[name]
+    assert tokenizer.decode(ids[masks.astype(bool)]) == f"A kite.{end}{thought}Two.{end}"

@@ -1,0 +1,415 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Merging: adapter plus base, whole, dequantized, in every form that PEFT saves; and what is refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+import tiny
+import tiny_parts as parts
+import torch
+import training
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.assembly.build import build_checkpoint
+from normalign_llava.assembly.merge import BASE_QUANTIZATIONS, merge_adapter
+from normalign_llava.cli import BaseQuantization
+from normalign_llava.train.collator import ConversationCollator
+
+
+LINEARS = r".*\.language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+NORM = "model.multi_modal_projector.norm."
+SAVED_NORM = "base_model.model." + NORM
+NF4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    root = tmp_path_factory.mktemp("bases")
+    vision = parts.vision(root / "vision", "siglip")
+    made = {}
+    for name, kwargs in {"tied": dict(tied=True), "untied": dict(tied=False), "wide": dict(head_dim=24)}.items():
+        language = parts.language(root / f"{name}-language", hidden_size=64, intermediate_size=128, **kwargs)
+        build_checkpoint(vision, language, root / name)
+        made[name] = root / name
+    build_checkpoint(vision, root / "tied-language", root / "bfloat16", dtype="bfloat16")
+    return made | {"bfloat16": root / "bfloat16"}
+
+
+def make_adapter(base, folder, quantization=None, **kwargs):
+    """An adapter folder as PEFT saves it, with weights that matter, and the model with it, as trained."""
+    settings = BitsAndBytesConfig(**quantization) if quantization else None
+    dtype = settings.bnb_4bit_compute_dtype if settings else "auto"
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(base, dtype=dtype, quantization_config=settings)
+    torch.manual_seed(5)
+    lora = LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": LINEARS, "modules_to_save": ["multi_modal_projector"], **kwargs}
+    )
+    trained = get_peft_model(model, lora).eval()
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter += 0.05 * torch.randn_like(parameter)
+    trained.save_pretrained(folder)
+    record = {"quantization": settings and json.loads(settings.to_json_string())}
+    (folder / "training.json").write_text(json.dumps(record))
+    return trained
+
+
+def logits(model, base):
+    processor = AutoProcessor.from_pretrained(base)
+    picture = Image.radial_gradient("L").convert("RGB")
+    text = ["one <image> here", "and <image> there, which is longer"]
+    inputs = processor(images=[picture, picture.rotate(90)], text=text, padding=True, return_tensors="pt")
+    inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    with torch.no_grad():
+        return model(**inputs).logits[inputs["attention_mask"].bool()].float()
+
+
+def load(folder):
+    model, report = AutoModelForImageTextToText.from_pretrained(folder, dtype="float32", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    return model
+
+
+def norm_of(folder):
+    """Gain and bias in an adapter's file or a checkpoint's."""
+    file = next(path for path in (folder / "adapter_model.safetensors", folder / "model.safetensors") if path.exists())
+    return {name.rpartition(".")[2]: value for name, value in load_file(file).items() if NORM in name}
+
+
+@pytest.mark.parametrize("base", ["tied", "untied"])
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "rsLoRA"])
+def test_the_checkpoint_is_adapter_plus_base(bases, tmp_path, kind, base):
+    kwargs = {"LoRA": {}, "DoRA": {"use_dora": True}, "rsLoRA": {"use_rslora": True}}[kind]
+    trained = make_adapter(bases[base], tmp_path / "adapter", **kwargs)
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    merged = load(tmp_path / "merged")
+    expected = logits(trained, bases[base])
+    # Largest differences seen: LoRA 3e-6, DoRA 1e-6, rsLoRA 3e-6, where logits reach 15; without the adapter, 8.
+    torch.testing.assert_close(logits(merged, bases[base]), expected, rtol=0, atol=1e-5)
+    assert (logits(load(bases[base]), bases[base]) - expected).abs().max() > 0.1
+    assert (report.kind, report.rank, report.quantization, report.dtype) == (kind, 4, None, "float32")
+    assert report.difference < 1e-5 and report.parameters == merged.num_parameters()
+
+    before, after = (load_file(folder / "model.safetensors") for folder in (bases[base], tmp_path / "merged"))
+    assert before.keys() == after.keys()  # tied embeddings are stored once, as they were
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert all("language_model.layers" in name or "multi_modal_projector" in name for name in changed)
+    assert len([name for name in changed if "language_model" in name]) == 2 * 7
+    assert (merged.lm_head.weight is merged.get_input_embeddings().weight) == (base == "tied")
+    stored, merged_norm = norm_of(tmp_path / "adapter"), norm_of(tmp_path / "merged")
+    assert stored.keys() == merged_norm.keys() == {"weight", "bias"}
+    for name, value in stored.items():
+        assert merged_norm[name].dtype == torch.float32 and torch.equal(merged_norm[name], value)
+
+
+def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):
+    adapter = tmp_path / "adapter"
+    make_adapter(bases["tied"], adapter)
+    (adapter / "README.md").write_text("the adapter's card")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "training_args.bin"):
+        (adapter / name).write_text("a checkpoint-N of the Trainer has these besides")
+    merge_adapter(adapter, tmp_path / "merged")
+    names = {path.name for path in bases["tied"].iterdir()} | {"README.md", "training.json"}
+    assert {path.name for path in (tmp_path / "merged").iterdir()} == names
+    for name in ("config.json", "build.json", "configuration_normalign_llava.py", "modeling_normalign_llava.py"):
+        assert (tmp_path / "merged" / name).read_bytes() == (bases["tied"] / name).read_bytes()
+    for name in ("README.md", "training.json"):
+        assert (tmp_path / "merged" / name).read_bytes() == (adapter / name).read_bytes()
+    merged = AutoProcessor.from_pretrained(tmp_path / "merged")
+    assert merged.chat_template == AutoProcessor.from_pretrained(bases["tied"]).chat_template
+
+    # Curves of training are the adapter's own; those in the base's folder are another run's.
+    base = tmp_path / "base"
+    shutil.copytree(bases["tied"], base)
+    (base / "dynamics.jsonl").write_text('{"step": 9, "visual": [], "text": []}\n')
+    (base / "trainer_state.json").write_text('{"log_history": [{"step": 9}]}')
+    merge_adapter(adapter, tmp_path / "without", base=str(base))
+    assert not {"dynamics.jsonl", "trainer_state.json"} & {path.name for path in (tmp_path / "without").iterdir()}
+    (adapter / "dynamics.jsonl").write_text('{"step": 0, "visual": [0.5], "text": [0.25]}\n')
+    state = {"best_model_checkpoint": str(tmp_path), "log_history": [{"step": 1, "loss": 2.5}]}
+    (adapter / "trainer_state.json").write_text(json.dumps(state))
+    merge_adapter(adapter, tmp_path / "with", base=str(base))
+    assert (tmp_path / "with" / "dynamics.jsonl").read_bytes() == (adapter / "dynamics.jsonl").read_bytes()
+    carried = json.loads((tmp_path / "with" / "trainer_state.json").read_text())
+    assert carried == {**state, "best_model_checkpoint": None}  # no local path travels
+
+    # The processor that training wrote goes before the base's.
+    AutoProcessor.from_pretrained(bases["tied"], chat_template="{{ 'trained' }}").save_pretrained(adapter)
+    merge_adapter(adapter, tmp_path / "again")
+    assert AutoProcessor.from_pretrained(tmp_path / "again").chat_template == "{{ 'trained' }}"
+
+
+STRANGER = """
+import json, sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "normalign_llava":
+            raise ModuleNotFoundError("blocked: " + name)
+sys.meta_path.insert(0, Block())
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
+folder = sys.argv[1]
+model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
+base = AutoModel.from_pretrained(folder, trust_remote_code=True)
+with torch.no_grad():
+    out = model(input_ids=torch.arange(5, 15)[None]).logits[0, -1]
+names = [type(x).__name__ for x in (AutoConfig.from_pretrained(folder, trust_remote_code=True), base, model)]
+print(json.dumps([names, out.tolist()]))
+"""
+
+
+def test_a_process_without_this_package_loads_it(bases, tmp_path):
+    trained = make_adapter(bases["untied"], tmp_path / "adapter", quantization=NF4)
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged.v1")
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER, str(tmp_path / "merged.v1")],
+        capture_output=True, text=True, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    names, got = json.loads(done.stdout.splitlines()[-1])
+    assert names == ["NormAlignLlavaConfig", "NormAlignLlavaModel", "NormAlignLlavaForConditionalGeneration"]
+    with torch.no_grad():
+        expected = trained(input_ids=torch.arange(5, 15)[None]).logits[0, -1]
+    torch.testing.assert_close(torch.tensor(got), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("base", ["tied", "bfloat16"])
+@pytest.mark.parametrize("adapter", [{}, {"use_dora": True}])
+@pytest.mark.parametrize("double", [True, False])
+def test_a_4_bit_base_is_dequantized_in_float32_and_merged(bases, tmp_path, base, adapter, double):
+    quantization = {**NF4, "bnb_4bit_use_double_quant": double, "bnb_4bit_compute_dtype": "float32"}
+    trained = make_adapter(bases[base], tmp_path / "adapter", quantization=quantization, **adapter)
+    expected = logits(trained, bases["tied"])
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype="float32")
+    merged = load(tmp_path / "merged")
+    # Largest difference seen: 4e-6, from the adapter on the 4-bit base itself.
+    torch.testing.assert_close(logits(merged, bases["tied"]), expected, rtol=0, atol=1e-5)
+    assert report.quantization == "4-bit nf4" and report.difference < 1e-5
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert torch.equal(norm_of(tmp_path / "merged")["weight"], norm_of(tmp_path / "adapter")["weight"])
+
+    # Merged with the base as it was before quantization, it would be another model: seen 0.12 to 0.21.
+    (tmp_path / "adapter" / "training.json").unlink()
+    merge_adapter(tmp_path / "adapter", tmp_path / "wrong", dtype="float32", base_quantization="none")
+    assert (logits(load(tmp_path / "wrong"), bases["tied"]) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        ("nf4-double", NF4),
+        ("nf4", {**NF4, "bnb_4bit_use_double_quant": False}),
+        ("fp4", dict(load_in_4bit=True, bnb_4bit_quant_type="fp4")),
+        ("none", None),
+    ],
+)
+def test_an_adapter_that_trl_alone_trained_is_merged_with_its_base_as_it_is_told(bases, tmp_path, kind, settings):
+    adapter, settings = tmp_path / "adapter", settings and BitsAndBytesConfig(**settings)
+
+    def base():
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(bases["tied"], quantization_config=settings)
+        for module in model.modules():
+            if type(module).__name__ == "Linear4bit":
+                module.support_avx512bf16_for_cpu = False  # it would pack its weights in evaluation, and leave them so
+        return model
+
+    trainer = SFTTrainer(
+        model=base(),
+        args=SFTConfig(
+            str(adapter), max_steps=2, learning_rate=1e-2, per_device_train_batch_size=2, bf16=bool(settings),
+            use_cpu=True, max_length=None, report_to="none", save_strategy="no", gradient_checkpointing=False,
+            disable_tqdm=True, remove_unused_columns=False,
+        ),
+        train_dataset=training.rows(4),
+        processing_class=AutoProcessor.from_pretrained(bases["tied"]),
+        data_collator=ConversationCollator(AutoProcessor.from_pretrained(bases["tied"])),
+        peft_config=LoraConfig(r=4, target_modules=LINEARS, modules_to_save=["multi_modal_projector"]),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    expected = logits(PeftModel.from_pretrained(base(), adapter).eval(), bases["tied"])  # without training's autocast
+    with pytest.raises(ValueError, match="does not say whether its base was quantized.*--base-quantization KIND"):
+        merge_adapter(adapter, tmp_path / "merged")
+    with pytest.raises(ValueError, match="must be one of none, nf4, .*, got '4bit'"):
+        merge_adapter(adapter, tmp_path / "merged", base_quantization="4bit")
+    assert not (tmp_path / "merged").exists()
+    report = merge_adapter(adapter, tmp_path / "merged", base_quantization=kind)
+    assert report.quantization == (settings and f"4-bit {kind.split('-')[0]}")
+    torch.testing.assert_close(logits(load(tmp_path / "merged"), bases["tied"]), expected, rtol=0, atol=1e-5)
+    if settings:
+        merge_adapter(adapter, tmp_path / "wrong", base_quantization="none")
+        assert (logits(load(tmp_path / "wrong"), bases["tied"]) - expected).abs().max() > 1e-2
+
+
+def test_what_the_record_says_of_the_base_is_not_told_otherwise(bases, tmp_path):
+    make_adapter(bases["tied"], tmp_path / "adapter")
+    assert get_args(BaseQuantization) == tuple(BASE_QUANTIZATIONS)
+    with pytest.raises(ValueError, match="training.json in .*adapter says how its base was quantized. Leave out"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "merged", base_quantization="nf4")
+
+
+def test_merged_weights_are_the_dequantized_ones_plus_the_product(bases, tmp_path):
+    functional = pytest.importorskip("bitsandbytes").functional
+    quantization = {**NF4, "bnb_4bit_compute_dtype": "bfloat16"}
+    make_adapter(bases["tied"], tmp_path / "adapter", quantization=quantization)
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    before, after = (load_file(folder / "model.safetensors") for folder in (bases["tied"], tmp_path / "merged"))
+    lora = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    layers = [name.removesuffix(".lora_A.weight") for name in lora if name.endswith("lora_A.weight")]
+    assert len(layers) == 14
+    for layer in layers:
+        name = layer.removeprefix("base_model.model.") + ".weight"
+        loaded = before[name].bfloat16()  # training loaded it so
+        packed, state = functional.quantize_4bit(loaded, quant_type="nf4", compress_statistics=True)
+        state.dtype = torch.float32
+        product = lora[f"{layer}.lora_B.weight"].double() @ lora[f"{layer}.lora_A.weight"].double()
+        reference = functional.dequantize_4bit(packed, state).double() + 8 / 4 * product
+        torch.testing.assert_close(after[name].double(), reference, rtol=0, atol=1e-6)
+
+
+def test_an_8_bit_base_is_dequantized_and_merged(bases, tmp_path):
+    trained = make_adapter(bases["tied"], tmp_path / "adapter", quantization={"load_in_8bit": True})
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    # On the dequantized base: seen 2e-6. Training also rounds what goes into the layers to 8 bits: seen 8e-3 of 15.
+    assert report.quantization == "8-bit" and report.difference < 1e-5
+    torch.testing.assert_close(
+        logits(load(tmp_path / "merged"), bases["tied"]), logits(trained, bases["tied"]), rtol=0, atol=3e-2
+    )
+
+
+@pytest.mark.parametrize("dtype, written", [("auto", torch.bfloat16), ("float16", torch.float16)])
+def test_written_in_the_base_s_dtype_or_another_but_the_norm(bases, tmp_path, dtype, written):
+    make_adapter(bases["bfloat16"], tmp_path / "adapter")
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=dtype)
+    exact = merge_adapter(tmp_path / "adapter", tmp_path / "exact", dtype="float32")
+    tensors, wide = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "exact"))
+    assert report.dtype == str(written).removeprefix("torch.") and exact.dtype == "float32"
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == report.dtype
+    for name, tensor in tensors.items():
+        # Rounded once, from a product that was computed in float32.
+        assert torch.equal(tensor, wide[name].to(torch.float32 if NORM in name else written)), name
+    assert torch.equal(norm_of(tmp_path / "merged")["bias"], norm_of(tmp_path / "adapter")["bias"])
+
+
+def test_a_moved_base_is_given_by_hand(bases, tmp_path):
+    shutil.copytree(bases["tied"], tmp_path / "moving")
+    trained = make_adapter(tmp_path / "moving", tmp_path / "adapter")
+    (tmp_path / "moving").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="moving' of the adapter .* was not found. Give its folder .* --base"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=str(tmp_path / "moved"))
+    assert report.base == str(tmp_path / "moved")
+    got = logits(load(tmp_path / "merged"), bases["tied"])
+    torch.testing.assert_close(got, logits(trained, bases["tied"]), rtol=0, atol=1e-5)
+
+
+def test_an_arm_that_training_changed_is_the_merged_checkpoint_s(bases, tmp_path):
+    make_adapter(bases["tied"], tmp_path / "adapter", modules_to_save=None)
+    changes = {"projector_gain_init": "one", "gradient_compensation": "none"}
+    (tmp_path / "adapter" / "training.json").write_text(json.dumps({"config_changes": changes, "quantization": None}))
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert {name: config[name] for name in changes} == changes
+    assert torch.equal(norm_of(tmp_path / "merged")["weight"], torch.ones(64))
+
+
+def damage(adapter, change):
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+Q_PROJ = "base_model.model.model.language_model.layers.1.self_attn.q_proj"
+REFUSED = {
+    "a missing tensor": (lambda t: t.pop(f"{Q_PROJ}.lora_B.weight"), r"q_proj.lora_B.weight is missing"),
+    "a missing gain": (lambda t: t.pop(SAVED_NORM + "weight"), r"norm.weight is missing"),
+    "one too many": (lambda t: t.update({"base_model.model.extra": torch.ones(2)}), r"model.extra has no place"),
+    "another shape": (
+        lambda t: t.update({f"{Q_PROJ}.lora_A.weight": torch.ones(4, 7)}),
+        r"q_proj.lora_A.weight has shape \[4, 7\], not \[4, 64\]",
+    ),
+    "no number": (lambda t: t[f"{Q_PROJ}.lora_A.weight"].fill_(float("nan")), "NaNs detected"),
+}
+
+
+@pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
+def test_an_adapter_that_does_not_fit_is_refused(bases, tmp_path, change, message):
+    make_adapter(bases["tied"], tmp_path / "adapter")
+    damage(tmp_path / "adapter", change)
+    with pytest.raises(ValueError, match=message):
+        merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+
+
+def test_a_base_that_does_not_fit_is_refused(bases, tmp_path):
+    adapter = tmp_path / "adapter"
+    make_adapter(bases["tied"], adapter)
+    with pytest.raises(ValueError, match="does not fit the base .* has shape .*; and .* more. Is it the right --base"):
+        merge_adapter(adapter, tmp_path / "merged", base=str(bases["wide"]))
+    with pytest.raises(ValueError, match="is a 'siglip_vision_model' model, no NormAlign-LLaVA"):
+        merge_adapter(adapter, tmp_path / "merged", base=str(bases["tied"].parent / "vision"))
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "target_modules": r".*\.c_attn"}))
+    with pytest.raises(ValueError, match="No modules were targeted.*is not one of the base .*tied"):
+        merge_adapter(adapter, tmp_path / "merged")
+    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": None}))
+    with pytest.raises(ValueError, match="does not name its base"):
+        merge_adapter(adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_what_is_no_adapter_is_refused(bases, tmp_path):
+    (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
+    with pytest.raises(ValueError, match="no adapter_config.json, so it is no adapter folder.*It has checkpoint-5"):
+        merge_adapter(tmp_path / "run", tmp_path / "merged")
+    with pytest.raises(ValueError, match="no adapter_config.json"):
+        merge_adapter(bases["tied"], tmp_path / "merged")
+    other = get_peft_model(tiny.model(), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+    other.save_pretrained(tmp_path / "ia3")
+    with pytest.raises(ValueError, match="IA3 adapter. Only LoRA"):
+        merge_adapter(tmp_path / "ia3", tmp_path / "merged")
+    make_adapter(bases["tied"], tmp_path / "adapter")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    with pytest.raises(ValueError, match="adapter_model.safetensors cannot be read"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype="int8")
+    make_adapter(bases["tied"], tmp_path / "adapter")
+    with pytest.raises(ValueError, match="exists and is not an empty folder"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-5"]
+
+
+LIMITED = """
+import resource, sys
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.assembly.merge import BASE_QUANTIZATIONS, merge_adapter
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    merge_adapter(sys.argv[1], sys.argv[2])
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_leaves_nothing_and_says_so(bases, tmp_path):
+    make_adapter(bases["tied"], tmp_path / "adapter")
+    arguments = [sys.executable, "-c", LIMITED, str(tmp_path / "adapter"), str(tmp_path / "merged")]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert "merged could not be written: File too large. Nothing of it is left." in done.stdout, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]

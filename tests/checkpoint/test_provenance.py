@@ -1,0 +1,142 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a checkpoint says of where it comes from: parts, code, machine, time, and the stages before."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_parts
+import torch
+import train_data
+import training
+from hub_server import HubServer
+from huggingface_hub import ModelCard
+from paths import ROOT
+
+from normalign_llava import build_checkpoint
+from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.checkpoint.provenance import code_commit, hardware, licence_of, read_beside
+from normalign_llava.hub_cards.card.write import is_ours, refresh_card
+from normalign_llava.train.run import main
+
+
+BUILD = "import sys; from normalign_llava import build_checkpoint; build_checkpoint(*sys.argv[1:])"
+
+
+def git(folder, *words):
+    return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True).stdout.strip()
+
+
+def test_parts_of_the_hub_are_named_with_commit_and_licence(tmp_path):
+    vision, language = tiny_parts.vision(tmp_path / "vision"), tiny_parts.language(tmp_path / "language")
+    terms = "license: other\nlicense_name: llama3.2\nlicense_link: LICENSE.txt"
+    (tmp_path / "language" / "README.md").write_text(f"---\n{terms}\n---\n")
+    with HubServer({"user/vit": Path(vision), "user/lm": Path(language)}) as hub:
+        environment = hub.environment(tmp_path / "home")
+        words = [sys.executable, "-c", BUILD, "user/vit", "user/lm"]
+        subprocess.run([*words, str(tmp_path / "built")], env=environment, check=True, capture_output=True)
+        commits = [hub.repository(name).commit for name in ("user/vit", "user/lm")]
+        link = f"{hub.url}/user/lm/blob/{commits[1]}/LICENSE.txt"
+    subprocess.run([*words, str(tmp_path / "offline")], env=environment | {"HF_HUB_OFFLINE": "1"}, check=True)
+    for folder in ("built", "offline"):  # the second from the client's cache alone
+        record = json.loads((tmp_path / folder / "build.json").read_text())
+        assert [record["vision_revision"], record["language_revision"]] == commits
+        licence = {"license": "other", "license_name": "llama3.2", "license_link": link}
+        assert record["licenses"] == {"vision": None, "language": licence}
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ("---\nlicense: mit\nlicense_link: LICENSE\n---\n", ("mit", None, None)),
+        ("---\nlicense: [apache-2.0]\n---\n", ("apache-2.0", None, None)),
+        ("---\nlicense: [mit, cc0-1.0]\n---\n", ("other", "mit, cc0-1.0", None)),
+        ("---\nlicense: other\nlicense_link: https://a.b/c\n---\n", ("other", None, "https://a.b/c")),
+        ("---\nlanguage: en\n---\n", None),
+        ("---\nlicense: [: \n---\n", None),
+        ("---\n- a list\n---\n", None),
+        ("no metadata", None),
+        (None, None),
+    ],
+)
+def test_the_licence_of_a_folder_is_its_card_s_and_no_card_is_an_error(tmp_path, card, licence):
+    if card is not None:
+        (tmp_path / "README.md").write_text(card)
+    names = ("license", "license_name", "license_link")
+    assert licence_of(str(tmp_path)) == (licence and dict(zip(names, licence, strict=True)))
+
+
+def test_folders_have_no_revision(tmp_path):
+    vision, language = tiny_parts.vision(tmp_path / "vision"), tiny_parts.language(tmp_path / "language")
+    report = build_checkpoint(vision, language, tmp_path / "built")
+    assert (report.vision_revision, report.language_revision) == (None, None)
+    assert read_beside(str(tmp_path / "built"), "build.json")["licenses"] == {"vision": None, "language": None}
+    assert read_beside(str(tmp_path / "built"), "training.json") is None
+    (tmp_path / "built" / "training.json").write_text("[1, 2")
+    assert read_beside(str(tmp_path / "built"), "training.json") is None
+
+
+def test_the_commit_is_that_of_the_checkout_the_code_lies_in():
+    if not git(ROOT, "rev-parse", "--show-toplevel"):
+        pytest.skip("needs a git checkout")
+    changed = git(ROOT, "status", "--porcelain", "--untracked-files=no")
+    assert code_commit() == git(ROOT, "rev-parse", "HEAD") + ("-dirty" if changed else "")
+
+
+def test_the_commit_of_code_in_no_checkout_of_its_own_is_what_pip_noted(tmp_path):
+    project = tmp_path / "project"  # somebody else's checkout, in whose environment the package lies
+    package, info = project / "normalign_llava", project / "normalign_llava-0.1.0.dist-info"
+    for folder in (package / "checkpoint", info):
+        folder.mkdir(parents=True)
+    for name in ("__init__.py", "checkpoint/__init__.py", "checkpoint/provenance.py"):
+        shutil.copyfile(ROOT / name, package / name)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: normalign-llava\nVersion: 0.1.0\n")
+    git(tmp_path, "init", "project")
+    code = "from normalign_llava.checkpoint import provenance; print(provenance.__file__, provenance.code_commit())"
+    environment = os.environ | {"PYTHONPATH": str(project)}
+    for origin, commit in (({"vcs_info": {"vcs": "git", "commit_id": "a" * 40}}, "a" * 40), ({"dir_info": {}}, None)):
+        (info / "direct_url.json").write_text(json.dumps({"url": "https://a.b/c", **origin}))
+        words = [sys.executable, "-c", code]
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.stdout.split() == [str(package / "checkpoint/provenance.py"), str(commit)], done.stderr
+
+
+def test_the_machine_is_told_in_words_and_not_by_its_name():
+    told = hardware(torch.device("cpu"))
+    assert told["count"] == 1 and len(told["devices"]) == 1 and told["devices"][0]
+    assert f"{os.cpu_count()} cores" in told["machine"] and os.uname().nodename not in json.dumps(told)
+
+
+def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_path):
+    built = training.checkpoint(tmp_path / "parts")
+    rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i}", "red.png") for i in range(8)]
+    data = train_data.write_json(tmp_path / "data", rows)
+    options = ["--dataset_name", str(data), "--per_device_train_batch_size", "2", "--max_steps", "2", "--bf16", "no"]
+    options += ["--report_to", "none", "--disable_tqdm", "yes", "--use_cpu", "yes", "--global_batch_size", "2"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    stages = {"align": (built, first), "tune": (first, second)}
+    for stage, (start, output) in stages.items():
+        words = ["--stage", stage, "--model_name_or_path", str(start), "--output_dir", str(output), *options]
+        main([*words, *(["--use_peft", "yes"] if stage == "tune" else [])])
+    merge_adapter(second, tmp_path / "merged")
+    refresh_card(tmp_path / "merged")
+
+    records = [json.loads((folder / "training.json").read_text()) for folder in (first, second, tmp_path / "merged")]
+    assert records[0]["before"] is None and records[0]["stage"] == "align"
+    assert records[1]["before"] == records[0] and records[2] == records[1]
+    assert records[1]["seconds"] > 0 and records[1]["model_revision"] is None
+    assert records[1]["versions"].keys() >= {"torch", "transformers", "trl", "peft", "normalign_llava"}
+    assert records[1]["commit"] == code_commit() and records[1]["hardware"] == hardware(torch.device("cpu"))
+    assert records[1]["data"][0]["dataset"] is None
+    build = (built / "build.json").read_text()
+    for folder in (first, second, tmp_path / "merged"):
+        assert json.loads((folder / "build.json").read_text()) == json.loads(build)
+        assert is_ours((folder / "README.md").read_text())
+        assert str(tmp_path) not in (folder / "training.json").read_text() + (folder / "README.md").read_text()
+    libraries = [ModelCard.load(folder / "README.md").data.library_name for folder in (second, tmp_path / "merged")]
+    assert libraries == ["peft", "transformers"]  # the merged model's card is not the adapter's

@@ -1,0 +1,84 @@
+"""Data sets of the Hub: what `datasets` found there itself is read, what a row names is not."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pyarrow.parquet
+import train_data
+from datasets import Features, Image, Value
+from paths import HELPERS
+from train_data import pictures
+
+
+CLIENT = """
+import json, sys
+from itertools import islice
+import train_data
+from normalign_llava.data.images import open_image
+from normalign_llava.data.mixtures import load_data
+from normalign_llava.diagnose.data import load_samples
+found = {}
+for name in json.loads(sys.argv[1]):
+    found[name] = []
+    for streaming in (False, True):
+        given = train_data.arguments(name, dataset_streaming=streaming, shuffle_buffer_size=1)
+        try:
+            data = load_data(given, train_data.processor(), max_length=None, seed=0, with_eval=False)
+            images = [open_image(row["images"][0], 10**6) for row in islice(data.train, 2)]
+            found[name].append([image.getpixel((1, 1)) for image in images])
+        except ValueError as error:
+            found[name].append(str(error))
+    try:
+        found[name].append(sorted(sample.picture.getpixel((1, 1)) for sample in load_samples(name, 2).samples))
+    except ValueError as error:
+        found[name].append(str(error))
+print(json.dumps(found))
+"""
+
+
+def write_struct(file: Path, path: str) -> None:
+    """A row whose image is a path; `datasets` would put the file itself in where it can."""
+    features = Features({"image": Image(), "question": Value("string"), "answer": Value("string")})
+    row = {"image": {"path": path, "bytes": None}, "question": "Q", "answer": "A"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row], schema=features.arrow_schema), file)
+
+
+def test_files_of_a_hub_data_set_are_read_and_addresses_in_its_rows_are_not(tmp_path_factory):
+    base = tmp_path_factory.mktemp("hub")
+    pictures(base / "folder", "red.png", "blue.png")
+    lines = [{"file_name": f"{colour}.png", "question": "Q", "answer": colour} for colour in ("red", "blue")]
+    (base / "folder" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (base / "zipped").mkdir()
+    with zipfile.ZipFile(base / "zipped" / "train.zip", "w") as archive:
+        for file in (base / "folder").iterdir():
+            archive.write(file, file.name)
+    pictures(base / "secret", "red.png")
+    hostile = {
+        "absolute": f"{base}/secret/red.png",
+        "file": f"file://{base}/secret/red.png",
+        "local": f"local://{base}/secret/red.png",
+        "cached": f"simplecache::file://{base}/secret/red.png",
+        "web": "http://127.0.0.1:9/red.png",
+        "other": "hf://datasets/user/folder@main/red.png",
+        "chained": f"file://{base}/secret/red.png::hf://datasets/user/chained@main/a.zip",
+        "relative": "red.png",
+    }
+    for name, path in hostile.items():
+        (base / name).mkdir()
+        write_struct(base / name / "train.parquet", path)
+    names = ("folder", "zipped", *hostile)
+    with train_data.DatasetHub({f"user/{name}": base / name for name in names}) as hub:
+        environment = {**hub.environment(base / "home"), "PYTHONPATH": str(HELPERS)}
+        command = [sys.executable, "-c", CLIENT, json.dumps([f"user/{name}" for name in names])]
+        client = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert client.returncode == 0, client.stderr
+    found = json.loads(client.stdout.splitlines()[-1])
+    for name in ("folder", "zipped"):
+        assert found[f"user/{name}"] == [[[255, 0, 0], [0, 0, 255]]] * 2 + [[[0, 0, 255], [255, 0, 0]]], name
+    reasons = {"absolute": "leaves the cache of the Hub", "relative": "set image_folder"}
+    for name in hostile:
+        for told in found[f"user/{name}"]:
+            assert reasons.get(name, "is an address, and nothing is fetched") in told, (name, told)

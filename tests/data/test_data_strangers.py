@@ -1,0 +1,100 @@
+"""Folders of data as a stranger may have made them: nothing outside of them is read, and errors are sentences."""
+
+import json
+import os
+import shutil
+
+import pytest
+import train_data
+from datasets import Dataset, DatasetDict
+from train_data import llava, write_json
+
+from normalign_llava.checkpoint.provenance import licence_of
+from normalign_llava.data.arguments import DataSource
+from normalign_llava.data.files import files_of_folder
+from normalign_llava.data.sources import open_source
+
+
+ROWS = [llava("<image>\nWhat is this?", "kept", train_data.inside("red"))] * 3
+
+
+@pytest.fixture
+def private(tmp_path):
+    """A folder beside that of the data."""
+    train_data.write_parquet(tmp_path / "private" / "rows.parquet", ROWS)
+    return tmp_path / "private"
+
+
+def refused(folder) -> str:
+    for streaming in (False, True):
+        with pytest.raises(ValueError) as error:
+            list(open_source(DataSource(str(folder)), streaming))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "path", ["{private}/rows.parquet", "../private/rows.parquet", "file://{private}/rows.parquet"]
+)
+def test_a_card_cannot_have_files_elsewhere_read(tmp_path, private, path):
+    train_data.write_parquet(tmp_path / "data" / "rows.parquet", ROWS)
+    assert len(list(open_source(DataSource(str(tmp_path / "data")), False))) == 3
+    files = {"config_name": "default", "data_files": [{"split": "train", "path": path.format(private=private)}]}
+    (tmp_path / "data" / "README.md").write_text(f"---\nconfigs: {json.dumps([files])}\n---\n")
+    assert "private/rows.parquet read, which is not in the folder" in refused(tmp_path / "data")
+
+
+@pytest.mark.parametrize("how", ["relative", "absolute", "link"])
+def test_a_saved_data_set_cannot_have_files_elsewhere_read(tmp_path, private, how):
+    folder, state = tmp_path / "data", tmp_path / "data" / "state.json"
+    train_data.parquet_data(ROWS).save_to_disk(str(folder))
+    assert len(list(open_source(DataSource(str(folder)), False))) == 3
+    content = json.loads(state.read_text())
+    (file,) = content["_data_files"]
+    moved = shutil.move(folder / file["filename"], private / "rows.arrow")
+    if how == "link":
+        (folder / file["filename"]).symlink_to(moved)
+    else:
+        file["filename"] = {"absolute": str(moved), "relative": "../private/rows.arrow"}[how]
+    state.write_text(json.dumps(content))
+    assert "which is not in the folder" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.csv", "metadata.jsonl"])
+def test_a_file_of_rows_cannot_be_a_link_out_of_the_folder(tmp_path, private, name):
+    (private / "kept").write_text("question,answer\nWhat?,kept\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).symlink_to(private / "kept")
+    assert f"{name} read, which is not in the folder" in refused(tmp_path / "data")
+    assert len(list(open_source(DataSource(str(write_json(private, ROWS[:0]))), False))) == 0  # one that is named may
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("README.md", "---\na: !!python/object/apply:os.system [ls]\n---\n"),
+        ("data.py", "raise SystemExit('run')"),
+        ("state.json", "[" * 100_000),
+        ("state.json", '{"_data_files": 7}'),
+        ("dataset_dict.json", '{"splits": [1]}'),
+    ],
+)
+def test_a_folder_that_datasets_stumbles_over(tmp_path, name, content):
+    train_data.write_parquet(tmp_path / "data" / "rows.parquet", ROWS)
+    (tmp_path / "data" / name).write_text(content)
+    assert str(tmp_path / "data") in refused(tmp_path / "data")
+
+
+def test_a_pipe_is_no_file_of_rows(tmp_path):
+    os.mkfifo(tmp_path / "data.jsonl")
+    os.mkfifo(tmp_path / "metadata.csv")
+    assert files_of_folder(tmp_path, "train") == []
+
+
+def test_splits_that_are_saved_are_read(tmp_path):
+    DatasetDict({"train": Dataset.from_list([{"text": "a"}])}).save_to_disk(str(tmp_path / "data"))
+    assert len(list(open_source(DataSource(str(tmp_path / "data")), False))) == 1
+
+
+def test_a_card_that_is_nested_deeply_says_nothing_of_a_licence(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: " + "[" * 50_000 + "\n---\n")
+    assert licence_of(str(tmp_path)) is None

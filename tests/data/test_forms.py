@@ -1,0 +1,264 @@
+"""Data in every form that docs/data.md shows, through the reader that training and diagnosing use."""
+
+import base64
+import io
+import json
+import logging
+import re
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import paths
+import pytest
+import train_data
+from datasets import Dataset, DatasetDict
+from PIL import Image as PILImage
+from train_data import arguments, assistant, inside, llava, picture_bytes, pictures, user, write_json
+
+from normalign_llava.data.files import READERS
+from normalign_llava.data.forms import FORMS, PROMPT
+from normalign_llava.data.mixtures import load_data, prepare_rows
+from normalign_llava.diagnose.data import load_samples
+
+
+DOCS = (paths.DOCS / "data.md").read_text()
+EXAMPLES = re.findall(r"```(json|csv|python)(?: (\S+))?\n(.*?)```", DOCS, re.DOTALL)
+QUESTION, ANSWER = "What is flying?", "A red kite."
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return train_data.processor()
+
+
+def read(path, processor, **options):
+    need_images = options.pop("need_images", False)
+    return load_data(
+        arguments(path, **options), processor, max_length=None, seed=0, with_eval=False, need_images=need_images
+    )
+
+
+def said(row) -> list[tuple[str, str]]:
+    texts = ["".join(part["text"] or "" for part in message["content"]) for message in row["messages"]]
+    return [(message["role"], text) for message, text in zip(row["messages"], texts, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------ what the page shows
+def test_every_form_has_an_example():
+    shown = [json.loads(text).keys() for kind, _, text in EXAMPLES if kind == "json"]
+    for asks, answers in FORMS[:-1]:  # the last is an image alone, which cannot be trained on
+        assert any((asks or answers) in row for row in shown), (asks, answers)
+    assert {kind for kind, *_ in EXAMPLES} == {"json", "csv", "python"} and len(EXAMPLES) >= 14
+    assert all(suffix in DOCS for suffix in READERS)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_the_pages_examples_are_read_for_training_in_memory_and_streamed_and_for_diagnosing(
+    example, processor, tmp_path, monkeypatch
+):
+    kind, name, text = example
+    folder = tmp_path / "mine"
+    pictures(folder)
+    (folder / "kite.png").write_bytes(picture_bytes("red"))
+    if kind == "python":
+        monkeypatch.chdir(folder)
+        made = {}
+        exec(text, made)
+        prepared = list(prepare_rows(made["data"], processor)[0])
+        made["data"].to_parquet("data.parquet")
+        path = folder / "data.parquet"
+    else:
+        path = folder / (name or f"data.{'csv' if kind == 'csv' else 'jsonl'}")
+        path.write_text(text)
+    (row,) = read(path, processor).train
+    captioned = kind == "json" and not re.search("What is flying", text)
+    picture_number = "Picture 1: " if "Picture 1" in text else ""
+    assert said(row) == [("user", picture_number + (PROMPT if captioned else QUESTION)), ("assistant", ANSWER)]
+    assert row["image_count"] == len(row["images"]) == 1
+    held = row["images"][0]["bytes"] or Path(row["images"][0]["path"]).read_bytes()
+    assert PILImage.open(io.BytesIO(held)).convert("RGB").getpixel((3, 3)) == (255, 0, 0)
+    assert list(islice(read(path, processor, dataset_streaming=True, shuffle_buffer_size=1).train, 1)) == [row]
+    for data in {str(path), str(folder)}:
+        (sample,) = load_samples(data, 1).samples
+        assert sample.question == said(row)[0][1] and sample.picture.getpixel((3, 3)) == (255, 0, 0)
+    if kind == "python":
+        assert [{**made, "source": row["source"]} for made in prepared] == [row]
+
+
+# ------------------------------------------------------------------------------------------------------------- images
+def test_bytes_without_a_feature_of_datasets(processor, tmp_path):
+    made = [{"image": picture_bytes("red"), "question": "Q", "answer": "A"}]
+    Dataset.from_list(made).to_parquet(str(tmp_path / "rows.parquet"))
+    prepared, _ = prepare_rows(Dataset.from_list(made), processor)
+    for data in (read(tmp_path / "rows.parquet", processor).train, prepared):
+        assert [row["images"] for row in data] == [[{"path": None, "bytes": made[0]["image"]}]]
+
+
+def test_images_named_in_text_and_in_parts_stand_where_they_are_named(processor, tmp_path):
+    uri = f"data:image/png;base64,{base64.b64encode(picture_bytes('lime')).decode()}"
+    parts = [{"type": "image_url", "image_url": "red.png"}, {"type": "text", "text": "or"}]
+    parts.append({"type": "image_url", "image_url": {"url": uri, "detail": "low"}})
+    rows = [
+        {"conversations": [{"from": "user", "value": "<img>red.png</img>\nA <img>blue.png</img> B"}, *ANSWERED]},
+        {"messages": [user(parts), assistant("A")]},
+        {"messages": [user("<image> and <img>blue.png</img>"), assistant("A")], "image": "red.png"},
+    ]
+    data = list(read(write_json(tmp_path, rows), processor).train)
+    shown = [["image" if p["type"] == "image" else p["text"] for p in r["messages"][0]["content"]] for r in data]
+    assert shown == [["image", "A ", "image", " B"], ["image", "or", "image"], ["image", " and ", "image"]]
+    names = [[Path(image["path"]).name if image["path"] else None for image in row["images"]] for row in data]
+    assert names == [["red.png", "blue.png"], ["red.png", None], ["red.png", "blue.png"]]
+    assert data[1]["images"][1]["bytes"] == picture_bytes("lime")
+
+
+ANSWERED = [{"from": "assistant", "value": "A"}]
+
+
+@pytest.mark.parametrize(
+    ("uri", "reason"),
+    [
+        ("data:text/plain;base64,AAAA", "is not one of an image in base64"),
+        ("data:image/svg+xml,<svg/>", "is not one of an image in base64"),
+        ("data:image/png;base64,?", "not valid base64"),
+    ],
+)
+def test_a_data_uri_that_is_no_image(uri, reason, processor, tmp_path):
+    with pytest.raises(ValueError, match=reason):
+        read(write_json(tmp_path, [{"image": uri, "question": "Q", "answer": "A"}]), processor)
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+def test_csv_with_quotes_and_a_comma_that_is_not_quoted(processor, tmp_path):
+    pictures(tmp_path, "red.png")
+    lines = [
+        "\ufeffimage,question,answer,note",
+        'red.png,"a, or\nb?","A, ""so""",',
+        ",Q,none,x",
+        "red.png,Q,Yes, it, is",
+    ]
+    (tmp_path / "data.csv").write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(ValueError, match="data.csv, row 2: a row must be a mapping"):
+        read(tmp_path / "data.csv", processor)
+    data = read(tmp_path, processor, bad_rows="skip")
+    assert [said(row)[0][1] for row in data.train] == ["a, or\nb?", "Q"]
+    assert said(data.train[0])[1][1] == 'A, "so"' and [row["image_count"] for row in data.train] == [1, 0]
+    (tmp_path / "data.csv").write_bytes(b"image\n\xff\xfe")
+    with pytest.raises(ValueError, match="data.csv is not valid CSV"):
+        read(tmp_path, processor)
+
+
+def test_splits_and_image_folder_are_the_same_for_training_and_diagnosing(processor, tmp_path):
+    for split, colour in (("train", "red"), ("test", "blue")):
+        pictures(tmp_path / "mine" / split, f"{colour}.png")
+        row = {"file_name": f"{colour}.png", "question": f"{split}?", "answer": colour}
+        (tmp_path / "mine" / split / "metadata.jsonl").write_text(json.dumps(row))
+    saved = Dataset.from_list([{"image": "sub/x.png", "question": "saved?", "answer": "A"}])
+    DatasetDict(train=saved, test=saved).save_to_disk(str(tmp_path / "saved"))
+    pictures(tmp_path / "there", "sub/green.png")
+    (tmp_path / "there/sub/green.png").rename(tmp_path / "there/sub/x.png")
+    for data, folder, question in (
+        ("mine", None, "train?"),
+        ("mine:test", None, "test?"),
+        ("saved:test", str(tmp_path / "there"), "saved?"),
+    ):
+        (row,) = read(tmp_path / data, processor, image_folder=folder).train
+        (sample,) = load_samples(str(tmp_path / data), 1, image_folder=folder).samples
+        assert said(row)[0][1] == sample.question == question and dict(sample.image) == row["images"][0]
+    both = {"train": tmp_path / "mine:train", "test": f"{tmp_path}/mine:test"}
+    data = load_data(
+        arguments(both["train"], eval_dataset_name=both["test"]), processor, max_length=None, seed=0, with_eval=True
+    )
+    assert [said(row)[0][1] for row in (*data.train, *data.eval)] == ["train?", "test?"]
+    with pytest.raises(ValueError, match="no file in .*mine has 'dev' in its name: test/metadata.jsonl, train/"):
+        read(tmp_path / "mine:dev", processor)
+    (tmp_path / "mine" / "train").rename(tmp_path / "mine" / "cats")
+    (tmp_path / "mine" / "test").rename(tmp_path / "mine" / "dogs")
+    with pytest.raises(ValueError, match="it has metadata in several folders. Name one of them: .*cats, .*dogs"):
+        read(tmp_path / "mine", processor)
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+def test_an_error_of_all_rows_is_said_once_and_names_image_folder(processor, tmp_path):
+    rows = [llava("<image>Q", "A", f"{number}.png") for number in range(300)]
+    path = write_json(tmp_path / "data", rows)
+    with pytest.raises(ValueError) as error:
+        read(path, processor)
+    told = str(error.value)
+    assert re.search(r"row 0: \S*0.png: there is no such image in image_folder \S*data \(all 300 rows\)\n", told)
+    assert told.count("row ") == 1 and len(told.splitlines()) == 3
+    write_json(tmp_path / "data", [*rows, *train_data.mixed_rows(), llava("Q", "")])
+    with pytest.raises(ValueError, match=r"image_folder \S*data \(300 rows\)\n.*row 305: .* is empty: .*\nFix them"):
+        read(path, processor)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_align_without_an_image_is_an_error(processor, tmp_path, streaming):
+    options = {"dataset_streaming": streaming}
+    path = write_json(tmp_path, [llava("Q", "A"), llava("Q2", "A2")])
+    with pytest.raises(ValueError, match="data.json.* have no image, .* nothing is trained .* stage align"):
+        read(path, processor, need_images=True, **options)
+    assert len(list(islice(read(path, processor, **options).train, 2))) == 2
+    write_json(tmp_path, [llava("Q", "A"), llava("<image>Q2", "A2", "red.png")])
+    read(path, processor, need_images=True, **options)
+
+
+UNREAD = {
+    "column img": {"img": "red.png", **llava("Q", "A")},
+    "column image_path": {"image_path": "red", **llava("Q", "A")},
+    "column picture": {"picture": {"bytes": None, "path": "x"}, **llava("Q", "A")},
+    "column photo_urls": {"photo_urls": ["http://host/red"], **llava("Q", "A")},
+    "column seen": {"seen": "https://host/red.JPG?size=3", **llava("Q", "A")},
+    "column drawing": {"drawing": f"data:image/png;base64,{'A' * 100}", **llava("Q", "A")},
+    "text <image_1>": llava("What is in <image_1>?", "A"),
+    "text <|image 2|>": llava("Is <|image 2|> red?", "A"),
+    "text <img>": llava("<img>\nWhat?", "A"),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("what", UNREAD)
+def test_what_looks_like_images_and_is_not_read_is_named(what, streaming, processor, tmp_path, caplog):
+    options = {"dataset_streaming": streaming}
+    path = write_json(tmp_path, [UNREAD[what]] * 3)
+    with pytest.raises(
+        ValueError, match=f"data.json: what .* is not read: {re.escape(what)} .3 rows.. No other image was found."
+    ):
+        read(path, processor, **options)
+    name = f"{streaming}.json"  # a warning is given once for each data set
+    path = write_json(tmp_path, [UNREAD[what], llava("<image>Q", "A", "red.png"), llava("Q", "B")], name)
+    with caplog.at_level(logging.WARNING):
+        list(islice(read(path, processor, **options).train, 3))
+    assert f"{name}: what looks like an image is not read: {what}" in caplog.text
+
+
+def test_bytes_in_a_column_of_another_name(processor, tmp_path):
+    rows = [{"jpg": inside("red"), "question": "Q", "answer": "A"}]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    with pytest.raises(ValueError, match=r"what looks like an image is not read: column jpg \(1 rows\)"):
+        read(tmp_path / "rows.parquet", processor)
+
+
+def test_text_that_only_speaks_of_images_is_no_image(processor, tmp_path, caplog):
+    rows = [
+        llava("What does <img src='a.png'> do, and <picture></picture>?", "It shows a.png."),
+        llava("Write ![alt](a.png)", "Done.", image_count=0, model="image-1", image_id=7),
+    ]
+    assert len(read(write_json(tmp_path, rows), processor).train) == 2 and "not read" not in caplog.text
+
+
+def test_a_bad_row_names_the_column_that_is_not_read(processor, tmp_path):
+    path = write_json(tmp_path, [llava("<image>Q", "A", img="red.png")])
+    with pytest.raises(ValueError, match="1 places for images .* the column img looks like an image and is not read"):
+        read(path, processor)
+
+
+def test_what_captions_are_asked_for_with_is_said(processor, tmp_path, caplog):
+    path = write_json(tmp_path, [{"image": "red.png", "caption": "A kite."}], "captions.json")
+    report = read(path, processor).report.sources[0]
+    assert f"captions are trained as answers to {PROMPT!r}" in caplog.text and report.forms == {"caption": 1}

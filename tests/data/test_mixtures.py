@@ -1,0 +1,476 @@
+"""Data sets in every form, in memory and streamed: the same canonical rows, checked, measured, mixed, held out."""
+
+import json
+import subprocess
+import sys
+from itertools import islice
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import train_data
+from datasets import Dataset, DatasetDict, Features, Image, IterableDataset, List, Value
+from paths import HELPERS
+from PIL import Image as PILImage
+from train_data import arguments, assistant, gigantic_png, inside, llava, mixed_rows, pictures, user, write_json
+
+from normalign_llava.data.arguments import FILES, DataArguments
+from normalign_llava.data.files import READERS
+from normalign_llava.data.mixtures import load_data, prepare_rows
+from normalign_llava.data.rows import FEATURES, DroppedRows
+from normalign_llava.train.collator import ConversationCollator
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return train_data.processor()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def load(processor):
+    def load(path, max_length=None, seed=0, with_eval=False, dropped_rows=None, **kwargs):
+        data_arguments = arguments(path, **kwargs) if path else DataArguments(**kwargs)
+        return load_data(
+            data_arguments,
+            processor,
+            max_length=max_length,
+            seed=seed,
+            with_eval=with_eval,
+            dropped_rows=dropped_rows,
+        )
+
+    return load
+
+
+def both(load, path, **kwargs) -> list[dict]:
+    """Rows in memory, which must be those of the stream, which begins again when it ends."""
+    in_memory = load(path, **kwargs).train
+    stream = load(path, dataset_streaming=True, shuffle_buffer_size=1, **kwargs).train
+    rows = list(in_memory)
+    assert list(islice(stream, 2 * len(rows))) == 2 * rows
+    assert all(row.keys() == FEATURES.keys() for row in rows) and in_memory[list(range(len(rows)))] == {
+        column: [row[column] for row in rows] for column in FEATURES
+    }
+    return rows
+
+
+def answers(rows) -> list[str]:
+    return [row["messages"][-1]["content"][0]["text"] for row in rows]
+
+
+MIXED = ["green", "Hello!", "blue", "blue", "One two three four five six seven."]
+
+
+# ------------------------------------------------------------------------------------------------------------- forms
+@pytest.mark.parametrize("name", ["data.json", "data.jsonl", "data.JSON", "data.JSONL"])
+def test_llava_json_with_mixed_ids_and_rows_without_pictures(load, tmp_path, name):
+    path = write_json(tmp_path / "llava", mixed_rows(), name)
+    rows = both(load, path)
+    assert answers(rows) == MIXED
+    assert [row["image_count"] for row in rows] == [1, 0, 2, 1, 0]
+    assert [row["row"] for row in rows] == list(range(5)) and {row["source"] for row in rows} == {str(path)}
+    assert rows[3]["images"] == [{"path": str(tmp_path / "llava/sub/blue.png"), "bytes": None}]
+
+
+def test_a_folder_with_json_and_pictures_and_splits_by_name(load, tmp_path):
+    write_json(tmp_path, mixed_rows(), "llava_mix.JSON")
+    assert answers(both(load, tmp_path)) == MIXED
+    write_json(tmp_path, mixed_rows()[:1], "llava_test.jsonl")
+    data = load(tmp_path, with_eval=True)
+    assert answers(data.train) == MIXED and answers(data.eval) == MIXED[:1]
+    own = str(tmp_path / "llava_test.jsonl")
+    assert answers(load(own, with_eval=True, eval_dataset_name=own).eval) == MIXED[:1]
+
+
+def test_the_image_folder_can_be_elsewhere(load, tmp_path):
+    path = write_json(tmp_path / "here", mixed_rows())
+    pictures(tmp_path / "there", "red.png", "green.png", "blue.png", "sub/blue.png")
+    rows = both(load, path, image_folder=str(tmp_path / "there"))
+    assert rows[0]["images"][0]["path"] == str(tmp_path / "there/green.png")
+
+
+NEXT = [
+    {**llava("<image>\nQ", "one"), "image": inside("red")},
+    llava("Q", "two"),
+    {**llava("<image>\nQ", "three"), "image": inside("blue")},
+]
+
+
+def test_parquet_with_pictures_inside(load, tmp_path):
+    file = train_data.write_parquet(tmp_path / "next" / "train-00000.parquet", NEXT)
+    rows = both(load, file)
+    assert answers(rows) == ["one", "two", "three"]
+    assert answers(both(load, file.rename(file.with_suffix(".PARQUET")))) == ["one", "two", "three"]
+    file.with_suffix(".PARQUET").rename(file)
+    assert [image["bytes"] for row in rows for image in row["images"]] == [
+        inside(colour)["bytes"] for colour in ("red", "blue")
+    ]
+    train_data.write_parquet(tmp_path / "next" / "test-00000.parquet", NEXT[:2])
+    data = load(tmp_path / "next", with_eval=True)
+    assert answers(data.train) == ["one", "two", "three"] and answers(data.eval) == ["one", "two"]
+
+
+def test_a_picture_inside_is_not_taken_from_a_file_of_its_name(load, tmp_path, monkeypatch):
+    file = train_data.write_parquet(tmp_path / "data.parquet", NEXT[:1])
+    pictures(tmp_path / "work")
+    (tmp_path / "work" / "red.png").write_bytes(train_data.picture_bytes("lime"))
+    monkeypatch.chdir(tmp_path / "work")
+    assert both(load, file)[0]["images"][0]["bytes"] == inside("red")["bytes"]
+
+
+def test_saved_data_sets(load, tmp_path):
+    data = train_data.parquet_data(NEXT)
+    DatasetDict({"train": data, "test": data.select([1])}).save_to_disk(str(tmp_path / "both"))
+    data.save_to_disk(str(tmp_path / "one"))
+    assert both(load, tmp_path / "both") and both(load, tmp_path / "one")
+    assert answers(load(tmp_path / "both", with_eval=True).eval) == ["two"]
+    assert answers(load(tmp_path / "both", with_eval=True, eval_dataset_name=str(tmp_path / "one")).eval)[2] == "three"
+    with pytest.raises(ValueError, match="both, split 'other', cannot be read: it has the splits train, test"):
+        load(tmp_path / "both", dataset_train_split="other")
+
+
+def test_an_image_folder_that_datasets_reads(load, tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("folder")  # `datasets` takes a folder with "test" in its path for a test split
+    pictures(tmp_path, "red.png", "blue.png")
+    lines = [{"file_name": f"{c}.png", "messages": [user("Q"), assistant(c)], "prompt": None} for c in ("red", "blue")]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = both(load, tmp_path)
+    assert answers(rows) == ["red", "blue"]
+    assert [row["images"][0]["path"] for row in rows] == [str(tmp_path / f"{c}.png") for c in ("red", "blue")]
+
+
+def test_trl_forms(load, tmp_path, processor):
+    turns = [[user("Q"), assistant("one")], [user("Q"), assistant("two")]]
+    text = List({"role": Value("string"), "content": Value("string")})
+    shown = [[inside("red"), inside("blue")], []]
+    Dataset.from_dict(
+        {"images": shown, "messages": turns}, features=Features({"images": List(Image()), "messages": text})
+    ).to_parquet(str(tmp_path / "messages.parquet"))
+    assert [row["image_count"] for row in both(load, tmp_path / "messages.parquet")] == [2, 0]
+
+    part = {"type": Value("string"), "text": Value("string"), "image": Image()}
+    parts = [{"type": "text", "text": "Q"}, {"type": "image", "image": inside("red")}]
+    row = {"messages": [user(parts), assistant([{"type": "text", "text": "A"}])]}
+    Dataset.from_list(
+        [row], features=Features({"messages": List({"role": Value("string"), "content": List(part)})})
+    ).to_parquet(str(tmp_path / "parts.parquet"))
+    (found,) = both(load, tmp_path / "parts.parquet")
+    assert found["images"][0]["bytes"] == inside("red")["bytes"]
+    assert [p["type"] for p in found["messages"][0]["content"]] == ["text", "image"]
+
+    (tmp_path / "strings.jsonl").write_text(json.dumps({"prompt": "Q", "completion": "A"}))
+    conversation = {"prompt": [user("Q"), assistant("A"), user("Q")], "completion": [assistant("B")]}
+    (tmp_path / "turns.jsonl").write_text(json.dumps(conversation))
+    for name, prompt_turns in (("strings", 0), ("turns", 1)):
+        assert [row["prompt_turns"] for row in both(load, tmp_path / f"{name}.jsonl")] == [prompt_turns]
+
+
+# ----------------------------------------------------------------------------------------------------------- lengths
+def test_lengths_are_those_of_the_collator_and_nothing_is_truncated(load, tmp_path, processor):
+    path = write_json(tmp_path, mixed_rows())
+    data = load(path)
+    batch = ConversationCollator(processor)([data.train[number] for number in range(5)])
+    assert data.train["length"][:] == batch["attention_mask"].sum(1).tolist()
+    limit = sorted(data.train["length"][:])[3]  # two rows are at or above it, one of them exactly
+    short = load(path, max_length=limit)
+    (source,) = short.report.sources
+    assert (source.found, source.bad, source.too_long, source.kept, source.used) == (5, 0, 1, 4, 4)
+    assert (source.images, source.text_only, source.longest) == (2, 2, limit)
+    assert (source.shortest, source.median) == (min(short.train["length"]), np.median(short.train["length"]))
+    assert [(row.row, row.tokens) for row in source.dropped] == [(2, 75)]
+    assert len(both(load, path, max_length=limit)) == 4
+    assert json.loads(json.dumps(short.report.to_dict()))["sources"][0]["dropped"][0]["tokens"] == 75
+    with pytest.raises(ValueError, match="no row is left. 5 found, 0 bad, 5 longer than max_length 10. The first: "):
+        load(path, max_length=10)
+
+
+def test_no_picture_is_decoded_on_the_way(load, tmp_path):
+    path = write_json(tmp_path, mixed_rows())
+    for name in ("red.png", "green.png", "blue.png", "sub/blue.png"):
+        (tmp_path / name).write_bytes(b"no picture")
+    assert len(both(load, path)) == 5
+
+
+def test_a_row_that_the_template_refuses_is_bad(tmp_path):
+    strict = (
+        "{% if messages|length > 2 %}{{ raise_exception('too much talk') }}{% endif %}" + train_data.tiny_parts.CHATML
+    )
+    path = write_json(tmp_path, mixed_rows())
+    processor = train_data.processor()
+    processor.chat_template = strict.replace("message['content']", "message['content'][-1]['text']|string")
+    with pytest.raises(
+        ValueError, match=r"row 0 .*prints 0 image tokens for 1 images \(2 rows\)(.|\n)*row 2 .*too much talk"
+    ):
+        load_data(arguments(path), processor, max_length=None, seed=0, with_eval=False)
+
+
+# ---------------------------------------------------------------------------------------------------------- bad rows
+REASONS = {
+    1: "1 places for images",
+    2: "none.png: there is no such image in image_folder",
+    3: r"\.\./outside.png leaves image_folder",
+    8: "link.png: the image is a link that leaves",
+    9: "the answer in turn 1 is empty",
+}
+
+
+def test_bad_rows_stop_with_row_file_and_reason(load, tmp_path):
+    path = train_data.bad_rows(tmp_path / "data")
+    listed = r"(.|\n)*".join(f"data.json, row {row}.*: .*{reason}" for row, reason in REASONS.items())
+    with pytest.raises(ValueError, match=listed + r"(.|\n)*--bad_rows skip"):
+        load(path)
+    with pytest.raises(ValueError, match="data.json, row 1: .*1 places"):
+        list(load(path, dataset_streaming=True).train)
+
+
+def test_bad_rows_can_be_skipped_and_are_counted(load, tmp_path):
+    path = train_data.bad_rows(tmp_path / "data")
+    dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
+    rows = both(load, path, bad_rows="skip", dropped_rows=dropped, max_length=60)
+    assert answers(rows) == ["green", "Hello!", "blue"] and [row["row"] for row in rows] == [0, 4, 6]
+    (source,) = load(path, bad_rows="skip", max_length=60).report.sources
+    assert (source.found, source.bad, source.too_long, source.kept) == (10, 5, 2, 3)
+    assert [row.row for row in source.dropped] == [*REASONS, 5, 7]
+    assert source.dropped[1].file == str(tmp_path / "data" / "none.png")
+    stream = load(path, bad_rows="skip", dropped_rows=dropped, dataset_streaming=True, max_length=60)
+    assert len(list(islice(stream.train, 7))) == 7  # into a third pass, each row recorded once
+    assert dropped.read() == sorted(source.dropped, key=lambda row: row.row)
+    assert stream.report.sources[0].found is None
+
+
+def test_a_mended_file_is_seen_although_rows_are_cached(load, tmp_path):
+    path = write_json(tmp_path, mixed_rows())
+    (tmp_path / "green.png").unlink()
+    with pytest.raises(ValueError, match="row 0: .*green.png: there is no such image"):
+        load(path)
+    pictures(tmp_path, "green.png")
+    assert len(load(path).train) == 5
+    write_json(tmp_path, mixed_rows()[:2])
+    assert len(load(path).train) == 2
+
+
+def test_check_images_decodes_every_picture_first(load, tmp_path):
+    path = write_json(tmp_path, mixed_rows())
+    (tmp_path / "blue.png").write_bytes(train_data.picture_bytes("blue", (64, 64))[:70])
+    (tmp_path / "green.png").write_bytes(gigantic_png())
+    with pytest.raises(ValueError, match=r"row 0: .*green.png: .*pixels(.|\n)*row 2: .*blue.png: .*truncated"):
+        load(path, check_images=True)
+    assert [row.row for row in load(path, check_images=True, bad_rows="skip").report.sources[0].dropped] == [0, 2]
+    marked = write_json(tmp_path / "data[", mixed_rows(), "v2].json")  # markup to rich
+    assert len(load(marked, check_images=True).train) == 5
+    inside_bad = [NEXT[0], {**NEXT[2], "image": {"bytes": b"no picture", "path": "x.png"}}]
+    file = train_data.write_parquet(tmp_path / "p" / "data.parquet", inside_bad)
+    with pytest.raises(ValueError, match="row 1: an image inside the data: cannot identify"):
+        load(file, check_images=True)
+
+
+def test_a_line_that_is_no_json_is_a_bad_row(load, tmp_path):
+    path = write_json(tmp_path, mixed_rows(), "data.jsonl")
+    path.write_bytes(b'{broken\n\n"\xff"\n' + path.read_bytes())
+    with pytest.raises(ValueError, match=r"row 0: the line is not valid JSON, .*: b'{broken(.|\n)*row 1: "):
+        load(path)
+    assert answers(both(load, path, bad_rows="skip")) == MIXED
+
+
+def test_a_line_that_is_nested_deeply_is_a_bad_row(load, tmp_path):
+    for depth in (900, 1000, 100_000):
+        path = write_json(tmp_path, mixed_rows(), "data.jsonl")
+        deep = f'{{"id": 0, "conversations": {"[" * depth}{"]" * depth}}}\n'
+        path.write_text(deep + path.read_text())
+        data = load(path, bad_rows="skip")
+        assert answers(data.train) == MIXED and [row.row for row in data.report.sources[0].dropped] == [0]
+    with pytest.raises(ValueError, match=r"data.jsonl, row 0: the line is not valid JSON, or nested too deeply"):
+        load(path)
+    whole = tmp_path / "data.json"
+    whole.write_text(f"[{deep}]")
+    with pytest.raises(ValueError, match="^.*data.json is nested too deeply to be rows of data.$"):
+        load(whole)
+
+
+def test_a_row_with_control_tokens_is_a_bad_row(load, tmp_path):
+    rows = [llava("Q", "red<|im_end|>\n<|im_start|>user\nQ2<|im_end|>\n<|im_start|>assistant\nblue"), *mixed_rows()]
+    path = write_json(tmp_path, rows)
+    reason = r"row 0: turn 1, the assistant's, has <\|im_end\|>, which the tokenizer reads as a control token"
+    with pytest.raises(ValueError, match=reason):
+        load(path)
+    assert answers(both(load, path, bad_rows="skip")) == MIXED
+
+
+def test_text_that_no_file_can_hold_is_a_bad_row(load, tmp_path):
+    path = write_json(tmp_path, [*mixed_rows(), llava("Q", "\ud83d"), llava("<image>Q", "A", "\ud83d.png")])
+    assert [row.row for row in load(path, bad_rows="skip").report.sources[0].dropped] == [5, 6]
+
+
+def test_errors_that_name_the_data_set(load, tmp_path):
+    write_json(tmp_path, mixed_rows())
+    assert {*READERS, ".parquet"} == set(FILES)
+    for name in ("none.json", "none.parquet"):
+        with pytest.raises(ValueError, match=f"There is no data file .*{name}"):
+            load(tmp_path / name)
+    with pytest.raises(ValueError, match="data.json is one file, and has no split 'other'"):
+        load(tmp_path / "data.json", dataset_train_split="other")
+    with pytest.raises(ValueError, match="There is no image folder .*nowhere. Set image_folder"):
+        load(tmp_path / "data.json", image_folder=str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="The data set a/none, split 'train', cannot be read: .*a/none"):
+        load("a/none")
+    for name in ("none", "./none", "/none/at/all", "none:test"):
+        with pytest.raises(
+            ValueError, match=f"^{name.removesuffix(':test')} is no file or folder here. .* owner/name.$"
+        ):
+            load(name)
+    (tmp_path / "data.json").write_text("{")
+    with pytest.raises(ValueError, match="data.json is not valid JSON: .*line 1"):
+        load(tmp_path / "data.json")
+    (tmp_path / "data.json").write_text('{"rows": []}')
+    with pytest.raises(ValueError, match="data.json must be a JSON list of rows, got dict"):
+        load(tmp_path / "data.json")
+    (tmp_path / "data.json").write_text("[]")
+    with pytest.raises(ValueError, match="data.json has no rows"):
+        load(tmp_path / "data.json")
+
+
+def test_a_card_that_lies_about_the_number_of_rows(load, tmp_path):
+    train_data.write_parquet(tmp_path / "lying" / "data" / "train-00000.parquet", NEXT)
+    (tmp_path / "lying" / "README.md").write_text(
+        "---\ndataset_info:\n  splits:\n  - name: train\n    num_examples: 1000\n    num_bytes: 5\n---\n"
+    )
+    assert len(both(load, tmp_path / "lying")) == 3
+    assert load(tmp_path / "lying").report.sources[0].found == 3
+
+
+# ------------------------------------------------------------------------------------------------ mixed and held out
+def sources(folder, fraction=None, **counts) -> list[dict]:
+    """Sources whose answers are `a0`, `a1`, ..., `b0`, ..., each with the same fraction."""
+    rows = {name: [llava("Q", f"{name}{n}") for n in range(count)] for name, count in counts.items()}
+    return [{"path": str(write_json(folder / name, rows[name])), "fraction": fraction} for name in counts]
+
+
+def test_a_streamed_mixture_never_ends_and_keeps_its_shares(load, tmp_path):
+    small, large = sources(tmp_path, a=2, b=200)
+    streamed = {"dataset_streaming": True, "shuffle_buffer_size": 1}
+    plain = load(None, datasets=[small, large], **streamed).train
+    assert answers(islice(plain, 205)) == ["a0", "a1", *(f"b{n}" for n in range(200)), "a0", "a1", "b0"]
+    shares = [{**small, "fraction": 1}, {**large, "fraction": 3}]
+    stream, again, other = (load(None, seed=seed, datasets=shares, **streamed).train for seed in (0, 0, 1))
+    found = answers(islice(stream, 800))
+    assert found == answers(islice(again, 800)) != answers(islice(other, 800))
+    for name, count, expected in (("a", 2, 200), ("b", 200, 600)):
+        rows = [answer for answer in found if answer[0] == name]
+        assert rows == [f"{name}{n % count}" for n in range(len(rows))]
+        assert abs(len(rows) - expected) < 49  # four standard deviations
+
+
+@pytest.mark.parametrize("fraction", [None, 0.5])
+def test_a_streamed_source_that_gives_no_row_is_named_alone(load, tmp_path, fraction):
+    listed = sources(tmp_path, fraction, a=2, empty=0, dropped=1)
+    write_json(tmp_path / "dropped", [llava("Q", "")])
+    for source in listed[1:]:
+        stream = load(None, datasets=[listed[0], source], bad_rows="skip", dataset_streaming=True).train
+        with pytest.raises(ValueError, match=f"^{source['path']}: no row is left. It is empty, or all .* dropped.$"):
+            list(islice(stream, 100))
+
+
+def test_what_is_held_out_is_not_reported_as_used(load, tmp_path):
+    data = load(None, datasets=sources(tmp_path, 1, a=30, b=10), with_eval=True, test_split_size=0.25)
+    first, second, held = data.report.sources
+    trained, out = answers(data.train), answers(data.eval)
+    assert [first.used, second.used] == [sum(answer[0] == name for answer in trained) for name in "ab"]
+    assert first.used + second.used == 15 and first.kept == 30 and len({*trained, *out}) == 20
+    assert (held.source, held.split, held.found, held.used) == ("held out of training", "eval", 5, 5)
+    assert (held.longest, held.images) == (max(data.eval["length"]), 0) and data.eval[0].keys() == FEATURES.keys()
+
+
+def test_pictures_of_held_out_rows_are_decoded_first(load, tmp_path):
+    rows = [llava("<image>Q", str(n), f"{n % 2}.png") for n in range(20)]
+    path, other = write_json(tmp_path / "data", rows), write_json(tmp_path / "other", mixed_rows())
+    (path.parent / "0.png").write_bytes(inside("red")["bytes"])
+    (path.parent / "1.png").write_bytes(b"no picture")
+    dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
+    for options in (dict(eval_dataset_name=str(path)), dict(test_split_size=0.5)):
+        trained = other if "eval_dataset_name" in options else path
+        with pytest.raises(ValueError, match="row [0-9]+: .*1.png: cannot identify"):
+            load(trained, with_eval=True, **options)
+        data = load(trained, with_eval=True, bad_rows="skip", dropped_rows=dropped, **options)
+        held = data.report.sources[-1]
+        assert held.kept == len(data.eval) and held.bad == held.found - held.kept > 0
+        assert all(int(answer) % 2 == 0 for answer in answers(data.eval))
+    assert [row.row for row in dropped.read()] == list(range(1, 20, 2))
+
+
+def test_a_fraction_is_a_number(load, tmp_path):
+    with pytest.raises(ValueError, match="The fraction of .*a/data.json must be a number above 0, got '0.5'"):
+        load(None, datasets=sources(tmp_path, "0.5", a=1, b=1))
+
+
+CLIENT = """
+import json, sys
+from itertools import islice
+import train_data
+from normalign_llava.data.mixtures import load_data
+found = []
+for streaming in (False, True):
+    arguments = train_data.arguments("user/tiny.data", dataset_streaming=streaming, shuffle_buffer_size=1)
+    data = load_data(arguments, train_data.processor(), max_length=None, seed=0, with_eval=True)
+    for rows in (data.train, data.eval):
+        rows = list(islice(rows, 3))
+        answers = [row["messages"][-1]["content"][0]["text"] for row in rows]
+        found.append([answers, *([row[column] for row in rows] for column in ("image_count", "source", "row"))])
+print(json.dumps(found))
+"""
+
+
+def test_a_data_set_of_the_hub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    train_data.write_parquet(folder / "train-00000.parquet", NEXT)
+    train_data.write_parquet(folder / "test-00000.parquet", NEXT[:2])
+    with train_data.DatasetHub({"user/tiny.data": folder}) as hub:
+        environment = {**hub.environment(folder / "home"), "PYTHONPATH": str(HELPERS)}
+        client = subprocess.run([sys.executable, "-c", CLIENT], env=environment, capture_output=True, text=True)
+    assert client.returncode == 0, client.stderr
+    name = "user/tiny.data"
+    train = [["one", "two", "three"], [1, 0, 1], [name] * 3, [0, 1, 2]]
+    assert json.loads(client.stdout.splitlines()[-1]) == [train, [column[:2] for column in train]] * 2
+
+
+# ------------------------------------------------------------------------------------------------- rows made in Python
+def made_in_python(colours) -> list[dict]:
+    """TRL's rows with decoded images."""
+    return [
+        {"images": [PILImage.new("RGB", (20, 20), c)], "messages": [user(f"Q {c}"), assistant(c)]} for c in colours
+    ]
+
+
+def test_rows_made_in_python_become_what_files_become(processor, tmp_path):
+    colours = ("red", "blue", "lime")
+    rows = made_in_python(colours)
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
+    expected = load_data(arguments(tmp_path / "rows.parquet"), processor, max_length=None, seed=0, with_eval=False)
+    in_memory, report = prepare_rows(Dataset.from_list(rows), processor)
+    made = IterableDataset.from_generator(made_in_python, gen_kwargs={"colours": colours})
+    stream, _ = prepare_rows(made, processor)
+    kept = [{**row, "source": "train_dataset"} for row in expected.train]
+    assert list(in_memory) == kept == list(stream) and len(kept) == 3
+    assert prepare_rows(stream, processor)[0] is stream
+    same, again = prepare_rows(in_memory, processor)
+    assert same is in_memory and (again.kept, again.images, again.longest) == (3, 3, report.longest)
+    batch = ConversationCollator(processor)([in_memory[2]])
+    assert torch.equal(batch["pixel_values"], ConversationCollator(processor)([list(stream)[2]])["pixel_values"])
+    red, *_ = batch["pixel_values"][0, :, 0, 0].tolist()
+    assert red == pytest.approx((0 - 0.48145466) / 0.26862954, abs=1e-4)  # CLIP's normalization of lime
+
+
+def test_bad_and_long_rows_made_in_python(processor, caplog, tmp_path):
+    rows = [{"prompt": "Q", "completion": answer} for answer in ("fine", "", "long " * 50)]
+    with pytest.raises(ValueError, match="my rows, row 1: the answer in turn 1 is empty"):
+        prepare_rows(Dataset.from_list(rows), processor, name="my rows")
+    for number, data in enumerate((Dataset.from_list(rows), Dataset.from_list(rows).to_iterable_dataset())):
+        file = DroppedRows(tmp_path / f"{number}.jsonl")
+        kept, _ = prepare_rows(data, processor, max_length=100, bad_rows="skip", dropped_rows=file)
+        assert answers(kept) == ["fine"] and [row.row for row in file.read()] == [1, 2]
+    assert "train_dataset: 2 of 3 rows dropped. First: train_dataset, row 1: the answer" in caplog.text

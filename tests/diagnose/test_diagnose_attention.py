@@ -1,0 +1,401 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Attention maps: against `output_attentions` and plain float64 loops, in every family; models left as they were."""
+
+import copy
+import math
+import weakref
+
+import pytest
+import tiny
+import torch
+import vlm_batches
+import vlm_families
+from accelerate import cpu_offload
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    BitsAndBytesConfig,
+    Gemma2Config,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.diagnose.measure.attention import (
+    attention_maps,
+    bottom_bias,
+    picture_grid,
+    relative_entropy,
+    thirds,
+)
+
+
+NO_TEXT = {vlm_batches.PAD, vlm_batches.BOS, vlm_batches.EOS, vlm_batches.START, vlm_batches.END, tiny.IMAGE}
+NO_TEXT |= {*vlm_batches.INDICATORS}
+SEVERAL = {"ovis2": "tiles", "idefics3": "pictures", "smolvlm": "pictures"}
+"""Families of which one sequence of the batch has several, of 4 tokens each, and the other one."""
+
+
+def ask(model, batch, **kwargs):
+    return attention_maps(model, batch, question="What is this?", **kwargs)
+
+
+def alone(name, batch, row):
+    """One sequence of a family's batch of two, without padding."""
+    kept, pixels = batch["attention_mask"][row].bool(), batch["pixel_values"]
+    one = {key: value[row : row + 1] for key, value in batch.items()}
+    one |= {key: value[:, kept] for key, value in one.items() if value.shape[:2] == (1, len(kept))}
+    if "image_grid_thw" in batch:
+        one["pixel_values"] = pixels.split(batch["image_grid_thw"].prod(-1).tolist())[row]
+    elif name in SEVERAL:
+        counts = ((batch["input_ids"] == tiny.IMAGE).sum(-1) // 4).tolist()
+        if SEVERAL[name] == "tiles":
+            one["pixel_values"] = pixels.split(counts)[row]
+        else:
+            one |= {key: one[key][:, : counts[row]] for key in ("pixel_values", "pixel_attention_mask")}
+    return one
+
+
+def grid_of(name, batch):
+    """Two by two patches of an image grid are one token; tiles, newlines and several pictures form no grid."""
+    tokens = (batch["input_ids"] == tiny.IMAGE).sum().item()
+    if "image_grid_thw" in batch:
+        _, height, width = batch["image_grid_thw"][0].tolist()
+        return height // 2, width // 2
+    if "image_sizes" in batch or (name in SEVERAL and tokens > 4):
+        return None
+    return math.isqrt(tokens), math.isqrt(tokens)
+
+
+def reference(model, batch, no_text=NO_TEXT):
+    """Maps, image shares and entropies by layer, from all maps of an eager copy, with plain float64 sums."""
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation({"text_config": "eager"})
+    with torch.no_grad():
+        attentions = eager(**batch, output_attentions=True, use_cache=False).attentions
+    ids = batch["input_ids"][0].tolist()
+    attended = batch["attention_mask"][0].tolist()
+    visual = [i for i, token in enumerate(ids) if token == tiny.IMAGE]
+    asking = [i for i, token in enumerate(ids) if i > visual[-1] and attended[i] and token not in no_text]
+    maps, shares, entropies = [], [], []
+    for attention in attentions:
+        heads = attention[0].double().tolist()
+        if not any(head[asking[-1]][visual[0]] for head in heads):
+            continue  # its sliding window ends within the picture
+        seen = [sum(head[q][v] for head in heads for q in asking) / len(heads) / len(asking) for v in visual]
+        shares.append(sum(seen))
+        maps.append([value / sum(seen) for value in seen])
+        entropies.append(-sum(p * math.log(p) for p in maps[-1] if p) / math.log(len(visual)))
+    return maps, shares, entropies
+
+
+def assert_as_the_reference(found, expected):
+    maps, shares, entropies = expected
+    assert [sum(rows, []) for rows in found.maps] == [pytest.approx(row, abs=1e-6) for row in maps]
+    assert found.image_share == pytest.approx(shares, abs=1e-6)
+    assert found.entropy == pytest.approx(entropies, abs=1e-6)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("name", vlm_families.FAMILIES)
+def test_maps_are_those_that_the_model_returns(name, row):
+    model, batch = vlm_families.make(name)
+    batch = alone(name, batch, row)
+    found = ask(model, batch, special_ids=[vlm_batches.START, vlm_batches.END])
+    assert_as_the_reference(found, reference(model, batch))
+    assert len(found.maps) == len(found.layers) == (vlm_families.LAYERS if name != "gemma3" else len(found.maps))
+    assert found.grid == grid_of(name, batch)
+    if found.grid is None:
+        assert found.bottom_bias is None and all(len(rows) == 1 for rows in found.maps)
+    else:
+        assert all((len(rows), len(rows[0])) == found.grid for rows in found.maps)
+        if found.grid[0] == 2:  # the bottom third of two rows is two thirds of the lower one
+            assert found.bottom_bias == pytest.approx([2 * sum(rows[1]) for rows in found.maps])
+        assert sum(map(sum, found.regions)) == pytest.approx(1.0)
+        assert 3 * sum(found.regions[2]) == pytest.approx(sum(found.bottom_bias) / len(found.layers))
+
+
+@pytest.mark.parametrize("name", vlm_families.FAMILIES)
+def test_the_model_is_left_as_it_was_and_only_its_decoder_is_switched(name):
+    model, batch = vlm_families.make(name)
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    batch = alone(name, batch, 0)
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    with torch.no_grad():
+        expected = model(**batch, output_hidden_states=True)
+    during = []
+
+    def look(*call):
+        during.append({key: config._attn_implementation for key, config in configs.items()})
+
+    hook = model.get_decoder().layers[0].register_forward_hook(look)
+    hooks = sum(len(module._forward_hooks) for module in model.modules())
+    ask(model, batch)
+    assert sum(len(module._forward_hooks) for module in model.modules()) == hooks
+    hook.remove()
+    decoder = id(model.get_decoder().config)
+    assert before[decoder] != "eager" and during == [{**before, decoder: "eager"}]
+    assert {key: config._attn_implementation for key, config in configs.items()} == before
+    with torch.no_grad():
+        after = model(**batch, output_hidden_states=True)
+    assert torch.equal(after.logits, expected.logits)
+    assert all(map(torch.equal, after.hidden_states, expected.hidden_states))
+
+
+def test_one_map_is_alive_at_a_time():
+    model, alive, counts = tiny.model(text=tiny.text_config(num_hidden_layers=4)), [], []
+
+    def at_attention(attention, args, output):
+        alive.append(weakref.ref(output[1]))
+        count()
+
+    def count(*call):
+        counts.append(sum(found() is not None for found in alive))
+
+    for layer in model.get_decoder().layers:
+        layer.self_attn.register_forward_hook(at_attention)
+        layer.mlp.register_forward_pre_hook(count)
+    ask(model, tiny.inputs())
+    assert counts == [1, 0] * 4
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_is_left_as_it_was_after_an_error(training):
+    model = tiny.model(text=tiny.text_config(attention_dropout=0.5)).train(training)
+    batch = tiny.inputs()
+    found = ask(model, batch)
+    assert_as_the_reference(found, reference(copy.deepcopy(model).eval(), batch))
+    with pytest.raises(ValueError, match="features"):
+        ask(model, batch | {"pixel_values": batch["pixel_values"].repeat(2, 1, 1, 1)})
+    hook = model.get_decoder().norm.register_forward_hook(lambda *call: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ask(model, batch)
+    hook.remove()
+    assert model.config.text_config._attn_implementation == "sdpa"
+    assert all(module.training == training for module in model.modules())
+    assert not any(layer.self_attn._forward_hooks for layer in model.get_decoder().layers)
+
+
+def test_an_implementation_chosen_before_is_chosen_after():
+    model = tiny.model()
+    model.set_attn_implementation({"text_config": "flex_attention", "vision_config": "eager"})
+    ask(model, tiny.inputs())
+    assert model.config.text_config._attn_implementation == "flex_attention"
+    assert model.config.vision_config._attn_implementation == "eager"
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_queries_that_are_zero_look_everywhere_evenly():
+    model, batch = tiny.model(), tiny.inputs(text=3)
+    for layer in model.get_decoder().layers:
+        torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
+    found = ask(model, batch, picture="picture.png")
+    assert (found.question, found.picture, found.grid) == ("What is this?", "picture.png", (2, 2))
+    assert found.maps == [[[pytest.approx(1 / 4)] * 2] * 2] * 2
+    expected = (4 / 6 + 4 / 7 + 4 / 8) / 3  # one token before the picture's four, three after
+    assert found.image_share == pytest.approx([expected] * 2)
+    assert found.entropy == found.bottom_bias == pytest.approx([1.0] * 2)
+
+
+def test_keys_of_one_visual_token_draw_all_attention_to_it():
+    model, batch = tiny.model(), tiny.inputs()
+    embeds = []
+    model.get_decoder().layers[0].register_forward_pre_hook(lambda layer, args: embeds.append(args[0]))
+    ask(model, batch)
+    attention = model.get_decoder().layers[0].self_attn
+    normed = model.get_decoder().layers[0].input_layernorm(embeds[0])[0]
+    with torch.no_grad():  # keys and queries answer to the direction of the last visual token and of the text
+        attention.k_proj.weight.zero_()[15] = 1e3 * torch.linalg.pinv(normed)[:, 4]
+        attention.q_proj.weight.zero_()[15::16] = torch.linalg.pinv(normed) @ torch.ones(len(normed))
+    found = ask(model, batch)
+    assert found.maps[0][1] == pytest.approx([0.0, 1.0], abs=1e-6)
+    assert found.image_share[0] == pytest.approx(1.0, abs=1e-6)
+    assert found.entropy[0] == pytest.approx(0.0, abs=1e-4)
+    assert found.bottom_bias[0] == pytest.approx(2.0, abs=1e-5)  # the most that two rows can show
+
+
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_bottom_bias_of_given_maps(rows):
+    even = torch.full((rows, 4), 1 / (4 * rows), dtype=torch.float64)
+    assert bottom_bias(even) == pytest.approx(1.0, abs=1e-12)
+    bottom = torch.zeros(rows, 4, dtype=torch.float64)
+    bottom[-1] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    assert bottom_bias(bottom) == pytest.approx(min(rows, 3))
+    if rows > 1:
+        assert bottom_bias(bottom.flip(0)) == 0.0
+
+
+def test_thirds_gather_shares():
+    six = torch.arange(36.0).reshape(6, 6) / 630
+    assert thirds(six).tolist() == [
+        [pytest.approx(sum(cells) / 630) for cells in row]
+        for row in (
+            ((0, 1, 6, 7), (2, 3, 8, 9), (4, 5, 10, 11)),
+            ((12, 13, 18, 19), (14, 15, 20, 21), (16, 17, 22, 23)),
+            ((24, 25, 30, 31), (26, 27, 32, 33), (28, 29, 34, 35)),
+        )
+    ]
+    for shape in ((2, 5), (1, 1), (7, 4)):
+        assert thirds(torch.full(shape, 1 / math.prod(shape))).flatten().tolist() == [pytest.approx(1 / 9)] * 9
+
+
+def test_bottom_bias_counts_a_row_at_the_edge_in_part():
+    weights = [3 * w for w in (0, 0, 1 / 3, 1)]  # of four rows, the bottom third is a row and a third
+    for row, weight in enumerate(weights):
+        assert bottom_bias(torch.eye(4, dtype=torch.float64)[row][:, None]) == pytest.approx(weight, abs=1e-12)
+
+
+def test_relative_entropy_of_given_maps():
+    assert relative_entropy(torch.full((3, 5), 1 / 15).double()) == pytest.approx(1.0, abs=1e-6)
+    assert relative_entropy(torch.eye(4)[0]) == 0.0
+    assert relative_entropy(torch.tensor([0.5, 0.5, 0.0, 0.0])) == pytest.approx(0.5)
+    assert relative_entropy(torch.ones(1, 1)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "tokens", "grid"),
+    [
+        ({"pixel_values": torch.zeros(1, 3, 336, 336)}, 576, (24, 24)),
+        ({"pixel_values": torch.zeros(1, 3, 336, 336)}, 577, None),  # with the class token
+        ({"pixel_values": torch.zeros(1, 3, 32, 64)}, 8, (2, 4)),
+        ({"pixel_values": torch.zeros(1, 3, 32, 128)}, 16, (2, 8)),  # a square number of tokens, not a square
+        ({"pixel_values": torch.zeros(1, 3, 128, 32)}, 16, (8, 2)),
+        ({"pixel_values": torch.zeros(1, 3, 32, 64)}, 9, None),
+        ({"pixel_values": torch.zeros(1, 3, 8, 800)}, 1, None),
+        ({"pixel_values": torch.zeros(2, 3, 32, 32)}, 16, None),
+        ({"pixel_values": torch.zeros(1, 4, 3, 32, 32)}, 16, None),
+        ({"pixel_values": torch.zeros(1, 1, 3, 32, 32)}, 16, (4, 4)),
+        ({"pixel_values": torch.zeros(64, 48), "image_grid_thw": torch.tensor([[1, 4, 16]])}, 16, (2, 8)),
+        ({"pixel_values": torch.zeros(64, 48), "image_grid_thw": torch.tensor([[1, 4, 16]])}, 64, (4, 16)),
+        ({"pixel_values": torch.zeros(64, 48), "image_grid_thw": torch.tensor([[2, 4, 8]])}, 16, None),
+        ({"pixel_values": torch.zeros(32, 48), "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}, 8, None),
+        ({"pixel_values": torch.zeros(16, 48)}, 16, None),
+        ({}, 16, None),
+    ],
+)
+def test_the_grid_of_a_picture(inputs, tokens, grid):
+    assert picture_grid(inputs, tokens) == grid
+
+
+def test_several_pictures_are_taken_together():
+    model, batch = tiny.model(), tiny.inputs(images=3)
+    ids = batch["input_ids"]
+    batch["input_ids"] = torch.cat([ids[:, :5], ids[:, -2:], ids[:, 5:-2]], dim=1)  # words after the first do not ask
+    found = ask(model, batch)
+    assert found.grid is found.bottom_bias is None
+    assert_as_the_reference(found, reference(model, batch))
+    assert len(found.maps[0]) == 1 and len(found.maps[0][0]) == 12
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing_and_special_tokens_do_not_ask(side):
+    model, batch = tiny.model(), tiny.inputs(text=6)
+    before, padding = ask(model, batch), torch.zeros(1, 3, dtype=torch.long)
+    padded = dict(batch)
+    for name in ("input_ids", "attention_mask"):
+        parts = (padding, batch[name]) if side == "left" else (batch[name], padding)
+        padded[name] = torch.cat(parts, dim=1)
+    found = ask(model, padded)
+    assert found.maps == [[pytest.approx(row, abs=1e-6) for row in rows] for rows in before.maps]
+    assert found.image_share == pytest.approx(before.image_share, abs=1e-6)
+    del batch["attention_mask"]
+    assert ask(model, batch) == before
+    special = {batch["input_ids"][0, -1].item()}
+    found = ask(model, padded, special_ids=special)
+    assert_as_the_reference(found, reference(model, padded, NO_TEXT | special))
+    assert found.image_share != pytest.approx(before.image_share, abs=1e-4)
+
+
+@pytest.mark.parametrize("window", [8, 9])
+@pytest.mark.parametrize(
+    ("cls", "settings", "has_window"),
+    [
+        (MistralConfig, {}, [True, True]),  # which its attention modules do not say
+        (Gemma2Config, {}, [True, False]),
+        (
+            Qwen2Config,
+            dict(use_sliding_window=True, layer_types=["full_attention", "sliding_attention"]),
+            [False, True],
+        ),
+    ],
+)
+def test_layers_in_whose_window_the_picture_does_not_lie_whole_are_left_out(cls, settings, has_window, window):
+    model = tiny.model(text=tiny.text_config(cls=cls, sliding_window=window, **settings))
+    batch = tiny.inputs()  # the picture at 1 to 4, the text that asks at 5 to 9
+    reaches = all(query - key < window for query in range(5, 10) for key in range(1, 5))
+    layers = [number for number, short in enumerate(has_window, 1) if reaches or not short]
+    if not layers:
+        with pytest.raises(ValueError, match="None of the 2 layers of MistralModel has an attention map"):
+            ask(model, batch)
+        return
+    found = ask(model, batch)
+    assert found.layers == layers
+    assert_as_the_reference(found, reference(model, batch))
+    batch["input_ids"][0, 5:9] = 2  # the one that asks is too far away just the same
+    assert ask(model, batch).layers == layers
+
+
+def test_layers_without_attention_are_left_out():
+    sizes = dict(moe_intermediate_size=8, shared_expert_intermediate_size=8, num_experts=2, num_experts_per_tok=1)
+    linear = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+    types = ["linear_attention", "full_attention"]
+    model = tiny.model(text=tiny.text_config(cls=Qwen3NextConfig, layer_types=types, **sizes, **linear))
+    batch = tiny.inputs()
+    found = ask(model, batch)
+    assert len(found.maps) == 1
+    assert_as_the_reference(found, reference(model, batch))
+
+
+def test_errors_say_what_to_do():
+    model, batch = tiny.model(), tiny.inputs()
+    with pytest.raises(ValueError, match="2 sequences.*one question at a time"):
+        ask(model, tiny.inputs(batch=2))
+    with pytest.raises(ValueError, match="no visual token.*97"):
+        ask(model, tiny.inputs(images=0))
+    last = {name: value[:, :5] if name != "pixel_values" else value for name, value in batch.items()}
+    with pytest.raises(ValueError, match="No text comes after the picture.*question after"):
+        ask(model, last)
+    with pytest.raises(ValueError, match="No text comes after"):
+        ask(model, batch, special_ids=range(90))
+    torch.nn.init.constant_(model.get_decoder().layers[1].self_attn.k_proj.weight, torch.nan)
+    with pytest.raises(ValueError, match="NaN"):
+        ask(model, batch)
+
+
+def test_half_precision():
+    model, batch = tiny.model().to(torch.bfloat16), tiny.inputs()
+    found = ask(model, batch)
+    expected = reference(model, batch | {"pixel_values": batch["pixel_values"].bfloat16()})
+    assert_as_the_reference(found, expected)
+
+
+def test_adapters():
+    lora = LoraConfig(target_modules=r".*language_model.*(q_proj|v_proj)", init_lora_weights=False)
+    model, batch = get_peft_model(tiny.model(), lora).eval(), tiny.inputs()
+    found = ask(model, batch)
+    assert_as_the_reference(found, reference(model.get_base_model(), batch))
+    with model.disable_adapter():
+        assert found.entropy != pytest.approx(ask(model, batch).entropy, abs=1e-6)
+
+
+def test_a_model_offloaded_by_accelerate():
+    model, batch = tiny.model(), tiny.inputs()
+    expected = ask(model, batch)
+    cpu_offload(model, execution_device="cpu")
+    assert next(model.parameters()).is_meta
+    assert ask(model, batch) == expected
+    assert next(model.parameters()).is_meta
+
+
+def test_a_model_in_4_bits(tmp_path):
+    tiny.model(tied=False).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(
+        tmp_path, quantization_config=quantization, dtype=torch.bfloat16
+    )
+    batch = tiny.inputs()
+    found = ask(model, batch)
+    expected = reference(model, batch | {"pixel_values": batch["pixel_values"].bfloat16()})
+    assert_as_the_reference(found, expected)

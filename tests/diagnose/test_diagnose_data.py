@@ -1,0 +1,369 @@
+"""Pictures with questions from every place they may be in, which of them are drawn, and the inputs made of them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_parts
+import torch
+import train_data
+import training
+from datasets import Dataset, DatasetDict, Features, Image, Value
+from PIL import Image as PILImage
+from train_data import inside, llava, picture_bytes
+from transformers import AutoProcessor, PaliGemmaProcessor
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.data.fetch import FetchError
+from normalign_llava.data.forms import PROMPT
+from normalign_llava.data.questions import Sample
+from normalign_llava.diagnose.data import BUILT_IN, Samples, batches, load_samples, picture_batches
+
+
+COLOURS = ("red", "green", "blue", "white", "black", "gray")
+PICTURES = Features({"image": Image(), "question": Value("string")})
+
+
+def image_folder(folder: Path, metadata="metadata.jsonl") -> Path:
+    """Pictures in two folders whose names `datasets` would take for splits, with questions about some of them."""
+    folder.mkdir(parents=True)
+    train_data.pictures(folder, "red.png", "train/green.png", "train/blue.png", "white.png")
+    (folder / "red.png").rename(folder / "test_red.png")
+    rows = [{"file_name": f, "question": f"Is it {f}?"} for f in ("test_red.png", "train/green.png", "train/blue.png")]
+    if metadata.endswith("jsonl"):
+        (folder / metadata).write_text("\n".join(map(json.dumps, rows)))
+    elif metadata:
+        lines = [",".join(row.values()) for row in rows]
+        (folder / metadata).write_text("\n".join(["file_name,question", *lines]))
+    return folder
+
+
+def drawn(found: Samples) -> dict[str, str]:
+    assert all(sample.picture.mode == "RGB" for sample in found.samples)
+    return {sample.name: sample.question for sample in found.samples}
+
+
+@pytest.mark.parametrize("metadata", ["metadata.jsonl", "metadata.csv"])
+def test_a_folder_of_images_with_questions(metadata, tmp_path, caplog):
+    folder = image_folder(tmp_path / "mine", metadata)
+    found = load_samples(str(folder), 3)
+    assert found.name == "mine"
+    assert drawn(found) == {
+        f"{metadata}, row {row} ({file})": f"Is it {file}?"
+        for row, file in enumerate(("test_red.png", "train/green.png", "train/blue.png"))
+    }
+    red = next(sample for sample in found.samples if "red" in sample.name)
+    assert red.picture.getpixel((0, 0)) == (255, 0, 0)
+    assert not caplog.records
+
+
+def test_a_folder_of_images_without_questions(tmp_path):
+    folder = image_folder(tmp_path / "mine", "")
+    found = drawn(load_samples(str(folder), 4))
+    assert len(found) == 4 and set(found.values()) == {PROMPT}
+    assert any("(train/blue.png)" in name for name in found) and not any(str(tmp_path) in name for name in found)
+
+
+def test_too_few_samples_are_all_taken_and_it_is_said(tmp_path, caplog):
+    assert len(load_samples(str(image_folder(tmp_path / "mine")), 100).samples) == 3
+    assert "100 samples were asked for, and mine gives 3" in caplog.text
+
+
+def test_the_seed_decides_which_are_drawn(tmp_path):
+    path = tmp_path / "rows.parquet"
+    rows = [{"image": inside(COLOURS[i % 6]), "question": f"{i}?"} for i in range(40)]
+    Dataset.from_list(rows, features=PICTURES).to_parquet(str(path))
+
+    def chosen(seed):
+        return [sample.name for sample in load_samples(str(path), 5, seed=seed).samples]
+
+    assert chosen(1) == chosen(1) and len({tuple(chosen(seed)) for seed in range(5)}) == 5
+    assert len(set(chosen(1))) == 5
+    for sample in load_samples(str(path), 40).samples:  # row, file and question belong together
+        row = int(sample.question.rstrip("?"))
+        assert sample.name == f"rows.parquet, row {row} ({COLOURS[row % 6]}.png)"
+
+
+def test_a_data_set_saved_to_disk_and_its_splits(tmp_path):
+    train = Dataset.from_list([{"image": inside("red"), "question": "train?"}], features=PICTURES)
+    test = Dataset.from_list([{"image": inside("blue"), "question": "test?"}], features=PICTURES)
+    train.save_to_disk(tmp_path / "one")
+    DatasetDict(train=train, test=test).save_to_disk(tmp_path / "two")
+    assert drawn(load_samples(str(tmp_path / "one"), 1)) == {"one, row 0 (red.png)": "train?"}
+    assert drawn(load_samples(str(tmp_path / "two"), 1)) == {"two, row 0 (red.png)": "train?"}
+    found = load_samples(f"{tmp_path / 'two'}:test", 1)
+    assert found.name == "two:test" and drawn(found) == {"two, row 0 (blue.png)": "test?"}
+    with pytest.raises(ValueError, match="'validation', cannot be read: it has the splits train, test"):
+        load_samples(f"{tmp_path / 'two'}:validation", 1)
+
+
+def test_the_json_of_llava(tmp_path):
+    path = train_data.write_json(tmp_path / "llava", train_data.mixed_rows())
+    assert drawn(load_samples(str(path), 3)) == {
+        "data.json, row 0 (green.png)": "Which colour?",
+        "data.json, row 2 (red.png)": "What is this?",
+        "data.json, row 3 (sub/blue.png)": "Which colour?",
+    }
+    assert drawn(load_samples(str(path.parent), 3)) == drawn(load_samples(str(path), 3))
+
+
+def test_questions_are_found_in_any_known_column(tmp_path):
+    parts = [{"type": "image"}, {"type": "text", "text": "In parts?"}, {"type": "image"}]
+    rows = [
+        {"question": "Asked?", "text": "not this"},
+        {"messages": [{"role": "system", "content": "no"}, {"role": "user", "content": "<image>First?<image>"}]},
+        {"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "no"}], "text": "no"},
+        {"prompt": [{"role": "user", "content": "Prompted?"}], "completion": "no"},
+        {"prompt": "Plainly?"},
+        {"text": "A caption."},
+        {"question": "Which?", "hint": "Look.", "A": "a cat", "B": "a dog", "C": "nan", "D": "nan", "answer": "A"},
+        {"question": "Which?", "hint": "nan", "A": "a cat", "B": "a dog"},
+        {},
+    ]
+    train_data.write_json(tmp_path / "mine", [{**row, "images": ["red.png", "blue.png"]} for row in rows])
+    found = load_samples(str(tmp_path / "mine"), 9).samples
+    assert [sample.question for sample in sorted(found, key=lambda sample: sample.name)] == [
+        "Asked?",
+        "First?",
+        "In parts?",
+        "Prompted?",
+        "Plainly?",
+        PROMPT,
+        "Look.\nWhich?\nA. a cat\nB. a dog",
+        "Which?\nA. a cat\nB. a dog",
+        PROMPT,
+    ]
+    assert all("red.png" in sample.name for sample in found)
+
+
+def test_pictures_of_any_mode_become_rgb(tmp_path):
+    rows = [{"image": {"bytes": picture_bytes((255, 0, 0, 0), mode="RGBA"), "path": "clear.png"}, "question": "?"}]
+    Dataset.from_list(rows, features=PICTURES).to_parquet(str(tmp_path / "rows.parquet"))
+    picture = load_samples(str(tmp_path / "rows.parquet"), 1).samples[0].picture
+    assert picture.mode == "RGB" and picture.getpixel((3, 3)) == (255, 255, 255)
+
+
+def test_bad_data_are_named_before_any_work(tmp_path):
+    folder = image_folder(tmp_path / "mine")
+    (folder / "train" / "green.png").write_bytes(b"no picture")
+    with pytest.raises(
+        ValueError, match=r"The picture of metadata.jsonl, row 1 \(train/green.png\) cannot .*identify"
+    ):
+        load_samples(str(folder), 3)
+    (folder / "train" / "green.png").unlink()
+    with pytest.raises(
+        ValueError, match=r"metadata.jsonl, row 1 \(train/green.png\) cannot .*no such image in image_fol"
+    ):
+        load_samples(str(folder), 3)
+    (folder / "metadata.jsonl").write_text('{"question": "no file?"}')
+    with pytest.raises(ValueError, match="mine has no row with an image"):
+        load_samples(str(folder), 3)
+    with pytest.raises(ValueError, match="no file in .*mine has 'test' in its name: metadata.jsonl"):
+        load_samples(f"{folder}:test", 3)
+    (folder / "metadata.jsonl").unlink()
+    with pytest.raises(ValueError, match="it is a folder of images, and has no splits. Name a folder in it"):
+        load_samples(f"{folder}:test", 3)
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "link.png").symlink_to(folder / "test_red.png")
+    for rows, message in (
+        ([{"image": "link.png", "question": "?"}], r"link.png: the image is a link that leaves image_folder"),
+        ([{"image": "red.png", "title": "red"}], r"row 0 \(red.png\) cannot .* form is not known. .* image, title"),
+        ([{"img": "red.png", "question": "?"}], r"what looks like an image is not read: column img \(1 rows\)"),
+        ([{"image": "/etc/x.png", "question": "?"}], r"row 0 \(x.png\) cannot .*/etc/x.png leaves image_folder"),
+        ([{"image": {"path": "file:///etc/x.png"}, "question": "?"}], "is an address, and nothing is fetched"),
+        ([{"image": "red.png", "question": " "}], r"row 0 \(red.png\) has no question"),
+        ([llava("Q", "A")], "data.json has no row with an image"),
+        (
+            [{"image": 3, "question": "?"}],
+            "data.json, row 0 cannot be used: an image must be a path, bytes, or .* got 3",
+        ),
+        (["text"], "data.json, row 0 cannot be used: a row must be a mapping from column to value, got 'text'"),
+    ):
+        path = train_data.write_json(tmp_path / "json", rows)
+        with pytest.raises(ValueError, match=message):
+            load_samples(str(path), 1)
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_a_count_that_is_not_positive(count):
+    with pytest.raises(ValueError, match=f"number of samples is {count}; it must be at least 1"):
+        load_samples(None, count)
+
+
+def test_data_that_are_not_there(tmp_path):
+    with pytest.raises(ValueError, match="nobody/nothing is no file or folder here. The data set nobody/nothing"):
+        load_samples("nobody/nothing", 1)
+    with pytest.raises(ValueError, match="no data file .*none.json"):
+        load_samples(str(tmp_path / "none.json"), 1)
+    with pytest.raises(ValueError, match="a:b:c:d has 3 colons; DATA:SPLIT or DATA:CONFIG:SPLIT"):
+        load_samples("a:b:c:d", 1)
+
+
+@pytest.mark.usefixtures("archives")
+def test_the_built_in_pictures(caplog):
+    found = load_samples(None, 40)
+    names = list(drawn(found))
+    assert found.name == BUILT_IN and len(set(sample.question for sample in found.samples)) > 5
+    assert names == list(drawn(load_samples(None, 40))) != list(drawn(load_samples(None, 40, seed=1)))
+    assert {name.split(" (")[0] for name in names} == {"shape", "colour", "yes/no", "emoji"}
+    assert not any("/" in name.split(" (")[1] for name in names)
+    assert len(load_samples(None, 1000).samples) == 340 and "gives 340: all of them are taken" in caplog.text
+
+
+def test_the_built_in_pictures_without_a_connection(tmp_path, monkeypatch):
+    monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path))
+    for name, value in {"CONFIG_FILE": "/dev/null", "INDEX_URL": "http://127.0.0.1:9", "RETRIES": "0"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    with pytest.raises(FetchError, match="are not here and cannot be fetched; data of your own need no .* easy-vqa"):
+        load_samples(None, 2)
+
+
+CLIENT = """
+import json
+from normalign_llava.diagnose.data import load_samples
+def told(*arguments, **options):
+    try:
+        found = load_samples(*arguments, **options)
+    except ValueError as error:
+        return str(error)
+    return [found.name, [[sample.name, sample.question, sample.picture.size] for sample in found.samples]]
+asked = ["user/tiny", "user/tiny:other:test", "user/tiny:dev", "user/none", "paper", "mmstar"]
+print(json.dumps([told(name, 7) for name in asked] + [told("paper", 7)]))
+"""
+
+
+def hub_data(folder: Path, name: str, files: dict[str, list], configs: list) -> Path:
+    for file, questions in files.items():
+        (folder / name / file).parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"image": inside(COLOURS[i % 6]), **question} for i, question in enumerate(questions)]
+        Dataset.from_list(rows).cast_column("image", Image()).to_parquet(str(folder / name / file))
+    entries = [
+        {"config_name": config, "data_files": [{"split": split, "path": path} for split, path in splits.items()]}
+        for config, splits in configs
+    ]
+    (folder / name / "README.md").write_text(f"---\nconfigs: {json.dumps(entries)}\n---\n")
+    return folder / name
+
+
+def test_the_hub_and_the_benchmarks_of_the_paper(tmp_path):
+    numbered = [{"question": f"{i}?"} for i in range(9)]
+    choices = [{**row, "hint": "nan", "A": "yes", "B": "no", "C": "nan", "D": "nan"} for row in numbered]
+    repositories = {
+        "user/tiny": hub_data(
+            tmp_path,
+            "tiny",
+            {"a-train.parquet": numbered, "b-test.parquet": numbered[:2]},
+            [("default", {"train": "a-*"}), ("other", {"test": "b-*"})],
+        ),
+        "lmms-lab/MMBench": hub_data(
+            tmp_path,
+            "mmbench",
+            {"en-dev.parquet": choices, "cn-dev.parquet": numbered[:1]},
+            [("cn", {"dev": "cn-*"}), ("en", {"dev": "en-*"})],
+        ),
+        "lmms-lab/POPE": hub_data(tmp_path, "pope", {"test.parquet": numbered}, [("default", {"test": "test*"})]),
+        "Lin-Chen/MMStar": hub_data(tmp_path, "mmstar", {"mmstar.parquet": numbered}, [("val", {"val": "mmstar*"})]),
+    }
+    with train_data.DatasetHub(repositories) as hub:
+        environment = hub.environment(tmp_path / "home")
+        client = subprocess.run([sys.executable, "-c", CLIENT], env=environment, capture_output=True, text=True)
+    assert client.returncode == 0, client.stderr
+    tiny, other, no_split, nobody, paper, mmstar, again = json.loads(client.stdout.splitlines()[-1])
+    assert tiny[0] == "user/tiny" and len(tiny[1]) == 7
+    for name, question, size in tiny[1]:
+        row = int(question.rstrip("?"))
+        assert name == f"user/tiny, row {row} ({COLOURS[row % 6]}.png)" and size == [20, 20]
+    assert other[0] == "user/tiny:other:test" and sorted(row[1] for row in other[1]) == ["0?", "1?"]
+    assert "split 'dev', cannot be read" in no_split and "train" in no_split.split("cannot be read")[1]
+    assert nobody.startswith("user/none is no file or folder here. The data set user/none") and "Hub" in nobody
+    assert paper == again and paper[0] == "paper"
+    sources = [name.split(",")[0] for name, *_ in paper[1]]
+    assert sources == ["lmms-lab/MMBench"] * 3 + ["lmms-lab/POPE"] * 2 + ["Lin-Chen/MMStar"] * 2
+    assert all(question.endswith("?\nA. yes\nB. no") for _, question, _ in paper[1][:3])
+    assert mmstar[0] == "mmstar" and len(mmstar[1]) == 7
+
+
+def samples(*questions) -> list[Sample]:
+    return [
+        Sample(f"row {row}", question, {"path": None, "bytes": picture_bytes(COLOURS[row], (20 + row, 16))})
+        for row, question in enumerate(questions)
+    ]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return training.checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def test_batches_are_what_the_chat_template_says_padded_on_the_left(checkpoint):
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    asked = samples("Long question here?", "Short?", "Last?")
+    made = list(batches(processor, asked, 2))
+    assert [len(batch["input_ids"]) for batch in made] == [2, 1]
+    texts = [
+        processor.decode(ids[mask.bool()])
+        for b in made
+        for ids, mask in zip(b["input_ids"], b["attention_mask"], strict=True)
+    ]
+    for text, sample in zip(texts, asked, strict=True):
+        shown = "<image>" * 4
+        assert text == f"<|im_start|>user\n{shown}{sample.question}<|im_end|>\n<|im_start|>assistant\n"
+    assert made[0]["attention_mask"][1, 0] == 0 and made[0]["attention_mask"][:, -1].all()
+    pixels = processor.image_processor(images=[asked[2].picture], return_tensors="pt")["pixel_values"]
+    assert torch.equal(made[1]["pixel_values"], pixels)
+    with torch.no_grad():
+        alone = model(**next(batches(processor, asked[1:2], 1))).logits[0, -1]
+        assert torch.allclose(model(**made[0]).logits[1, -1], alone, atol=1e-4)
+
+
+def test_a_processor_without_a_chat_template(checkpoint):
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    processor.chat_template = None
+    (made,) = batches(processor, samples("What?", "Which one?"), 2)
+    texts = [
+        processor.decode(ids[mask.bool()]) for ids, mask in zip(made["input_ids"], made["attention_mask"], strict=True)
+    ]
+    assert texts == ["<image>" * 4 + "\nWhat?", "<image>" * 4 + "\nWhich one?"]
+    assert made["pixel_values"].shape == (2, 3, 16, 16) and not made["attention_mask"][0, 0]
+
+
+def test_the_processor_of_paligemma():
+    tokenizer = tiny_parts.tokenizer(chat_template=None)
+    tokenizer.pad_token = None
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    images = SiglipImageProcessorPil(size={"height": 16, "width": 16}, image_seq_length=4)
+    images.image_seq_length = 4
+    (made,) = batches(PaliGemmaProcessor(images, tokenizer), samples("What?", "Which one?"), 2)
+    assert "labels" not in made and tokenizer.pad_token == tokenizer.eos_token
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    assert (made["input_ids"] == image).sum(-1).tolist() == [4, 4]
+    assert tokenizer.decode(made["input_ids"][1]) == "<image>" * 4 + "<bos>\nWhich one?\n"
+
+
+def test_errors_of_the_processor_name_the_sample(checkpoint):
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    with pytest.raises(ValueError, match="batch size is 0"):
+        list(batches(processor, samples("Fine?"), 0))
+    with pytest.raises(ValueError, match="No model inputs can be made of row 1: .*"):
+        list(batches(processor, samples("Fine?", "Is <image> <image> one?", "Fine?"), 3))
+    processor.tokenizer.model_max_length = 60
+    with pytest.raises(
+        ValueError, match="made of row 2: its 1.. tokens are more than the 60 that the tokenizer allows"
+    ):
+        list(batches(processor, samples("Fine?", "Fine?", "Too long? " * 12), 3))
+    processor.chat_template, processor.image_token = None, None
+    with pytest.raises(ValueError, match="LlavaProcessor has neither a chat template nor an image token"):
+        list(batches(processor, samples("Fine?"), 1))
+
+
+def test_pictures_for_an_encoder_alone():
+    images = tiny_parts.image_processor("clip")
+    asked = samples("?", "?", "?")
+    made = list(picture_batches(images, asked, 2))
+    assert [batch["pixel_values"].shape[0] for batch in made] == [2, 1] and set(made[0]) == {"pixel_values"}
+    expected = images(images=[PILImage.new("RGB", (22, 16), "blue")], return_tensors="pt")["pixel_values"]
+    assert torch.equal(made[1]["pixel_values"], expected)

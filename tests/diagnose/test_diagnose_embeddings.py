@@ -1,0 +1,205 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Tables 6 to 8: norms of embedding rows, from disk and in memory, against plain sums in float64."""
+
+import math
+import shutil
+
+import pytest
+import tiny
+import tiny_parts as parts
+import torch
+import vlm_families
+from accelerate import cpu_offload
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GemmaConfig,
+    GraniteConfig,
+)
+
+from normalign_llava.diagnose.measure.embeddings import embedding_table, embedding_table_of, probe_language
+from normalign_llava.diagnose.report import EmbeddingTable, Moments, TopToken
+
+
+def reference(weight, name, excluded=(), top=10, text=lambda row: None) -> EmbeddingTable:
+    """Row by row in plain Python floats."""
+    norms = {
+        row: math.sqrt(math.fsum(value * value for value in values))
+        for row, values in enumerate(weight.detach().double().cpu().tolist())
+        if row not in excluded
+    }
+    norms = {row: norm for row, norm in norms.items() if norm > 0}
+    mean = math.fsum(norms.values()) / len(norms)
+    std = math.sqrt(math.fsum((norm - mean) ** 2 for norm in norms.values()) / len(norms))
+    largest = sorted(norms, key=norms.__getitem__, reverse=True)[:top]
+    return EmbeddingTable(name, mean, std, len(norms), [TopToken(row, text(row), norms[row]) for row in largest])
+
+
+def assert_same(found: EmbeddingTable, expected: EmbeddingTable):
+    assert (found.model, found.rows) == (expected.model, expected.rows)
+    assert (found.mean, found.std) == pytest.approx((expected.mean, expected.std), rel=1e-12)
+    assert [(token.id, token.text) for token in found.top] == [(token.id, token.text) for token in expected.top]
+    assert [t.norm for t in found.top] == pytest.approx([t.norm for t in expected.top], rel=1e-12)
+
+
+def stretch(model):
+    """Gives rows norms that differ, with ids 40 to 49 the largest in an order that is not theirs."""
+    weight = model.get_input_embeddings().weight
+    with torch.no_grad():
+        weight.normal_(generator=torch.Generator().manual_seed(4)).mul_(torch.linspace(0.5, 1.0, len(weight))[:, None])
+        weight[40:50] *= torch.tensor([9, 3, 7, 5, 4, 8, 2.5, 6, 10, 11.0])[:, None]
+    return model
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "smolvlm", "gemma3", "paligemma", "kimi_k25"])
+def test_vision_language_models_as_transformers_saves_them(tmp_path, family):
+    model, _ = vlm_families.make(family)
+    stretch(model).save_pretrained(tmp_path / "saved")
+    expected = reference(model.get_input_embeddings().weight, "saved", excluded={model.config.image_token_id})
+    assert_same(embedding_table(tmp_path / "saved"), expected)
+    assert_same(embedding_table_of(model, name="saved"), expected)
+    assert {token.id for token in expected.top} == set(range(40, 50))
+
+
+def test_padding_that_repeats_the_image_token_and_zero_rows_do_not_count(tmp_path):
+    model = stretch(tiny.model())
+    weight = model.get_input_embeddings().weight
+    with torch.no_grad():
+        weight[tiny.IMAGE] *= 100  # would lead the table
+        weight[tiny.IMAGE + 1] = weight[tiny.IMAGE]
+        weight[[4, 7]] = 0
+    model.save_pretrained(tmp_path / "saved")
+    expected = reference(weight, "saved", excluded={tiny.IMAGE, tiny.IMAGE + 1}, top=3)
+    assert expected.rows == tiny.VOCABULARY - 4
+    assert_same(embedding_table(str(tmp_path / "saved"), top=3), expected)
+    assert_same(embedding_table_of(model, name="saved", top=3), expected)
+
+
+def test_tokens_are_decoded_and_spare_rows_have_no_text(tmp_path):
+    folder = parts.language(tmp_path / "language", rows=120)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), stretch(AutoModelForCausalLM.from_pretrained(folder))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[115] *= 90
+    model.save_pretrained(folder)
+    vocabulary = {row: token for token, row in tokenizer.get_vocab().items()}
+    expected = reference(model.get_input_embeddings().weight, "language", text=vocabulary.get)
+    assert (expected.top[0].id, expected.top[0].text) == (115, None) and all(token.text for token in expected.top[1:])
+    assert_same(embedding_table(folder), expected)
+    assert_same(embedding_table_of(model, tokenizer, name="language"), expected)
+
+
+def test_base_and_descendant_show_which_tokens_grew(tmp_path):
+    folder = parts.language(tmp_path / "base", tied=False)
+    model = stretch(AutoModelForCausalLM.from_pretrained(folder))
+    model.save_pretrained(folder)
+    base = embedding_table(folder)
+    shutil.copytree(folder, tmp_path / "descendant")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[[1, 2]] *= 40
+    model.save_pretrained(tmp_path / "descendant")
+    descendant = embedding_table(tmp_path / "descendant")
+    assert [token.text for token in descendant.top[:2]] in (
+        ["<|im_start|>", "<|im_end|>"],
+        ["<|im_end|>", "<|im_start|>"],
+    )
+    assert [token.id for token in descendant.top[2:]] == [token.id for token in base.top[:8]]
+    assert descendant.mean > base.mean and descendant.rows == base.rows
+
+
+def test_offloaded_embeddings(tmp_path):
+    model = stretch(tiny.model())
+    expected = reference(model.get_input_embeddings().weight, "m", excluded={tiny.IMAGE})
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.get_input_embeddings().weight.is_meta
+    assert_same(embedding_table_of(model, name="m"), expected)
+    assert model.get_input_embeddings().weight.is_meta
+
+    stretch(tiny.model()).save_pretrained(tmp_path / "saved")
+    on_disk = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "saved",
+        device_map={"model.language_model": "disk", "lm_head": "disk", "model.vision_tower": "cpu"}
+        | {"model.multi_modal_projector": "cpu"},
+        offload_folder=tmp_path / "offload",
+    )
+    assert on_disk.get_input_embeddings().weight.is_meta
+    assert_same(embedding_table_of(on_disk, name="m"), expected)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "4-bit"])
+def test_other_precisions(tmp_path, kind):
+    stretch(tiny.model()).to(torch.bfloat16).save_pretrained(tmp_path / "saved")
+    quantization = BitsAndBytesConfig(load_in_4bit=True) if kind == "4-bit" else None
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", quantization_config=quantization)
+    weight = loaded.get_input_embeddings().weight
+    assert weight.dtype == torch.bfloat16
+    expected = reference(weight, "saved", excluded={tiny.IMAGE})
+    assert_same(embedding_table_of(loaded, name="saved"), expected)
+    assert_same(embedding_table(tmp_path / "saved"), expected)
+
+
+def test_embeddings_that_cannot_be_measured_are_refused():
+    with torch.device("meta"):
+        unloaded = AutoModelForCausalLM.from_config(tiny.text_config())
+    with pytest.raises(ValueError, match="on meta"):
+        embedding_table_of(unloaded, name="m")
+    model = tiny.model()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5, 1] = float("nan")
+    with pytest.raises(ValueError, match=r"1 embedding rows have NaN.*\[5\]"):
+        embedding_table_of(model, name="m")
+
+
+@pytest.mark.parametrize(
+    "kwargs, scale",
+    [
+        ({}, 1.0),
+        ({"cls": GemmaConfig}, tiny.WIDTH**0.5),
+        ({"cls": GraniteConfig, "embedding_multiplier": 12.0}, 12.0),
+    ],
+)
+def test_a_language_model_alone(tmp_path, kwargs, scale):
+    folder = parts.language(tmp_path / "language", **kwargs)
+    model = stretch(AutoModelForCausalLM.from_pretrained(folder))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    report = probe_language(folder)
+    expected = reference(model.get_input_embeddings().weight, "language")
+    found = report.interface
+    assert found.vocabulary_raw.count == found.vocabulary.count == expected.rows
+    assert (found.vocabulary_raw.mean, found.vocabulary_raw.std) == pytest.approx((expected.mean, expected.std))
+    assert (found.vocabulary.mean, found.vocabulary.std) == pytest.approx(
+        (scale * expected.mean, scale * expected.std)
+    )
+    assert found.scale == pytest.approx(scale)
+    assert found.visual is found.ratio is report.depth is report.gain is None
+    assert report.embeddings == embedding_table(folder)
+    assert (report.model, report.model_type) == ("language", model.config.model_type)
+    assert (report.dtype, report.hidden_size) == ("bfloat16", tiny.WIDTH)
+    assert len(report.left_out) == 2 and "ratio" in report.left_out[0] and "depth" in report.left_out[1]
+
+    # What the decoder receives, seen from within.
+    received = []
+    wide = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    wide.get_decoder().layers[0].register_forward_pre_hook(lambda module, args: received.append(args[0]))
+    wide(input_ids=torch.arange(3, 90)[None])
+    stored = wide.get_input_embeddings().weight[3:90].norm(dim=-1)
+    torch.testing.assert_close(received[0][0].norm(dim=-1), found.scale * stored)
+
+
+def test_what_is_assumed_of_a_bare_weight_file_is_said(tmp_path):
+    weight = torch.rand(9, 4)
+    save_file({"model.embed_tokens.weight": weight}, tmp_path / "weights.safetensors")
+    for model in (tmp_path, tmp_path / "weights.safetensors"):
+        report = probe_language(model, top=2)
+        assert (report.model, report.model_type, report.dtype) == (model.name, "unknown", "unknown")
+        assert report.interface.vocabulary == report.interface.vocabulary_raw
+        assert isinstance(report.interface.vocabulary, Moments) and report.interface.scale == 1.0
+        assert len(report.left_out) == 4 and "no tokenizer" in report.left_out[3]
+        assert_same(report.embeddings, reference(weight, model.name, top=2))
+    assert len(probe_language(tmp_path, top=0).left_out) == 3
+    with pytest.raises(ValueError, match="no weights"):
+        (tmp_path / "empty").mkdir()
+        probe_language(tmp_path / "empty")

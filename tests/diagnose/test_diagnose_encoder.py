@@ -1,0 +1,153 @@
+"""An encoder alone: norms of its output, for each family, against a reference that keeps every row."""
+
+import numpy as np
+import pytest
+import tiny_parts
+import torch
+from PIL import Image
+from transformers import (
+    AutoModel,
+    CLIPModel,
+    ResNetConfig,
+    ResNetModel,
+    Siglip2Config,
+    Siglip2Model,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+)
+from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionConfig
+from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25VisionModel
+from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+from normalign_llava.diagnose.data import Sample, picture_batches
+from normalign_llava.diagnose.load import find, load
+from normalign_llava.diagnose.measure.encoder import LEFT_OUT, probe_encoder
+
+
+NAFLEX = dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, patch_size=8, num_patches=16
+)
+
+
+def noise(seed, size=(24, 16)):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8))
+
+
+def samples(folder, sizes):
+    made = []
+    for number, size in enumerate(sizes):
+        noise(number, size).save(folder / f"{number}.png")
+        made.append(Sample(f"row {number}", "?", {"path": str(folder / f"{number}.png"), "bytes": None}))
+    return made
+
+
+def assert_moments(moments, norms):
+    """`norms` are all of them, from plain NumPy."""
+    assert moments.count == len(norms)
+    assert moments.mean == pytest.approx(norms.mean(), rel=1e-9)
+    assert moments.std == pytest.approx(norms.std(), rel=1e-9)
+    assert moments.std > 0
+
+
+def row_norms(rows):
+    return np.sqrt((rows.detach().numpy().astype(np.float64) ** 2).sum(-1)).ravel()
+
+
+@pytest.mark.parametrize("kind", tiny_parts.ENCODERS)
+def test_norms_of_an_encoder_equal_those_of_all_its_rows(kind, tmp_path):
+    folder = tiny_parts.vision(tmp_path / kind, kind)
+    found = find(folder)
+    pictures = samples(tmp_path, [(24, 16)] * 5)
+    report = probe_encoder(load(found), picture_batches(found.image_processor, pictures, 2), data="noise")
+
+    reference = AutoModel.from_pretrained(folder)
+    reference = reference.vision_model if kind == "clip_full" else reference
+    rows = []
+    for batch in (pictures[:2], pictures[2:4], pictures[4:]):
+        pixels = found.image_processor(images=[each.picture for each in batch], return_tensors="pt")["pixel_values"]
+        rows.append(reference.eval()(pixels).last_hidden_state)
+    assert_moments(report.interface.encoder_output, row_norms(torch.cat(rows)))
+    class_tokens = {"siglip": 0, "registers": 5}.get(kind, 1)
+    assert report.interface.encoder_output.count == 5 * (4 + class_tokens)
+    assert (report.model, report.data, report.samples) == (kind, "noise", 5)
+    assert (report.dtype, report.hidden_size) == ("float32", 16)
+    assert report.left_out == [LEFT_OUT] and report.interface.ratio is None and report.depth is None
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_padding_of_naflex_does_not_count(full, tmp_path):
+    torch.manual_seed(0)
+    text = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+    vision = Siglip2VisionConfig(**NAFLEX)
+    made = (
+        Siglip2Model(Siglip2Config(vision_config=vision.to_dict(), text_config={**text, "projection_size": 16}))
+        if full
+        else Siglip2VisionModel(vision)
+    )
+    made.save_pretrained(tmp_path)
+    Siglip2ImageProcessorPil(patch_size=8, max_num_patches=16).save_pretrained(tmp_path)
+    found = find(str(tmp_path))
+    assert isinstance(load(found), Siglip2VisionModel)
+    pictures = samples(tmp_path, [(8, 64), (64, 24), (40, 40)])
+    given = list(picture_batches(found.image_processor, pictures, 3))
+    assert not given[0]["pixel_attention_mask"].all()
+    report = probe_encoder(load(found), given)
+
+    tower = (made.vision_model if full else made).eval()
+    norms = row_norms(tower(**given[0]).last_hidden_state).reshape(3, 16)
+    kept = np.concatenate([of[: h * w] for of, (h, w) in zip(norms, given[0]["spatial_shapes"].tolist(), strict=True)])
+    assert_moments(report.interface.encoder_output, kept)
+    assert len(kept) < 48 and report.samples == 3
+
+
+def test_the_encoder_of_kimi_whose_pictures_lie_one_after_the_other(tmp_path):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, patch_size=4)
+    encoder = Kimi_K25VisionModel(Kimi_K25VisionConfig(**sizes, pos_emb_height=8, pos_emb_width=8)).eval()
+    grids = [[1, 2, 4], [1, 4, 4], [1, 2, 2]]
+    pixels = [torch.randn(h * w, 3, 4, 4) for _, h, w in grids]
+    given = [
+        {"pixel_values": torch.cat(pixels[:2]), "image_grid_thw": torch.tensor(grids[:2])},
+        {"pixel_values": pixels[2], "image_grid_thw": torch.tensor(grids[2:])},
+    ]
+    report = probe_encoder(encoder, given)
+    rows = [encoder(p, grid_thw=torch.tensor([g])).last_hidden_state for p, g in zip(pixels, grids, strict=True)]
+    assert report.interface.encoder_output.count == 28 and report.samples == 3
+    assert report.interface.encoder_output.mean == pytest.approx(row_norms(torch.cat(rows)).mean(), rel=1e-6)
+    assert report.interface.encoder_output.std == pytest.approx(row_norms(torch.cat(rows)).std(), rel=1e-6)
+
+
+def test_a_model_with_two_towers_is_measured_as_its_vision_tower_and_left_as_it_was():
+    torch.manual_seed(0)
+    model = tiny_parts.ENCODERS["clip_full"]().train()
+    pixels = torch.randn(3, 3, 16, 16)
+    report = probe_encoder(model, [{"pixel_values": pixels}], name="two towers")
+    assert isinstance(model, CLIPModel) and model.training and model.vision_model.training
+    with torch.no_grad():
+        rows = model.eval().vision_model(pixels).last_hidden_state
+    assert_moments(report.interface.encoder_output, row_norms(rows))
+    assert report.model == "two towers" and report.model_type == "clip_vision_model"
+
+
+def test_half_precision_is_measured_in_float64():
+    torch.manual_seed(0)
+    model = tiny_parts.ENCODERS["clip"]().to(torch.bfloat16).eval()
+    pixels = torch.randn(4, 3, 16, 16)
+    report = probe_encoder(model, [{"pixel_values": pixels}])
+    rows = model(pixels.to(torch.bfloat16)).last_hidden_state
+    assert rows.dtype == torch.bfloat16 and report.dtype == "bfloat16"
+    assert_moments(report.interface.encoder_output, row_norms(rows.float()))
+
+
+def test_errors_name_the_model_and_what_is_wrong():
+    clip = tiny_parts.ENCODERS["clip"]().train()
+    with pytest.raises(ValueError, match="no batch to measure clip_vision_model"):
+        probe_encoder(clip, [])
+    with pytest.raises(ValueError, match="no pixel_values; it has input_ids"):
+        probe_encoder(clip, [{"input_ids": torch.ones(1, 2, dtype=torch.long)}])
+    with pytest.raises(ValueError, match="broken gives NaN"):
+        probe_encoder(clip, [{"pixel_values": torch.full((1, 3, 16, 16), torch.nan)}], name="broken")
+    assert clip.training
+    convolutional = ResNetModel(ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1]))
+    with pytest.raises(ValueError, match=r"resnet has a last_hidden_state of shape \(1, 8, .* vision transformers"):
+        probe_encoder(convolutional, [{"pixel_values": torch.randn(1, 3, 32, 32)}])

@@ -1,0 +1,201 @@
+import dataclasses
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from browser import chromium, load
+from diagnosed import diagnosed
+from PIL import Image
+
+from normalign_llava.diagnose.findings import findings
+from normalign_llava.diagnose.page import write as page_module
+from normalign_llava.diagnose.page.write import write_page
+from normalign_llava.diagnose.report import (
+    Attention,
+    Drawing,
+    EmbeddingTable,
+    Interface,
+    Moments,
+    Report,
+    TopToken,
+)
+from normalign_llava.diagnose.verdict import verdict
+
+
+PROVENANCE = {"transformers": "5.23.0", "Data set": "easy-VQA at 1a2b3c"}
+HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
+
+
+class Contents(HTMLParser):
+    """Text, tags and attributes of a page."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags, self.attributes, self.pieces, self.cells = [], [], [], []
+        self.feed(page)
+        self.text = " ".join(" ".join(self.pieces).split()).replace("\u00a0", " ")
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, *pair) for pair in attrs]
+
+    def handle_data(self, data):
+        if self.tags and self.tags[-1] != "style":
+            self.pieces.append(data)
+            self.cells.append(data.strip())
+
+    def values(self, name: str) -> list[str]:
+        return [value for _, attribute, value in self.attributes if attribute == name]
+
+
+def drawings(folder) -> list[Drawing]:
+    Image.new("RGB", (1125, 450), "white").save(folder / "depth.png")
+    Image.new("RGB", (600, 900), "white").save(folder / "predicted.png")
+    return [
+        Drawing("depth.png", "Norms in depth", "Mean norm by layer (figure 4a).", "depth"),
+        Drawing("predicted.png", "Predicted", "Predicted and measured.", "theory"),
+    ]
+
+
+def written(folder, report, against=None, **options) -> Contents:
+    path = write_page(report, against, drawings(folder), folder, provenance=PROVENANCE, **options)
+    assert path == folder / "report.html"
+    return Contents(path.read_text(encoding="utf-8"))
+
+
+def hostile() -> tuple[Report, Report]:
+    """Two reports with words that a page must neither run nor be stretched by."""
+    endless = "x" * 150
+    table = EmbeddingTable(endless, 0.69, 0.16, 9, [TopToken(7, HOSTILE, 2.5), TopToken(8, endless, 2.0)])
+    asked = Attention(HOSTILE + endless, None, None, [[[0.5, 0.5]]], [0.2], [0.9], None, None, [1])
+    report = diagnosed(
+        1.0, "layer_norm", HOSTILE, embeddings=table, attention=[asked], left_out=[HOSTILE], data=endless
+    )
+    return report, diagnosed(model=endless, projector=endless)
+
+
+def test_opens_with_the_verdict(tmp_path):
+    ours, base = diagnosed(1.02, "layer_norm", "with-norm"), diagnosed(model="without-norm")
+    page = written(tmp_path, ours, base)
+    first, second = verdict(ours, base)
+    assert f"compared with without-norm , the baseline {first} {second} Norm of visual tokens" in page.text
+    for finding in findings(ours, base):
+        assert f"{finding.outcome} {finding.claim} {finding.sentence}" in page.text
+
+
+def test_every_number_appears(tmp_path):
+    page = written(tmp_path, diagnosed(1.02, "layer_norm", "with-norm"), diagnosed())
+    cells = set(page.cells)
+    interface = {"71.78", "13.95", "1,088", "28.71", "39.96", "45.58", "12.34", "5.678", "0.02130", "0.001234", "713"}
+    ratios = {"37.00", "1.020", "32.38", "0.8927", "1.000"}
+    depth = {"55.50", "8.625", "33.69", "97.4°", "0.9997", "1.28°", "42.8°", "0.9900", "output", "30"}
+    tables = {"0.6908", "0.1610", "49,152", "2.459", "' token0'", "1009"}
+    gain = {"2.281", "0.04000", "0.01520", "0.01970", "0.8765", "0.4321"}
+    others = {"0.9245", "0.9345", "1,000", "4 × 4", "0.1800", "0.9300", "1.070", "1.610"}
+    for expected in (interface, ratios, depth, tables, gain, others):
+        assert expected <= cells, expected - cells
+
+
+def test_the_papers_rows_stand_beside(tmp_path):
+    report = diagnosed(embeddings=diagnosed().embeddings, gain=diagnosed(1.0, "layer_norm").gain, norm="layer_norm")
+    interface = dataclasses.replace(
+        report.interface, visual_table=Moments(63.21, 0.7654, 9), indicator_table=Moments(5.4321, 0.5, 5)
+    )
+    cells = set(written(tmp_path, dataclasses.replace(report, interface=interface)).cells)
+    assert {"3,484.24 ± 3,882.82", "4.58 ± 2.03", "66.1", "59.37 ± 106.08", "1.38"} <= cells  # tables 1, 2
+    assert {"63.21 ± 0.7654", "5.432 ± 0.5000", "64.00 ± 0.71", "1.38 ± 0.32"} <= cells  # table 3
+    assert {"53.2500", "0.9609", "2.2812", "0.0400"} <= cells  # table 5
+    assert {"0.8031", "0.8965", "0.1588"} <= cells  # table 6
+
+
+def test_provenance_and_what_was_left_out(tmp_path):
+    page = written(tmp_path, diagnosed(left_out=["Attention: it takes pictures."], attention=[]))
+    assert "Left out What was not measured, and why. Attention: it takes pictures." in page.text
+    assert "transformers 5.23.0 Data set easy-VQA at 1a2b3c" in page.text
+    assert {"bfloat16", "576", "easy-VQA, held out", "64", "1,024", "30"} <= set(page.cells)
+    assert "attention" not in page.values("id") and "Where the text after a picture looks" not in page.text
+
+
+def test_an_encoder_alone(tmp_path):
+    report = Report(
+        "siglip", "siglip", "float32", 1152, interface=Interface(encoder_output=Moments(71.78, 13.97, 729))
+    )
+    path = write_page(report, None, [], tmp_path, provenance={})
+    page = Contents(path.read_text(encoding="utf-8"))
+    assert "The encoder's tokens have a norm of 71.8 ± 14.0; there is no text." in page.text
+    assert "71.78 ± 13.97" in page.cells and "In depth" not in page.text and "img" not in page.tags
+
+
+def test_asks_for_nothing_and_leads_nowhere(tmp_path):
+    page = written(tmp_path, *hostile())
+    assert all(link.startswith("#") or link == "data:," for link in page.values("href"))
+    assert {link[1:] for link in page.values("href") if link[0] == "#"} <= set(page.values("id"))
+    sources = page.values("src")
+    assert len(sources) == 2 and all(source.startswith("data:image/png;base64,iVBOR") for source in sources)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in text
+    assert not re.search(r"https?:|url\(|@import", text) and str(tmp_path) not in text
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".html" or path.name[0] == "."] == [
+        "report.html"
+    ]
+
+
+def test_words_of_others_are_text(tmp_path):
+    page = written(tmp_path, *hostile())
+    assert not {"script", "iframe", "a onerror"} & set(page.tags) and page.tags.count("img") == 2
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert page.text.count(HOSTILE) >= 4
+    assert repr(HOSTILE) in page.cells
+
+
+def test_tables_are_for_everyone(tmp_path):
+    page = written(tmp_path, diagnosed(1.0, "layer_norm", "ours"), diagnosed())
+    assert page.tags.count("caption") == page.tags.count("table") == page.tags.count("thead") > 10
+    scopes = page.values("scope")
+    assert len(scopes) == page.tags.count("th") and {"row", "col", "colgroup", "rowgroup"} == set(scopes)
+    assert page.values("lang") == ["en"] and "" not in page.values("alt")
+    assert page.values("tabindex").count("0") == page.values("role").count("region") == page.tags.count("table") + 2
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_contrast(scheme):
+    css = (Path(page_module.__file__).parent / "templates" / "report.css").read_text(encoding="utf-8")
+    block = re.findall(r":root \{(.*?)\}", css, re.DOTALL)[scheme]
+    colours = dict(re.findall(r"--(\w+): #([0-9a-f]+);", block))
+
+    def luminance(colour: str) -> float:
+        colour = colour if len(colour) == 6 else "".join(2 * digit for digit in colour)
+        linear = [int(colour[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+        linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in linear]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    page = luminance(colours["page"])
+    for name in ("ink", "muted", "accent", "contrary"):
+        low, high = sorted((page, luminance(colours[name])))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, name  # WCAG 2, level AA
+
+
+def test_errors_come_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="x.png is of section 'nowhere'. Choose one of interface, "):
+        write_page(diagnosed(), None, [Drawing("x.png", "", "", "nowhere")], tmp_path, provenance={})
+    with pytest.raises(FileNotFoundError, match="x.png"):
+        write_page(diagnosed(), None, [Drawing("x.png", "", "", "depth")], tmp_path, provenance={})
+    (tmp_path / "x.png").write_bytes(b"GIF89a")
+    with pytest.raises(ValueError, match="x.png is no PNG file"):
+        write_page(diagnosed(), None, [Drawing("x.png", "", "", "depth")], tmp_path, provenance={})
+    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
+
+
+def test_in_a_browser(tmp_path):
+    written(tmp_path, *hostile())
+    with chromium(tmp_path / "profile") as browser:
+        for width, dark in ((1280, False), (390, False), (390, True)):
+            page = load(browser, (tmp_path / "report.html").as_uri(), width, dark=dark)
+            assert page.inner_width == width
+            assert page.console == [] and page.failed == [] and page.undecoded == []
+            assert page.requests == [(tmp_path / "report.html").as_uri()]
+            assert page.scroll_width <= page.client_width
+            browser.execute_script("document.querySelectorAll('details').forEach(each => each.open = true)")
+            width_when_open = browser.execute_script("return document.documentElement.scrollWidth")
+            assert width_when_open <= page.client_width

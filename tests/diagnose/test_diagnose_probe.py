@@ -1,0 +1,384 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The streaming probe against a plain reference that stores every state of every batch, in all families."""
+
+import math
+
+import pytest
+import tiny
+import torch
+import vlm_families
+from accelerate import cpu_offload
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
+from vlm_batches import END, IMAGE, INDICATORS, START, WORDS
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.diagnose.measure.probe import probe
+from normalign_llava.diagnose.report import Moments
+
+
+@pytest.mark.parametrize("family", vlm_families.FAMILIES)
+def test_every_number_equals_the_reference(family):
+    model, batch = vlm_families.make(family)
+    _, other = vlm_families.make(family, seed=1)
+    report = probe(model, [batch, other], tokenizer=tokenizer())
+    expected = reference(model, [batch, other])
+    for kind, tokens in expected.items():
+        assert report.tokens[kind] == len(tokens), kind
+    for name, curves in vars(report.depth).items():
+        if name in ("asymmetry", "asymmetry_error", "final_norm"):
+            continue
+        assert set(curves) == set(expected), name
+        for kind, tokens in expected.items():
+            for layer in range(len(tokens[0][name])):
+                mean, std = moments([token[name][layer] for token in tokens])
+                assert curves[kind].mean[layer] == pytest.approx(mean, rel=1e-6, abs=1e-7), (name, kind, layer)
+                assert curves[kind].std[layer] == pytest.approx(std, rel=1e-6, abs=1e-7), (name, kind, layer)
+    for kind, tokens in expected.items():
+        assert close(report.depth.final_norm[kind], [token["final_norm"] for token in tokens]), kind
+        assert close(getattr(report.interface, kind), [token["norm"][0] for token in tokens]), kind
+    turned = {
+        kind: sum(
+            moments([t["rotation"][layer] for t in expected[kind]])[0] for layer in range(len(model_layers(model)) - 1)
+        )
+        for kind in ("visual", "text")
+    }
+    assert report.depth.asymmetry == pytest.approx(turned["visual"] / turned["text"], rel=1e-6)
+    alone = [probe(model, [each], tokenizer=tokenizer()).depth for each in (batch, other)]
+    assert report.depth.asymmetry_error == pytest.approx(abs(alone[0].asymmetry - alone[1].asymmetry) / 2, rel=1e-6)
+    assert alone[0].asymmetry_error is None
+
+
+@pytest.mark.parametrize("family", vlm_families.FAMILIES)
+def test_interface_equals_what_the_family_itself_returns(family):
+    model, batch = vlm_families.make(family)
+    found = probe(model, [batch], tokenizer=tokenizer()).interface
+    takes = {name: value for name, value in batch.items() if name.startswith(("pixel", "image_"))}
+    with torch.no_grad():
+        features = model.get_image_features(**takes, return_dict=True)
+    rows = features.last_hidden_state.double()
+    rows = rows.permute(0, 2, 3, 1) if family == "fast_vlm" else rows  # of a convolutional encoder
+    assert close(found.encoder_output, rows.norm(dim=-1).flatten().tolist())
+    weight = model.get_input_embeddings().weight.detach().double()
+    words = [row for row in batch["input_ids"].flatten().tolist() if row in WORDS]
+    assert close(found.text_raw, weight[words].norm(dim=-1).tolist())
+    image = model.config.image_token_id
+    stored = [weight[row].norm().item() for row in range(len(weight)) if row != image and weight[row].any()]
+    assert close(found.vocabulary_raw, stored)
+    width = model.config.get_text_config().hidden_size
+    scale = {"paligemma": width**0.5, "gemma3": width**0.5, "llava_next_granite": GRANITE}.get(family, 1.0)
+    assert found.scale == pytest.approx(scale, rel=1e-5)
+    assert close(found.vocabulary, [scale * norm for norm in stored], rel=1e-5)
+    assert found.ratio == pytest.approx(found.visual.mean / (scale * moments(stored)[0]), rel=1e-5)
+    assert found.ratio_data == pytest.approx(found.visual.mean / found.text.mean)
+
+
+GRANITE = 3.0
+
+
+def test_projector_is_measured_on_both_sides_and_the_norm_before_it():
+    model, batch = vlm_families.make("normalign_llava")
+    found = probe(model, [batch]).interface
+    projector = model.model.multi_modal_projector
+    with torch.no_grad():
+        hidden = model.model.vision_tower(batch["pixel_values"], output_hidden_states=True).hidden_states[-2][:, 1:]
+        before = projector.linear_2(projector.act(projector.linear_1(hidden)))
+        after = projector.norm(before)
+    for moment, rows in ((found.projector_input, hidden), (found.norm_input, before), (found.projector_output, after)):
+        assert close(moment, rows.double().norm(dim=-1).flatten().tolist())
+    assert found.ratio == pytest.approx(1.0, abs=0.02)
+
+
+def test_visual_vocabulary_takes_the_place_of_the_projectors_input():
+    model, batch = vlm_families.make("ovis2")
+    found = probe(model, [batch]).interface
+    norms = model.model.visual_embeddings_table.weight.detach().double().norm(dim=-1).tolist()
+    assert found.projector_input is None
+    assert close(found.visual_table, norms[: -len(INDICATORS)])
+    assert close(found.indicator_table, norms[-len(INDICATORS) :])
+    assert found.projector_output.count == found.visual.count
+
+
+def test_features_added_between_layers_are_in_the_states_and_not_in_the_updates():
+    model, batch = vlm_families.make("qwen3_vl")
+    depth = probe(model, [batch]).depth
+    from_updates = [math.cos(angle) for angle in depth.rotation["visual"].mean]
+    # The first layer's output has deepstack features added before it is the second layer's input; text has none.
+    assert abs(depth.cosine["visual"].mean[0] - from_updates[0]) > 0.01
+    assert depth.cosine["text"].mean[0] == pytest.approx(math.cos(depth.rotation["text"].mean[0]), abs=5e-3)
+
+
+@pytest.mark.parametrize("family", ["normalign_llava", "qwen2_5_vl"])
+def test_the_model_is_left_as_it_was_found(family):
+    model, batch = vlm_families.make(family)
+    model.train()
+    model.model.get_decoder().layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    with torch.no_grad():
+        before = model.eval()(**batch).logits
+    for module, training in zip(model.modules(), modes, strict=True):
+        module.training = training
+    probe(model, [batch])
+    assert [module.training for module in model.modules()] == modes
+    assert "get_image_features" not in vars(model.model)
+    assert not our_hooks(model)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**batch).logits, before)
+
+
+def test_hooks_are_gone_after_an_error_too():
+    model, batch = vlm_families.make("llava")
+    with pytest.raises(Exception, match="match"):
+        probe(model, [{**batch, "pixel_values": batch["pixel_values"][:1]}])
+    assert "get_image_features" not in vars(model.model)
+    assert not our_hooks(model)
+
+
+def test_memory_does_not_grow_with_batches():
+    model, batch = vlm_families.make("llava")
+    alive = []
+
+    def batches():
+        import gc
+
+        for _ in range(6):
+            yield {name: value.clone() for name, value in batch.items()}
+            gc.collect()
+            alive.append(sum(each.numel() for each in gc.get_objects() if type(each) is torch.Tensor))
+
+    probe(model, batches())
+    assert alive[1] == alive[-1]
+
+
+def test_bfloat16_is_measured_in_float64():
+    model, batch = vlm_families.make("llava")
+    model.to(torch.bfloat16)
+    report = probe(model, [batch])
+    assert report.dtype == "bfloat16"
+    tokens = reference(model, [batch])["visual"]
+    assert report.depth.rotation["visual"].mean[1] == pytest.approx(
+        moments([token["rotation"][1] for token in tokens])[0], rel=1e-6
+    )
+
+
+def test_offloaded_model_gives_the_same_numbers():
+    model, batch = vlm_families.make("normalign_llava")
+    expected = probe(model, [batch])
+    cpu_offload(model)
+    assert model.device.type == "meta"
+    assert probe(model, [batch]).to_dict() == expected.to_dict()
+
+
+def test_four_bit_model(tmp_path):
+    model, batch = vlm_families.make("normalign_llava")
+    model.save_pretrained(tmp_path)
+    quantized = NormAlignLlavaForConditionalGeneration.from_pretrained(
+        tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True), dtype=torch.float32
+    )
+    report, plain = probe(quantized, [batch]), probe(model, [batch])
+    assert (report.dtype, plain.dtype) == ("4-bit", "float32")
+    assert report.interface.visual == plain.interface.visual  # before the first quantized layer
+    tokens = reference(quantized, [batch])["text"]
+    assert report.depth.norm["text"].mean[-1] == pytest.approx(moments([t["norm"][-1] for t in tokens])[0], rel=1e-6)
+    assert report.depth.rotation["text"].mean != plain.depth.rotation["text"].mean
+
+
+def test_adapters_count():
+    model, batch = vlm_families.make("llava")
+    plain = probe(model, [batch])
+    adapted = get_peft_model(model, LoraConfig(target_modules=r".*language_model.*\.q_proj", init_lora_weights=False))
+    report = probe(adapted, [batch])
+    assert report.projector == "model.multi_modal_projector"
+    assert report.interface.visual == plain.interface.visual
+    assert report.depth.rotation["text"].mean != plain.depth.rotation["text"].mean
+
+
+def test_boundaries_are_told_by_configuration_or_tokenizer():
+    batch = tiny.inputs(text=4)
+    batch["input_ids"][0, -1] = START
+    model = tiny.model()
+    assert probe(model, [batch]).tokens == {"visual": 4, "text": 4, "special": 1}  # of the ids, BOS alone is named
+    assert probe(model, [batch], tokenizer=tokenizer()).tokens == {"visual": 4, "text": 3, "special": 2}
+    model.config.vision_start_token_id = START
+    assert probe(model, [batch]).tokens == {"visual": 4, "text": 3, "special": 2}
+
+
+def test_sequences_without_text_or_without_a_picture():
+    model, batch = vlm_families.make("llava")
+    alone = {"input_ids": torch.tensor([[1, *[IMAGE] * 4]]), "pixel_values": batch["pixel_values"][:1]}
+    report = probe(model, [alone])
+    assert report.tokens == {"visual": 4, "special": 1}
+    assert report.interface.text is None and report.interface.ratio_data is None and report.depth.asymmetry is None
+    assert report.interface.ratio == pytest.approx(report.interface.visual.mean / report.interface.vocabulary.mean)
+    words = {"input_ids": torch.tensor([[1, 5, 6, 7]])}
+    assert probe(model, [alone, words]).tokens == {"visual": 4, "text": 3, "special": 2}
+
+
+def test_left_padding_changes_nothing():
+    model, batch = vlm_families.make("llava")
+    expected = probe(model, [batch]).to_dict()
+    padding = batch["attention_mask"].argmin(-1).tolist()  # where the shorter row ends
+    rolled = {name: batch[name].clone() for name in ("input_ids", "attention_mask")}
+    for row, end in enumerate(padding):
+        for value in rolled.values():
+            value[row] = value[row].roll(-end)
+    left = probe(model, [{**batch, **rolled}]).to_dict()
+    assert left["tokens"] == expected["tokens"]
+    for name in ("norm", "rotation", "update_norm"):
+        for kind, curve in expected["depth"][name].items():
+            assert left["depth"][name][kind]["mean"] == pytest.approx(curve["mean"], rel=1e-4)
+
+
+def test_a_layer_that_changes_nothing():
+    model, batch = vlm_families.make("llava")
+    with torch.no_grad():
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            model_layers(model)[1].get_submodule(name).weight.zero_()
+    depth = probe(model, [batch]).depth
+    assert depth.rotation["text"].mean[1] == 0 and depth.cosine["text"].mean[1] == pytest.approx(1)
+    assert math.isnan(depth.update_angle["text"].mean[1]) and not math.isnan(depth.update_angle["text"].mean[2])
+
+
+def test_rows_that_are_more_than_scaled_have_no_n_text():
+    model, batch = vlm_families.make("llava")
+    adapter = LoraConfig(target_modules=["embed_tokens"], r=4, lora_alpha=64, init_lora_weights=False)
+    report = probe(get_peft_model(model, adapter), [batch])
+    found = report.interface
+    assert found.scale is found.vocabulary is found.ratio is None and found.vocabulary_raw is not None
+    assert found.ratio_data == pytest.approx(found.visual.mean / found.text.mean)
+    assert "N_text" in report.left_out[0]
+
+
+def test_batches_may_come_from_the_model_itself():
+    model, batch = vlm_families.make("llava_next")
+    expected = probe(model, [batch, batch])
+    original = model.model.get_image_features
+    model.model.get_image_features = lambda *args, **kwargs: original(*args, **kwargs)
+    own = model.model.get_image_features
+
+    def batches():
+        for _ in range(2):
+            model(**batch)
+            probe(model, [batch])
+            yield batch
+
+    assert probe(model, batches()) == expected
+    assert model.model.get_image_features is own
+
+
+def test_refusals_name_the_remedy():
+    model, batch = vlm_families.make("llava")
+    with pytest.raises(ValueError, match="no batch"):
+        probe(model, [])
+    with pytest.raises(ValueError, match="input_ids.*pixel_values"):
+        probe(model, [{"pixel_values": batch["pixel_values"]}])
+    with pytest.raises(ValueError, match="Give a list of batches"):
+        probe(model, batch)
+    with pytest.raises(ValueError, match="input_ids.*list"):
+        probe(model, [[1, 2]])
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 1, 4, 4\)"):
+        probe(model, [{**batch, "attention_mask": torch.ones(2, 1, 4, 4)}])
+    with pytest.raises(ValueError, match="pixel_values_videos"):
+        probe(model, [{**batch, "pixel_values_videos": batch["pixel_values"]}])
+    with pytest.raises(ValueError, match="Prompt tuning"):
+        tuned = get_peft_model(
+            vlm_families.make("llava")[0], PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        )
+        probe(tuned, [batch])
+    with pytest.raises(ValueError, match="visual token.*97"):
+        probe(model, [{"input_ids": torch.tensor([[1, 5, 6]])}])
+    with torch.no_grad():
+        model.model.multi_modal_projector.linear_2.weight.zero_()
+        model.model.multi_modal_projector.linear_2.bias.zero_()
+    with pytest.raises(ValueError, match="visual tokens are zero.*projector"):
+        probe(model, [batch])
+    with torch.no_grad():
+        model.model.multi_modal_projector.linear_2.bias[0] = math.inf
+    with pytest.raises(ValueError, match="visual.*NaN or infinite.*layer 1"):
+        probe(model, [batch])
+
+
+def tokenizer():
+    """Knows the special tokens that not every family's configuration names."""
+    made = Tokenizer(WordLevel({f"word{number}": number for number in range(tiny.VOCABULARY)}, unk_token="word0"))
+    made.add_special_tokens([AddedToken(f"word{number}", special=True) for number in (START, END)])
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def our_hooks(model):
+    """Hooks left behind; transformers leaves some of its own where it records hidden states."""
+    hooks = [h for m in model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    return [hook for hook in hooks if hook.__module__.startswith("normalign_llava")]
+
+
+def model_layers(model):
+    return model.get_decoder().layers
+
+
+def moments(values):
+    """Mean and population standard deviation by plain sums."""
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
+
+
+def close(found: Moments, values, rel=1e-6):
+    mean, std = moments(values)
+    return (
+        found.count == len(values)
+        and found.mean == pytest.approx(mean, rel=rel)
+        and found.std == pytest.approx(std, rel=rel, abs=1e-7 * mean)
+    )
+
+
+def reference(model, batches):
+    """For each kind the tokens, each a dict of lists over layers, from all states kept and plain formulas on each."""
+    inputs, outputs, finals, tokens = {}, {}, [], {}
+    newline = dict(model.base_model.named_parameters(recurse=False)).get("image_newline")
+    for batch in batches:
+        handles = [model.get_decoder().norm.register_forward_hook(lambda m, a, out: finals.append(out.double()))]
+        for number, layer in enumerate(model_layers(model)):
+
+            def keep(module, args, out, number=number):
+                inputs[number], outputs[number] = (
+                    args[0].double(),
+                    (out[0] if isinstance(out, tuple) else out).double(),
+                )
+
+            handles.append(layer.register_forward_hook(keep))
+        with torch.no_grad():
+            model(**batch)
+            raw = (
+                None
+                if newline is None
+                else newline.double() * getattr(model.config.text_config, "embedding_multiplier", 1)
+            )
+        for handle in handles:
+            handle.remove()
+        depth = len(inputs)
+        for place in (batch["attention_mask"] > 0).nonzero().tolist():
+            row, column = place
+            states = [inputs[number][row, column] for number in range(depth)] + [outputs[depth - 1][row, column]]
+            updates = [outputs[number][row, column] - inputs[number][row, column] for number in range(depth)]
+            token = {
+                "norm": [state.norm().item() for state in states],
+                "cosine": [cosine(states[number], states[number + 1]) for number in range(depth)],
+                "rotation": [math.acos(cosine(states[n], states[n] + updates[n])) for n in range(depth)],
+                "update_norm": [update.norm().item() for update in updates],
+                "update_angle": [math.acos(cosine(states[n], updates[n])) for n in range(depth)],
+                "log_norm": [math.log(state.norm().item()) for state in states],
+                "log_update": [math.log(update.norm().item()) for update in updates],
+                "final_norm": finals[-1][row, column].norm().item(),
+            }
+            number = batch["input_ids"][row, column].item()
+            kind = "text" if number in WORDS else "indicator" if number in INDICATORS else "special"
+            if number == IMAGE:
+                kind = "newline" if raw is not None and torch.allclose(states[0], raw) else "visual"
+            tokens.setdefault(kind, []).append(token)
+    return tokens
+
+
+def cosine(a, b):
+    return max(-1.0, min(1.0, (a @ b / (a.norm() * b.norm())).item()))

@@ -1,0 +1,388 @@
+"""A whole diagnosis, from checkpoints and pictures on disk to the folder that it writes; and docs/report.md."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+
+import gguf
+import pytest
+import tiny
+import torch
+import training
+from browser import chromium, load
+from paths import ROOT
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoProcessor
+from typer.testing import CliRunner
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.cli import app
+from normalign_llava.diagnose import findings, report
+from normalign_llava.diagnose.run import diagnose
+
+
+DOCS = ROOT / "docs" / "report.md"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """ours/model, none/model, llava (of transformers), and their parts; pictures with questions."""
+    folder = tmp_path_factory.mktemp("home_of_somebody")
+    for name, arm in (("ours", "gwc"), ("none", "none")):
+        training.checkpoint(folder / name, arm=arm)
+    processor = AutoProcessor.from_pretrained(folder / "ours" / "model")
+    llava = tiny.llava()
+    llava.config.image_token_id = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    llava.save_pretrained(folder / "llava")
+    processor.save_pretrained(folder / "llava")
+    pictures(folder / "pictures")
+    return folder
+
+
+def pictures(folder):
+    folder.mkdir()
+    rows = [{"file_name": f"{number}.png", "question": f"is it {number * 5 % 7}?"} for number in range(8)]
+    for number, row in enumerate(rows):
+        (folder / row["file_name"]).write_bytes(training.picture(number))
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def compared(root):
+    """Ours, as training leaves it, against the baseline, in the default folder; and the model's files before."""
+    model = root / "ours" / "model"
+    steps = [{"step": step, "visual": [0.5, 0.9], "text": [0.4, 0.8]} for step in (0, 10)]
+    (model / "dynamics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    log = [{"step": 5, "loss": 2.5, "norm/visual": 3.0, "norm/text": 1.0}, {"step": 10, "loss": math.nan}]
+    (model / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    before = hashes(model)
+    return diagnose(str(model), against=str(root / "none" / "model"), data=str(root / "pictures"), samples=6), before
+
+
+@pytest.fixture(scope="module")
+def alone(root):
+    return diagnose(str(root / "llava"), data=str(root / "pictures"), samples=5)
+
+
+def hashes(folder):
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def stored(folder):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+def as_json(value):
+    """Plain JSON, with null for what it has no number for."""
+    text = re.sub(r"\b(NaN|-?Infinity)\b", "null", json.dumps(value))
+    return json.loads(text)
+
+
+def listed(content):
+    """Names of all files that a report speaks of."""
+    asked = [each for model in (content["report"], content["against"]) if model for each in model["attention"]]
+    drawn = (each["file"] for each in content["figures"])
+    return {"report.json", "report.html", *(each["picture"] for each in asked if each["picture"]), *drawn}
+
+
+def cli(*arguments):
+    done = CliRunner().invoke(app, ["diagnose", *map(str, arguments)], env={"COLUMNS": "1000"})
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    assert "Traceback" not in done.output
+    return done
+
+
+def test_the_report_holds_what_the_api_returned(compared):
+    done, content = compared[0], stored(compared[0].folder)
+    assert content["schema_version"] == report.SCHEMA_VERSION == 1
+    assert content["verdict"] == done.verdict and len(done.verdict) == 2
+    assert content["report"] == as_json(done.report.to_dict())
+    assert content["against"] == as_json(done.against.to_dict())
+    outcomes = {"agrees", "disagrees", "unclear", "no difference", "not measured"}
+    assert {finding["outcome"] for finding in content["findings"]} <= outcomes
+    assert content["provenance"]["first question"] == done.report.attention[0].question
+    assert content["provenance"]["torch"] == torch.__version__ and content["provenance"]["samples asked for"] == "6"
+
+
+def test_what_was_measured_of_ours_and_of_the_baseline(compared):
+    ours, none = compared[0].report, compared[0].against
+    assert (ours.norm, none.norm, ours.samples, none.samples) == ("layer_norm", "none", 6, 6)
+    assert ours.data == none.data == "pictures" and ours.tokens == none.tokens and ours.tokens["visual"] == 24
+    assert ours.interface.ratio == pytest.approx(1, abs=1e-4) and none.interface.ratio > 10
+    assert ours.gain.distance == pytest.approx(0, abs=1e-6) and none.gain is None
+    questions = [each.question for each in ours.attention]
+    assert questions == [each.question for each in none.attention] and len(questions) == 6
+    assert [bool(each.maps and each.picture) for each in ours.attention] == [True] * 4 + [False] * 2  # what is drawn
+    assert all(len(each.entropy) == len(each.layers) == 2 for each in none.attention)
+    assert ours.left_out == none.left_out == []
+
+
+def test_names_of_folders_that_are_called_the_same(compared, root):
+    done = compared[0]
+    assert (done.report.model, done.against.model) == ("ours/model", "none/model")
+    assert done.report.embeddings.model == "ours/model" and "none/model" in done.verdict[1]
+
+
+def test_what_training_recorded_is_shown(compared):
+    content = stored(compared[0].folder)
+    assert [step["step"] for step in content["report"]["dynamics"]] == [0, 10]
+    assert content["report"]["training"]["loss"] == [[5, 2.5], [10, None]]  # NaN is no JSON
+    assert "dynamics.png" in listed(content) and content["against"]["dynamics"] == []
+
+
+def test_every_file_is_listed_and_every_figure_there(compared, alone):
+    for done in (compared[0], alone):
+        content = stored(done.folder)
+        assert {path.name for path in done.folder.iterdir()} == listed(content)
+        for path in done.folder.glob("*.png"):
+            with Image.open(path) as picture:
+                picture.verify()
+    names = {name.removesuffix(".png") for name in listed(stored(compared[0].folder))}
+    assert {f"{kind}_{number}" for kind in ("attention", "picture", "baseline_picture") for number in (1, 4)} <= names
+    assert {"interface", "norms", "cosine", "rotation", "embeddings", "dynamics", "predicted"} <= names
+
+
+def test_no_path_and_nobody_is_named(compared, alone, root):
+    for done in (compared[0], alone):
+        for path in done.folder.iterdir():
+            assert root.name.encode() not in path.read_bytes(), path.name
+        page = re.sub(r"base64,[^\"]*", "", (done.folder / "report.html").read_text(encoding="utf-8"))
+        for text in (page, (done.folder / "report.json").read_text(encoding="utf-8")):
+            assert not re.search(r"(^|[\s\"'(=])(/|~/|file:)(tmp|home|root|Users|var|work)\b", text)
+
+
+def test_the_model_is_left_as_it_was(compared, root):
+    done, before = compared
+    model = root / "ours" / "model"
+    assert done.folder == model / "diagnostics"
+    after = {name: value for name, value in hashes(model).items() if not name.startswith("diagnostics/")}
+    assert after == before
+    assert not [path for path in root.rglob(".*") if path.is_dir()]
+
+
+def test_the_page_in_a_browser(compared, alone, tmp_path):
+    with chromium(tmp_path / "profile") as browser:
+        for done in (compared[0], alone):
+            address = (done.folder / "report.html").as_uri()
+            for width in (1280, 390):
+                page = load(browser, address, width)
+                assert page.inner_width == width and page.scroll_width <= page.client_width
+                assert page.console == page.undecoded == page.failed == [] and page.requests == [address]
+            shown = browser.find_element("tag name", "body").text
+            assert all(sentence in shown for sentence in done.verdict)
+
+
+def test_the_command_in_another_process_writes_the_same_bytes(alone, root, tmp_path):
+    """Nothing depends on the process, on the order of a set, or on where the report goes."""
+    arguments = [root / "llava", "--data", root / "pictures", "--samples", 5, "--output", tmp_path / "a" / "b"]
+    done = subprocess.run(
+        [sys.executable, "-m", "normalign_llava", "diagnose", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "1000", "PYTHONHASHSEED": "7"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(sentence in done.stdout for sentence in alone.verdict)
+    assert done.stdout.rstrip().endswith(f"Report: {tmp_path / 'a' / 'b' / 'report.html'}")
+    assert (tmp_path / "a/b/report.json").read_bytes() == (alone.folder / "report.json").read_bytes()
+    assert {path.name for path in tmp_path.rglob("*")} == {"a", "b", *listed(stored(alone.folder))}
+
+
+def test_another_run_replaces_the_first_whole_and_a_failing_one_leaves_it(alone, root, tmp_path):
+    folder = tmp_path / "diagnostics"
+    shutil.copytree(alone.folder, folder)
+    first = hashes(folder)
+
+    broken = NormAlignLlavaForConditionalGeneration.from_pretrained(root / "ours" / "model")
+    with torch.no_grad():
+        broken.model.language_model.layers[1].mlp.down_proj.weight.fill_(math.nan)
+    broken.save_pretrained(tmp_path / "broken")
+    AutoProcessor.from_pretrained(root / "ours" / "model").save_pretrained(tmp_path / "broken")
+    pictures(tmp_path / "bad")
+    (tmp_path / "bad" / "3.png").write_bytes(b"no picture")
+    for model, data, words in (
+        (tmp_path / "broken", root / "pictures", ["NaN or infinite", "Load the model in bfloat16 or float32"]),
+        (root / "llava", tmp_path / "bad", ["3.png", "cannot be used"]),
+    ):
+        done = cli(model, "--data", data, "--output", folder)
+        assert done.exit_code == 1 and "Error: " in done.output
+        assert all(word in done.output for word in words), done.output
+        assert hashes(folder) == first
+        assert {path.name for path in tmp_path.iterdir()} == {"diagnostics", "broken", "bad"}
+
+    assert (folder / "attention_4.png").exists()
+    done = cli(root / "llava", "--data", root / "pictures", "--samples", 2, "--output", folder)
+    assert done.exit_code == 0, done.output
+    content = stored(folder)
+    assert content["report"]["samples"] == 2 and {path.name for path in folder.iterdir()} == listed(content)
+    assert "attention_2.png" in listed(content) and "attention_4.png" not in listed(content)
+
+
+def test_a_folder_with_anything_else_is_refused_before_weights_are_read(alone, root, tmp_path):
+    empty = tmp_path / "model"
+    shutil.copytree(root / "llava", empty, ignore=shutil.ignore_patterns("*.safetensors", "diagnostics"))
+    notes = tmp_path / "notes"
+    shutil.copytree(alone.folder, notes)
+    (notes / "thoughts.txt").write_text("mine")
+    downloads = tmp_path / "downloads"
+    downloads.mkdir()
+    (downloads / "report.json").write_text("{}")
+    before = hashes(tmp_path)
+    for output, words in (
+        (notes, "holds thoughts.txt, which no earlier run has written there. Choose another folder, or move"),
+        (downloads, "holds report.json, which no earlier run"),
+        (empty, "holds chat_template.jinja, which no earlier run"),
+        (notes / "thoughts.txt", "thoughts.txt is a file. Choose another folder"),
+        (notes / "thoughts.txt" / "report", "thoughts.txt cannot be written (Not a directory). Choose another"),
+    ):
+        done = cli(empty, "--data", root / "pictures", "--output", output)
+        assert done.exit_code == 1 and words in done.output, done.output
+    assert hashes(tmp_path) == before
+
+
+def test_against_a_language_model_the_embedding_matrices_are_compared(root, tmp_path):
+    base = root / "ours" / "language"
+    done = diagnose(str(root / "ours" / "model"), against=str(base), data=str(root / "pictures"), samples=2,
+                    output=tmp_path / "out", name="ours", against_name="its base")  # fmt: skip
+    assert (done.report.model, done.against.model) == ("ours", "its base") and done.against.depth is None
+    ours, theirs = done.report.embeddings, done.against.embeddings
+    assert (ours.model, theirs.model) == ("ours", "its base")
+    assert (ours.mean, ours.std) == pytest.approx((theirs.mean, theirs.std)) and len(ours.top) == len(theirs.top) == 10
+    assert [token.id for token in ours.top] == [token.id for token in theirs.top]  # made of it, and not trained since
+    assert len(done.against.left_out) == 2 and "against its base text embeddings have a norm of" in done.verdict[1]
+    assert "Tokens of largest L2 norm" in (done.folder / "report.html").read_text(encoding="utf-8")
+
+
+def write_gguf(path):
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("token_embd.weight", torch.eye(7, 4).add(1).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_parts_alone(root, tmp_path):
+    encoder, language = (tmp_path / name for name in ("vision", "language"))
+    for folder in (encoder, language):
+        shutil.copytree(root / "ours" / folder.name, folder)
+    done = cli(encoder, "--data", root / "pictures", "--samples", 3)
+    assert done.exit_code == 0 and "this is a vision encoder alone" in done.output
+    content = stored(encoder / "diagnostics")
+    assert content["report"]["samples"] == 3 and content["report"]["interface"]["encoder_output"]["count"] == 3 * 5
+    assert content["report"]["depth"] is content["report"]["embeddings"] is None
+    assert {path.name for path in (encoder / "diagnostics").iterdir()} == listed(content)
+
+    n_text = tiny.reference_n_text(AutoModelForCausalLM.from_pretrained(language).get_input_embeddings().weight, ())
+    for model, folder, mean in (
+        (language, language, n_text),
+        (write_gguf(tmp_path / "words.gguf"), tmp_path, (4 * math.sqrt(1 + 1 + 1 + 4) + 3 * 2) / 7),
+    ):
+        done = cli(model)  # no pictures are needed, nor fetched
+        assert done.exit_code == 0 and "a language model alone has none of them" in done.output, done.output
+        content = stored(folder / "diagnostics")
+        assert content["report"]["data"] is None and content["report"]["model"] == model.name
+        assert content["report"]["interface"]["vocabulary"]["mean"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_errors_name_the_thing_the_value_and_the_remedy(root, tmp_path):
+    model, data = root / "llava", root / "pictures"
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    record = tmp_path / "trained"
+    shutil.copytree(root / "llava", record, ignore=shutil.ignore_patterns("*.safetensors", "diagnostics"))
+    (record / "dynamics.jsonl").write_text("{}\n")
+    output = ["--output", tmp_path / "out"]
+    for arguments, words in (
+        ([tmp_path / "no", "--data", data], [f"{tmp_path / 'no'} is no file or folder here", "Check the path"]),
+        ([model, "--against", tmp_path / "no"], [f"{tmp_path / 'no'} is no file or folder here", "Check the path"]),
+        ([root / "ours" / "language", "--data", data], ["language, a language model alone", "Leave"]),
+        ([model, "--data", tmp_path / "no"], [f"{tmp_path / 'no'} is no file or folder here"]),
+        ([model, "--data", data, "--image-folder", "no"], ["There is no image folder no. Set image_folder"]),
+        ([model, "--data", data, "--dtype", "int3"], ["'int3' is not one of 'auto', 'float32', 'bfloat16'"]),
+        ([adapter], [f"{adapter} is an adapter", f"normalign merge {adapter} --output DIR"]),
+        ([model, "--against", adapter], [f"{adapter} is an adapter", "normalign merge"]),
+        ([record, "--data", data], [f"Line 1 of {record / 'dynamics.jsonl'}", "Remove the line or the file"]),
+    ):
+        done = cli(*arguments, *output)
+        assert done.exit_code in (1, 2) and all(word in done.output for word in words), done.output
+    for option in ("--samples", "--batch-size"):
+        assert cli(model, option, 0, *output).exit_code == 2
+    for option in ("samples", "batch_size"):
+        with pytest.raises(ValueError, match="is 0; it must be at least 1"):
+            diagnose(str(model), data=str(data), output=tmp_path / "out", **{option: 0})
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter", "trained"}
+
+
+def test_a_home_folder_does_not_name_its_owner(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "somebody"))
+    for folder in (tmp_path / "somebody", tmp_path / "base"):
+        shutil.copytree(root / "ours" / "language", folder / "model")
+    done = diagnose(str(tmp_path / "somebody" / "model"), against=str(tmp_path / "base" / "model"))
+    assert (done.report.model, done.against.model) == ("model", "base/model")
+    assert (done.report.embeddings.model, done.against.embeddings.model) == ("model", "base/model")
+    same = diagnose(str(tmp_path / "somebody" / "model"), against=str(tmp_path / "somebody" / "model"))
+    assert (same.report.model, same.against.model) == ("model", "model (baseline)")
+
+
+# ---------------------------------------------------------------------------------------------------- docs/report.md
+def documented():
+    """Fields by section: {"Report": ["model", ...], ...}; the file's own are under "The file"."""
+    sections = re.split(r"^## ", DOCS.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    tables = {section.partition("\n")[0].strip("`"): section for section in sections}
+    return {name: re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", table, re.MULTILINE) for name, table in tables.items()}
+
+
+def test_the_documentation_names_every_field_and_no_other(compared):
+    modules = (report, findings)
+    classes = {
+        name: [each.name for each in fields(value)]
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    }
+    named = documented()
+    content = stored(compared[0].folder)
+    assert named.pop("The file") == list(content)
+    assert sorted(named) == sorted(classes)
+    for name, found in classes.items():
+        assert sorted(named[name]) == sorted(found), name
+    kinds = re.findall(r"^\| `(\w+)` \| [^|]+ \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert tuple(kinds) == report.KINDS
+
+    known = {
+        *content,
+        *kinds,
+        *(each for found in named.values() for each in found),
+    }
+    assert keys({name: value for name, value in content.items() if name != "provenance"}) <= known
+
+
+def keys(value):
+    if isinstance(value, dict):
+        return set(value).union(*(keys(each) for name, each in value.items() if name != "training"))
+    return set().union(*map(keys, value)) if isinstance(value, list) else set()
+
+
+def test_the_documentation_s_example_runs(compared, root, monkeypatch, capsys):
+    (example,) = re.findall(r"```python\n(.+?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(root / "ours")
+    exec(compile(example, str(DOCS), "exec"), {})
+    ratio, printed = compared[0].against.interface.ratio, capsys.readouterr().out.splitlines()
+    assert printed[0] == f"none/model: visual tokens enter at {ratio:.3g} x the norm of text"
+    assert len(printed) == 6 and printed[5].startswith("  layer 2: they turn at ")

@@ -1,0 +1,186 @@
+"""A checkpoint folder with everything that a card is made of: real weights and figures, records made by hand.
+
+And what a card of it says, as the Hub reads it.
+"""
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import tiny_parts as parts
+from diagnosed import diagnosed
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from normalign_llava.assembly.build import build_checkpoint
+from normalign_llava.diagnose.findings import findings
+from normalign_llava.diagnose.report import Drawing, Gain, Report
+from normalign_llava.diagnose.verdict import verdict
+from normalign_llava.hub_cards.card.evaluation import Evaluation, HubTask, Metric
+
+
+SECRET = "Who is the person in the picture?"
+"""A question of the data, which no card may show."""
+
+NO_NORM = diagnosed(model="no-norm")
+
+
+def bare(root: Path, **kwargs) -> Path:
+    """A built checkpoint and nothing more."""
+    folder = root / "tiny-normalign"
+    build_checkpoint(parts.vision(root / "vision"), parts.language(root / "language", **kwargs), folder)
+    return folder
+
+
+def full(folder: Path) -> Path:
+    """A bare one with all that a card can tell of it: parts, data, training, a diagnosis and an evaluation."""
+    licensed(folder, "apache-2.0", "apache-2.0")
+    trained(folder, {"id": "user/data", "revision": "b" * 40, "license": "apache-2.0", "language": ["en", "de"]})
+    measured(folder)
+    evaluated(folder)
+    return folder
+
+
+def edit(file: Path, **changes) -> None:
+    """Sets fields of a JSON file, which may not be there yet."""
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | changes))
+
+
+def licensed(folder: Path, of_vision: str | None, of_language: str | None, **changes) -> None:
+    """Names the parts as the Hub has them, and their licences."""
+    licences = {"vision": of_vision and {"license": of_vision}, "language": of_language and {"license": of_language}}
+    names = {"vision": "google/encoder", "language": "Qwen/decoder", "vision_revision": "c" * 40}
+    edit(folder / "build.json", licenses=licences, **{**names, **changes})
+
+
+def trained(folder: Path, dataset: dict | None = None, **changes) -> None:
+    """Two stages of training, of which the second is recorded in `training.json` and the first in it."""
+    record = {
+        "stage": "align",
+        "arm": "gwc",
+        "config_changes": {"projector_norm": "layer_norm", "projector_gain_init": "text_norm"},
+        "learning_rates": {"vision": 0.0, "projector": 1e-3, "norm": 2e-3, "language": 0.0},
+        "options": {"seed": 42, "max_length": 2048, "weight_decay": 0.0, "model_name_or_path": "built"},
+        "quantization": None,
+        "text_embedding_norm": 3.2,
+        "data": [_source("first", 500, 3, 2, dataset)],
+        "versions": {"torch": "2.13.0", "normalign_llava": "0.1.0"},
+        "run": run(),
+        "hardware": {"devices": ["NVIDIA H200"], "count": 2, "machine": "x86_64 Linux"},
+        "seconds": 5400.0,
+        "commit": "d" * 40,
+    }
+    after = {"stage": "tune", "data": [_source("second", 60, 0, 0, dataset)], "seconds": 42.0, "before": record}
+    edit(folder / "training.json", **{**record, **after, **changes})
+
+
+def run(**changes) -> dict:
+    """The facts of a stage's run."""
+    return {
+        "modules": [_module("vision tower", 700, 0, 0.0), _module("projector", 90, 90, 1e-3)]
+        + [_module("norm", 8, 8, 2e-3), _module("language model", 900, 0, 0.0)],
+        "tokens_per_image": 4,
+        "batch": {"rows": 16, "per_device": 4, "processes": 2, "accumulation": 2},
+        "steps": 32,
+        "warmup_steps": 1,
+        "schedule": "cosine",
+        "optimizer": "adamw_torch_fused",
+        "autocast": "bfloat16",
+    } | changes
+
+
+def normed(folder: Path, gain: float, bias: float = 0.0) -> None:
+    """Sets every element of the norm's gain, and of its bias."""
+    weights = load_file(folder / "model.safetensors")
+    weights["model.multi_modal_projector.norm.weight"].fill_(gain)
+    weights["model.multi_modal_projector.norm.bias"].fill_(bias)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def measured(folder: Path, baseline: Report | None = NO_NORM) -> None:
+    """A diagnosis with a baseline, and its figures; one of them shows samples of the data."""
+    gain = load_file(folder / "model.safetensors")["model.multi_modal_projector.norm.weight"].abs().mean().item()
+    found = Gain(2.2812, gain, 0.0152, 0.0197, 0.8765, 0.4321)
+    report = diagnosed(1.02, "layer_norm", folder.name, gain=found)
+    figures = [("interface.png", "interface"), ("rotation.png", "depth"), ("norms.png", "depth")]
+    figures += [("attention_1.png", "attention"), ("attention_depth.png", "attention"), ("gone.png", "depth")]
+    drawings = [Drawing(file, file[:-4].capitalize(), f"Of {SECRET}" if "_1" in file else "A caption.", section)
+                for file, section in figures]  # fmt: skip
+    (folder / "diagnostics").mkdir(exist_ok=True)
+    for file, _ in figures[:-1]:
+        Image.new("RGB", (4, 4)).save(folder / "diagnostics" / file)
+    edit(
+        folder / "diagnostics" / "report.json",
+        schema_version=1,
+        verdict=verdict(report, baseline),
+        findings=[asdict(each) for each in findings(report, baseline)],
+        report=report.to_dict(),
+        against=baseline and baseline.to_dict(),
+        figures=[asdict(each) for each in drawings],
+        provenance={"first question": SECRET},
+    )
+
+
+def evaluated(folder: Path, samples: int = 500, **changes) -> Evaluation:
+    """An evaluation with a Hub data set and a leaderboard."""
+    evaluation = Evaluation(
+        task="pope",
+        title="POPE",
+        metrics=[
+            Metric("accuracy", 0.8125, 0.0175, {"blank picture": 0.5, "commonest answer": 0.51}, None, samples),
+            Metric("accuracy", 0.7, 0.03, {"blank picture": 0.4}, "adversarial", samples // 2),
+        ],
+        samples=samples,
+        total=500,
+        protocol=["Greedy decoding.", "Exact match decides."],
+        dataset=HubTask("lmms-lab/POPE", "test", "default", "e" * 40, "pope"),
+        **changes,
+    )
+    evaluation.write(folder)
+    return evaluation
+
+
+def _source(name: str, used: int, bad: int, too_long: int, dataset: dict | None) -> dict:
+    counts = {"found": used + bad + too_long, "bad": bad, "too_long": too_long, "kept": used, "used": used}
+    source = {"source": name, "split": "train", **counts, "images": used, "median": 66.0}
+    return source | ({"dataset": dataset} if dataset else {})
+
+
+def _module(name: str, parameters: int, count: int, rate: float) -> dict:
+    return {"module": name, "parameters": parameters, "trained": count, "learning_rate": rate, "dtypes": ["float32"]}
+
+
+def data(card) -> dict:
+    """The metadata of a card."""
+    return ModelCard(card.text).data.to_dict()
+
+
+def section(card, title: str) -> str:
+    """What stands below a title, up to the next."""
+    return re.split(r"^## ", card.text.partition(f"## {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def tokens(text: str) -> list:
+    """What the Hub makes of Markdown."""
+    return MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).parse(text)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The cells of every row of the tables in `text`, by the first."""
+    found, cells = {}, []
+    parsed = tokens(text)
+    for before, token in zip(parsed, parsed[1:], strict=False):
+        if before.type in ("th_open", "td_open"):
+            cells.append(token.content)
+        if token.type == "tr_close":
+            found[cells[0]], cells = cells[1:], []
+    return found
+
+
+def listed(text: str) -> list[str]:
+    """The items of the lists in `text`."""
+    return re.findall("^- (.*)", text, re.MULTILINE)

@@ -1,0 +1,150 @@
+"""Tiny data sets on disk, in every form that training reads, and a real processor to read them with."""
+
+import io
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import tiny_parts
+from datasets import Dataset, Features, Image, List, Value
+from hub_server import HubServer
+from PIL import Image as PILImage
+from transformers import AddedToken, LlavaProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from normalign_llava.assembly.chat_template import multimodal_chat_template
+from normalign_llava.data.arguments import DataArguments
+
+
+TOKENS_PER_IMAGE = 4
+
+
+def processor(tokenizer=None, template=tiny_parts.CHATML) -> LlavaProcessor:
+    """16-pixel pictures of 4 tokens; by default one token a letter, whose end-of-turn token is its padding token."""
+    tokenizer = tokenizer or tiny_parts.tokenizer()
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.add_tokens(AddedToken("<image>", special=True, normalized=False), special_tokens=True)
+    return LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=multimodal_chat_template(template).template,
+    )
+
+
+def arguments(path, **kwargs) -> DataArguments:
+    return DataArguments(dataset_name=str(path), **kwargs)
+
+
+def picture_bytes(colour="red", size=(20, 20), form="PNG", mode="RGB") -> bytes:
+    buffer = io.BytesIO()
+    PILImage.new(mode, size, colour).save(buffer, form)
+    return buffer.getvalue()
+
+
+def pictures(folder: Path, *names: str) -> None:
+    """Pictures of one colour each, `red.png` being red."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(picture_bytes(Path(name).stem, form="PNG"))
+
+
+def gigantic_png(width=65_000, height=65_000) -> bytes:
+    """A PNG file that says in its header how large it is, and holds next to nothing."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def jpeg_of_scans(count: int, size=(64, 64)) -> bytes:
+    """A progressive JPEG whose last scan comes again and again."""
+    buffer = io.BytesIO()
+    PILImage.new("L", size).save(buffer, "JPEG", progressive=True)
+    whole, start = buffer.getvalue(), b"\xff\xda"
+    last = whole[whole.rindex(start) : -2]
+    return whole[:-2] + last * (count - whole.count(start)) + whole[-2:]
+
+
+def llava(question: str, answer: str, image=None, **more) -> dict:
+    row = {"id": "000", "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+    return {**row, **({"image": image} if image is not None else {}), **more}
+
+
+def mixed_rows() -> list[dict]:
+    """As in LLaVA-665K: ids of several types, rows with and without pictures, several turns, several pictures."""
+    two = llava("<image>\nWhat is this?", "red", ["red.png", "blue.png"], id=7)
+    two["conversations"] += [{"from": "human", "value": "And <image>?"}, {"from": "gpt", "value": "blue"}]
+    return [
+        llava("<image>\nWhich colour?", "green", "green.png", id="000000033471"),
+        llava("Say hello.", "Hello!", id=3),
+        two,
+        llava("Which colour?\n<image>", "blue", "sub/blue.png", id=None, model=""),
+        llava("Count.", "One two three four five six seven.", id=1.5),
+    ]
+
+
+def write_json(folder: Path, rows: list, name="data.json") -> Path:
+    pictures(folder, "red.png", "green.png", "blue.png", "sub/blue.png")
+    text = "\n".join(map(json.dumps, rows)) + "\n" if name.lower().endswith(".jsonl") else json.dumps(rows)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def bad_rows(folder: Path) -> Path:
+    """Mixed rows, and five among them that cannot be trained on: 1 to 3, 8 and 9."""
+    rows = mixed_rows()
+    outside = folder.parent / "outside.png"
+    outside.write_bytes(picture_bytes("red"))
+    rows[1:1] = [llava("<image>Q", "A"), llava("<image>Q", "A", "none.png"), llava("<image>Q", "A", "../outside.png")]
+    rows += [llava("<image>Q", "A", "link.png"), llava("Q", "")]
+    path = write_json(folder, rows)
+    (folder / "link.png").symlink_to(outside)
+    return path
+
+
+TURNS = List({"from": Value("string"), "value": Value("string")})
+PARQUET = Features({"id": Value("string"), "image": Image(), "conversations": TURNS})
+
+
+def parquet_data(rows: list[dict]) -> Dataset:
+    """LLaVA-NeXT's form: pictures inside, or none."""
+    columns = {
+        "id": [str(number) for number in range(len(rows))],
+        "image": [row.get("image") for row in rows],
+        "conversations": [row["conversations"] for row in rows],
+    }
+    return Dataset.from_dict(columns, features=PARQUET)
+
+
+def write_parquet(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet_data(rows).to_parquet(str(path))
+    return path
+
+
+def inside(colour: str) -> dict:
+    return {"bytes": picture_bytes(colour), "path": f"{colour}.png"}
+
+
+def user(content) -> dict:
+    return {"role": "user", "content": content}
+
+
+def assistant(content) -> dict:
+    return {"role": "assistant", "content": content}
+
+
+class DatasetHub(HubServer):
+    """The same hub, whose repositories are data sets."""
+
+    def __init__(self, repositories: dict[str, Path]):
+        super().__init__()
+        for repo_id, folder in repositories.items():
+            self.serve(repo_id, folder, kind="dataset")

@@ -1,0 +1,367 @@
+"""The model card: filled from the folder alone, valid on the Hub, safe in its names, and kind to what people write."""
+
+import ast
+import json
+import os
+import re
+import shutil
+from collections import Counter
+
+import card_folder as made
+import pytest
+import yaml
+from card_folder import data, rows, section, tokens
+from huggingface_hub import ModelCard
+from huggingface_hub.repocard_data import model_index_to_eval_results
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from normalign_llava.hub_cards.card.write import AdapterBase, by_hand, is_ours, render_card, write_card
+from normalign_llava.hub_cards.push.contents import contents
+
+
+PINNED = AdapterBase("user/base", "a" * 40)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return made.bare(tmp_path_factory.mktemp("card"))
+
+
+@pytest.fixture
+def folder(tmp_path, built):
+    return shutil.copytree(built, tmp_path / built.name)
+
+
+@pytest.fixture
+def full(folder):
+    return made.full(folder)
+
+
+def test_a_bare_checkpoint_has_a_short_and_honest_card(folder):
+    (folder / "build.json").unlink()
+    card = render_card(folder)
+    content = data(card)
+    assert content["library_name"] == "transformers" and content["pipeline_tag"] == "image-text-to-text"
+    assert not content.keys() & {"base_model", "base_model_relation", "datasets", "license", "language", "model-index"}
+    assert card.files == {} and "license" in card.warnings[0]
+    titles = re.findall("^## (.*)", card.text, re.MULTILINE)
+    assert titles == ["Use", "Measured alignment", "Limits", "Licence", "Citation"]
+    assert "How it was trained is not recorded" in card.text
+    assert "No evaluation is recorded" in card.text and "were not measured on this checkpoint" in card.text
+    for word in ("None", "undefined", "nan", "\n\n\n", "stage 1"):
+        assert word not in card.text
+
+
+def test_what_the_untrained_say(folder):
+    card = render_card(folder)
+    assert "**not trained**" in card.text
+    assert (
+        "vision and language have no Hub id in the checkpoint, so the metadata does not name them as bases. Write "
+        "`base_model:` into the front matter of README.md, if the Hub has them; it is kept." in card.warnings
+    )
+    made.edit(folder / "build.json", vision="google/encoder")
+    assert "language has no Hub id in the checkpoint" in render_card(folder).warnings[1]
+    made.edit(folder / "build.json", vision="llava-hf/llava", language="llava-hf/llava", from_llava=True)
+    card = render_card(folder)
+    assert not any("no Hub id" in warning for warning in card.warnings)
+    assert "**not been trained since**" in card.text and "| LLaVA checkpoint | [llava-hf/llava](" in card.text
+    assert data(card)["base_model"] == ["llava-hf/llava"] and data(card)["base_model_relation"] == "finetune"
+
+
+def test_metadata_of_a_full_folder(full):
+    content = data(render_card(full, repo_id="user/model"))
+    assert content["base_model"] == ["google/encoder", "Qwen/decoder"] and content["base_model_relation"] == "merge"
+    assert content["datasets"] == ["user/data"] and content["language"] == ["en", "de"]
+    assert content["license"] == "apache-2.0" and "custom_code" in content["tags"]
+    name, results = model_index_to_eval_results(content["model-index"])
+    assert name == "model" and [result.metric_value for result in results] == [0.8125, 0.7]
+    assert {(each.dataset_type, each.dataset_split, each.dataset_revision) for each in results} == {
+        ("lmms-lab/POPE", "test", "e" * 40)
+    }
+    assert [each.metric_name for each in results] == ["accuracy", "accuracy, adversarial"]
+
+
+def test_results_for_leaderboards(full):
+    files = render_card(full, repo_id="user/model").files
+    (entry,) = yaml.safe_load(files.pop(".eval_results/pope.yaml"))
+    assert files == {}
+    assert entry["dataset"] == {"id": "lmms-lab/POPE", "task_id": "pope", "revision": "e" * 40}
+    assert entry["value"] == 0.8125 and entry["source"]["url"] == "https://huggingface.co/user/model"
+    assert entry["notes"] == "accuracy. Greedy decoding. Exact match decides."
+
+
+def test_partial_runs_are_shown_and_listed_nowhere(full):
+    made.evaluated(full, samples=100)
+    card = render_card(full)
+    assert card.files == {} and "model-index" not in data(card)
+    assert "**Partial: 100 of 500 samples.**" in section(card, "Evaluation")
+    assert "100 of 500" in section(card, "Limits")
+
+
+def test_what_was_measured_stands_beside_the_baseline(full):
+    table = rows(section(render_card(full), "Measured alignment"))
+    assert table["Norm, visual over N_text"] == ["1.02", "37.0"]
+    assert table["Norm of visual tokens as they enter"] == ["1.10 (σ 0.021)", "40.0 (σ 46)"]
+    assert float(table["Rotation by layer, visual over text"][1]) < 0.9
+    config = json.loads((full / "config.json").read_text())
+    n_text = config["text_embedding_norm"]
+    assert float(table["Mean norm of text embeddings, N_text"][0]) == pytest.approx(n_text, rel=1e-3)
+    start = n_text / config["text_config"]["hidden_size"] ** 0.5
+    assert float(table["Gain at the start, every element"][0]) == pytest.approx(start, rel=1e-3)
+    weights = load_file(full / "model.safetensors")
+    weights["model.multi_modal_projector.norm.weight"] *= -3
+    save_file(weights, full / "model.safetensors", metadata={"format": "pt"})
+    table = rows(section(render_card(full), "Measured alignment"))
+    assert float(table["Gain now, mean magnitude"][0]) == pytest.approx(3 * start, rel=1e-3)
+    assert float(table["Gain at the start, every element"][0]) == pytest.approx(start, rel=1e-3)
+
+
+def test_figures_show_no_sample_of_the_data(full):
+    text = render_card(full).text
+    assert re.findall(r"\]\((diagnostics/.*?)\)", text) == [
+        "diagnostics/interface.png", "diagnostics/rotation.png", "diagnostics/norms.png",
+        "diagnostics/attention_depth.png",
+    ]  # fmt: skip
+    assert made.SECRET not in text and "What shape is in the picture?" not in text
+    assert text.index("rotation.png") < text.index("<summary>2 more figures") < text.index("norms.png")
+
+
+def test_every_file_that_the_card_links_is_sent(full):
+    report = full / "diagnostics" / "report.json"
+    figures = json.loads(report.read_text())["figures"]
+    Image.new("RGB", (4, 4)).save(full / "diagnostics" / "picture_1.png")  # named like a sample, so it is not sent
+    made.edit(report, figures=[*figures, {**figures[2], "file": "picture_1.png"}])
+    card = render_card(full, repo_id="user/model")
+    inner = [child for token in tokens(card.text) for child in token.children or ()]
+    links = [
+        str(each.attrs.get("src") or each.attrs.get("href")) for each in inner if each.type in ("image", "link_open")
+    ]
+    links = [link for link in links if "://" not in link]
+    sent = {content.path for content in contents(full, {"README.md": card.text.encode(), **card.files}).sent}
+    assert len(links) == 4 and set(links) <= sent
+
+
+def test_both_stages_and_every_row(full):
+    part = section(render_card(full), "Training")
+    table = rows(part.partition("| data set")[0])
+    assert table[""] == ["stage 1 (align)", "stage 2 (tune)"]
+    assert table["Learning rate, peak"] == ["projector 0.001, norm 0.002"] * 2
+    assert table["Time"] == ["1.5 h", "42 s"] and table["Seed"] == ["42", "42"]
+    assert table["Hardware"][0] == "2 × NVIDIA H200, x86_64 Linux" and table["Commit of the code"][0] == "d" * 40
+    assert [cell for cell in table if cell.startswith("Rows a step")] and "16 (4 × 2 × 2)" in part
+    assert part.count("| 505 | 3 | 2 | 500 |") == 1 and part.count("| 60 | 0 | 0 | 60 |") == 1
+    assert part.count("```yaml") == 2
+    assert "Not trained in any stage recorded here: vision tower, language model." in render_card(full).text
+
+
+def test_evaluation_with_protocol_references_and_error(full):
+    part = section(render_card(full), "Evaluation")
+    assert rows(part)["all"] == ["0.81\xa0±\xa00.02", "0.50", "0.51", "500"]
+    assert rows(part)["adversarial"][2] == "–"
+    assert "- Greedy decoding.\n- Exact match decides.\n" in part and "datasets/lmms-lab/POPE/tree/eeee" in part
+
+
+@pytest.mark.parametrize(
+    "vision, language, dataset, expected",
+    [
+        ("mit", "mit", "mit", "mit"),
+        ("mit", "apache-2.0", "bsd-3-clause", "apache-2.0"),
+        ("mit", "bsd-3-clause", None, None),
+        (None, "mit", "mit", None),
+        ("other", "other", "other", None),
+        ("apache-2.0", "llama3.2", "apache-2.0", "other"),
+        ("apache-2.0", "apache-2.0", "cc-by-nc-4.0", "other"),
+    ],
+)
+def test_licences(folder, vision, language, dataset, expected):
+    made.licensed(folder, vision, language)
+    made.trained(folder, {"id": "user/data", "license": dataset})
+    card = render_card(folder)
+    assert data(card).get("license") == expected
+    assert bool(card.warnings) == (expected in (None, "other"))
+    assert rows(section(card, "Licence"))["language model"][1] == language
+    if expected in (None, "other"):
+        author = card.text.replace("license: other\n", "").replace("---\n", "---\nlicense: gemma\n", 1)
+        (folder / "README.md").write_text(author)
+        assert data(render_card(folder))["license"] == "gemma" and render_card(folder).warnings == []
+        assert "Its author states: gemma." in render_card(folder).text
+
+
+def test_what_the_author_wrote_is_kept_byte_for_byte(full):
+    card = write_card(full)
+    assert by_hand(card.text) == {"introduction": "", "notes": ""}
+    introduction, notes = "Hello | <b>you</b> {{ x }} {% y %}\r\n\n\n\n", "```\n<!-- a -->\n``` \u00e9\n"
+    text = card.text.replace("introduction -->\n", f"introduction -->\n{introduction}")
+    text = text.replace("notes -->\n", f"notes -->\n{notes}").replace("tags:\n", "tags:\n- mine\n")
+    text = text.replace("---\n", "---\nthumbnail: a.png\nextra: [1, {b: c}]\n", 1)
+    (full / "README.md").write_bytes(text.encode())
+    again = write_card(full)
+    assert by_hand(again.text) == {"introduction": introduction, "notes": notes}
+    assert (full / "README.md").read_bytes() == again.text.encode()
+    content = data(again)
+    assert content["thumbnail"] == "a.png" and content["extra"] == [1, {"b": "c"}] and "mine" in content["tags"]
+    assert write_card(full).text == again.text
+    # What followed from the folder and does no more is not taken for the author's.
+    (full / "training.json").unlink()
+    shutil.rmtree(full / "evaluation")
+    assert not data(write_card(full)).keys() & {"datasets", "language", "model-index"}
+
+
+def test_earlier_cards_in_order_of_preference(full):
+    def card(introduction, notes):
+        text = render_card(full).text.replace("introduction -->\n", f"introduction -->\n{introduction}")
+        return text.replace("notes -->\n", f"notes -->\n{notes}")
+
+    previous = [card("", "second\n"), "# Of somebody else", card("third\n", "no\n")]
+    assert by_hand(render_card(full, previous=previous).text) == {"introduction": "third\n", "notes": "second\n"}
+    (full / "README.md").write_text(card(" \n", "first\n"))
+    assert by_hand(render_card(full, previous=previous).text) == {"introduction": "third\n", "notes": "first\n"}
+
+
+@pytest.mark.parametrize("fault", ["end", "name", "twice"])
+def test_nothing_by_hand_is_lost_to_a_slip(full, fault):
+    text = write_card(full).text
+    text = {
+        "end": text.replace("<!-- end by hand -->", "", 2),
+        "name": text.replace("by hand: notes", "by hand: note"),
+        "twice": text.replace("by hand: notes", "by hand: introduction"),
+    }[fault]
+    (full / "README.md").write_text(text)
+    with pytest.raises(ValueError, match="by hand"):
+        write_card(full)
+    assert (full / "README.md").read_text() == text
+
+
+def test_a_card_of_others_is_not_written_over(full):
+    theirs = "---\nlicence: license\ntags: [trl]\n---\n# Model Card for stage2\n"
+    (full / "README.md").write_text(theirs)
+    with pytest.raises(ValueError, match="--replace"):
+        write_card(full)
+    assert (full / "README.md").read_text() == theirs and not (full / ".eval_results").exists()
+    card = write_card(full, replace=True)
+    assert is_ours(card.text) and not is_ours(theirs)
+    assert "trl" not in data(card)["tags"] and (full / "README.md").read_bytes() == card.text.encode()
+
+
+def test_a_card_that_is_no_text_is_named(full):
+    (full / "README.md").write_bytes(b"---\nlicense: mit\n---\ncaf\xe9\n")
+    with pytest.raises(ValueError, match=f"README.md of {full} is no text in UTF-8"):
+        write_card(full, replace=True)
+
+
+def test_results_that_no_longer_hold_are_removed_and_others_stay(full):
+    write_card(full)
+    theirs = full / ".eval_results" / "theirs.yaml"
+    theirs.write_text("- {dataset: {id: a/b, task_id: c}, value: 1}\n")
+    made.evaluated(full, samples=10)
+    write_card(full)
+    assert [file.name for file in (full / ".eval_results").iterdir()] == ["theirs.yaml"]
+
+
+def test_a_folder_that_cannot_be_written_keeps_its_card(full):
+    text = write_card(full).text
+    made.evaluated(full, samples=10)
+    shutil.rmtree(full / ".eval_results")
+    (full / ".eval_results").write_text("a file where a folder is to be")
+    made.evaluated(full)
+    (full / "build.json").unlink()
+    with pytest.raises(OSError):
+        write_card(full)
+    assert (full / "README.md").read_text() == text
+    assert not [name for name in os.listdir(full) if name.startswith(".README")]
+
+
+EVIL = "a|b <script>alert(1)</script> `c` {{ 7 * 7 }} *d* [e](f) ~~g~~ $h$\n\n---\n# i <!-- end by hand --> \\| \u202e"
+
+
+def test_names_are_text_whatever_is_in_them(full):
+    clean = render_card(full)
+    made.licensed(full, EVIL, None, vision=EVIL, language=EVIL)
+    made.trained(full, {"id": EVIL, "license": EVIL}, options={"dataset_name": EVIL + "\n```\n# j", "seed": EVIL})
+    made.evaluated(full, date=EVIL, versions={EVIL: EVIL})
+    report = json.loads((full / "diagnostics" / "report.json").read_text())
+    report["report"]["data"] = report["against"]["model"] = report["verdict"][0] = EVIL
+    report["figures"][0] |= {"title": EVIL, "caption": EVIL}
+    made.edit(full / "diagnostics" / "report.json", **report)
+    card = render_card(full, repo_id=EVIL)
+    structures = []
+    for each in (card, clean):
+        found = tokens(ModelCard(each.text).text)
+        inner = [child for token in found for child in token.children or ()]
+        assert not [token for token in (*found, *inner) if "html" in token.type and "script" in token.content]
+        kinds = [token.type for token in inner if token.type in ("s_open", "link_open", "image", "html_inline")]
+        kinds += [token.type for token in found if token.type in ("table_open", "th_open", "heading_open", "hr")]
+        structures.append(Counter(kinds))
+    # The encoder, the language model and the data have lost the links that their Hub ids had.
+    assert structures[1] - structures[0] == Counter(link_open=structures[1]["link_open"] - structures[0]["link_open"])
+    assert structures[0] - structures[1] == Counter()
+    assert by_hand(card.text) == by_hand(clean.text)
+    (snippet,) = re.findall(r"^checkpoint, revision = (.*), \"main\"$", card.text, re.MULTILINE)
+    assert ast.literal_eval(snippet) == EVIL and "\u202e" not in snippet
+    assert "alert(1)" in card.text and "{{ 7 * 7 }}" in card.text
+    assert data(card)["tags"] == data(clean)["tags"]
+
+
+def test_the_same_folder_gives_the_same_bytes(full, tmp_path):
+    copy = shutil.copytree(full, tmp_path / "other" / full.name)
+    assert render_card(full).text == render_card(copy).text
+    assert render_card(full).files == render_card(copy).files
+    assert str(full) not in render_card(full).text
+
+
+def test_an_adapter_says_what_it_is_loaded_on(tmp_path):
+    made.trained(tmp_path)
+    made.edit(tmp_path / "adapter_config.json", peft_type="LORA", r=8, base_model_name_or_path="outputs/stage1")
+    card = render_card(tmp_path, repo_id="user/adapter", adapter=PINNED)
+    content = data(card)
+    assert content["base_model"] == ["user/base"] and content["base_model_relation"] == "adapter"
+    assert content["library_name"] == "peft" and "license" not in content
+    assert f'base, base_revision = "user/base", "{"a" * 40}"' in card.text
+    alone = render_card(tmp_path)
+    assert "outputs" not in alone.text and "normalign merge" in alone.text and "```python" not in alone.text
+    assert "lora" in data(alone)["tags"]
+    assert "base_model" not in data(alone) and "base is not on the Hub" in " ".join(alone.warnings)
+
+
+def test_a_model_trained_on_from_the_hub_names_what_it_started_from(full):
+    made.trained(full, options={"model_name_or_path": "user/stage1"}, model_revision="f" * 40)
+    content = data(render_card(full))
+    assert content["base_model"] == ["user/stage1"] and content["base_model_relation"] == "finetune"
+    (full / "config.json").unlink()
+    made.edit(full / "adapter_config.json", peft_type="LORA", r=8)
+    card = render_card(full)
+    assert f'base, base_revision = "user/stage1", "{"f" * 40}"' in card.text and "pinned to" not in str(card.warnings)
+
+
+def test_a_merged_model_takes_over_the_authors_tags_and_not_the_adapters(full):
+    adapter = render_card(full).text.replace("- custom_code\n", "- custom_code\n- lora\n- mine\n")
+    assert data(render_card(full, previous=[adapter]))["tags"] == [*data(render_card(full))["tags"], "mine"]
+
+
+def test_packed_weights_are_not_counted(folder):
+    assert " parameters, 0.00 GB in float32" in rows(render_card(folder).text)["Weights"][0]
+    made.edit(folder / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    assert rows(render_card(folder).text)["Weights"] == ["0.00 GB"]
+
+
+def test_a_record_may_say_next_to_nothing(folder):
+    (folder / "training.json").write_text('{"seconds": 0.066}')
+    card = render_card(folder)
+    assert rows(section(card, "Training")) == {"": ["training"], "Time": ["0 s"]}
+    assert "\n\n\n" not in card.text and "None" not in card.text
+
+
+@pytest.mark.parametrize("name", ["training.json", "build.json", "diagnostics/report.json", "evaluation/pope.json"])
+def test_a_damaged_record_is_named(full, name):
+    (full / name).write_text('{"cut')
+    with pytest.raises(ValueError, match=name.rpartition("/")[2]):
+        render_card(full)
+
+
+def test_no_checkpoint_no_card(tmp_path, full):
+    with pytest.raises(ValueError, match="is no folder. Give the folder of a checkpoint"):
+        render_card(tmp_path / "nothing")
+    made.edit(full / "config.json", model_type="llava")
+    with pytest.raises(ValueError, match="'llava'"):
+        render_card(full)

@@ -1,0 +1,312 @@
+"""What a card makes of records that are odd, old or wrong, and of folders that do not fit together."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import card_folder as made
+import pytest
+import tiny
+import tiny_parts as parts
+from card_folder import data, rows, section, tokens
+from safetensors.torch import load_file, save_file
+from transformers import LlavaProcessor
+
+from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
+from normalign_llava.hub_cards.card.evaluation import Evaluation, HubTask, Metric
+from normalign_llava.hub_cards.card.write import AdapterBase, render_card, write_card
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return made.bare(tmp_path_factory.mktemp("card"))
+
+
+@pytest.fixture
+def folder(tmp_path, built):
+    return shutil.copytree(built, tmp_path / built.name)
+
+
+@pytest.fixture
+def full(folder):
+    return made.full(folder)
+
+
+def evaluated(folder, *metrics, samples=50, total=50, **changes):
+    evaluation = {"task": "pope", "title": "POPE", "metrics": list(metrics), "samples": samples, "total": total}
+    evaluation |= {"protocol": [], "dataset": HubTask("lmms-lab/POPE", "test", task_id="pope")}
+    Evaluation(**{**evaluation, **changes}).write(folder)
+
+
+def names(folder, **of_parts):
+    """Names the parts in `config.json` as transformers does, and in no `build.json`."""
+    (folder / "build.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    for part, name in of_parts.items():
+        config[part]["_name_or_path"] = name
+    made.edit(folder / "config.json", **config)
+
+
+def test_two_folders_of_one_name_are_two_parts(tmp_path):
+    vision, language = parts.vision(tmp_path / "v" / "model"), parts.language(tmp_path / "l" / "model")
+    Path(vision, "README.md").write_text("---\nlicense: mit\n---\n")
+    Path(language, "README.md").write_text("---\nlicense: llama3.2\n---\n")
+    build_checkpoint(vision, language, tmp_path / "built")
+    assert json.loads((tmp_path / "built" / "build.json").read_text())["from_llava"] is False
+    card = render_card(tmp_path / "built")
+    assert "The vision encoder is model, the language model model." in card.text
+    assert data(card)["license"] == "other" and "model (mit), model (llama3.2)" in card.warnings[0]
+    assert {name: cells[1] for name, cells in rows(section(card, "Licence")).items() if name} == {
+        "vision encoder": "mit",
+        "language model": "llama3.2",
+    }
+
+
+def test_a_retrofit_is_one_part(tmp_path):
+    llava, stock = tmp_path / "llava", tiny.llava(tied=False)
+    stock.config.image_token_index = 3
+    stock.save_pretrained(llava)
+    LlavaProcessor(
+        image_processor=parts.image_processor("clip"),
+        tokenizer=parts.tokenizer(extra=("<image>",)),
+        patch_size=8,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+        chat_template=parts.CHATML,
+    ).save_pretrained(llava)
+    (llava / "README.md").write_text("---\nlicense: mit\n---\n")
+    retrofit_checkpoint(str(llava), tmp_path / "built")
+    card = render_card(tmp_path / "built")
+    assert rows(section(card, "Licence"))["LLaVA checkpoint"] == ["llava", "mit"] and data(card)["license"] == "mit"
+    assert "It is made from llava." in card.text and "**not been trained since**" in card.text
+    retrofit_checkpoint(str(llava), tmp_path / "none", arm="none")  # no norm was added, and it was trained before
+    assert "How it was trained is not recorded here.\nIt is made from llava." in render_card(tmp_path / "none").text
+
+
+@pytest.mark.parametrize("language, licence, one", [("a/llava", "mit", True), ("a/llava", "gemma", False),
+                                                    ("llava", "mit", False)])  # fmt: skip
+def test_an_older_record_does_not_say_what_was_retrofitted(full, language, licence, one):
+    made.licensed(full, "mit", licence, vision=language, language=language, vision_revision=None)
+    build = json.loads((full / "build.json").read_text())
+    build.pop("from_llava")
+    (full / "build.json").write_text(json.dumps(build))
+    assert ("LLaVA checkpoint" in rows(section(render_card(full), "Licence"))) == one
+
+
+def test_names_in_the_configuration_may_be_paths(folder, tmp_path):
+    names(folder, vision_config="outputs/vision", text_config=str(tmp_path))
+    card = render_card(folder)
+    assert "base_model" not in data(card) and "huggingface.co/outputs" not in card.text
+    assert rows(section(card, "Licence"))["vision encoder"] == ["outputs/vision", "not recorded"]
+    assert str(tmp_path) not in card.text and rows(section(card, "Licence"))["language model"][0] == tmp_path.name
+
+
+def test_a_base_that_the_author_names_is_kept_while_a_part_is_not_on_the_hub(folder):
+    made.edit(folder / "build.json", vision="google/encoder")
+    card = write_card(folder)
+    assert data(card)["base_model"] == ["google/encoder"] and "`base_model:`" in " ".join(card.warnings)
+    (folder / "README.md").write_text(card.text.replace("- google/encoder\n", "- google/encoder\n- Qwen/decoder\n", 1))
+    for _ in range(2):
+        card = write_card(folder)
+        assert data(card)["base_model"] == ["google/encoder", "Qwen/decoder"]
+        assert "`base_model:`" not in " ".join(card.warnings)
+    made.edit(folder / "build.json", language="Qwen/decoder")
+    assert data(write_card(folder))["base_model_relation"] == "merge"
+    text = (folder / "README.md").read_text().replace("- Qwen/decoder\n", "- my/decoder\n", 1)
+    (folder / "README.md").write_text(text)  # what follows from the folder is not the author's
+    assert data(write_card(folder))["base_model"] == ["google/encoder", "Qwen/decoder"]
+
+
+def test_a_model_trained_on_from_the_hub_asks_for_no_other_base(full):
+    made.trained(full, options={"model_name_or_path": "user/stage1"})
+    made.edit(full / "build.json", vision="folder")
+    card = render_card(full)
+    assert data(card)["base_model"] == ["user/stage1"] and "base_model" not in " ".join(card.warnings)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        Metric("accuracy", 0.5, NAN),
+        Metric("accuracy", 0.5, INFINITY),
+        Metric("accuracy", 0.5, -0.1),
+        Metric("accuracy", NAN),
+        Metric("accuracy", -INFINITY),
+        Metric("accuracy", None),
+        Metric("accuracy", "0.5"),
+        Metric("accuracy", True),
+        Metric("accuracy", 0.5, references={"chance": NAN}),
+        Metric("accuracy", 0.5, references={"chance": None}),
+        Metric("accuracy", 0.5, samples="all"),
+    ],
+)
+def test_a_result_that_is_no_number_is_named(folder, metric):
+    evaluated(folder, Metric("accuracy", 0.5), metric)
+    with pytest.raises(ValueError, match=r"pope.json .* accuracy .*Evaluate anew, or remove it"):
+        render_card(folder)
+
+
+@pytest.mark.parametrize("samples, total", [(1, None), (-1, 5), (6, 5), ("1", 2)])
+def test_samples_are_counted(folder, samples, total):
+    evaluated(folder, Metric("accuracy", 0.5), samples=samples, total=total)
+    with pytest.raises(ValueError, match=r"pope.json .* samples .*Evaluate anew, or remove it"):
+        render_card(folder)
+
+
+def test_no_samples_are_no_result_for_a_leaderboard(folder):
+    evaluated(folder, Metric("accuracy", 0.0, samples=0), samples=0, total=0)
+    card = render_card(folder, repo_id="user/model")
+    assert card.files == {} and "model-index" not in data(card) and "**Partial: 0 of 0 samples.**" in card.text
+
+
+@pytest.mark.parametrize("changes, error", [({"schema_version": 2}, "schema_version is 2, not 1"),
+                                            ({"tasks": 1}, "unknown fields tasks")])  # fmt: skip
+def test_evaluations_of_another_schema_are_named(full, changes, error):
+    made.edit(full / "evaluation" / "pope.json", **changes)
+    with pytest.raises(ValueError, match=f"pope.json .*{error}"):
+        render_card(full)
+
+
+def test_a_task_that_cannot_name_a_file(folder):
+    evaluated(folder, Metric("accuracy", 0.5), task="POPE (val)")
+    with pytest.raises(ValueError, match="'POPE \\(val\\)', which cannot name a file"):
+        render_card(folder)
+
+
+def test_data_without_a_split(folder):
+    evaluated(folder, Metric("accuracy", 0.5), dataset=HubTask("lmms-lab/POPE", None))
+    part = section(render_card(folder), "Evaluation")
+    assert "Data: [lmms-lab/POPE](https://huggingface.co/datasets/lmms-lab/POPE).\n" in part
+
+
+STARTS = [
+    *("# a", "### a", "#", "1. a", "10) a", "1.", "- a", "-", "---", "- - -", "--- a", "+ a", "+", "=", "=== a"),
+    *("> a", "* a", "***", "___", "_a_", "~~~", "```", "| a |", "<b>", "    a", ":--", "[a]: b", "![a](b)", "a_b_ _"),
+]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_what_begins_like_markup_is_text(full, start):
+    made.evaluated(full, date=start)
+    evaluation = json.loads((full / "evaluation" / "pope.json").read_text())
+    made.edit(full / "evaluation" / "pope.json", protocol=[start], title=start)
+    found = tokens(f"{section(render_card(full), 'Evaluation')}")
+    clean = [token.type for token in found]
+    made.edit(full / "evaluation" / "pope.json", protocol=["a"], title="a")
+    assert clean == [token.type for token in tokens(section(render_card(full), "Evaluation"))]
+    shown = ["".join(child.content for child in token.children) for token in found if token.type == "inline"]
+    assert shown.count(" ".join(start.split())) == 2 and evaluation["title"] == "POPE"
+
+
+@pytest.mark.parametrize("figure", ["0.5", "-0.5", "-7", "1.10", "2.13.0", "1,000"])
+def test_figures_are_left_as_they_are(full, figure):
+    made.evaluated(full)
+    made.edit(full / "evaluation" / "pope.json", protocol=[figure])
+    assert f"\n- {figure}\n" in render_card(full).text
+
+
+def test_links_keep_their_queries(folder):
+    address = "https://a.org/l?id=3&v=%20b+c#d"
+    licence = {"license": "other", "license_name": "x", "license_link": address}
+    made.edit(folder / "build.json", licenses={"vision": licence, "language": licence})
+    card = render_card(folder)
+    inner = [child for token in tokens(section(card, "Licence")) for child in token.children or ()]
+    assert [each.attrs["href"] for each in inner if each.type == "link_open"] == [address] * 2
+    assert data(card)["license_link"] == address and data(card)["license_name"] == "x"
+
+
+@pytest.mark.parametrize(
+    "licence, said",
+    [
+        ({"license": None}, "not recorded"),
+        ("mit", "mit"),
+        ({"license": "mit", "seen": 1}, "mit"),
+        (None, "not recorded"),
+    ],
+)
+def test_licences_in_other_forms(folder, licence, said):
+    made.edit(folder / "build.json", licenses={"vision": licence})
+    assert rows(section(render_card(folder), "Licence"))["vision encoder"] == ["vision", said]
+
+
+@pytest.mark.parametrize("licences", [{"vision": 3}, {"vision": {"license": ["mit"]}}, ["mit"]])
+def test_licences_that_are_none_are_named(folder, licences):
+    made.edit(folder / "build.json", licenses=licences)
+    with pytest.raises(ValueError, match="build.json: .*licen.*Mend"):
+        render_card(folder)
+
+
+def test_a_run_that_is_not_recorded(full):
+    made.edit(full / "training.json", run=None)
+    assert rows(section(render_card(full), "Training"))["Steps"] == ["32", "–"]
+
+
+@pytest.mark.parametrize(
+    "block, error",
+    [
+        ("1: x", "must be strings"),
+        ("- a", "should be a dict"),
+        ("a: [", "no YAML"),
+        ("model-index: a", "none that the Hub takes"),
+    ],
+)
+def test_front_matter_that_is_none_is_named(folder, block, error):
+    text = write_card(folder).text
+    body = text.partition("---\n")[2].partition("---\n")
+    (folder / "README.md").write_text(f"---\n{block}\n---\n{body[2]}")
+    with pytest.raises(ValueError, match=f"README.md .*{error}"):
+        write_card(folder)
+
+
+@pytest.mark.parametrize("crop, said", [(14, "14 × 14 pixels in "), ({"width": 12, "height": 8}, "12 × 8 pixels in "),
+                                        (None, ""), ([14, 14], "")])  # fmt: skip
+def test_sizes_of_pictures(folder, crop, said):
+    processor = json.loads((folder / "processor_config.json").read_text())
+    processor["image_processor"] |= {"crop_size": crop, "do_center_crop": True, "size": {"shortest_edge": 16}}
+    made.edit(folder / "processor_config.json", **processor)
+    assert rows(render_card(folder).text)["A picture is"] == [f"{said}4 visual tokens"]
+
+
+def test_an_adapter_has_one_base_whatever_that_was_made_of(tmp_path):
+    made.edit(tmp_path / "adapter_config.json", peft_type="LORA", r=8)
+    made.edit(tmp_path / "build.json", vision="vision", language="Qwen/decoder")
+    (tmp_path / "README.md").write_text("---\nbase_model: my/model\n---\n<!-- normalign card, metadata: license -->\n")
+    card = render_card(tmp_path, adapter=AdapterBase("user/base", "a" * 40))
+    assert data(card)["base_model"] == ["user/base"] and "`base_model:`" not in " ".join(card.warnings)
+
+
+def test_adapters_of_others(tmp_path):
+    made.edit(tmp_path / "adapter_config.json", peft_type="IA3", base_model_name_or_path="x")
+    card = render_card(tmp_path, adapter=AdapterBase("user/base", "main"))
+    assert "This is an adapter with the projector in full" in card.text and "lora" not in data(card)["tags"]
+    assert "## Measured alignment" not in card.text
+    assert "The adapter's base user/base is not pinned to a commit." in card.warnings
+
+
+@pytest.mark.parametrize("arm", ["none", "unit"])
+def test_an_arm_that_was_not_trained(tmp_path, arm):
+    vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
+    build_checkpoint(vision, language, tmp_path / "built", arm=arm)
+    assert "**not trained**" in render_card(tmp_path / "built").text
+    weights = load_file(tmp_path / "built" / "model.safetensors")
+    weights["model.multi_modal_projector.linear_2.bias"] += 0.1
+    weights |= {name: tensor + 0.1 for name, tensor in weights.items() if "projector.norm" in name}
+    save_file(weights, tmp_path / "built" / "model.safetensors", metadata={"format": "pt"})
+    card = render_card(tmp_path / "built")
+    assert "How it was trained is not recorded here." in card.text
+    assert rows(section(card, "Licence"))["data"] == ["what it was trained on", "not recorded"]
+
+
+def test_a_reader_sees_the_old_card_or_the_new_one(full):
+    """Never half of one: the file is another when it is written again, and a reader of the old one has all of it."""
+    text = write_card(full).text
+    before = (full / "README.md").stat().st_ino
+    with open(full / "README.md") as reader:
+        made.evaluated(full, samples=10)
+        assert write_card(full).text != text and reader.read() == text
+    assert (full / "README.md").stat().st_ino != before
+    assert not [name for name in os.listdir(full) if name.startswith(".README")]

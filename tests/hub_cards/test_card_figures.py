@@ -1,0 +1,235 @@
+"""Every figure and sentence of a card, by hand from what `card_folder` writes."""
+
+import json
+import shutil
+
+import card_folder as made
+import pytest
+import train_data
+import training
+import yaml
+from card_folder import listed, rows, section
+from diagnosed import diagnosed
+
+from normalign_llava.hub_cards.card.evaluation import Evaluation, Metric
+from normalign_llava.hub_cards.card.write import render_card
+from normalign_llava.train.run import main
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return made.bare(tmp_path_factory.mktemp("card"))
+
+
+@pytest.fixture
+def folder(tmp_path, built):
+    return shutil.copytree(built, tmp_path / built.name)
+
+
+@pytest.fixture
+def full(folder):
+    return made.full(folder)
+
+
+def limits(folder):
+    return listed(section(render_card(folder), "Limits"))[:-1]  # the last is the same in every card
+
+
+def introduced(folder):
+    """What stands below the name, up to the first that is measured or by hand."""
+    text = render_card(folder).text.partition(f"# {folder.name}\n")[2]
+    return " ".join(text.partition("\n> ")[0].partition("<!--")[0].split())
+
+
+def test_at_a_glance(full):
+    table = rows(render_card(full).text.partition("<!-- end by hand -->\n")[2].partition("## Use")[0])
+    weights = table.pop("Weights")[0]
+    assert weights.endswith(" k parameters, 0.00 GB in float32")
+    assert table == {
+        "At a glance": [""],
+        "Vision encoder": [
+            "[google/encoder](https://huggingface.co/google/encoder) "
+            f"([ccccccc](https://huggingface.co/google/encoder/tree/{'c' * 40}))"
+        ],
+        "Language model": ["[Qwen/decoder](https://huggingface.co/Qwen/decoder)"],
+        "A picture is": ["16 × 16 pixels in 4 visual tokens"],
+        "Context": ["256 tokens"],
+        "Trained on": ["stage 1 (align): 500 rows; stage 2 (tune): 60 rows"],
+        "POPE": ["accuracy 0.81 ± 0.02 (blank picture 0.50, commonest answer 0.51)"],
+        "Norm of visual tokens": ["1.02 × that of text embeddings (baseline 37.0 ×)"],
+        "Licence": ["apache-2.0"],
+    }
+
+
+def test_measured_alignment(full):
+    made.normed(full, -0.25, 0.5)
+    made.edit(full / "config.json", text_embedding_norm=3.2)  # the language model is 32 wide: 3.2 / 5.657
+    made.measured(full, diagnosed(37.0, "layer_norm", "other"))
+    table = rows(section(render_card(full), "Measured alignment").partition("A ± ")[0])
+    text = "1.23 (σ 0.11)"
+    assert float(table.pop("Rotation by layer, visual over text")[1]) < 0.9
+    assert table == {
+        "": ["this model", "baseline: other"],
+        "Mean norm of text embeddings, N_text": ["3.200", "1.080"],
+        "Gain at the start, every element": ["0.5657", "0.01970"],
+        "Gain now, mean magnitude": ["0.2500", "0.04000"],
+        "Bias now, mean magnitude (0 at the start)": ["0.50", "0.015"],
+        "Norm of visual tokens as they enter": ["1.10 (σ 0.021)", "40.0 (σ 0.021)"],
+        "Norm of the text tokens beside them": [text, text],
+        "Norm, visual over N_text": ["1.02", "37.0"],
+        "Norm, visual over the text beside it": ["0.893", "32.4"],
+    }
+
+
+def test_training(full):
+    part = section(render_card(full), "Training")
+    both = {
+        "Trained": "projector, norm",
+        "Frozen": "vision tower, language model",
+        "Parameters trained": "98 of 1.70 k",
+        "Learning rate, peak": "projector 0.001, norm 0.002",
+        "Schedule": "cosine, 1 step of warm-up",
+        "Steps": "32",
+        "Rows a step: a device × processes × accumulated": "16 (4 × 2 × 2)",
+        "Rows of at most": "2,048 tokens",
+        "Optimizer": "adamw_torch_fused, weight decay 0",
+        "Precision": "weights float32, computed in bfloat16",
+        "Seed": "42",
+        "Hardware": "2 × NVIDIA H200, x86_64 Linux",
+        "Software": "torch 2.13.0, normalign_llava 0.1.0",
+        "Commit of the code": "d" * 40,
+    }
+    assert rows(part.partition("| data set")[0]) == {
+        "": ["stage 1 (align)", "stage 2 (tune)"],
+        **{name: [value, value] for name, value in both.items()},
+        "Rows trained on": ["500 rows", "60 rows"],
+        "Time": ["1.5 h", "42 s"],
+    }
+
+
+def test_what_a_short_run_took_and_no_more(full):
+    made.edit(full / "training.json", before=None, run=made.run(steps=2))
+    record = json.loads((full / "training.json").read_text())
+    record["data"][0] |= {"used": 1_200_000, "found": 1_200_000}
+    made.edit(full / "training.json", **record)
+    text = render_card(full).text
+    assert rows(text)["Trained on"] == ["tune: 32 rows"]  # two steps of 16
+    assert rows(section(render_card(full), "Training"))["Rows trained on"] == ["32 rows"]
+    assert "The training recorded here took 32 rows, that of LLaVA-1.5 1,223,000." in limits(full)[1]
+    made.edit(full / "training.json", run=made.run(steps=100_000))
+    assert rows(render_card(full).text)["Trained on"] == ["tune: 1,200,000 rows"]
+    assert not [sentence for sentence in limits(full) if "LLaVA-1.5" in sentence]
+
+
+def test_a_run_that_was_cut_short(full):
+    made.edit(full / "training.json", before=None, run=made.run(steps=3), steps_done=1)
+    table = rows(section(render_card(full), "Training"))
+    assert table["Steps"] == ["1 of 3"] and table["Rows trained on"] == ["16 rows"]
+    assert "Stopped before its end: tune, after 1 of 3 steps." in limits(full)
+    made.edit(full / "training.json", steps_done=3)
+    assert rows(section(render_card(full), "Training"))["Steps"] == ["3"]
+    assert not [sentence for sentence in limits(full) if "before its end" in sentence]
+
+
+def test_a_checkpoint_in_the_middle_of_training(tmp_path):
+    training.checkpoint(tmp_path)
+    conversations = [train_data.llava(f"<image>\nand {i}?", f"it is {i}", "red.png") for i in range(8)]
+    train_data.write_json(tmp_path / "data", conversations)
+    options = {"stage": "tune", "model_name_or_path": str(tmp_path / "model"), "output_dir": str(tmp_path / "run")}
+    options |= {"dataset_name": str(tmp_path / "data" / "data.json"), "global_batch_size": 2, "max_steps": 3}
+    options |= {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 1, "bf16": False}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**options, "report_to": "none", "disable_tqdm": True}))
+    output = main([str(tmp_path / "recipe.yaml")])
+    for folder, steps, took in (output / "checkpoint-1", "1 of 3", "2 rows"), (output, "3", "6 rows"):
+        table = rows(section(render_card(folder), "Training"))
+        assert table["Steps"] == [steps] and table["Rows trained on"] == [took]
+
+
+def test_streams(full):
+    record = json.loads((full / "training.json").read_text())
+    record["data"].append({"source": "stream", "split": "train", "used": None})
+    made.edit(full / "training.json", **record)
+    assert rows(render_card(full).text)["Trained on"] == [
+        "stage 1 (align): 500 rows; stage 2 (tune): up to 512 rows, streams among them"
+    ]
+    assert limits(full)[1:3] == [
+        "The training recorded here took at most 1,012 rows, that of LLaVA-1.5 1,223,000. Expect nothing that is not "
+        "in them.",
+        "Some of its data were streams, whose rows were not counted.",
+    ]
+    made.edit(full / "training.json", run=None)
+    assert rows(render_card(full).text)["Trained on"] == ["stage 1 (align): 500 rows"]
+
+
+def test_limits(full):
+    seed = "It is one training run, seed 42: how much another run would differ was not measured."
+    took = "The training recorded here took 560 rows, that of LLaVA-1.5 1,223,000. Expect nothing that is not in them."
+    safety = "Bias, safety and made-up answers were not measured."
+    measured = (
+        "Norms and rotation were measured on 64 samples of easy-VQA, held out, in bfloat16; on other pictures they "
+        "may differ."
+    )
+    left_out = "Not measured: Visual embedding tables: this model has none."
+    never = "Not trained in any stage recorded here: vision tower, language model."
+    assert limits(full) == [seed, took, never, safety, measured, left_out]
+    adapters = {"module": "adapters", "parameters": 5, "trained": 5, "learning_rate": 1e-4, "dtypes": ["float32"]}
+    run = made.run()
+    made.edit(full / "training.json", run={**run, "modules": [*run["modules"], adapters]})
+    made.measured(full, baseline=None)
+    alone = "No baseline without the norm was measured beside it: what the norm changed is not shown."
+    never = "Not trained in any stage recorded here: vision tower."
+    assert limits(full) == [seed, took, never, safety, measured, alone, left_out]
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, "its gain starts from N_text / √d. In training, its gradients were compensated for the small gain. "
+             "The method is that of [The Unseen Bias](https://huggingface.co/papers/2512.08374)."),
+        ({"gradient_compensation": "none"}, "√d. Its gradients were not compensated for the gain. The method is that "
+         "of [The Unseen Bias](https://huggingface.co/papers/2512.08374), of which this is an ablation."),
+        ({"gradient_compensation": "none", "projector_gain_init": "one"}, "A LayerNorm with a gain of 1 at the start "
+         "stands after the projector. Its gradients were not compensated for the gain. The method is that of [The "
+         "Unseen Bias](https://huggingface.co/papers/2512.08374), of which this is an ablation."),
+        ({"projector_norm": "none"}, "Between the two stands LLaVA's projector alone, without a norm after it."),
+        ({"text_embedding_norm": None}, "A LayerNorm stands after the projector; what its gain started from is not "
+         "recorded. In training, its gradients were compensated for the small gain. The method is that of [The Unseen "
+         "Bias](https://huggingface.co/papers/2512.08374)."),
+    ],
+)  # fmt: skip
+def test_what_the_norm_does(full, changes, expected):
+    made.edit(full / "config.json", **changes)
+    made.normed(full, 1.5)  # trained: what held at the start need not hold now
+    said = introduced(full)
+    assert said.endswith(expected)
+    assert ("makes every visual token enter" in said) == ("At the start of training, a LayerNorm" in said)
+
+
+def test_a_diagnosis_of_other_weights_is_no_figure_of_this_model(full):
+    assert not [warning for warning in render_card(full).warnings if "report.json" in warning]
+    stale = "The diagnosis is of other weights than these: its figures are not this model's."
+    assert stale not in limits(full)
+    made.normed(full, 3.0)
+    assert "Diagnose anew" in " ".join(render_card(full).warnings) and stale in limits(full)
+    made.measured(full)
+    assert stale not in limits(full)
+    made.edit(full / "config.json", projector_norm="rms_norm")
+    assert stale in limits(full)
+
+
+def test_decimals_are_those_of_the_smallest_error(folder):
+    def headline(*metrics):
+        Evaluation("t", "T", list(metrics), 50, 50, []).write(folder)
+        return rows(render_card(folder).text)["T"][0]
+
+    assert headline(Metric("accuracy", 0.51239, 0.004)) == "accuracy 0.512 ± 0.004"
+    assert headline(Metric("accuracy", 0.51239)) == "accuracy 0.512"
+    assert headline(Metric("score", 1234.56)) == "score 1,235"
+    assert headline(Metric("score", -12.5, 2.0, {"chance": 0.0})) == "score −12 ± 2 (chance 0)"
+    assert headline(Metric("score", 3.0, 0.0)) == "score 3.000"
+
+
+def test_the_snippets_load_the_branch(full):
+    card = render_card(full, repo_id="user/model", revision="trial/2").text
+    assert card.count('"trial/2"') == 4 and '"main"' not in card
+    assert render_card(full, repo_id="user/model").text.count('"main"') == 4

@@ -1,0 +1,85 @@
+"""Every snippet of a card, exactly as printed, in a process that cannot import the package."""
+
+import json
+import re
+
+import card_folder as made
+import pytest
+import training
+from PIL import Image
+from remote_code import run_blocked
+from safetensors.torch import load_file
+
+from normalign_llava.hub_cards.card.write import AdapterBase, render_card
+from normalign_llava.train.model import base_model
+
+
+RUN = """
+import json
+from pathlib import Path
+import torch
+torch.manual_seed(0)
+names = {}
+for snippet in json.loads(Path(sys.argv[1]).read_text()):
+    exec(snippet, names)
+model = names["model"]
+kinds = {type(module).__name__ for module in model.modules()}
+inputs = names["inputs"].to(model.device, model.dtype)
+again = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+found = [type(module).__module__ for module in model.modules() if type(module).__name__.startswith("NormAlign")]
+norm = [tensor for name, tensor in model.named_parameters() if "projector" in name and ".norm." in name]
+print(json.dumps({
+    "kinds": sorted(kinds),
+    "shape": list(again.shape),
+    "answers": len(names.get("answers", names.get("answer"))),
+    "norm": sorted({str(tensor.dtype) for tensor in norm}),
+    "gain": norm[-2].tolist(),
+    "code": sorted({module.split(".")[0] for module in found}),
+    "adapter": [name for name, _ in model.named_parameters() if "lora_" in name][:1],
+}))
+"""
+
+
+def snippets(text):
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def execute(tmp_path, found):
+    for number, name in enumerate(("picture.jpg", "first.jpg", "second.jpg")):
+        Image.new("RGB", (20 + number, 16), (200, 40 * number, 0)).save(tmp_path / name)
+    (tmp_path / "snippets.json").write_text(json.dumps(found))
+    return run_blocked(tmp_path, RUN, tmp_path / "snippets.json")
+
+
+def test_the_snippets_of_a_model(tmp_path):
+    folder = made.bare(tmp_path, tied=False)
+    found = snippets(render_card(folder, repo_id=str(folder)).text)
+    assert len(found) == 4 and ["generate(" in each for each in found] == [True, True, False, False]
+    said = execute(tmp_path, found)
+    # The last loads it in 4 bits: what is asked then is the batch of two.
+    assert "Linear4bit" in said["kinds"] and said["shape"][0] == 2
+    assert said["code"] == ["transformers_modules"] and said["norm"] == ["torch.float32"]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_snippet_of_an_adapter(tmp_path, quantized):
+    base = training.checkpoint(tmp_path / "checkpoint")
+    options = dict(load_in_4bit=True, dtype="bfloat16") if quantized else {}
+    trainer = training.trainer(tmp_path / "adapter", base, use_peft=True, max_steps=1, **options)
+    trainer.train()
+    trainer.save_model()
+    trainer.processing_class.save_pretrained(tmp_path / "adapter")
+    quantization = getattr(base_model(trainer.model).config, "quantization_config", None)
+    made.trained(
+        tmp_path / "adapter",
+        config_changes={"gradient_compensation": "global"},
+        quantization=quantization and json.loads(quantization.to_json_string()),
+    )
+    card = render_card(tmp_path / "adapter", repo_id=str(tmp_path / "adapter"), adapter=AdapterBase(str(base), "main"))
+    (snippet,) = snippets(card.text)
+    said = execute(tmp_path, [snippet])
+    assert said["adapter"] and said["answers"] == 1 and ("Linear4bit" in said["kinds"]) == quantized
+    assert said["code"] == ["transformers_modules"] and said["norm"] == ["torch.float32"]
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    (gain,) = (tensor for name, tensor in saved.items() if name.endswith("multi_modal_projector.norm.weight"))
+    assert said["gain"] == gain.tolist()  # the trained one, not the base's

@@ -1,0 +1,369 @@
+"""The demo's page without a browser: what it measures, whom it answers, what it says of wrong input."""
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import gradio as gr
+import httpx
+import numpy as np
+import pytest
+import space_parts
+import train_data
+from driving import until
+from gradio_client import Client, handle_file
+from gradio_client.exceptions import AppError
+from PIL import Image
+
+from normalign_llava.hub_cards.space import demo
+from normalign_llava.hub_cards.space.demo.asking import Asker
+from normalign_llava.hub_cards.space.demo.pictures import open_picture
+from normalign_llava.hub_cards.space.local import run_demo
+
+
+TOKENS = 200
+QUESTIONS = [("red", "what color is it?"), ("blue", "is there a circle?"), ("green", "what is in the picture?")]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return space_parts.checkpoint(tmp_path_factory.mktemp("space"))
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint):
+    return demo.load(str(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def uploads(tmp_path_factory):
+    """Where Gradio puts what is uploaded."""
+    folder = tmp_path_factory.mktemp("uploads")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADIO_TEMP_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def url(loaded, uploads):
+    app = demo.build_app(*loaded, title="Test", source="", max_new_tokens=TOKENS)
+    port = space_parts.free_port()
+    demo.launch(app, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, quiet=True)
+    yield f"http://127.0.0.1:{port}/"
+    app.close()
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    return {color: space_parts.plain(folder / f"{color}.png", color) for color, _ in QUESTIONS}
+
+
+def client(url):
+    return Client(url, verbose=False, analytics_enabled=False)
+
+
+def answering():
+    return [thread for thread in threading.enumerate() if thread.name == "answer"]
+
+
+@pytest.mark.parametrize("case", ["cmyk", "palette", "turned", "animated", "deep", "grey"])
+def test_pictures_of_every_kind_are_read(tmp_path, case):
+    file, expected = tmp_path / "picture.png", (255, 0, 0)
+    if case == "cmyk":
+        Image.new("CMYK", (4, 4), (0, 255, 255, 0)).save(file := tmp_path / "picture.jpg")
+    elif case == "palette":
+        picture = Image.new("P", (4, 4), 0)
+        picture.putpalette([255, 0, 0, 0, 0, 255])
+        picture.save(file, transparency=0)
+        expected = (255, 255, 255)
+    elif case == "turned":
+        picture = Image.new("RGB", (4, 2), "red")
+        exif = picture.getexif()
+        exif[0x0112] = 6
+        picture.save(file, exif=exif)
+        assert open_picture(file).size == (2, 4)
+    elif case == "animated":
+        frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
+        frames[0].save(file := tmp_path / "picture.gif", save_all=True, append_images=frames[1:])
+    elif case == "deep":
+        Image.fromarray(np.full((4, 4), 0x8000, np.uint16)).save(file)
+        expected = (128, 128, 128)
+    else:
+        Image.new("L", (4, 4), 77).save(file)
+        expected = (77, 77, 77)
+    found = open_picture(file)
+    assert found.mode == "RGB"
+    assert found.getpixel((0, 0)) == pytest.approx(expected, abs=3)
+
+
+@pytest.mark.parametrize("case", ["text", "truncated", "giant", "huge", "narrow", "empty", "scans"])
+def test_a_wrong_file_gets_a_message_and_the_page_goes_on(tmp_path, url, pictures, case):
+    file = tmp_path / "picture.png"
+    if case == "text":
+        file.write_text("no picture")
+    elif case == "empty":
+        file.write_bytes(b"")
+    elif case == "scans":
+        file.write_bytes(train_data.jpeg_of_scans(51))
+    elif case == "truncated":
+        space_parts.noise((64, 64)).save(file)
+        file.write_bytes(file.read_bytes()[:3000])
+    else:
+        size = {"giant": (20000, 20000), "huge": (9000, 9000), "narrow": (1, 300)}[case]
+        Image.new("1", size).save(file)
+    user = client(url)
+    expected = (
+        "no picture that can be read" if case in ("text", "truncated", "empty", "scans") else "too large or too narrow"
+    )
+    with pytest.raises(AppError, match=expected):
+        user.predict(handle_file(file), "what is it?", 0, api_name="/ask")
+    assert user.predict(handle_file(pictures["red"]), "what is it?", 0, api_name="/ask")[0]
+
+
+@pytest.mark.parametrize(
+    ("picture", "question", "message"),
+    [
+        (None, "what is it?", "There is no picture yet"),
+        ("red", " \n", "There is no question yet"),
+        ("red", "what " * 200, r"takes 1,0\d\d tokens, and the model reads 512"),
+        ("red", "is <image> one?", "holds &lt;image&gt;, which stands for the picture"),  # the page shows HTML
+    ],
+)
+def test_wrong_questions_get_a_message(url, pictures, picture, question, message):
+    file = None if picture is None else handle_file(pictures[picture])
+    with pytest.raises(AppError, match=message):
+        client(url).predict(file, question, 0, api_name="/ask")
+
+
+def test_a_failure_of_the_model_is_a_message_and_not_the_end(tmp_path, uploads):
+    entry = {"path": str(space_parts.plain(uploads / "red.png", "red"))}
+    model, processor = demo.load(str(space_parts.checkpoint(tmp_path)))
+    asker = Asker(model, processor, 4)
+    weight = model.lm_head.weight.data
+    model.lm_head.weight.data = weight[:, :-1]
+    with pytest.raises(Exception, match="The model failed: RuntimeError") as failed:
+        list(asker.ask(entry, "what is it?", 0))
+    assert type(failed.value).__name__ == "Error" and "Traceback" not in str(failed.value)
+    with pytest.raises(gr.Error, match="AttributeError: &#x27;int&#x27; object"):  # escaped, as the page shows HTML
+        list(asker.ask(entry, 5, 0))
+    model.lm_head.weight.data = weight
+    assert list(asker.ask(entry, "what is it?", 0))[-1][1].startswith("Norm on entry")
+
+
+def test_questions_are_prepared_one_at_a_time(loaded, uploads):
+    entry = {"path": str(space_parts.plain(uploads / "blue.png", "blue"))}
+    asker, alone = Asker(*loaded, 4), []
+
+    def watch(frame, event, argument):
+        if event == "call" and frame.f_code.co_name == "apply_chat_template":
+            alone.append(asker._preparing.locked())
+
+    sys.setprofile(watch)
+    try:
+        next(asker.ask(entry, "what is it?", 0))
+    finally:
+        sys.setprofile(None)
+    assert alone and all(alone)
+    assert not asker._preparing.locked()
+
+
+def test_pictures_and_measurements_are_kept_for_an_hour(loaded):
+    app = demo.build_app(*loaded, title="Test", source="")
+    assert app.delete_cache == (3600, 3600)
+    assert [block.time_to_live for block in app.blocks.values() if isinstance(block, gr.State)] == [3600]
+
+
+def test_users_at_the_same_time_get_their_own_answers(url, checkpoint, pictures):
+    users = [client(url) for _ in QUESTIONS]
+    jobs = [
+        user.submit(handle_file(pictures[color]), question, 0, api_name="/ask")
+        for user, (color, question) in zip(users, QUESTIONS, strict=True)
+    ]
+    threads, streams = 0, 0
+    while not all(job.done() for job in jobs):
+        threads = max(threads, len(answering()))
+        streams = max(streams, sum(len(job.outputs()) > 1 and not job.done() for job in jobs))
+        time.sleep(0.002)
+    assert threads == 2  # of three, as many as the limit says
+    assert streams >= 2  # two of them were reading parts of their answers while neither had ended
+    results = [job.result() for job in jobs]
+    answers = [result[0] for result in results]
+    assert answers == [space_parts.direct_answer(checkpoint, pictures[c], q, TOKENS) for c, q in QUESTIONS]
+    assert len(set(answers)) == 3
+
+    alone = [
+        client(url).predict(handle_file(pictures[color]), question, 0, api_name="/ask")
+        for color, question in QUESTIONS
+    ]
+    for together, single in zip(results, alone, strict=True):
+        assert together[:2] == single[:2]
+        for figure in (2, 3):
+            assert together[figure]["alt_text"] == single[figure]["alt_text"]
+            assert Path(together[figure]["value"]).read_bytes() == Path(single[figure]["value"]).read_bytes()
+
+
+def test_a_question_that_would_wait_for_long_is_refused(loaded, pictures, uploads):
+    app = demo.build_app(*loaded, title="Test", source="", max_new_tokens=TOKENS)
+    port = space_parts.free_port()
+    demo.launch(app, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, quiet=True)
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}/gradio_api", timeout=60) as user:
+        (path,) = user.post("/upload", files={"files": pictures["red"].read_bytes()}).json()
+        asked = {"data": [{"path": path, "meta": {"_type": "gradio.FileData"}}, "what is it?", 0]}
+        answers = [user.post("/call/ask", json=asked) for _ in range(30)]
+    app.close()
+    assert 20 <= [answer.status_code for answer in answers].count(200) < 30
+    assert "Queue is full" in answers[-1].text and answers[-1].status_code >= 400
+
+
+def test_answers_stream_and_stop_when_told(pictures, tmp_path):
+    longest, question = 3000, "what color is it?"  # an answer of many seconds, so that there is something to stop
+    folder = space_parts.checkpoint(tmp_path, context=4096)
+    begins = space_parts.direct_answer(folder, pictures["red"], question, 20)
+    app = demo.build_app(*demo.load(str(folder)), title="Test", source="", max_new_tokens=longest)
+    port = space_parts.free_port()
+    demo.launch(app, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, quiet=True)
+    try:
+        user = client(f"http://127.0.0.1:{port}/")
+        job = user.submit(handle_file(pictures["red"]), question, 0, api_name="/ask")
+        until(lambda: len(job.outputs()) > 3)
+        assert len(answering()) == 1 and not job.done()
+        job.cancel()
+        until(lambda: not answering())
+        texts = [output[0] for output in job.outputs()]
+        assert 2 < len(set(texts)) < longest
+        assert all(begins.startswith(text) or text.startswith(begins) for text in texts)
+        with pytest.raises(AppError, match="no question"):
+            user.predict(handle_file(pictures["red"]), "", 0, api_name="/ask")
+    finally:
+        app.close()
+
+
+def linked_to_itself(path):
+    path.symlink_to(path)
+    return path
+
+
+UPLOADED = {"_type": "gradio.FileData"}
+ENTRIES = {
+    "said to be uploaded": lambda secret, link: {"path": str(secret), "meta": UPLOADED},
+    "plain": lambda secret, link: {"path": str(secret)},
+    "with meta of another kind": lambda secret, link: {"path": str(secret), "meta": {}},
+    "by way of the uploads": lambda secret, link: {"path": f"{link.parent}/{os.path.relpath(secret, link.parent)}"},
+    "relative": lambda secret, link: {"path": os.path.relpath(secret)},
+    "a link among the uploads": lambda secret, link: {"path": str(link)},
+    "a link said to be uploaded": lambda secret, link: {"path": str(link), "meta": UPLOADED},
+    "as a URL of a file": lambda secret, link: {"path": None, "url": f"file://{secret}"},
+    "within another": lambda secret, link: {"path": None, "meta": {"path": str(secret)}},
+    "a link to itself": lambda secret, link: {"path": str(linked_to_itself(link.with_suffix(".loop")))},
+    "a folder": lambda secret, link: {"path": str(link.parent)},
+    "not there": lambda secret, link: {"path": f"{secret}.not"},
+    "not there among the uploads": lambda secret, link: {"path": f"{link}.not", "meta": UPLOADED},
+    "no path": lambda secret, link: {"orig_name": "secret.png"},
+    "a zero byte": lambda secret, link: {"path": f"{secret}\0"},
+    "a name too long": lambda secret, link: {"path": f"{link.parent}/{'a' * 9999}"},
+}
+"""What may come in place of an uploaded file: a file of the server, and a link to it in the folder of uploads."""
+GRADIOS_OWN = {"said to be uploaded", "a link said to be uploaded"}
+"""What Gradio itself refuses, in its own words."""
+
+
+ASKED = {"ask": ["what is it?", 0], "check_upload": []}
+"""Events that take a picture -> what else they take."""
+
+
+def call(url, event, *data):
+    """All that the server says of one call of an event, as its page calls it."""
+    functions = httpx.get(f"{url}config").json()["dependencies"]
+    (number,) = [function["id"] for function in functions if function["api_name"] == event]
+    session = secrets.token_hex(8)
+    body = {"data": data, "fn_index": number, "session_hash": session}
+    httpx.post(f"{url}gradio_api/queue/join", json=body).raise_for_status()
+    return httpx.get(f"{url}gradio_api/queue/data", params={"session_hash": session}, timeout=60).text
+
+
+@pytest.mark.parametrize("event", ASKED)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_file_of_the_server_is_not_a_picture_to_ask_about(url, uploads, tmp_path, event, entry):
+    secret = space_parts.plain(tmp_path / "secret.png", "red")
+    (link := uploads / f"{event}-{len(os.listdir(uploads))}.png").symlink_to(secret)
+    said = call(url, event, ENTRIES[entry](secret, link), *ASKED[event])
+    assert '"process_completed"' in said and '"process_generating"' not in said
+    assert "alt_text" not in said
+    if entry in GRADIOS_OWN:
+        assert '"success":false' in said
+    else:
+        assert "The picture is not among those uploaded here" in said
+        assert "secret" not in said
+
+
+@pytest.mark.parametrize("entry", [5, "secret.png", ["secret.png"], {"path": 0}, {"path": ["secret.png"]}])
+def test_entries_of_another_kind_are_refused(url, entry):
+    for event in ASKED:
+        said = call(url, event, entry, *ASKED[event])
+        assert '"process_generating"' not in said and "alt_text" not in said
+
+
+def test_no_address_is_fetched_for_a_picture(url):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.settimeout(0)
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/picture.png"
+        for entry in ({"path": address}, {"path": address, "meta": UPLOADED}, {"path": None, "url": address}):
+            said = call(url, "ask", entry, "what is it?", 0)
+            assert '"process_generating"' not in said and "alt_text" not in said
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_a_file_that_is_too_large_is_not_taken(url, uploads):
+    for size, status in ((19 * 2**20, 200), (21 * 2**20, 413)):
+        files = {"files": ("picture.png", b"0" * size)}
+        assert httpx.post(f"{url}gradio_api/upload", files=files, timeout=60).status_code == status
+
+
+def test_an_example_is_a_picture_to_ask_about(url):
+    (examples,) = [each for each in client(url).config["components"] if each["type"] == "dataset"]
+    picture, question = examples["props"]["samples"][0]
+    assert '"success":true' in call(url, "ask", picture, question, 0)
+    assert call(url, "check_upload", picture).count("uploaded here") == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"config.json": '{"model_type": "llama"}'}, "is a 'llama' model"),
+        ({"adapter_config.json": "{}"}, "normalign merge"),
+        ({}, "has no config.json"),
+    ],
+)
+def test_the_demo_refuses_what_it_cannot_show(tmp_path, files, message):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        run_demo(tmp_path)
+
+
+def test_nothing_is_written_beside_the_code():
+    folder = Path(demo.__file__).parent
+    assert {path.name for path in folder.parent.iterdir()} - {"__pycache__"} == {
+        "__init__.py", "app.py", "demo", "requirements.txt", "README.md.jinja",
+    }  # fmt: skip
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {
+        "__init__.py", "asking.py", "figures.py", "measuring.py", "model.py", "page.py", "pictures.py",
+    }  # fmt: skip
+
+
+def test_who_shows_no_page_imports_no_gradio():
+    code = (
+        "import sys, normalign_llava.hub_cards.{} as _; print(*sorted({{*sys.modules}} & {{'gradio', 'matplotlib'}}))"
+    )
+    for module in ("demo", "publish", "cli", "space"):
+        command = [sys.executable, "-c", code.format(module)]
+        assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "\n", module

@@ -1,0 +1,110 @@
+"""The demo's page in a browser, as a person uses it: `run_demo` in one process, headless Chromium before it."""
+
+import subprocess
+import sys
+
+import space_parts
+from browser import chromium, load
+from driving import Driver, insist, until
+from PIL import Image
+
+
+SERVE = """
+import sys
+from normalign_llava.hub_cards.space.local import run_demo
+run_demo(sys.argv[1], port=int(sys.argv[2]))
+"""
+
+
+def test_a_person_asks_about_a_picture(tmp_path):
+    folder = space_parts.checkpoint(tmp_path)
+    red = space_parts.plain(tmp_path / "red.png", "red")
+    blue = space_parts.plain(tmp_path / "blue.png", "blue", (300, 200))
+    text = tmp_path / "text.png"
+    text.write_text("no picture")
+    animated = tmp_path / "animated.gif"
+    Image.new("RGB", (20, 20), "red").save(animated, save_all=True, append_images=[Image.new("RGB", (20, 20), "blue")])
+    port = space_parts.free_port()
+    url = f"http://127.0.0.1:{port}/"
+    with open(tmp_path / "log.txt", "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-c", SERVE, str(folder), str(port)], stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            until(lambda: "Running on" in (tmp_path / "log.txt").read_text() or process.poll() is not None, 180)
+            assert process.poll() is None, (tmp_path / "log.txt").read_text()
+            with chromium(tmp_path / "profile") as browser:
+                page = load(browser, url, 1200)
+                driver = Driver(browser)
+                asked_for = page.requests + _messages(driver, text, animated)
+                asked_for += _one_question(driver, folder, red)
+                _stop_and_key(driver, folder, blue)
+                asked_for += _on_a_phone(browser, url)
+            assert [address for address in asked_for if not address.startswith(url)] == []
+            assert len(asked_for) > 20
+        finally:
+            process.terminate()
+            process.wait()
+    assert "Traceback" not in (tmp_path / "log.txt").read_text()
+
+
+def _messages(driver, text, animated):
+    insist(lambda: driver.ask("what is it?"), lambda: "There is no picture yet" in driver.messages())
+    driver.close_messages()
+    insist(lambda: driver.upload(text), lambda: "no picture that can be read" in driver.messages())
+    until(lambda: not driver.browser.find_elements("css selector", "#picture img"))
+    driver.close_messages()
+    driver.upload(animated)
+    until(lambda: "first frame" in driver.messages())
+    until(driver.has_picture)
+    driver.close_messages()
+    driver.ask("")
+    until(lambda: "There is no question yet" in driver.messages())
+    driver.close_messages()
+    assert driver.answer() == "" and driver.figure("heat") is None
+    return driver.requests()
+
+
+def _one_question(driver, folder, picture):
+    driver.upload(picture)
+    until(driver.has_picture)
+    driver.ask("what color is it?")
+    seen = set()
+    until(lambda: seen.add(driver.answer()) or driver.figure("chart"))
+    assert driver.answer() == space_parts.direct_answer(folder, picture, "what color is it?", 256)
+    assert len(seen) > 3  # it came in pieces
+    heat, chart = until(lambda: driver.figure("heat")), driver.figure("chart")
+    assert heat["alt"].startswith("Mean over layers") and heat["width"] > 900
+    assert "Visual tokens: from" in chart["alt"] and chart["width"] > 900
+    assert "Norm on entry" in driver.numbers()
+    driver.choose_layer(2)
+    layer = until(lambda: (found := driver.figure("heat")) and found["alt"].startswith("Layer 2") and found)
+    assert layer["src"] != heat["src"]
+    assert driver.names() >= {"Question", "Answer", "Ask", "Stop", "range slider for Layer"}
+    return driver.requests()
+
+
+def _stop_and_key(driver, folder, picture):
+    whole = space_parts.direct_answer(folder, picture, "is there a circle?", 256)
+    driver.upload(picture)
+    until(driver.has_picture)
+    for tokens in (1, 10, 20, 30, 40):  # what Gradio says of a stopped question comes before or after the rest
+        driver.ask("is there a circle?", by_key=True)
+        until(lambda least=tokens: len(driver.answer()) >= least and whole.startswith(driver.answer()))
+        driver.stop()
+        until(driver.ended)
+        assert len(driver.answer()) < len(whole)
+    driver.ask("is there a circle?")
+    until(lambda: driver.answer() == whole)
+    until(lambda: driver.figure("chart"))
+
+
+def _on_a_phone(browser, url):
+    page = load(browser, url, 390)
+    driver = Driver(browser)
+    insist(driver.take_example, driver.has_picture)
+    driver.ask("what color is the circle?")
+    until(lambda: driver.figure("chart"))
+    assert (page.inner_width, page.scroll_width) == (390, 390)
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+    return page.requests + driver.requests()

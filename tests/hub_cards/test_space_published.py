@@ -1,0 +1,197 @@
+"""A Space: what its files say, that they run where this package is not installed, and whose Space they replace."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import space_parts
+from driving import until
+from gradio_client import Client, handle_file
+from hub_server import HubServer
+from huggingface_hub import SpaceCard
+from packaging.requirements import Requirement
+
+from normalign_llava.hub_cards.space import GRADIO_VERSION, space_files
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+# Bars the package, and keeps a list of what the process connects to or looks up beyond this computer.
+SITECUSTOMIZE = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "normalign_llava":
+            raise ModuleNotFoundError("blocked: " + name)
+sys.meta_path.insert(0, Block())
+open({log!r}, "a").close()
+def watch(event, arguments):
+    if event == "socket.getaddrinfo":
+        host = arguments[0]
+    elif event == "socket.connect" and isinstance(arguments[1], tuple):
+        host = arguments[1][0]
+    else:
+        return
+    host = host.decode() if isinstance(host, bytes) else host
+    if host not in (None, "", "localhost", "127.0.0.1", "::1", "0.0.0.0"):
+        with open({log!r}, "a") as file:
+            file.write(f"{{event}} {{host}}\\n")
+sys.addaudithook(watch)
+"""
+
+# Sends the Space of each model that is named, without the model.
+SEND = f"""
+import json, sys
+from normalign_llava.hub_cards.push.client import Client
+from normalign_llava.hub_cards.space.publish import check_space, push_space
+from normalign_llava.hub_cards.push.push import Pushed
+client, said = Client(waits=()), {{}}
+for repo_id, private in json.loads(sys.argv[1]).items():
+    pushed = Pushed(repo_id, "", {COMMIT!r}, "", "main", private, False, {{}})
+    for does in (lambda: check_space(client, repo_id), lambda: push_space(client, pushed, lambda line: None)):
+        try:
+            does()
+            said.setdefault(repo_id, []).append(None)
+        except Exception as error:
+            said.setdefault(repo_id, []).append(f"{{type(error).__name__}}: {{error}}")
+print(json.dumps(said))
+"""
+
+
+def send(hub, home, **private):
+    """For each of Ann's models, what `check_space` and `push_space` of its Space said; None if nothing was wrong."""
+    models = json.dumps({f"ann/{name}": is_private for name, is_private in private.items()})
+    environment = hub.environment(home, hub.token("ann"))
+    ran = subprocess.run([sys.executable, "-c", SEND, models], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_only_a_space_of_ours_or_an_empty_one_is_taken(tmp_path):
+    card = b"---\nsdk: docker\n---\n"
+    others = {
+        "gradio": {"app.py": b"print()"},
+        "docker": {"README.md": card, "Dockerfile": b"FROM scratch"},
+        "static": {"README.md": card, "index.html": b"<p>"},
+        "notes": {"notes.txt": b"mine"},
+    }
+    with HubServer() as hub:
+        for name, files in others.items():
+            hub.create(f"ann/{name}-demo", kind="space", files=files)
+        heads = {name: hub.repository(f"ann/{name}-demo", "space").head() for name in others}
+        hub.create("ann/empty-demo", kind="space", files={"README.md": card})
+        said = send(hub, tmp_path / "home", empty=False, new=False, **dict.fromkeys(others, False))
+        assert said.pop("ann/empty") == said.pop("ann/new") == [None, None]
+        for name in others:
+            checked, pushed = said[f"ann/{name}"]
+            assert checked.startswith(f"ValueError: The Space ann/{name}-demo is there, and was not published by this")
+            assert pushed.startswith("OSError: The model is published") and "not published by this package" in pushed
+            assert hub.repository(f"ann/{name}-demo", "space").head() == heads[name]
+        for name in ("new", "empty"):
+            card = SpaceCard(hub.repository(f"ann/{name}-demo", "space").read("README.md").decode())
+            assert (card.data.sdk, card.data.models) == ("gradio", [f"ann/{name}"])
+
+
+def test_a_space_that_is_there_stays_public_or_private_as_it_is(tmp_path):
+    with HubServer() as hub:
+        assert send(hub, tmp_path / "home", hidden=True, shown=False) == dict.fromkeys(
+            ["ann/hidden", "ann/shown"], [None, None]
+        )
+        hidden, shown = (hub.repository(f"ann/{name}-demo", "space") for name in ("hidden", "shown"))
+        assert (hidden.private, shown.private) == (True, False)
+        assert send(hub, tmp_path / "home", hidden=False, shown=True) == dict.fromkeys(
+            ["ann/hidden", "ann/shown"], [None, None]
+        )
+        assert (hidden.private, shown.private) == (True, False)
+
+
+def test_the_files_of_a_space():
+    title = 'Ask "my: model" <b> & ünïcode'
+    files = space_files("user/my-model.v1.5", COMMIT, title)
+    modules = ("__init__", "asking", "figures", "measuring", "model", "page", "pictures")
+    program = {"app.py"} | {f"demo/{module}.py" for module in modules}
+    assert set(files) == {"README.md", "requirements.txt", "space.json"} | program
+    assert json.loads(files["space.json"]) == {"model": "user/my-model.v1.5", "revision": COMMIT, "title": title}
+    card = SpaceCard(files["README.md"].decode())
+    assert card.data.title == title
+    assert (card.data.sdk, card.data.sdk_version, card.data.app_file) == ("gradio", GRADIO_VERSION, "app.py")
+    assert card.data.models == ["user/my-model.v1.5"]
+    assert len(card.data.short_description) <= 60  # the Hub's limit
+    assert {card.data.colorFrom, card.data.colorTo} <= {
+        "red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray",
+    }  # fmt: skip
+    assert COMMIT in card.text
+
+
+def test_requirements_name_what_the_program_imports():
+    files = space_files("user/model", COMMIT, "Title")
+    imported = {}
+    for path in (path for path in files if path.endswith(".py")):
+        nodes = list(ast.walk(ast.parse(files[path])))
+        imported[path] = {
+            name.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for name in node.names
+        }
+        froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        imported[path] |= {node.module.split(".")[0] for node in froms if not node.level}
+        assert {node.level for node in froms} <= {0, path.count("/")}, path  # its own folder's, and none outside
+    assert "demo" in imported["app.py"]
+    imported["app.py"].remove("demo")
+    others = set().union(*imported.values()) - sys.stdlib_module_names
+    required = {Requirement(line).name for line in files["requirements.txt"].decode().splitlines()}
+    provides = {"PIL": "pillow", "gradio": None}  # gradio comes with the Space itself: sdk_version
+    assert required == {provides.get(name, name) for name in others} - {None}
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A Space's process that loads from a hub, the address it serves, and the file of what it asked of others."""
+    folder = space_parts.checkpoint(tmp_path)
+    space, site = tmp_path / "space", tmp_path / "site"
+    space.mkdir()
+    site.mkdir()
+    log = tmp_path / "outside.txt"
+    (site / "sitecustomize.py").write_text(SITECUSTOMIZE.format(log=str(log)))
+    with HubServer({"user/model.v1.5": folder}) as hub:
+        repository = hub.repository("user/model.v1.5")
+        pinned = repository.head().oid
+        repository.advance("main", {}, "All files removed", "user", parent=pinned)
+        for path, content in space_files("user/model.v1.5", pinned, "A published model").items():
+            (space / path).parent.mkdir(exist_ok=True)
+            (space / path).write_bytes(content)
+        port = space_parts.free_port()
+        environment = {
+            **hub.environment(tmp_path / "home"),
+            "PYTHONPATH": str(site),
+            "GRADIO_SERVER_PORT": str(port),
+            "GRADIO_TEMP_DIR": str(tmp_path / "uploads"),
+        }
+        environment.pop("GRADIO_ANALYTICS_ENABLED", None)
+        with open(tmp_path / "log.txt", "w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "app.py"], cwd=space, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+            try:
+                until(lambda: "Running on" in (tmp_path / "log.txt").read_text() or process.poll() is not None, 180)
+                assert process.poll() is None, (tmp_path / "log.txt").read_text()
+                yield f"http://127.0.0.1:{port}/", folder, log, hub
+            finally:
+                process.terminate()
+                process.wait()
+
+
+def test_a_published_space_answers_where_the_package_is_missing(tmp_path, published):
+    url, folder, log, hub = published
+    picture = space_parts.plain(tmp_path / "picture.png", "blue")
+    user = Client(url, verbose=False, analytics_enabled=False)
+    answer, numbers, heat, chart, *_ = user.predict(handle_file(picture), "what color is it?", 1, api_name="/ask")
+    assert log.read_text() == ""
+    assert answer == space_parts.direct_answer(folder, picture, "what color is it?", 256)
+    assert "ratio" in numbers
+    assert all(os.path.getsize(figure["value"]) > 5000 for figure in (heat, chart))
+    assert user.config["title"] == "A published model"
+    assert user.config["analytics_enabled"] is False
+    code = list((tmp_path / "home").rglob("transformers_modules/**/modeling_normalign_llava.py"))
+    assert code, "the model's code did not come from its repository"
+    assert hub.sent["user/model.v1.5/model.safetensors"] > 0

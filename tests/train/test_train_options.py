@@ -1,0 +1,122 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Every option of TRL's is known: honoured, or refused by name; and the documentation says of each which."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import train_data
+import training
+from documented import documented
+from trl import SFTConfig
+
+from normalign_llava.train import run
+from normalign_llava.train.arguments import ModelArguments, NormAlignConfig
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.inputs import own_config
+from normalign_llava.train.options import accumulation_steps
+from normalign_llava.train.refused import REFUSED
+from normalign_llava.train.trainer import NormAlignTrainer
+
+
+def config(folder, **options) -> NormAlignConfig:
+    return NormAlignConfig(output_dir=str(folder), bf16=False, use_cpu=True, **options)
+
+
+def test_the_page_says_of_every_option_of_trl_what_becomes_of_it():
+    said = documented("What becomes of `SFTConfig`'s options")
+    assert said.keys() == {field.name for field in dataclasses.fields(SFTConfig)}
+    assert {name for name, text in said.items() if text.startswith("refused")} == REFUSED.keys()
+    assert all(text.startswith(("TRL", "here", "refused")) for text in said.values())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_option_that_would_do_nothing_or_harm_is_refused_with_the_reason(tmp_path, name):
+    default = NormAlignConfig.__dataclass_fields__[name].default
+    config(tmp_path, **{name: default})
+    others = {"completion_only_loss": (True, False), "include_num_input_tokens_seen": (True, "all")}
+    for other in others.get(name, ({"a": 1}, "other") if default is None else (not default,)):
+        with pytest.raises(
+            ValueError, match=rf"^{name} cannot be used here: {re.escape(REFUSED[name])}\. Leave it out"
+        ):
+            config(tmp_path, **{name: other})
+
+
+def test_what_would_do_nothing_is_refused_in_trls_own_options_too(tmp_path):
+    plain = dict(bf16=False, use_cpu=True)
+    own_config(SFTConfig(str(tmp_path), assistant_only_loss=True, **plain), "model")
+    for option in (dict(router_aux_loss_coef=0.1), dict(dataset_text_field="caption"), dict(packing=True)):
+        with pytest.raises(ValueError, match=f"^{next(iter(option))} cannot be used here"):
+            own_config(SFTConfig(str(tmp_path), **plain, **option), "model")
+
+
+def test_a_copy_of_the_options_is_not_refused(tmp_path):
+    args = config(tmp_path, stage="tune", eval_strategy="steps", eval_steps=2)
+    assert dataclasses.replace(args, seed=3).seed == 3
+
+
+def test_other_options_that_would_do_nothing_are_refused_where_they_are_read(tmp_path):
+    with pytest.raises(ValueError, match="do_eval alone evaluates nothing. Say when with eval_strategy"):
+        config(tmp_path, do_eval=True)
+    for change in ({"split_batches": True}, {"gradient_accumulation_kwargs": {"num_steps": 2}}):
+        with pytest.raises(ValueError, match="accelerator_config's split_batches and num_steps would change the rows"):
+            accumulation_steps(config(tmp_path, global_batch_size=8, accelerator_config=change))
+    for name in ("load_in_4bit", "load_in_8bit"):
+        with pytest.raises(ValueError, match=f"{name} needs adapters.*Add --use_peft"):
+            ModelArguments(model_name_or_path="model", **{name: True})
+        assert getattr(ModelArguments(model_name_or_path="model", use_peft=True, **{name: True}), name)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "message"),
+    [
+        ("tensorbord", "tensorbord is not supported, only .*tensorboard"),
+        ("comet_ml", "report_to names comet_ml, which cannot be used: .*pip install comet-ml"),
+    ],
+)
+def test_a_tracker_that_is_not_there_is_refused_before_anything_is_loaded(tmp_path, tracker, message):
+    words = ["--model_name_or_path", str(tmp_path / "nothing"), "--dataset_name", "nothing", "--bf16", "false"]
+    with pytest.raises(ValueError, match=message):
+        run.main([*words, "--output_dir", str(tmp_path / "out"), "--report_to", tracker])
+    assert config(tmp_path, report_to=["tensorboard"]).report_to == ["tensorboard"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return training.checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def test_rows_are_padded_to_a_multiple_and_labels_with_them(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint, pad_to_multiple_of=32)
+    rows = [trainer.train_dataset[index] for index in range(2)]
+    plain, padded = ConversationCollator(trainer.processing_class)(rows), trainer.data_collator(rows)
+    length = plain["labels"].shape[1]
+    assert length % 32 and padded["labels"].shape == padded["input_ids"].shape == (2, -(-length // 32) * 32)
+    assert padded["labels"][:, :length].equal(plain["labels"]) and (padded["labels"][:, length:] == -100).all()
+    assert not padded["attention_mask"][:, length:].any()
+    trainer.train()
+
+
+class Kept(NormAlignTrainer):
+    """The last trainer that the command made."""
+
+    last: NormAlignTrainer
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        Kept.last = self
+
+
+def test_the_command_passes_on_what_is_for_the_collator_and_for_loading(tmp_path, checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr(run, "NormAlignTrainer", Kept)
+    train_data.write_json(tmp_path / "data", [train_data.llava("<image>\nwhat?", "red", "red.png") for _ in range(4)])
+    words = ["--stage", "align", "--model_name_or_path", checkpoint, "--max_steps", 1, "--global_batch_size", 2]
+    words += ["--dataset_name", tmp_path / "data" / "data.json", "--output_dir", tmp_path / "out", "--bf16", "false"]
+    words += ["--pad_to_multiple_of", 32, "--model_init_kwargs", '{"dtype": "float64"}']
+    output = run.main([str(word) for word in words])
+    batch = Kept.last.data_collator([Kept.last.train_dataset[0]])
+    assert batch["input_ids"].shape[1] % 32 == 0 and not batch["attention_mask"].all()
+    assert json.loads((output / "config.json").read_text())["dtype"] == "float64"
+    assert "ignored" not in caplog.text  # TRL's word for model_init_kwargs

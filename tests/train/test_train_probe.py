@@ -1,0 +1,191 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Inter-layer cosines: against hidden states that the model returns; training that does not notice; two processes."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from measured import build, logs, make_trainer
+from paths import HELPERS
+from trl import SFTConfig
+
+from normalign_llava.train.depth_probe import DYNAMICS, CosineProbe, evaluating, layer_cosines
+from normalign_llava.train.model import base_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("parts"))
+
+
+def padded(images=2, batch=3):
+    inputs = tiny.inputs(images=images, text=7, batch=batch, seed=5)
+    inputs["attention_mask"][0, -3:] = 0
+    return inputs
+
+
+def test_cosines_are_those_of_the_hidden_states():
+    model, batch = tiny.model(), padded()
+    found = layer_cosines(model, batch)
+    final = []
+    norm = model.model.language_model.norm
+    hook = norm.register_forward_pre_hook(lambda module, args: final.append(args[0]))
+    with torch.no_grad():
+        states = list(model(**batch, output_hidden_states=True).hidden_states)
+    hook.remove()
+    states[-1] = final[0]  # transformers returns the last state after the final norm
+    states = [state.double() for state in states]
+    image, attended = batch["input_ids"] == tiny.IMAGE, batch["attention_mask"].bool()
+    assert len(found["visual"]) == len(found["text"]) == 2
+    for kind, mask in {"visual": image, "text": attended & ~image}.items():
+        expected = [
+            (torch.linalg.vecdot(a, b) / (a.norm(dim=-1) * b.norm(dim=-1)))[mask].mean().item()
+            for a, b in zip(states, states[1:], strict=False)
+        ]
+        assert found[kind] == pytest.approx(expected, abs=1e-6)
+    assert found["visual"] != pytest.approx(found["text"], abs=1e-3)
+
+
+def test_a_batch_without_pictures_has_an_empty_visual_curve():
+    found = layer_cosines(tiny.model(), tiny.inputs(images=0, batch=2))
+    assert found["visual"] == [] and len(found["text"]) == 2
+
+
+def probed(checkpoint, folder, steps=(0, 1, 3), **kwargs):
+    """A trainer with a probe on two of its rows."""
+    trainer = make_trainer(checkpoint, folder, **kwargs)
+    probe = CosineProbe(steps, trainer.data_collator(list(trainer.train_dataset.select(range(2)))))
+    trainer.add_callback(probe)
+    return trainer, probe
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / DYNAMICS).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"rank": 2, "gradient_checkpointing": True}, {"bf16": True}])
+def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, kwargs):
+    trainer, probe = probed(checkpoint, tmp_path, **kwargs)
+    trainer.train()
+    written = lines(tmp_path)
+    assert [line["step"] for line in written] == [0, 1, 3]
+    assert all(len(line[kind]) == 2 for line in written for kind in ("visual", "text"))
+    batch = probe.batch
+    assert "labels" not in batch
+    states = {0: trainer.start, 3: trainer.model}
+    for line in (written[0], written[2]):
+        model = states[line["step"]].eval()
+        base_model(model).__dict__.pop("forward", None)  # TRL's is bound to the trained model
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled="bf16" in kwargs):
+            expected = layer_cosines(base_model(model), batch)
+        assert line["visual"] == pytest.approx(expected["visual"], abs=1e-6)
+        assert line["text"] == pytest.approx(expected["text"], abs=1e-6)
+    assert written[0]["text"] != written[2]["text"]
+    assert probe.collect() == pytest.approx({f"cosine/{kind}": sum(expected[kind]) / 2 for kind in expected})
+    assert probe.collect() == {}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_training_is_bitwise_the_same_with_and_without(checkpoint, tmp_path, rank):
+    plain = make_trainer(checkpoint, tmp_path, rank=rank, dropout=0.3)
+    plain.train()
+    trainer, _ = probed(checkpoint, tmp_path, steps=(0, 1, 2), rank=rank, dropout=0.3)
+    trainer.train()
+    assert [entry["loss"] for entry in logs(plain)] == [entry["loss"] for entry in logs(trainer)]
+    weights = trainer.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in plain.model.state_dict().items())
+
+
+def test_a_step_measured_again_replaces_its_line(checkpoint, tmp_path):
+    trainer, _ = probed(checkpoint, tmp_path, steps=(0, 2, 3), save_strategy="steps", save_steps=1)
+    trainer.train()
+    first = lines(tmp_path)
+    again, _ = probed(checkpoint, tmp_path, steps=(0, 2, 3))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert [line["step"] for line in lines(tmp_path)] == [0, 2, 3]
+    assert lines(tmp_path)[0] == first[0]
+    fresh, _ = probed(checkpoint, tmp_path, steps=(0, 1))
+    fresh.train()
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1]
+
+
+def test_evaluation_is_left_without_a_trace(tmp_path):
+    model = tiny.model().train()
+    model.model.vision_tower.eval()
+    modes = [module.training for module in model.modules()]
+    arguments = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=True, report_to="none")
+    state = torch.random.get_rng_state()
+    with pytest.raises(RuntimeError, match="inside"), evaluating(model, arguments):
+        assert not any(module.training for module in model.modules()) and not torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu") and torch.rand(1) < 1
+        raise RuntimeError("inside")
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.random.get_rng_state(), state) and torch.is_grad_enabled()
+
+
+WORKER = """
+    import json, sys
+    from pathlib import Path
+    sys.path[:0] = {tests!r}
+    from accelerate.state import AcceleratorState, DistributedType
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    if {kind!r} == "FSDP":  # accelerate shards on GPUs only
+        start = AcceleratorState.__init__
+
+        def sharded(self, *args, **kwargs):
+            start(self, *args, **kwargs)
+            self._shared_state["distributed_type"] = DistributedType.FSDP
+            self.fsdp_plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True,
+                transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            )
+
+        AcceleratorState.__init__ = sharded
+
+    from test_train_probe import logs, probed
+    from torch.distributed.tensor import DTensor
+
+    trainer, _ = probed({checkpoint!r}, Path({folder!r}), rank={rank}, gradient_accumulation_steps=1)
+    trainer.train()
+    assert trainer.accelerator.num_processes == 2
+    assert trainer.accelerator.distributed_type.value == {kind!r}
+    assert any(isinstance(p, DTensor) for p in trainer.model.parameters()) == ({kind!r} == "FSDP")
+    if trainer.is_world_process_zero():
+        Path({folder!r}, "logs.json").write_text(json.dumps(logs(trainer)))
+"""
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("MULTI_CPU", 0), ("FSDP", 2)])
+def test_two_processes_measure_what_one_does(checkpoint, tmp_path, kind, rank):
+    one, _ = probed(checkpoint, tmp_path / "one", rank=rank)
+    one.train()
+    folder = tmp_path / "two"
+    source = textwrap.dedent(WORKER).format(
+        tests=[str(HELPERS), str(Path(__file__).parent)],
+        kind=kind,
+        rank=rank,
+        checkpoint=str(checkpoint),
+        folder=str(folder),
+    )
+    script = tmp_path / "worker.py"
+    script.write_text(source)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-4000:]
+    for found, expected in zip(json.loads((folder / "logs.json").read_text()), logs(one), strict=True):
+        figures = {name for name in expected if "/" in name}
+        assert figures == {name for name in found if "/" in name}
+        # What is left to chance is which gradients round to zero, so which elements count for epsilon.
+        for name in figures:
+            near = {"abs": 0.01} if name.startswith("adam/") else {"rel": 2e-3, "abs": 1e-5}
+            assert found[name] == pytest.approx(expected[name], **near), name
+    for found, expected in zip(lines(folder), lines(tmp_path / "one"), strict=True):
+        assert found["step"] == expected["step"]
+        assert found["visual"] + found["text"] == pytest.approx(expected["visual"] + expected["text"], abs=1e-4)

@@ -1,0 +1,138 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a person sees of a run, with and without a terminal, and what is documented of what is logged."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import train_data
+import training
+from documented import documented
+from transformers import TrainerCallback
+
+from normalign_llava.train.callbacks import PARTS
+from normalign_llava.train.depth_probe import CosineProbe
+from normalign_llava.train.progress import COLUMNS, duration, header, line, seconds_left
+from normalign_llava.train.samples import SampleCallback
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return training.checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def shown(work) -> tuple[str, str]:
+    """What `work` writes to standard output, which is no terminal, and to standard error, which is one."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(Terminal()) as err:
+        work()
+    return out.getvalue(), err.getvalue()
+
+
+def run(folder, checkpoint, callbacks=(), **options):
+    given = dict(max_steps=4, logging_steps=2, eval_strategy="steps", eval_steps=2, disable_tqdm=False)
+    trainer = training.trainer(folder, checkpoint, held_out=training.rows(4), **{**given, **options})
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    return trainer
+
+
+def test_a_line_for_each_logged_step_says_what_was_logged(tmp_path, checkpoint):
+    trainer = run(tmp_path, checkpoint)
+    out, _ = shown(trainer.train)
+    logged = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
+    held_out = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    first, *rest, last = out.splitlines()
+    assert first.split() == ["step", *COLUMNS, "left"]
+    assert [row.split()[0] for row in rest] == ["2/4", "2/4", "4/4", "4/4"]
+    for row, loss in zip(rest[1::2], held_out, strict=True):
+        assert row.split()[1:] == ["eval_loss", f"{loss:.4g}"]
+    for row, entry in zip(rest[::2], logged.values(), strict=True):
+        assert len(row) == len(first) <= 80
+        for (key, _, form), text in zip(COLUMNS.values(), row.split()[1:-1], strict=True):
+            assert text == f"{entry[key]:{form}}"
+    assert row.split()[-1] == "0:00:00"
+    assert re.fullmatch(r"4 steps in \d:\d\d:\d\d, mean loss [\d.]+", last)
+
+
+def test_on_a_terminal_bars_show_steps_evaluations_and_answers_and_are_gone_after(tmp_path, checkpoint):
+    for hidden in (False, True):
+        trainer = run(tmp_path, checkpoint, disable_tqdm=hidden)
+        rows = [trainer.eval_dataset[index] for index in range(3)]
+        trainer.add_callback(SampleCallback(rows, max_new_tokens=2, max_image_pixels=10**6))
+        _, err = shown(trainer.train)
+        for words in ("0/4", "Evaluating:", "Answering samples:", "/3 ["):
+            assert (words in err) != hidden
+        assert hidden or not err.rpartition("\r")[0].rpartition("\r")[2].strip()
+
+
+class Stop(TrainerCallback):
+    """Ends the run after a step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 4
+
+
+def test_a_resumed_run_counts_from_where_it_was_resumed(tmp_path, checkpoint):
+    options = dict(max_steps=6, save_strategy="steps", save_steps=2, eval_strategy="no")
+    shown(run(tmp_path, checkpoint, [Stop()], **options).train)
+    for step, expected in ((4, ["step", "6/6", "2"]), (6, ["Nothing"])):
+        resumed = run(tmp_path, checkpoint, **options)
+        out, err = shown(lambda: resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}")))  # noqa: B023
+        assert [row.split()[0] for row in out.splitlines()] == expected
+        assert ("4/6 [" in err) == (step == 4)  # the bar's pace is of the steps since, too
+    assert seconds_left(elapsed=60.0, first_step=100, step=110, max_steps=200) == 540.0
+    assert [duration(seconds) for seconds in (0.4, 59.6, 3723, 360000)] == [
+        "0:00:00",
+        "0:01:00",
+        "1:02:03",
+        "100:00:00",
+    ]
+
+
+def test_no_value_makes_a_line_longer_than_80_columns():
+    keys = [key for key, _, _ in COLUMNS.values()]
+    for value in (1.23456e-7, 123456.7, 0.000123456, float("nan"), float("inf")):
+        row = line({**dict.fromkeys(keys, value), "clip/share": 1.0}, 1234567, 1234567, left=3.5e6)
+        assert len(row) == len(header(1234567)) <= 80
+        assert row.split()[1:3] == [f"{value:.4g}", f"{value:.3g}"]
+    assert line({"loss": 1.0}, 3, 5197, left=61).split() == ["3/5197", "1", "-", "-", "-", "-", "-", "0:01:01"]
+
+
+def test_every_key_that_is_logged_is_documented_and_every_documented_key_is_logged(tmp_path, checkpoint):
+    keys = set()
+    for options in ({}, dict(use_peft=True)):
+        trainer = run(tmp_path, checkpoint, vision_learning_rate=1e-3, max_grad_norm=1e-3, **options)
+        trainer.add_callback(CosineProbe([2], trainer.data_collator([trainer.train_dataset[0]])))
+        trainer.train()
+        keys |= {key for entry in trainer.state.log_history for key in entry}
+    said = documented("The log")
+    assert keys == {key.replace("PART", part) for key in said for part in PARTS}
+
+
+def test_nothing_is_shown_that_nobody_can_act_on_and_nothing_wider_than_the_terminal(tmp_path, checkpoint):
+    train_data.write_json(tmp_path / "data", [train_data.llava("<image>\nwhat?", "red", "red.png") for _ in range(4)])
+    words = ["--stage", "tune", "--model_name_or_path", checkpoint, "--dataset_name", tmp_path / "data" / "data.json"]
+    words += ["--use_peft", "--load_in_4bit", "--dtype", "bfloat16", "--max_steps", 2, "--global_batch_size", 2]
+    words += ["--logging_steps", 1, "--output_dir", tmp_path / "out"]
+    command = [sys.executable, "-m", "normalign_llava", "train", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if str(tmp_path) not in line]  # paths stay whole, to be copied
+    assert max(map(len, lines)) <= 80
+    assert f"\n{header(2)}\n 1/2 " in done.stdout
+    for notice in ("Warning", "WARN", "[transformers]", "Failed"):
+        assert notice not in done.stdout + done.stderr
+    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"][0]["norm/visual"] > 0

@@ -1,0 +1,349 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""`push_to_hub` of a training run: real runs, in processes of their own, that push to the tests' hub."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import train_data
+import training
+from hub_server import HubServer
+from huggingface_hub import ModelCard
+
+from normalign_llava.hub_cards.card.write import by_hand, is_ours, render_card
+from normalign_llava.hub_cards.push.clean_process import ask_stranger, difference
+from normalign_llava.train.checkpoints import missing_from
+
+
+REPO = "ann/tiny-llava"
+HEAD, END = "<!-- by hand: notes -->\n", "<!-- end by hand -->"
+MODEL = {
+    *(".gitattributes", "README.md", "build.json", "chat_template.jinja", "config.json", "generation_config.json"),
+    *("configuration_normalign_llava.py", "modeling_normalign_llava.py", "model.safetensors", "training.json"),
+    *("normalign_publication.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json"),
+}
+ADAPTER = MODEL - {
+    *("config.json", "generation_config.json", "configuration_normalign_llava.py", "modeling_normalign_llava.py"),
+    "model.safetensors",
+} | {"adapter_config.json", "adapter_model.safetensors"}
+RUN = "import sys; from normalign_llava.train.run import main; main(sys.argv[1:])"
+PUSH = """
+import sys
+from pathlib import Path
+from normalign_llava.train.push import push_folder
+print(push_folder(Path(sys.argv[1]), sys.argv[2], message="Again", token=sys.argv[3], revision=None).commit)
+"""
+PUSH_CHECKPOINT = """
+import sys
+from pathlib import Path
+from normalign_llava.train.push import push_checkpoint
+folder, repository, token = sys.argv[1:]
+given = dict(message="Step 2", token=token, revision=None, beside="last-checkpoint")
+push_checkpoint(Path(folder), repository, **given).result()
+"""
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parts")
+    training.checkpoint(folder)
+    rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i * 7 % 13}", "red.png") for i in range(12)]
+    train_data.write_json(folder / "data", rows)
+    return folder
+
+
+@pytest.fixture
+def hub():
+    with HubServer() as server:
+        yield server
+
+
+def run(hub, tmp_path, parts, token, **options):
+    """A run that pushes, in a process whose only way to the token is `hub_token`."""
+    given = {
+        "stage": "tune",
+        "model_name_or_path": parts / "model",
+        "dataset_name": parts / "data" / "data.json",
+        "output_dir": tmp_path / "out",
+        "global_batch_size": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "vision_learning_rate": 1e-2,
+        "max_steps": 2,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "push_to_hub": True,
+        "hub_model_id": REPO,
+        "hub_token": token,
+        "hub_always_push": True,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        **options,
+    }
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    environment = {**hub.environment(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", RUN, *words], env=environment, capture_output=True, text=True)
+
+
+def pushing(hub, home, folder, token, code=PUSH):
+    """A process that pushes a folder as the end of a run does."""
+    environment = {**hub.environment(home), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", code, str(folder), REPO, token]
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def edit(repository, old, new):
+    """A commit of a person who replaces some text of the card on the Hub's page."""
+    head, card = repository.head(), repository.read("README.md").decode()
+    assert old in card
+    stored = {"README.md": repository.store("README.md", card.replace(old, new).encode())}
+    return repository.advance("main", head.files | stored, "Edit by hand", "ann", parent=head.oid)
+
+
+def commits(hub):
+    """The commits of a run, oldest first: (title, paths)."""
+    return [(commit.title, set(commit.files)) for commit in reversed(hub.repository(REPO).commits())][1:]
+
+
+def check_published(hub, token):
+    """What holds of every commit of every run: our card, no pickle, no token."""
+    repository = hub.repository(REPO)
+    for commit in repository.commits():
+        if "README.md" in commit.files:
+            card = ModelCard(repository.read("README.md", commit.oid).decode())
+            assert is_ours(card.content) and card.data.tags and "trl" not in card.data.tags
+            assert (card.data.library_name, card.data.pipeline_tag) != ("peft", "text-generation")
+        assert "training_args.bin" not in {path.rpartition("/")[2] for path in commit.files}
+        assert not [path for path in commit.files if "/" not in path and path.endswith((".bin", ".pt", ".pth"))]
+    assert not [blob for blob in repository.blobs.values() if token.encode() in blob.read()]
+
+
+def test_every_commit_of_a_run_is_a_whole_repository_that_a_stranger_loads(hub, tmp_path, parts):
+    token = hub.token("ann")
+    card = render_card(parts / "model").text.replace(HEAD + END, f"{HEAD}Ask Ann.\n{END}")
+    stale = {"model-00001-of-00002.safetensors": b"x" * 9, "model.safetensors.index.json": b"{}"}
+    hub.create(REPO, files={"README.md": card.encode(), "notes.txt": b"by a person", **stale})
+    done = run(hub, tmp_path, parts, token, save_total_limit=1)
+    assert done.returncode == 0, done.stderr
+    assert token not in done.stdout + done.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    assert f"{hub.url}/{REPO}" in "".join(done.stdout.split())
+
+    _, *of_run = commits(hub)
+    expected = [f"Training in progress, step {step}" for step in (1, 2)] + ["End of training"]
+    assert [title for title, _ in of_run] == expected
+    assert all(paths == MODEL | {"notes.txt"} for _, paths in of_run)
+    repository = hub.repository(REPO)
+    assert by_hand(repository.read("README.md").decode())["notes"] == "Ask Ann.\n"
+    assert ModelCard(repository.read("README.md").decode()).data.library_name == "transformers"
+    check_published(hub, token)
+
+    out = tmp_path / "out"
+    assert is_ours((out / "README.md").read_text()) and not list(out.glob(".push*"))
+    final, _, first = (commit.oid for commit in repository.commits()[:3])
+    here = ask_stranger(out)
+    assert difference(here, ask_stranger(REPO, revision=final, endpoint=hub.url)) is None
+    early = ask_stranger(REPO, revision=first, endpoint=hub.url)
+    assert early.model == here.model and early.weights != here.weights
+    seconds = [json.loads(repository.read("training.json", oid))["seconds"] for oid in (first, final)]
+    assert 0 < seconds[0] < seconds[1]
+
+
+def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, tmp_path, parts):
+    token = hub.token("ann")
+    hub.fault(403, f"POST /api/models/{REPO}/commit", times=1)
+    done = run(hub, tmp_path, parts, token, save_steps=2, hub_private_repo=True)
+    assert done.returncode == 0, done.stderr
+    assert f"checkpoint-2 was not pushed to {REPO}: " in done.stderr and "Training goes on." in done.stderr
+    assert [title for title, _ in commits(hub)] == ["End of training"] and hub.repository(REPO).private
+    check_published(hub, token)
+
+    hub.fault(403, f"POST /api/models/{REPO}/commit", times=1)
+    again = run(hub, tmp_path, parts, token, output_dir=tmp_path / "again", hub_strategy="end")
+    *_, refused, remedy = again.stderr.splitlines()
+    assert again.returncode != 0 and "(403)" in refused
+    assert f"`normalign publish {tmp_path / 'again'} --repo-id {REPO}`" in remedy
+    assert token not in done.stderr + again.stdout + again.stderr
+    assert len(commits(hub)) == 1
+    assert missing_from(tmp_path / "again" / "checkpoint-2", 1) == []
+    assert (tmp_path / "again" / "model.safetensors").exists()
+
+
+def test_a_repository_of_someone_else_is_refused_before_training(hub, tmp_path, parts):
+    hub.create(REPO)
+    done = run(hub, tmp_path, parts, token := hub.token("bob"))
+    assert done.returncode == 1 and f"{REPO} belongs to ann, and the token to bob" in done.stderr
+    assert token not in done.stdout + done.stderr
+    assert not list((tmp_path / "out").glob("checkpoint-*")) and not commits(hub)
+
+
+def test_the_last_checkpoint_is_pushed_to_resume_from_where_it_is_asked_for(hub, tmp_path, parts):
+    token = hub.token("ann")
+    hub.create(REPO, files={f"last-checkpoint/rng_state_{rank}.pth": b"of a run on two processes" for rank in (0, 1)})
+    options = {"hub_strategy": "checkpoint", "hub_revision": "trial", "save_strategy": "steps", "save_steps": 2}
+    done = run(hub, tmp_path, parts, token, **options)
+    assert done.returncode == 0, done.stderr
+    repository = hub.repository(REPO)
+    inside = {path for path in repository.head("trial").files if path.startswith("last-checkpoint/")}
+    assert set(repository.head("trial").files) - inside == MODEL
+    assert len(repository.commits("main")) == 2
+    folder = tmp_path / "checkpoint-2"
+    for path in inside:
+        folder.mkdir(exist_ok=True)
+        (folder / path.rpartition("/")[2]).write_bytes(repository.read(path, "trial"))
+    assert missing_from(folder, 1) == [] and not (folder / "training_args.bin").exists()
+    assert not [blob for blob in repository.blobs.values() if token.encode() in blob.read()]
+
+    options = {"resume_from_checkpoint": folder, "output_dir": tmp_path / "resumed", "hub_strategy": "end"}
+    resumed = run(hub, tmp_path, parts, token, **{**options, "max_steps": 3})
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads((tmp_path / "resumed" / "trainer_state.json").read_text())["global_step"] == 3
+
+
+def test_a_checkpoint_of_many_files_is_one_commit(tmp_path, parts):
+    pytest.importorskip("hf_xet")  # with which huggingface_hub's `upload_folder` makes several
+    folder = shutil.copytree(parts / "model", tmp_path / "checkpoint-2")
+    (folder / "global_step2").mkdir()
+    for rank in range(300):  # as ZeRO writes them, of so many processes
+        (folder / "global_step2" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_text(f"state {rank}")
+    with HubServer(xet=tmp_path / "store") as hub:
+        token = hub.token("ann")
+        (folder / "training_args.bin").write_text(token)
+        repository = hub.create(REPO, files={"last-checkpoint/stale.pth": b"old"})
+        before = len(repository.commits())
+        _, errors = pushing(hub, tmp_path / "home", folder, token, PUSH_CHECKPOINT).communicate()
+        assert [commit.title for commit in repository.commits()][:-before] == ["Step 2, checkpoint", "Step 2"], errors
+        there = {path for path in repository.head().files if path.startswith("last-checkpoint/")}
+    here = {f"last-checkpoint/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*") if path.is_file()}
+    assert there == here - {"last-checkpoint/training_args.bin"}
+
+
+def test_a_run_resumed_at_its_end_is_pushed(hub, tmp_path, parts):
+    token = hub.token("ann")
+    trained = run(hub, tmp_path, parts, token, push_to_hub=False, save_steps=2)
+    assert trained.returncode == 0, trained.stderr
+    done = run(hub, tmp_path, parts, token, resume_from_checkpoint="last", save_steps=2)
+    assert done.returncode == 0, done.stderr
+    assert commits(hub) == [("End of training", MODEL)]
+    check_published(hub, token)
+
+
+def test_an_adapter_names_a_base_that_is_on_the_hub_by_its_commit(hub, tmp_path, parts):
+    token = hub.token("ann")
+    base = hub.serve("bea/base", parts / "model")
+    red = {"bytes": train_data.picture_bytes("red"), "path": "red.png"}
+    rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i}", red) for i in range(8)]
+    train_data.write_parquet(tmp_path / "data" / "train.parquet", rows)
+    (tmp_path / "data" / "README.md").write_text("---\nlicense: cc-by-4.0\nlanguage: en\n---\n")
+    data = hub.serve("cyd/data", tmp_path / "data", kind="dataset")
+    options = {"model_name_or_path": "bea/base", "dataset_name": "cyd/data", "use_peft": True, "save_steps": 2}
+    done = run(hub, tmp_path, parts, token, **options)
+    assert done.returncode == 0, done.stderr
+    assert all(paths == ADAPTER for _, paths in commits(hub)) and len(commits(hub)) == 2
+    repository = hub.repository(REPO)
+    settings = json.loads(repository.read("adapter_config.json"))
+    assert (settings["base_model_name_or_path"], settings["revision"]) == ("bea/base", base.commit)
+    record = json.loads(repository.read("training.json"))
+    assert record["model_revision"] == base.commit and record["before"] is None
+    expected = {"id": "cyd/data", "revision": data.commit, "license": "cc-by-4.0", "language": ["en"]}
+    assert record["data"][0]["dataset"] == expected
+    card = ModelCard(repository.read("README.md").decode())
+    assert card.data.base_model == "bea/base" or "bea/base" in card.data.base_model
+    check_published(hub, token)
+    answer = ask_stranger(
+        REPO, revision=repository.commit, base="bea/base", base_revision=base.commit, endpoint=hub.url
+    )
+    assert answer.placeholders == answer.features
+
+
+def test_an_adapter_of_a_local_folder_is_pushed_with_a_warning_and_without_its_path(hub, tmp_path, parts):
+    token = hub.token("ann")
+    done = run(hub, tmp_path, parts, token, use_peft=True, save_steps=2, hub_strategy="checkpoint")
+    assert done.returncode == 0, done.stderr
+    assert "nobody else can load the adapter" in done.stderr and "`normalign publish`" in done.stderr
+    repository = hub.repository(REPO)
+    assert json.loads(repository.read("adapter_config.json"))["base_model_name_or_path"] == "model"
+    assert not [blob for blob in repository.blobs.values() if str(parts).encode() in blob.read()]
+    assert "last-checkpoint/adapter_config.json" in repository.head().files
+    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
+        kept = json.loads((folder / "adapter_config.json").read_text())
+        assert kept["base_model_name_or_path"] == str(parts / "model")  # which merging needs
+    check_published(hub, token)
+
+    for name in (None, ""):
+        (tmp_path / "out" / "adapter_config.json").write_text(json.dumps({**kept, "base_model_name_or_path": name}))
+        pushed = pushing(hub, tmp_path / "home", tmp_path / "out", token)
+        errors = pushed.communicate()[1]
+        assert pushed.returncode == 0 and "nobody else can load the adapter" in errors, errors
+
+
+def test_a_token_with_a_line_break_is_used_without_it_and_no_other_is_shown(hub, tmp_path, parts):
+    token = hub.token("ann")
+    hub.create(REPO, files={"README.md": b"---\nlicense: mit\n---\n"})  # as made on the Hub's page: no one's text
+    options = {"max_steps": 1, "save_strategy": "no", "hub_strategy": "end"}
+    done = run(hub, tmp_path, parts, f"{token}\n", **options)
+    assert done.returncode == 0 and len(commits(hub)) == 2, done.stderr
+    assert token not in done.stdout + done.stderr
+    done = run(hub, tmp_path, parts, f"{token[:10]} {token[10:]}", output_dir=tmp_path / "again", **options)
+    assert done.returncode == 1 and "The token holds a space" in done.stderr and len(commits(hub)) == 2
+    assert token[:10] not in done.stdout + done.stderr and token[10:] not in done.stdout + done.stderr
+
+
+def test_a_card_that_somebody_wrote_is_found_before_training(hub, tmp_path, parts):
+    token, own = hub.token("ann"), b"---\nlicense: mit\n---\n# Ann's own page\n"
+    before = hub.create(REPO, files={"README.md": own}).head()
+    done = run(hub, tmp_path, parts, token)
+    assert done.returncode == 1 and f"README.md of {REPO} was not written by this package" in done.stderr
+    assert "Choose another hub_model_id, or delete README.md there" in done.stderr
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out" / "README.md").write_bytes(own)
+    elsewhere = run(hub, tmp_path, parts, token, hub_model_id="ann/other")
+    assert elsewhere.returncode == 1 and f"README.md of {tmp_path / 'out'} was not written by" in elsewhere.stderr
+    assert "Move it away" in elsewhere.stderr and (tmp_path / "out" / "README.md").read_bytes() == own
+    assert not list((tmp_path / "out").glob("checkpoint-*")) and hub.repository(REPO).head() == before
+
+
+def test_what_was_written_by_hand_outlasts_pushes(hub, tmp_path, parts):
+    token, folder = hub.token("ann"), shutil.copytree(parts / "model", tmp_path / "model")
+
+    def push(home=tmp_path / "home", meanwhile=lambda: None):
+        settings = folder / "generation_config.json"
+        settings.write_text(settings.read_text() + " ")  # something to push
+        process = pushing(hub, home, folder, token)
+        meanwhile()
+        errors = process.communicate()[1]
+        assert token not in errors
+        return process.returncode, errors
+
+    assert push()[0] == 0
+    repository = hub.repository(REPO)
+    edit(repository, HEAD, f"{HEAD}From the web.\n")
+    for home in (tmp_path / "home", tmp_path / "other"):  # whose cache has the card before the edit, and no card
+        hub.fault("error", rf"(HEAD|GET) /{REPO}/resolve/.*README.md")
+        assert push(home)[0] == 0
+        assert hub.faults.pop().times == 0 and "From the web." in repository.read("README.md").decode()
+
+    (folder / "README.md").write_text(repository.read("README.md").decode().replace("the web", "the folder"))
+    edit(repository, "From the web.", "From the web, later.")
+    status, errors = push()
+    assert status == 1 and "notes was edited both in README.md of the folder and in that of" in errors
+    assert by_hand(repository.read("README.md").decode())["notes"] == "From the web, later.\n"
+
+    (folder / "README.md").unlink()
+    pause = hub.pause("POST /api/validate-yaml")
+
+    def later():
+        assert pause.reached.wait(60)
+        edit(repository, "later", "meanwhile")
+        pause.release()
+
+    status, errors = push(meanwhile=later)
+    assert status == 1 and "Another publisher was faster" in errors
+    assert by_hand(repository.read("README.md").decode())["notes"] == "From the web, meanwhile.\n"
+    assert push()[0] == 0 and repository.head().title == "Again"
+    assert by_hand(repository.read("README.md").decode())["notes"] == "From the web, meanwhile.\n"

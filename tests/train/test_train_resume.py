@@ -1,0 +1,231 @@
+"""A run that is killed and started again ends as if it had never stopped: losses and weights are equal to the bit."""
+
+import json
+import platform
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import train_data
+import training
+import yaml
+from paths import HELPERS
+from safetensors.torch import load_file
+
+from normalign_llava.train.run import main
+
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """A checkpoint and two data sets."""
+    folder = tmp_path_factory.mktemp("parts")
+    training.checkpoint(folder)
+    colours = ("red", "green", "blue")
+    for name, count in (("first", 11), ("second", 9)):
+        rows = [
+            train_data.llava(f"<image>\nwhat is {i}?", f"it is {i * 7 % 13}", f"{colours[i % 3]}.png")
+            for i in range(count)
+        ]
+        rows[4] = train_data.llava("and without a picture?", "it is words")
+        (folder / name).mkdir()
+        train_data.write_json(folder / name, rows)
+    return folder
+
+
+def recipe(folder: Path, parts: Path, **options) -> Path:
+    folder.mkdir()
+    options = {
+        "stage": "tune",
+        "model_name_or_path": str(parts / "model"),
+        "dataset_name": str(parts / "first" / "data.json"),
+        "global_batch_size": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "max_steps": STEPS,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **options,
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(options))
+    return folder / "recipe.yaml"
+
+
+def result(output: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    """What was logged at each step, and the weights at the end."""
+    # Times differ, and the mean loss is of the steps since the run was resumed.
+    timed = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss"}
+    state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    logged = [{key: value for key, value in entry.items() if key not in timed} for entry in state["log_history"]]
+    return logged, load_file(next(output.glob("*model.safetensors")))
+
+
+MIXTURE = ("first", "second")
+CASES = {
+    "everything": ({}, "step:5", 4),
+    "in the middle of a save": ({}, "save:4", 2),
+    "with a process that reads data": (dict(dataloader_num_workers=1), "step:3", 2),
+    "adapters with dropout": (dict(use_peft=True, lora_dropout=0.3), "step:3", 2),
+    "4 bits": (dict(use_peft=True, load_in_4bit=True, dtype="bfloat16", bf16=True), "step:5", 4),
+    "grouped by length, into a second epoch": (dict(train_sampling_strategy="group_by_length"), "step:5", 4),
+    "streamed through a shuffle buffer": (dict(dataset_streaming=True, shuffle_buffer_size=5), "step:5", 4),
+    "streamed mixture": (dict(dataset_streaming=True, shuffle_buffer_size=5, datasets=MIXTURE), "step:3", 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_and_resumed_is_as_if_never_stopped(tmp_path, parts, case, capfd):
+    options, when, expected = CASES[case]
+    options = dict(options)
+    if "datasets" in options:
+        names = options["datasets"]
+        options["datasets"] = [
+            {"path": str(parts / name / "data.json"), "fraction": share}
+            for name, share in zip(names, (0.7, 0.3), strict=True)
+        ]
+        options["dataset_name"] = None
+    file = recipe(tmp_path / "run", parts, **options)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    main([str(file), "--output_dir", str(whole)])
+
+    worker = HELPERS / "train_killed.py"
+    command = [sys.executable, "-W", "ignore", str(worker), when, str(file), "--output_dir", str(stopped)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    assert not list(stopped.glob("*model.safetensors"))
+
+    capfd.readouterr()
+    main([str(file), "--output_dir", str(stopped), "--resume_from_checkpoint"])
+    said = " ".join(capfd.readouterr().err.split())
+    assert f"Going on from {stopped}/checkpoint-{expected}." in said
+    assert ("Passed over" in said) == when.startswith("save")
+
+    (logged, weights), (logged_again, weights_again) = result(whole), result(stopped)
+    assert [entry["step"] for entry in logged if "loss" in entry] == list(range(1, STEPS + 1))
+    differing = {
+        key for first, second in zip(logged, logged_again, strict=True) for key in first if first[key] != second[key]
+    }
+    assert not differing
+    assert weights_again.keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(weights_again[name], value), name
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path, parts):
+    file, out = recipe(tmp_path / "run", parts, max_steps=4), tmp_path / "out"
+    worker = HELPERS / "train_killed.py"
+    command = [sys.executable, "-W", "ignore", str(worker), "wait:3", str(file), "--output_dir", str(out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        while "waiting" not in (line := first.stdout.readline()):
+            assert line, "it has ended"
+        before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+        whose = re.escape(f"training in {out}: process {first.pid} on {platform.node()}, since 20")
+        for more in ([], ["--resume_from_checkpoint"]):
+            with pytest.raises(ValueError, match=f"^Another run is {whose}.*choose another --output_dir.$"):
+                main([str(file), "--output_dir", str(out), *more])
+        assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+        for damaged in ("", "[1]", '"x"', "{}"):
+            (out / ".train.json").write_text(damaged)
+            with pytest.raises(
+                ValueError, match=f"^Another run is training in {out}: whose process is not known. Wait"
+            ):
+                main([str(file), "--output_dir", str(out)])
+        first.communicate("go on\n")
+    assert first.returncode == 0
+    assert (out / "model.safetensors").exists() and not list(out.glob(".*"))
+
+
+def test_a_folder_made_for_a_run_that_is_refused_is_gone(tmp_path, parts):
+    with pytest.raises(ValueError, match="image_folder"):
+        main([str(recipe(tmp_path / "run", parts, image_folder="nowhere")), "--output_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="The --output_dir .*file cannot be written to"):
+        main([str(tmp_path / "run" / "recipe.yaml"), "--output_dir", str(tmp_path / "file")])
+
+
+def test_a_run_does_not_begin_again_over_the_checkpoints_of_another(tmp_path, parts):
+    file = recipe(tmp_path / "run", parts, max_steps=2)
+    main([str(file), "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(ValueError, match="holds an earlier run or a model.*--resume_from_checkpoint"):
+        main([str(file), "--output_dir", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_steps=2),
+        dict(max_steps=-1, num_train_epochs=1),
+        dict(max_steps=2, dataset_streaming=True, shuffle_buffer_size=5),
+        dict(max_steps=2, use_peft=True, load_in_4bit=True, dtype="bfloat16", bf16=True),
+    ],
+)
+def test_a_run_resumed_at_its_end_takes_no_further_step(tmp_path, parts, options):
+    file = recipe(tmp_path / "run", parts, lr_scheduler_type="constant", **options)
+    output = main([str(file), "--output_dir", str(tmp_path / "out")])
+    names = {path.name for path in output.iterdir()}
+    last = max(json.loads(path.read_text())["global_step"] for path in output.glob("checkpoint-*/trainer_state.json"))
+    for path in output.iterdir():
+        if path.is_file():
+            path.unlink()  # as if killed before the result was written
+    main([str(file), "--output_dir", str(output), "--resume_from_checkpoint"])
+    assert {path.name for path in output.iterdir()} == names and "README.md" in names
+    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == last
+    weights, again = (
+        load_file(next(path.glob("*model.safetensors"))) for path in (output / f"checkpoint-{last}", output)
+    )
+    assert weights.keys() == again.keys() and all(torch.equal(value, again[name]) for name, value in weights.items())
+    with pytest.raises(ValueError, match="learning_rates"):
+        main([str(file), "--output_dir", str(output), "--resume_from_checkpoint", "--learning_rate", "1e-4"])
+
+
+def test_a_run_resumed_at_its_end_loads_the_best_model(tmp_path, parts):
+    best = dict(eval_strategy="steps", eval_steps=2, test_split_size=0.3, sample_count=0, load_best_model_at_end=True)
+    worst = dict(metric_for_best_model="loss", greater_is_better=True)  # so that it is not the last
+    file = recipe(tmp_path / "run", parts, max_steps=4, **best, **worst)
+    output = main([str(file), "--output_dir", str(tmp_path / "out")])
+    weights = load_file(output / "model.safetensors")
+    (output / "model.safetensors").unlink()
+    main([str(file), "--output_dir", str(output), "--resume_from_checkpoint"])
+    again, last = (load_file(folder / "model.safetensors") for folder in (output, output / "checkpoint-4"))
+    assert all(torch.equal(value, again[name]) for name, value in weights.items())
+    assert any(not torch.equal(value, again[name]) for name, value in last.items())
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (["--learning_rate", "1e-4"], r"learning_rates \(was .*0.001.*, is .*0.0001"),
+        (["--arm", "unit"], r"arm \(was gwc, is unit\)"),
+        (["--global_batch_size", "8"], r"global_batch_size \(was 4, is 8\)"),
+        (["--use_peft"], "use_peft"),
+        (["--seed", "7"], r"seed \(was 42, is 7\)"),
+        (["--dataset_name", "second"], r"data \(was .*11.*, is .*9"),
+    ],
+)
+def test_a_run_does_not_go_on_as_another(tmp_path, parts, changed, named):
+    options = dict(max_steps=4)
+    out = tmp_path / "out"
+    main([str(recipe(tmp_path / "run", parts, **options)), "--max_steps", "2", "--output_dir", str(out)])
+    again = [str(tmp_path / "run" / "recipe.yaml"), "--output_dir", str(out), "--resume_from_checkpoint"]
+    changed = [str(parts / word / "data.json") if word == "second" else word for word in changed]
+    with pytest.raises(ValueError, match=named):
+        main([*again, *changed])
+    main([*again, "--save_steps", "1"])
+    assert (out / "checkpoint-4").exists()
+
+
+def test_a_stream_needs_to_be_told_how_long(tmp_path, parts):
+    file = recipe(tmp_path / "run", parts, max_steps=-1, dataset_streaming=True)
+    with pytest.raises(ValueError, match="Say how long to train with max_steps"):
+        main([str(file), "--output_dir", str(tmp_path / "out")])

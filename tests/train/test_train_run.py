@@ -1,0 +1,231 @@
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import train_data
+import training
+import yaml
+from transformers import AutoProcessor
+from typer.testing import CliRunner
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.cli import app
+from normalign_llava.train.model import arm_of
+from normalign_llava.train.run import main
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parts")
+    training.checkpoint(folder)
+    colours = ("red", "green", "blue")
+    rows = [
+        train_data.llava(f"<image>\nwhat is {i}?", f"it is {i * 7 % 13}", f"{colours[i % 3]}.png") for i in range(12)
+    ]
+    (folder / "data").mkdir()
+    train_data.write_json(folder / "data", rows)
+    return folder
+
+
+def recipe(folder: Path, parts: Path, **options) -> str:
+    options = {
+        "stage": "tune",
+        "model_name_or_path": str(parts / "model"),
+        "dataset_name": str(parts / "data" / "data.json"),
+        "output_dir": str(folder / "out"),
+        "global_batch_size": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "max_steps": 2,
+        "bf16": False,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **options,
+    }
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(options))
+    return str(file)
+
+
+def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path, parts, capsys):
+    output = main([recipe(tmp_path, parts, stage="align"), "--seed", "5"])
+    shown = " ".join(capsys.readouterr().out.split())
+    record = json.loads((output / "training.json").read_text())
+    counted = {row["module"]: (row["trained"], row["learning_rate"]) for row in record["run"]["modules"]}
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(output)
+    linears = sum(p.numel() for n, p in model.named_parameters() if "projector.linear" in n)
+    assert counted["projector"] == (linears, 1e-3)
+    assert counted["norm"] == (64, 1e-3)
+    assert counted["vision tower"] == counted["language model"] == (0, 0)
+    assert f"projector {linears:,} {linears:,} 100 %" in shown
+    assert "4 rows = 2 per device x 1 process(es) x 2 accumulation step(s)" in shown
+    assert "stage align arm gwc" in shown and "seed 5" in shown and "weight_decay 0.0" in shown
+    assert "frozen" in shown and "data.json" in shown and "estimated" in shown
+    assert record["learning_rates"] == {"vision": 0.0, "projector": 1e-3, "norm": 1e-3, "language": 0.0}
+    assert record["options"]["seed"] == 5
+    assert record["options"]["warmup_steps"] == 0.03
+    assert (record["stage"], record["arm"], record["quantization"]) == ("align", "gwc", None)
+    assert str(tmp_path) not in json.dumps(record) and str(parts) not in json.dumps(record)
+
+
+def test_the_module_is_the_same_command_and_says_errors_in_words(tmp_path, parts):
+    file = recipe(tmp_path, parts, output_dir=str(tmp_path / "module"))
+    module = [sys.executable, "-W", "ignore", "-m", "normalign_llava.train"]
+    done = subprocess.run([*module, file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    main([file, "--output_dir", str(tmp_path / "here")])
+    states = [
+        NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / name).state_dict()
+        for name in ("module", "here")
+    ]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    again = subprocess.run([*module, file, "--learning_rate", "-1"], capture_output=True, text=True)
+    assert again.returncode == 1
+    assert "Error: projector_learning_rate must not be negative" in " ".join(again.stderr.split())
+    assert "Traceback" not in again.stderr
+
+
+def test_adapters_are_saved_with_the_projector_and_merge_to_what_was_trained(tmp_path, parts):
+    file = recipe(tmp_path, parts, use_peft=True, norm_learning_rate=0.05, lora_dropout=0.0)
+    adapter = main([file])
+    assert (adapter / "adapter_model.safetensors").exists()
+    assert str(parts) not in (adapter / "README.md").read_text()  # ours; PEFT's would name the base by its local path
+    merge_adapter(adapter, tmp_path / "merged")
+    merged = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "merged")
+    base = NormAlignLlavaForConditionalGeneration.from_pretrained(parts / "model")
+    moved = {name for name, value in merged.state_dict().items() if not torch.equal(value, base.state_dict()[name])}
+    assert "model.multi_modal_projector.norm.weight" in moved
+    assert "model.language_model.layers.0.self_attn.q_proj.weight" in moved
+    assert not any("vision_tower" in name or "embed_tokens" in name for name in moved)
+    assert AutoProcessor.from_pretrained(tmp_path / "merged").image_token == "<image>"
+
+
+def following(said: str, data: Path) -> list[str]:
+    """The words of the command that is named last."""
+    command, *words = shlex.split(said.strip().splitlines()[-1].removeprefix("Next: ").replace("DATA", str(data)))
+    assert command == "normalign"
+    return words
+
+
+def test_the_commands_that_are_named_next_lead_from_the_parts_to_the_report(tmp_path, parts, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data, rows = parts / "data" / "data.json", ["--max_steps", "1", "--global_batch_size", "2", "--bf16", "false"]
+    words = ["build", "--vision", str(parts / "vision"), "--language", str(parts / "language"), "--output", "a model"]
+    ran = []
+    for extra in ([], rows, [*rows, "--use_peft"], []):
+        done = CliRunner().invoke(app, [*words, *extra])
+        assert done.exit_code == 0, done.output
+        ran.append(words[0])
+        words = following(done.output, data)
+    assert ran == ["build", "train", "train", "merge"] and words == ["diagnose", "a model-align-tune-merged"]
+    assert (tmp_path / words[1] / "config.json").is_file()
+
+
+@pytest.mark.parametrize("arm", ["none", "unit", "aligned", "gwc"])
+def test_each_arm_is_built_and_trained(tmp_path, parts, arm):
+    checkpoint = training.checkpoint(tmp_path, arm=arm)
+    output = main([recipe(tmp_path, parts, model_name_or_path=str(checkpoint), stage="align")])
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(output)
+    assert arm_of(model.config) == arm
+    assert json.loads((output / "training.json").read_text())["arm"] == arm
+
+
+def test_an_untrained_checkpoint_can_be_trained_as_another_arm(tmp_path, parts):
+    checkpoint = training.checkpoint(tmp_path, arm="none")
+    still = ["--learning_rate", "0", "--vision_learning_rate", "1e-9"]  # a rate that moves nothing in float32
+    for arm, gain in (("unit", 1.0), ("gwc", None), ("aligned", None)):
+        file = recipe(tmp_path, parts, model_name_or_path=str(checkpoint), output_dir=str(tmp_path / arm), arm=arm)
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(main([file, *still]))
+        gains = model.model.multi_modal_projector.norm.weight
+        expected = gain or model.config.text_embedding_norm / 32**0.5
+        assert arm_of(model.config) == arm
+        torch.testing.assert_close(gains, torch.full((32,), expected))
+
+
+def test_a_trained_checkpoint_keeps_its_gain(tmp_path, parts):
+    trained = main([recipe(tmp_path, parts)])
+    file = recipe(tmp_path, parts, model_name_or_path=str(trained), output_dir=str(tmp_path / "again"))
+    with pytest.raises(ValueError, match="was trained as arm 'gwc'; arm 'unit' would discard its gain"):
+        main([file, "--arm", "unit"])
+    main([file, "--arm", "aligned", "--learning_rate", "0", "--vision_learning_rate", "1e-9"])
+    gains = [
+        NormAlignLlavaForConditionalGeneration.from_pretrained(folder).model.multi_modal_projector.norm.weight
+        for folder in (trained, tmp_path / "again")
+    ]
+    assert torch.equal(*gains)
+
+
+def test_a_bad_picture_met_in_training_stops_or_is_listed(tmp_path, parts, capsys):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [train_data.llava("<image>\nwhat?", "red", "red.png") for _ in range(8)]
+    rows[3]["image"] = "cut.png"
+    train_data.write_json(folder, rows)
+    (folder / "cut.png").write_bytes(train_data.picture_bytes()[:60])
+    file = recipe(tmp_path, parts, dataset_name=str(folder / "data.json"))
+    with pytest.raises(ValueError, match="data.json, row 3: .*cut.png.*--bad_rows skip"):
+        main([file])
+    with pytest.raises(ValueError, match="row 3: .*cut.png"):
+        main([file, "--check_images"])
+    capsys.readouterr()
+    main([file, "--bad_rows", "skip"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 row was dropped, listed in" in shown and "row 3: " in shown
+    again = ["--check_images", "--output_dir", str(tmp_path / "checked"), "--dataset_name", f"{folder}:train"]
+    main([file, "--bad_rows", "skip", *again])
+    record = json.loads((tmp_path / "checked" / "training.json").read_text())
+    assert record["data"][0]["dropped"] == [3] and record["options"]["dataset_name"] == "data:train"
+    assert str(tmp_path) not in json.dumps(record)
+
+
+def test_held_out_loss_examples_and_curves(tmp_path, parts):
+    options = dict(test_split_size=0.25, eval_strategy="steps", eval_steps=1, sample_count=2, sample_max_new_tokens=3)
+    output = main([recipe(tmp_path, parts, **options, probe_steps=[0, 2])])
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "eval_loss" in entry] == [1, 2]
+    examples = json.loads((output / "samples" / "step-2.json").read_text())
+    assert len(examples) == 2 and {"question", "answer", "truth", "pictures"} <= examples[0].keys()
+    assert (output / "samples" / "step-1.png").exists()
+    lines = [json.loads(line) for line in (output / "dynamics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2]
+    assert len(lines[0]["visual"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(model_name_or_path="{parts}/language"), "is a 'llama' model. Make a NormAlign-LLaVA checkpoint"),
+        (dict(global_batch_size=3), "3 is not a multiple of per_device_train_batch_size 2"),
+        (dict(dataset_name="{parts}/nowhere.json"), "nowhere.json"),
+        (dict(eval_strategy="steps"), "eval_dataset_name or test_split_size"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_is_written(tmp_path, parts, change, message):
+    change = {key: value.format(parts=parts) if isinstance(value, str) else value for key, value in change.items()}
+    with pytest.raises(ValueError, match=message):
+        main([recipe(tmp_path, parts, **change)])
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_is_merged_before_it_is_trained(tmp_path, parts):
+    adapter = main([recipe(tmp_path, parts, use_peft=True)])
+    with pytest.raises(ValueError, match="is an adapter. Merge it first"):
+        main([recipe(tmp_path, parts, model_name_or_path=str(adapter), output_dir=str(tmp_path / "more"))])
+
+
+@pytest.mark.parametrize(("column", "told"), [("other", "no image, .* stage align"), ("img", "not read: column img")])
+def test_align_without_images_is_an_error(tmp_path, parts, column, told):
+    (tmp_path / "data").mkdir()
+    data = train_data.write_json(tmp_path / "data", [train_data.llava("Q", "A", **{column: "x"})] * 4)
+    options = {"dataset_name": str(data)}
+    with pytest.raises(ValueError, match=told):
+        main([recipe(tmp_path, parts, stage="align", **options)])
+    if column == "other":
+        with pytest.raises(ValueError, match=told):
+            main([recipe(tmp_path, parts, stage="tune", language_learning_rate=0.0, **options)])

@@ -1,0 +1,169 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Answers to held-out examples: those of plain greedy decoding, written, drawn, sent, and training not disturbed."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from measured import build, logs, make_trainer
+from measured import rows as training_rows
+from PIL import Image
+
+from normalign_llava.train.model import base_model
+from normalign_llava.train.samples import SHEET_WIDTH, SampleCallback, contact_sheet
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """With a head of its own: a tied one makes an untrained model repeat its last token."""
+    return build(tmp_path_factory.mktemp("parts"), tied=False, seed=5)
+
+
+def png(colour: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (20, 12), colour).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def turn(role: str, *parts: str | None):
+    return {"role": role, "content": [{"type": "text" if part else "image", "text": part} for part in parts]}
+
+
+ROWS = [
+    {
+        "images": [{"path": None, "bytes": png("red")}],
+        "messages": [turn("user", None, "which colour"), turn("assistant", "red")],
+    },
+    {
+        "images": [{"path": None, "bytes": png("green")}, {"path": None, "bytes": png("blue")}],
+        "messages": [
+            turn("user", None, "which colour"),
+            turn("assistant", "green"),
+            turn("user", "and this", None),
+            turn("assistant", "blue"),
+        ],
+    },
+    {"images": [], "messages": [turn("user", "say yes"), turn("assistant", "yes")]},
+]
+
+
+def evaluated(checkpoint, folder, **kwargs):
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_rows": training_rows(2), "max_steps": 4}
+    settings["learning_rate"] = 1e-3
+    return make_trainer(checkpoint, folder, **{**settings, **kwargs})
+
+
+def with_samples(checkpoint, folder, **kwargs):
+    trainer = evaluated(checkpoint, folder, **kwargs)
+    trainer.add_callback(SampleCallback(ROWS, 8, 1000, trainer.callback_handler.callbacks))
+    return trainer
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"rank": 2, "gradient_checkpointing": True}])
+def test_answers_are_those_of_greedy_decoding_and_lie_in_the_runs_folder(checkpoint, tmp_path, kwargs):
+    trainer = with_samples(checkpoint, tmp_path, **kwargs)
+    with torch.no_grad():  # what was said before is to matter to an untrained model
+        for name, parameter in trainer.model.named_parameters():
+            parameter *= 30 if "v_proj" in name and "lora" not in name else 1
+    trainer.train()
+    folder = tmp_path / "samples"
+    pictures = ["pictures/0-0.png", "pictures/1-0.png", "pictures/1-1.png"]
+    steps = ["step-2.json", "step-2.png", "step-4.json", "step-4.png"]
+    found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    assert sorted(found) == pictures + steps
+    for name, colour in zip(pictures, ("red", "green", "blue"), strict=True):
+        with Image.open(folder / name) as picture:
+            assert picture.size == (20, 12) and picture.getcolors() == Image.new("RGB", (20, 12), colour).getcolors()
+    examples = json.loads((folder / "step-4.json").read_text(encoding="utf-8"))
+    assert [example["pictures"] for example in examples] == [pictures[:1], pictures[1:], []]
+    assert [example["truth"] for example in examples] == ["red", "blue", "yes"]
+    many = "user: which colour\nassistant: green\nuser: and this"
+    assert [example["question"] for example in examples] == ["which colour", many, "say yes"]
+    assert [example["answer"] for example in examples] == [by_hand(trainer, number) for number in range(3)]
+    assert len({example["answer"] for example in examples}) > 1
+    with Image.open(folder / "step-4.png") as sheet:
+        assert sheet.width == SHEET_WIDTH
+
+
+def by_hand(trainer, number: int) -> str:
+    """Token by token, without a cache, from a prompt that is spelled out."""
+    processor = trainer.processing_class
+    prompts = (
+        "<|im_start|>user\n<image>which colour<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>user\n<image>which colour<|im_end|>\n<|im_start|>assistant\ngreen<|im_end|>\n"
+        "<|im_start|>user\nand this<image><|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>user\nsay yes<|im_end|>\n<|im_start|>assistant\n",
+    )
+    pictures = [Image.open(io.BytesIO(image["bytes"])) for image in ROWS[number]["images"]]
+    inputs = processor(text=prompts[number], images=pictures or None, return_tensors="pt")
+    ids, pixels, model = inputs["input_ids"], inputs.get("pixel_values"), base_model(trainer.model).eval()
+    said = []
+    end = processor.tokenizer.eos_token_id
+    while len(said) < 8 and end not in said:
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels).logits
+        said.append(logits[0, -1].argmax().item())
+        ids = torch.cat([ids, torch.tensor([said[-1:]])], dim=1)
+    return processor.tokenizer.decode(said, skip_special_tokens=True).strip()
+
+
+def test_a_step_is_answered_once_and_a_run_without_examples_writes_nothing(checkpoint, tmp_path):
+    trainer = with_samples(checkpoint, tmp_path, max_steps=2)
+    trainer.train()
+    written = (tmp_path / "samples" / "step-2.json").stat().st_mtime_ns
+    trainer.evaluate()
+    assert (tmp_path / "samples" / "step-2.json").stat().st_mtime_ns == written
+    none = make_trainer(
+        checkpoint, tmp_path / "none", eval_rows=training_rows(2), callbacks=[SampleCallback([], 8, 99)]
+    )
+    none.evaluate()
+    assert not (tmp_path / "none" / "samples").exists()
+
+
+def test_a_picture_that_is_too_large_is_refused_by_name_and_before_training(tmp_path):
+    path = tmp_path / "large.png"
+    Image.new("RGB", (40, 40)).save(path)
+    row = {"images": [{"path": str(path), "bytes": None}], "messages": ROWS[0]["messages"]}
+    with pytest.raises(ValueError, match="large.png"):
+        SampleCallback([row], 8, 1000)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_training_is_bitwise_the_same_with_and_without(checkpoint, tmp_path, rank):
+    plain = evaluated(checkpoint, tmp_path / "plain", rank=rank, dropout=0.3)
+    plain.train()
+    trainer = with_samples(checkpoint, tmp_path, rank=rank, dropout=0.3)
+    trainer.train()
+    assert [entry["loss"] for entry in logs(plain)] == [entry["loss"] for entry in logs(trainer)]
+    weights = trainer.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in plain.model.state_dict().items())
+
+
+def test_sheet_and_texts_reach_tensorboard(checkpoint, tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trainer = with_samples(checkpoint, tmp_path, report_to="tensorboard")
+    trainer.train()
+    events = accumulator.EventAccumulator(str(next(tmp_path.glob("runs/*"))))
+    events.Reload()
+    images = events.Images("samples/sheet")
+    assert [image.step for image in images] == [2, 4]
+    sent = np.asarray(Image.open(io.BytesIO(images[-1].encoded_image_string)).convert("RGB"))
+    assert (sent == np.asarray(Image.open(tmp_path / "samples" / "step-4.png"))).all()
+    texts = events.Tensors("samples/text/text_summary")
+    assert [text.step for text in texts] == [2, 4]
+    assert all(part in texts[-1].tensor_proto.string_val[0].decode() for part in ("which colour", "**truth** blue"))
+
+
+def test_the_sheet_holds_every_kind_of_example():
+    shown = [[Image.new("RGB", (64, 48), "red")], [Image.new("RGB", (8, 8), "blue")] * 3, []]
+    texts = ["short", "字" * 300, "a long answer " * 200]
+    examples = [{"question": "what", "answer": text, "truth": ""} for text in texts]
+    sheet = contact_sheet(examples, shown, "Step 1")
+    assert sheet.mode == "RGB" and sheet.width == SHEET_WIDTH
+    colours = {colour for _, colour in sheet.getcolors(2**20)}
+    assert {(255, 0, 0), (0, 0, 255), (255, 255, 255)} <= colours
+    pixels = np.asarray(sheet)
+    assert (pixels[:, -19:] == 255).all() and (pixels[-19:] == 255).all()  # no text runs over the margin

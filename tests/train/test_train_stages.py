@@ -1,0 +1,190 @@
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from trl import SFTConfig
+
+from normalign_llava.train.arguments import NormAlignConfig
+from normalign_llava.train.command import RECIPES, recipe_file
+from normalign_llava.train.launch import CONFIGS
+from normalign_llava.train.options import accumulation_steps, parse
+
+
+BASE = ["--model_name_or_path", "model", "--dataset_name", "data", "--bf16", "false"]
+
+
+def options(tmp_path, *words, **recipe):
+    """What a run with this recipe file and these words on the command line is told."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), **recipe}))
+    return parse([str(file), *BASE, *words])
+
+
+def test_stage_1_is_the_papers(tmp_path):
+    _, args, _ = options(tmp_path, stage="align")
+    assert args.rates(use_peft=False) == {"vision": 0.0, "projector": 1e-3, "norm": 1e-3, "language": 0.0}
+    assert (args.global_batch_size, args.per_device_train_batch_size) == (256, 2)
+    assert (args.lr_scheduler_type, args.warmup_steps, args.weight_decay) == ("cosine", 0.03, 0.0)
+    assert (args.seed, args.num_train_epochs, args.max_length) == (42, 1.0, 2048)
+
+
+def test_stage_2_is_the_papers(tmp_path):
+    _, args, _ = options(tmp_path, stage="tune")
+    assert args.rates(use_peft=False) == {"vision": 2e-6, "projector": 1e-5, "norm": 1e-5, "language": 1e-5}
+    assert (args.global_batch_size, args.per_device_train_batch_size) == (128, 1)
+
+
+@pytest.mark.parametrize("words", [[], ["--stage", "align"]])
+def test_a_recipe_overrides_the_stage_and_the_command_line_the_recipe(tmp_path, words):
+    _, args, _ = options(
+        tmp_path, "--seed", "7", *words, stage="tune", seed=3, vision_learning_rate="3e-6", max_steps=5
+    )
+    assert args.seed == 7
+    assert args.vision_learning_rate == 3e-6
+    assert args.max_steps == 5
+    assert args.learning_rate == (1e-3 if words else 1e-5)
+
+
+def test_adapters_have_rates_of_their_own_under_tune_unless_a_rate_is_given(tmp_path):
+    _, args, _ = options(tmp_path, stage="tune", use_peft=True)
+    assert args.rates(use_peft=True) == {"vision": 0.0, "projector": 2e-5, "norm": 2e-5, "language": 2e-4}
+    assert {origin for _, origin in args.explained_rates(use_peft=True).values()} == {"adapters"}
+    _, args, _ = options(tmp_path, stage="tune", use_peft=True, learning_rate=1e-3, norm_learning_rate=1e-4)
+    assert args.explained_rates(use_peft=True) == {
+        "vision": (0.0, "adapters"), "projector": (1e-3, "given"), "norm": (1e-4, "given"), "language": (1e-3, "given")
+    }  # fmt: skip
+    _, args, _ = options(tmp_path, use_peft=True)
+    assert args.explained_rates(use_peft=True)["language"] == (2e-5, "TRL")
+    _, args, _ = options(tmp_path, stage="align")
+    assert {origin for _, origin in args.explained_rates(use_peft=False).values()} == {"stage align"}
+
+
+def test_adapters_leave_the_vision_tower_frozen_unless_it_is_given_a_rate(tmp_path):
+    for words in (["--use_peft"], ["--use_peft", "true"], ["--use-peft", "yes"], ["--use_peft=1"]):
+        assert options(tmp_path, "--stage", "tune", *words)[1].rates(use_peft=True)["vision"] == 0
+    assert options(tmp_path, use_peft=True)[1].rates(use_peft=True)["vision"] == 0
+    assert options(tmp_path, "--vision_learning_rate", "1e-6", use_peft=True)[1].rates(use_peft=True)["vision"] == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--norm_learning_rate", "-1"], "norm_learning_rate must not be negative, got -1.0"),
+        (["--test_split_size", "2"], "between 0 and 1, got 2"),
+        (["--max_image_pixels", "0"], "max_image_pixels must be at least 1"),
+    ],
+)
+def test_bad_options_are_named(tmp_path, words, message):
+    with pytest.raises(ValueError, match=message):
+        options(tmp_path, *words)
+
+
+def test_one_data_set_or_a_mixture(tmp_path):
+    with pytest.raises(ValueError, match="either dataset_name or datasets"):
+        options(tmp_path, datasets=[{"path": "a"}, {"path": "b"}])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (dict(stage="pretrain"), "stage must be one of 'align', 'tune', got 'pretrain'"),
+        (dict(bad_rows="STOP"), "bad_rows must be one of 'stop', 'skip', got 'STOP'"),
+        (dict(arm="foo"), "arm must be one of 'none', 'unit', 'aligned', 'gwc', got 'foo'"),
+        (dict(stage="align", learning_rate=0), "nothing would be trained"),
+        (dict(global_batch_size=-4), "global_batch_size must be at least 1, got -4"),
+        (dict(per_device_train_batch_size=0), "per_device_train_batch_size must be at least 1, got 0"),
+        (dict(auto_find_batch_size=True), "auto_find_batch_size cannot be used here: the global batch"),
+        (dict(dataset_name=None, datasets=["a.json"]), "is a mapping with path"),
+        (dict(dataset_name=None, datasets=[{"path": "a", "folder": "b"}]), "is a mapping with path"),
+    ],
+)
+def test_bad_values_in_a_recipe_are_named(tmp_path, recipe, message):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"model_name_or_path": "model", "dataset_name": "data", "bf16": False, **recipe}))
+    with pytest.raises(ValueError, match=message):
+        parse([str(file)])
+
+
+@pytest.mark.parametrize("content", ["- a\n- list", "a: [broken"])
+def test_a_recipe_that_is_no_mapping_is_an_error_in_words(tmp_path, content):
+    (tmp_path / "recipe.yaml").write_text(content)
+    with pytest.raises(ValueError, match="recipe.yaml"):
+        parse([str(tmp_path / "recipe.yaml")])
+
+
+def test_a_stage_decides_in_python_as_well(tmp_path):
+    args = NormAlignConfig(output_dir=str(tmp_path), stage="align", bf16=False, use_cpu=True)
+    assert (args.global_batch_size, args.warmup_steps, args.lr_scheduler_type) == (256, 0.03, "cosine")
+    assert args.rates(use_peft=False)["language"] == 0
+    plain = NormAlignConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True)
+    stock = SFTConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True)
+    for name in ("learning_rate", "per_device_train_batch_size", "warmup_steps", "seed", "lr_scheduler_type"):
+        assert getattr(plain, name) == getattr(stock, name)
+
+
+def test_steps_of_a_measuring_probe_are_numbers_however_they_are_written(tmp_path):
+    for steps in (5, "5", ["5"]):
+        assert options(tmp_path, probe_steps=steps)[1].probe_steps == [5]
+
+
+def test_an_unknown_key_and_an_unknown_recipe_are_named(tmp_path):
+    with pytest.raises(ValueError, match="no option --learing_rate 1. Did you mean --learning_rate?"):
+        options(tmp_path, learing_rate=1)
+    with pytest.raises(ValueError, match="no option --learing_rate 2. Did you mean --learning_rate?"):
+        options(tmp_path, "--learing_rate", "2")
+    with pytest.raises(ValueError, match="no file nowhere.yaml.*qlora"):
+        parse(["nowhere.yaml"])
+
+
+@pytest.mark.parametrize("name", sorted(entry.name for entry in RECIPES.iterdir()))
+def test_recipes_are_read_and_say_nothing_that_is_the_default(name):
+    file = recipe_file(name.removesuffix(".yaml"))
+    recipe = yaml.safe_load(file.read_text())
+    complete = [] if "model_name_or_path" in recipe else BASE[:4]
+    parsed = parse([str(file), *complete, "--bf16", "false"])
+    stage = parse(["--stage", recipe["stage"], *BASE, *(["--use_peft"] if recipe.get("use_peft") else [])])
+    for key, value in recipe.items():
+        given = next(getattr(part, key) for part in parsed if key in vars(part))
+        default = next(getattr(part, key) for part in stage if key in vars(part))
+        assert given == pytest.approx(value) if isinstance(value, float) else given == value, key
+        assert given != default or key in ("stage", "use_peft"), f"{key} is the default"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("ddp", "MULTI_GPU"), ("fsdp2", "FSDP"), ("zero2", "DEEPSPEED"), ("zero3", "DEEPSPEED")]
+)
+def test_accelerate_reads_the_configurations(name, kind):
+    assert load_config_from_file(str(CONFIGS / f"{name}.yaml")).distributed_type == kind
+
+
+@pytest.mark.parametrize(
+    ("total", "each", "world", "accumulation", "expected"),
+    [(256, 2, 64, 1, 2), (128, 1, 32, 1, 4), (256, 2, 1, 1, 128), (16, 8, 1, 2, 2), (None, 8, 2, 3, 3)],
+)
+def test_accumulation_keeps_the_global_batch(tmp_path, total, each, world, accumulation, expected):
+    _, args, _ = options(tmp_path, per_device_train_batch_size=each, gradient_accumulation_steps=accumulation)
+    args.global_batch_size = total
+    assert args.world_size == 1
+    assert accumulation_steps(args, world_size=world) == expected
+
+
+@pytest.mark.parametrize(
+    ("total", "each", "world", "accumulation", "message"),
+    [
+        (256, 3, 1, 1, r"256 is not a multiple of per_device_train_batch_size 3 x 1 process\(es\) = 3"),
+        (4, 8, 1, 1, "4 is not a multiple of"),
+        (16, 1, 3, 1, "16 is not a multiple of"),
+        (16, 2, 1, 4, "Leave gradient_accumulation_steps out: it is derived, and would be 8"),
+    ],
+)
+def test_a_global_batch_that_does_not_divide_is_refused(tmp_path, total, each, world, accumulation, message):
+    _, args, _ = options(tmp_path, per_device_train_batch_size=each, gradient_accumulation_steps=accumulation)
+    args.global_batch_size = total
+    with pytest.raises(ValueError, match=message):
+        accumulation_steps(args, world_size=world)
+
+
+def test_bfloat16_is_the_default_also_without_an_accelerator(tmp_path):
+    _, args, _ = parse([*BASE[:4], "--output_dir", str(tmp_path)])
+    assert args.bf16
+    assert args.use_cpu == (not torch.accelerator.is_available())

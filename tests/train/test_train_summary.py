@@ -1,0 +1,191 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The table before training: counts against the tensors themselves, in training and in four bits; memory; width."""
+
+import io
+import json
+
+import pytest
+import torch
+from measured import build, make_trainer
+from rich.console import Console
+from transformers import BitsAndBytesConfig, TrainerCallback
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.data.reports import DataReport, SourceReport
+from normalign_llava.train.summary import memory, modules, render, summary
+
+
+RATES = {
+    "vision": (2e-6, "stage tune"), "projector": (1e-3, "given"), "norm": (3e-4, "given"), "language": (2e-5, "given")
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("parts"))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Wide enough for bitsandbytes to keep states in 8 bits, and for 4-bit layers of several blocks."""
+    return build(tmp_path_factory.mktemp("wide"), hidden_size=128, intermediate_size=192, head_dim=64)
+
+
+def table(model, rates=RATES):
+    return {row["module"]: row for row in modules(model, rates)}
+
+
+def elements(model, *pieces: str) -> int:
+    return sum(p.numel() for name, p in model.named_parameters() if any(piece in name for piece in pieces))
+
+
+def test_full_tuning_trains_every_parameter_at_its_modules_rate(checkpoint, tmp_path):
+    model = make_trainer(checkpoint, tmp_path, frozen=("vision_tower",)).model
+    rows = table(model, {**RATES, "vision": (0.0, "stage align")})
+    assert list(rows) == ["vision tower", "projector", "norm", "language model"]
+    assert rows["vision tower"]["parameters"] == elements(model, "vision_tower")
+    assert rows["projector"]["parameters"] == elements(model, "linear_1", "linear_2") == 16 * 32 + 32 + 32 * 32 + 32
+    assert rows["norm"]["parameters"] == 2 * 32
+    assert sum(row["parameters"] for row in rows.values()) == model.num_parameters()
+    assert sum(row["trained"] for row in rows.values()) == model.num_parameters(only_trainable=True)
+    assert rows["vision tower"]["trained"] == 0 and rows["vision tower"]["learning_rate"] == 0.0
+    assert [rows[name]["learning_rate"] for name in ("projector", "norm", "language model")] == [1e-3, 3e-4, 2e-5]
+    assert [row["set_by"] for row in rows.values()] == ["stage align", "given", "given", "given"]
+    assert {tuple(row["dtypes"]) for row in rows.values()} == {("float32",)}
+
+
+def test_adapters_are_a_row_of_their_own_and_untrained_copies_do_not_count(checkpoint, tmp_path):
+    plain = table(make_trainer(checkpoint, tmp_path).model)
+    model = make_trainer(checkpoint, tmp_path, rank=2).model
+    rows = table(model)
+    for name in ("vision tower", "projector", "norm", "language model"):
+        assert rows[name]["parameters"] == plain[name]["parameters"]
+    assert rows["adapters"]["parameters"] == rows["adapters"]["trained"] == elements(model, "lora_")
+    assert (rows["adapters"]["learning_rate"], rows["adapters"]["set_by"]) == (2e-5, "given")
+    assert rows["language model"]["set_by"] == ""
+    assert rows["language model"]["trained"] == 0 and rows["projector"]["trained"] == plain["projector"]["parameters"]
+    assert sum(row["trained"] for row in rows.values()) == model.get_nb_trainable_parameters()[0]
+
+
+def quantized(checkpoint, **kwargs):
+    config = BitsAndBytesConfig(**kwargs)
+    return NormAlignLlavaForConditionalGeneration.from_pretrained(
+        checkpoint, dtype=torch.bfloat16, quantization_config=config
+    )
+
+
+def test_four_bits_count_as_the_parameters_they_stand_for(wide, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    plain = NormAlignLlavaForConditionalGeneration.from_pretrained(wide, dtype=torch.bfloat16)
+    model = quantized(
+        wide, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    found, expected = table(model), table(plain)
+    assert {name: row["parameters"] for name, row in found.items()} == {
+        name: row["parameters"] for name, row in expected.items()
+    }
+    assert found["language model"]["dtypes"] == ["nf4", "bfloat16"]
+    assert found["norm"]["dtypes"] == ["float32"]
+    arguments = make_trainer(wide, tmp_path).args
+    linears = [p.numel() for n, p in plain.model.language_model.named_parameters() if n.endswith("_proj.weight")]
+    # Half a byte each; a byte for every 64, whose constants are a float for every 256; two tables of floats.
+    quantized_bytes = sum(n // 2 + n // 64 + 4 * -(-n // 64 // 256) + 4 * 16 + 4 * 256 for n in linears)
+    expected_bytes = memory(plain, arguments, tokens=10, images=1)["weights"] - 2 * sum(linears) + quantized_bytes
+    assert memory(model, arguments, tokens=10, images=1)["weights"] == expected_bytes
+
+
+class Bytes(TrainerCallback):
+    """Bytes of gradients when all are there."""
+
+    gradients = 0
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit", "sgd", "adafactor"],
+)
+@pytest.mark.parametrize("rank", [0, 8])
+def test_weights_gradients_and_states_take_what_was_estimated(wide, tmp_path, optimizer, rank):
+    counted = Bytes()
+    trainer = make_trainer(
+        wide, tmp_path, optim=optimizer, rank=rank, measure=False, max_steps=1, callbacks=[counted],
+        frozen=("vision_tower",),
+    )  # fmt: skip
+    found = memory(trainer.model, trainer.args, tokens=10, images=1)
+    trainer.train()
+    tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
+    states = 0
+    for state in trainer.optimizer.state.values():
+        # Tables that all tensors share, and the step, aside.
+        states += sum(
+            value.nbytes
+            for name, value in state.items()
+            if torch.is_tensor(value) and value.dim() and not name.startswith("qmap")
+        )
+    assert found["weights"] == sum(tensor.nbytes for tensor in tensors)
+    assert found["gradients"] == counted.gradients
+    assert found["optimizer"] == states
+    assert found["total"] == sum(found[name] for name in ("weights", "gradients", "optimizer", "activations"))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_of_the_estimated_order(tmp_path, checkpointing):
+    folder = build(tmp_path, hidden_size=128, intermediate_size=384, num_hidden_layers=6, head_dim=64)
+    trainer = make_trainer(
+        folder, tmp_path / "run", gradient_checkpointing=checkpointing, frozen=("vision_tower",), measure=False
+    )
+    batch = trainer.data_collator(list(trainer.train_dataset.select(range(2))))
+    batch = {name: value.repeat(4, *[1] * (value.dim() - 1)) for name, value in batch.items()}
+    trainer.args.per_device_train_batch_size, tokens = batch["input_ids"].shape
+    head = 3 * 4 * 256 * trainer.model.config.text_config.vocab_size
+    estimate = memory(trainer.model, trainer.args, tokens=tokens, images=1)["activations"] - head
+    if checkpointing:  # what one layer takes when it is computed anew does not exist yet
+        estimate -= 4 * batch["input_ids"].numel() * (10 * 128 + 4 * 384)
+    model, saved = trainer.model.train(), {}
+    if checkpointing:  # in the form whose saved tensors can be seen
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.model(**inputs, use_cache=False).last_hidden_state
+    assert hidden.requires_grad
+    taken = sum(size for size, _ in saved.values())
+    assert estimate / 2 < taken < estimate * 2
+
+
+def report():
+    full = SourceReport("/data/a/llava_v1_5_mix665k.json", "train", 665298, 12, 3004, 662282, 662282, 624610, 40688)
+    full.shortest, full.median, full.longest = 22, 351.0, 2048
+    stream = SourceReport("HuggingFaceH4/llava-instruct-mix", "train")
+    return DataReport([full, stream, SourceReport("data[v2].json", "eval")])
+
+
+def test_the_tables_say_it_all_in_a_hundred_columns_and_in_json(checkpoint, tmp_path):
+    trainer = make_trainer(checkpoint, tmp_path, rank=2, warmup_steps=0.03, bf16=True)
+    facts = summary(trainer.model, trainer.args, RATES, report(), steps=5197, tokens_per_image=729)
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["batch"] == {"rows": 4, "per_device": 2, "processes": 1, "accumulation": 2}
+    assert facts["steps"] == 5197 and facts["warmup_steps"] == 156
+    assert facts["autocast"] == "bfloat16" and facts["data"][0]["longest"] == 2048
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(render(facts))
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines())) <= 100 and "…" not in text
+    for shown in (
+        "adapters", "0.001", "2e-05", "frozen", "bfloat16 autocast", "llava_v1_5_mix665k.json", "665,298", "3,004",
+        "22 to 2,048 (351)", "streamed", "data[v2].json", "729", "5,197", "156",
+        "4 rows = 2 per device x 1 process(es) x 2", "MiB on each device, estimated",
+    ):  # fmt: skip
+        assert shown in text, shown

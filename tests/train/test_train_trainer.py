@@ -1,0 +1,296 @@
+import copy
+import json
+
+import pytest
+import torch
+import training
+from torch import nn
+from transformers import GPT2Config, MixtralConfig
+from trl import SFTTrainer
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.hub_cards.card.write import by_hand, is_ours
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.model import base_model, eval_frozen, module_of, projector_norm
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return training.checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def values(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def changed(before, model):
+    return {name for name, value in values(model).items() if not torch.equal(value, before[name])}
+
+
+def batch(trainer, count=2):
+    return trainer.data_collator([trainer.train_dataset[i] for i in range(count)])
+
+
+@pytest.mark.parametrize("module", ["vision", "projector", "norm", "language"])
+def test_each_module_alone_changes_where_it_alone_has_a_rate(tmp_path, checkpoint, module):
+    rates = {f"{name}_learning_rate": 0.0 for name in ("vision", "projector", "norm", "language")}
+    trainer = training.trainer(tmp_path, checkpoint, **{**rates, f"{module}_learning_rate": 1e-2})
+    before = values(trainer.model)
+    trainer.train()
+    names = changed(before, trainer.model)
+    assert names
+    assert {module_of(name) for name in names} == {module}
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.requires_grad == (module_of(name) == module), name
+    # CLIP's last layer and its last norm come after the layer that is read; everything else of a trained module moves.
+    unread = ("encoder.layers.2.", "post_layernorm")
+    expected = {name for name in before if module_of(name) == module and not any(part in name for part in unread)}
+    still = {name for name in expected - names if before[name].ndim > 1}
+    assert still <= {"model.vision_tower.embeddings.position_embedding.weight"}
+
+
+def test_each_module_has_its_own_rate_and_no_gain_bias_or_norm_decays(tmp_path, checkpoint):
+    rates = dict(vision_learning_rate=2e-6, projector_learning_rate=3e-4, norm_learning_rate=5e-5)
+    trainer = training.trainer(tmp_path, checkpoint, weight_decay=0.1, learning_rate=1e-5, **rates)
+    optimizer = trainer.create_optimizer()
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    expected = {"vision": 2e-6, "projector": 3e-4, "norm": 5e-5, "language": 1e-5}
+    seen = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            seen.append(name)
+            assert group["lr"] == expected[module_of(name)], name
+            free = name.endswith("bias") or "norm" in name
+            assert group["weight_decay"] == (0.0 if free else 0.1), name
+    assert sorted(seen) == sorted(names.values())
+
+
+def test_a_step_is_the_same_as_one_by_hand_with_these_rates(tmp_path, checkpoint):
+    rates = dict(vision_learning_rate=1e-3, projector_learning_rate=1e-2, norm_learning_rate=1e-4)
+    options = dict(lr_scheduler_type="constant", max_grad_norm=0.0, max_steps=1, learning_rate=3e-3)
+    trainer = training.trainer(tmp_path, checkpoint, **rates, **options)
+    model = copy.deepcopy(base_model(trainer.model))
+    order = list(trainer.get_train_dataloader())[0]
+    trainer.train()
+
+    plain = type(model).forward
+    outputs = plain(model, **{key: value for key, value in order.items() if key != "labels"})
+    shifted, labels = outputs.logits[:, :-1].double(), order["labels"][:, 1:]
+    torch.nn.functional.cross_entropy(shifted[labels != -100], labels[labels != -100]).backward()
+    expected = {"vision": 1e-3, "projector": 1e-2, "norm": 1e-4, "language": 3e-3}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            step = expected[module_of(name)] * parameter.grad / (parameter.grad.abs() + 1e-8)  # Adam's first step
+            parameter.data -= step
+    trained = dict(trainer.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        scale = expected[module_of(name)]
+        clear = torch.ones_like(parameter, dtype=torch.bool)
+        if parameter.grad is not None:
+            clear = parameter.grad.abs() > 1e-5  # rounding decides the sign of smaller ones
+        assert torch.allclose(trained[name][clear], parameter[clear], rtol=0, atol=2e-2 * scale), name
+
+
+def test_the_loss_and_every_gradient_are_those_of_trl(tmp_path, checkpoint):
+    ours = training.trainer(tmp_path, checkpoint, max_steps=1)
+    stock = SFTTrainer(
+        model=copy.deepcopy(base_model(ours.model)),
+        args=copy.deepcopy(ours.args),
+        train_dataset=ours.train_dataset,
+        processing_class=ours.processing_class,
+        data_collator=ours.data_collator,
+    )
+    inputs = batch(ours)
+    found = []
+    for trainer in (ours, stock):
+        trainer.model.zero_grad()
+        loss = trainer.compute_loss(trainer.model, dict(inputs), num_items_in_batch=None)
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
+    assert found[0][1].keys() == found[1][1].keys()
+    for name, gradient in found[0][1].items():
+        torch.testing.assert_close(gradient, found[1][1][name], rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_a_batch_without_pictures_has_the_language_models_loss_and_zero_gradients_for_the_tower(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint, dataset=training.rows(images=lambda number: 0))
+    model, inputs = trainer.model, batch(trainer)
+    assert "pixel_values" not in inputs
+    language = copy.deepcopy(base_model(model))
+    logits = language.lm_head(
+        language.model.language_model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])[0]
+    )
+    labels = inputs["labels"][:, 1:]
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1][labels != -100], labels[labels != -100])
+    loss = trainer.compute_loss(model, dict(inputs))
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, parameter in model.named_parameters():
+        if module_of(name) in ("projector", "norm"):
+            assert parameter.grad is not None and not parameter.grad.any(), name
+    assert model.model.vision_tower.get_input_embeddings().weight.grad is not None
+
+
+def test_decoding_without_pictures_does_not_run_the_tower(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint)
+    runs = []
+    trainer.model.model.vision_tower.register_forward_hook(lambda *args: runs.append(1))
+    trainer.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)
+    assert not runs
+
+
+@pytest.mark.parametrize("frozen", ["vision", "language"])
+def test_a_frozen_module_has_no_dropout_and_a_trained_one_has(tmp_path, checkpoint, frozen):
+    model = training.trainer(tmp_path, checkpoint).model
+    for layer in model.model.vision_tower.modules():
+        if type(layer).__name__ == "CLIPAttention":
+            layer.dropout = 0.5
+    for layer in model.model.language_model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    rates = {"vision_learning_rate": 1e-3, "language_learning_rate": 1e-3, f"{frozen}_learning_rate": 0.0}
+    trainer = training.trainer(tmp_path, checkpoint, model=model, gradient_checkpointing=True, **rates)
+    trainer.model.train()
+    eval_frozen(model)
+    inputs = batch(trainer)
+    tower = [model.get_image_features(inputs["pixel_values"]).pooler_output[0] for _ in range(2)]
+    text = [model.model.language_model(inputs_embeds=torch.ones(1, 9, 32)).last_hidden_state for _ in range(2)]
+    assert torch.equal(*tower) == (frozen == "vision")
+    assert torch.equal(*text) == (frozen == "language")
+    if frozen == "language":  # its layers still save memory on the way to the projector
+        assert all(layer.training for layer in model.model.language_model.layers)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_under_adapters_and_gradient_checkpointing_a_frozen_tower_carries_no_gradient(tmp_path, checkpoint, quantized):
+    options = dict(load_in_4bit=True, dtype="float32") if quantized else {}
+    trainer = training.trainer(tmp_path, checkpoint, use_peft=True, gradient_checkpointing=True, **options)
+    wanted = []
+    model = base_model(trainer.model)
+    model.model.vision_tower.register_forward_hook(
+        lambda m, a, out: wanted.append(out.last_hidden_state.requires_grad)
+    )
+    model.get_input_embeddings().register_forward_hook(lambda m, a, out: wanted.append(out.requires_grad))
+    trainer.train()
+    assert wanted == [True, False] * (len(wanted) // 2)
+    moved = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    assert {module_of(name) for name in moved} == {"projector", "norm", "language"}
+    assert all("lora_" in name for name in moved if module_of(name) == "language")
+
+
+def test_adapters_lie_on_the_language_models_linear_layers_only(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint, use_peft=True)
+    adapted = {name.split(".lora_")[0] for name, _ in trainer.model.named_parameters() if ".lora_" in name}
+    language = base_model(trainer.model).model.language_model
+    linears = {name for name, m in language.named_modules() if hasattr(m, "lora_A")}
+    assert len(adapted) == len(linears) == 2 * 7
+    assert all(".language_model.layers." in name for name in adapted)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["down_proj"]])
+def test_targets_can_be_chosen_among_the_language_models(tmp_path, checkpoint, targets):
+    trainer = training.trainer(tmp_path, checkpoint, use_peft=True, lora_target_modules=targets)
+    adapted = {name.split(".lora_")[0] for name, _ in trainer.model.named_parameters() if ".lora_" in name}
+    assert {name.rpartition(".")[2] for name in adapted} == set(targets)
+    assert all(".language_model.layers." in name for name in adapted)
+
+
+def test_a_target_that_does_not_exist_is_named(tmp_path, checkpoint):
+    with pytest.raises(ValueError, match="names out_proj, but the language model's linear layers are down_proj, "):
+        training.trainer(tmp_path, checkpoint, use_peft=True, lora_target_modules=["q_proj", "out_proj"])
+    with pytest.raises(ValueError, match="put on the language model, but its learning rate is 0"):
+        training.trainer(tmp_path, checkpoint, use_peft=True, language_learning_rate=0.0)
+
+
+def test_grouped_batches_keep_pictures_and_text_apart(tmp_path, checkpoint):
+    dataset = training.rows(24, images=lambda number: number % 2)
+    trainer = training.trainer(tmp_path, checkpoint, dataset=dataset, train_sampling_strategy="group_by_length")
+    kinds = ["pixel_values" in inputs for inputs in trainer.get_train_dataloader()]
+    counts = [len(inputs.get("pixel_values", [])) for inputs in trainer.get_train_dataloader()]
+    assert sorted(kinds) == [False] * 6 + [True] * 6
+    assert set(counts) == {0, 2}
+
+
+def test_the_card_is_ours_and_stays_as_the_author_left_it(tmp_path, checkpoint, caplog):
+    trainer = training.trainer(tmp_path, checkpoint, save_strategy="steps", save_steps=1, max_steps=1)
+    trainer.train()
+    assert not list(tmp_path.rglob("README.md"))  # nor TRL's, which it writes at each save
+    assert (tmp_path / "checkpoint-1" / "modeling_normalign_llava.py").exists()
+    kept = (tmp_path / "checkpoint-1" / "build.json").read_text()
+    assert json.loads(kept) == json.loads((checkpoint / "build.json").read_text())
+    trainer.save_model()
+    card = tmp_path / "README.md"
+    assert is_ours(card.read_text())
+    start = "<!-- by hand: notes -->\n"
+    card.write_text(card.read_text().replace(start, f"{start}Mine."))
+    trainer.save_model()
+    assert by_hand(card.read_text())["notes"].startswith("Mine.")
+    card.write_text("another card")
+    trainer.save_model()
+    assert card.read_text() == "another card" and "was not written by `normalign card`" in caplog.text
+
+
+def test_a_collator_is_made_where_none_is_given(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint)
+    again = type(trainer)(trainer.model, trainer.args, train_dataset=trainer.train_dataset)
+    assert isinstance(again.data_collator, ConversationCollator)
+    assert isinstance(projector_norm(again.model), nn.LayerNorm)
+
+
+def test_under_adapters_the_vision_tower_is_trained_and_saved_in_full_where_it_has_a_rate(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint, use_peft=True, vision_learning_rate=1e-3)
+    before = values(trainer.model)
+    trainer.train()
+    trainer.save_model()
+    moved = changed(before, trainer.model)
+    assert any("vision_tower.modules_to_save.default." in name for name in moved)
+    assert not any(".original_module." in name or "base_layer" in name for name in moved)
+    merge_adapter(tmp_path, tmp_path / "merged")
+    merged = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "merged").model.vision_tower
+    trained = base_model(trainer.model).model.vision_tower.modules_to_save.default
+    assert all(torch.equal(value, merged.state_dict()[name]) for name, value in trained.state_dict().items())
+
+
+def test_where_autocast_multiplies_the_projector_is_trained_in_float32(tmp_path, checkpoint):
+    for bf16 in (True, False):
+        options = dict(use_peft=True, dtype="bfloat16", bf16=bf16, max_steps=1)
+        trainer = training.trainer(tmp_path / str(bf16), checkpoint, **options)
+        kinds = {
+            n.rpartition("default.")[2]: p.dtype for n, p in trainer.model.named_parameters() if "default.lin" in n
+        }
+        assert set(kinds.values()) == {torch.float32 if bf16 else torch.bfloat16} and len(kinds) == 4
+        assert projector_norm(trainer.model).weight.dtype == torch.float32
+        trainer.train()
+
+
+def test_label_smoothing_and_compilation_with_adapters_train(tmp_path, checkpoint):
+    training.trainer(tmp_path / "smooth", checkpoint, label_smoothing_factor=0.1).train()
+    losses = []
+    for options in ({}, dict(torch_compile=True, torch_compile_backend="eager")):
+        folder = tmp_path / str(len(losses))
+        trainer = training.trainer(folder, checkpoint, use_peft=True, lora_dropout=0.0, **options)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_modules_to_save_are_the_language_models(tmp_path, checkpoint):
+    for name, message in (("linear_1", "have rates of their own"), ("nowhere", "no module")):
+        with pytest.raises(ValueError, match=f"modules_to_save names {name}.*{message}"):
+            training.trainer(tmp_path, checkpoint, use_peft=True, lora_modules_to_save=[name])
+    saved = training.trainer(
+        tmp_path, checkpoint, use_peft=True, lora_modules_to_save=["multi_modal_projector", "lm_head"]
+    )
+    assert saved.model.peft_config["default"].modules_to_save == ["lm_head", "multi_modal_projector"]
+
+
+def test_language_models_of_experts_and_of_convolutions_as_linear_layers_train(tmp_path):
+    sizes = dict(num_local_experts=2, num_experts_per_tok=1)
+    experts = training.checkpoint(tmp_path / "experts", cls=MixtralConfig, **sizes)
+    training.trainer(tmp_path / "a", experts, max_steps=1).train()
+    gpt2 = training.checkpoint(tmp_path / "gpt2", cls=GPT2Config)
+    trainer = training.trainer(tmp_path / "b", gpt2, use_peft=True, max_steps=1)
+    trainer.train()
+    assert any("c_attn.lora_A" in name for name, _ in trainer.model.named_parameters())

@@ -1,0 +1,316 @@
+"""TRL's own trainers and commands on our checkpoints, as docs/trl.md has them, and that page's code as printed."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import training
+from datasets import Dataset
+from paths import ROOT
+from peft import AutoPeftModel, AutoPeftModelForCausalLM, LoraConfig
+from PIL import Image
+from transformers import AutoProcessor, LlavaConfig, LlavaForConditionalGeneration
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.train.model import module_of
+
+
+PAGE = (ROOT / "docs" / "trl.md").read_text()
+COLOURS = ("red", "green", "blue", "white")
+SHORT = dict(
+    max_steps=2,
+    per_device_train_batch_size=4,
+    learning_rate=1e-3,
+    bf16=False,
+    use_cpu=True,
+    gradient_checkpointing=False,
+    logging_steps=1,
+    save_strategy="no",
+    report_to="none",
+    disable_tqdm=True,
+)
+ON_TINY = [f"--{name}={value}" for name, value in {**SHORT, "dtype": "float32", "save_strategy": "steps"}.items()]
+ON_TINY += ["--gradient_accumulation_steps=1"]
+LANGUAGE_ONLY = r".*\.language_model\..*_proj"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return training.checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def image(number: int) -> Image.Image:
+    return Image.new("RGB", (20, 20), COLOURS[number % 4])
+
+
+def turn(role: str, text: str, images=()) -> list[dict]:
+    return [{"role": role, "content": [*images, {"type": "text", "text": text}]}]
+
+
+def asked(number: int) -> list[dict]:
+    return turn("user", f"what is {number}?", [{"type": "image"}])
+
+
+def conversation(number: int) -> dict:
+    return {"images": [image(number)], "messages": asked(number) + turn("assistant", COLOURS[number % 4])}
+
+
+def pair(number: int) -> dict:
+    right, wrong = (turn("assistant", text) for text in (COLOURS[number % 4], "no idea"))
+    return {"images": [image(number)], "prompt": asked(number), "chosen": right, "rejected": wrong}
+
+
+def judged(number: int) -> dict:
+    answer = turn("assistant", COLOURS[number % 4])
+    return {"images": [image(number)], "prompt": asked(number), "completion": answer, "label": number % 2 == 0}
+
+
+def question(number: int) -> dict:
+    return {"images": [image(number)], "prompt": asked(number)}
+
+
+def rows(kind, count=8) -> Dataset:
+    return Dataset.from_list([kind(number) for number in range(count)])
+
+
+def length(completions, **kwargs):
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+SAMPLED = dict(num_generations=4, max_completion_length=8)
+TRAINERS = {
+    "sft": (SFTTrainer, SFTConfig, conversation, dict(max_length=None, assistant_only_loss=True), {}),
+    "dpo": (DPOTrainer, DPOConfig, pair, dict(max_length=None), {}),
+    "kto": (KTOTrainer, KTOConfig, judged, dict(max_length=None), {}),
+    "grpo": (GRPOTrainer, GRPOConfig, question, SAMPLED, dict(reward_funcs=length)),
+    "rloo": (RLOOTrainer, RLOOConfig, question, SAMPLED, dict(reward_funcs=length)),
+}
+
+
+def make(kind: str, model, folder, options=None, **given):
+    """TRL's trainer of a kind on tiny data."""
+    trainer, config, row, needed, more = TRAINERS[kind]
+    args = config(str(folder), **{**SHORT, **needed, **(options or {})})
+    return trainer(model, args=args, train_dataset=rows(row), **more, **given)
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def moved(model, before) -> set[str]:
+    return {name for name, value in weights(model).items() if not torch.equal(value, before[name])}
+
+
+def losses(trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_each_trainer_trains_every_module(tmp_path, checkpoint, kind):
+    trainer = make(kind, str(checkpoint), tmp_path)
+    before = weights(trainer.model)
+    trainer.train()
+    names = moved(trainer.model, before)
+    assert {module_of(name) for name in names} == {"vision", "projector", "norm", "language"}
+    assert {f"model.multi_modal_projector.norm.{name}" for name in ("weight", "bias")} <= names
+    if kind == "dpo":
+        assert losses(trainer)[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_without_the_norm_each_trainer_ends_as_stock_llava(tmp_path, kind):
+    folder = training.checkpoint(tmp_path, arm="none")
+    ours = NormAlignLlavaForConditionalGeneration.from_pretrained(folder, dtype="float32")
+    config = {key: value for key, value in ours.config.to_dict().items() if key in LlavaConfig().to_dict()}
+    stock = LlavaForConditionalGeneration(LlavaConfig(**{**config, "model_type": "llava"}))
+    start = {name: value.clone() for name, value in ours.state_dict().items()}
+    stock.load_state_dict(start)
+    stock.generation_config = ours.generation_config
+    processor = AutoProcessor.from_pretrained(folder)
+    ends = []
+    for model in (ours, stock):
+        reference = {}
+        if kind in ("dpo", "kto"):
+            reference = {"ref_model": NormAlignLlavaForConditionalGeneration.from_pretrained(folder, dtype="float32")}
+        make(kind, model, tmp_path / "out", processing_class=processor, **reference).train()
+        ends.append(model.state_dict())
+    assert ends[0].keys() == ends[1].keys() and any(not torch.equal(ends[0][name], start[name]) for name in start)
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name]), name
+
+
+@pytest.mark.parametrize(
+    ("targets", "saved", "tower", "norm"),
+    [
+        ("all-linear", None, True, False),
+        ("all-linear", ["norm"], True, True),
+        ("all-linear", ["multi_modal_projector"], True, True),
+        (LANGUAGE_ONLY, ["multi_modal_projector"], False, True),
+    ],
+)
+def test_what_adapters_by_plain_trl_train(tmp_path, checkpoint, targets, saved, tower, norm):
+    adapters = LoraConfig(r=2, target_modules=targets, modules_to_save=saved)
+    trainer = make("sft", str(checkpoint), tmp_path, peft_config=adapters)
+    trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    assert any("vision_tower" in name and ".lora_" in name for name in trained) == tower
+    assert any("multi_modal_projector" in name and ".lora_" in name for name in trained) == (
+        "multi_modal_projector" not in (saved or ()) and tower
+    )
+    gain = [name for name in trained if module_of(name) == "norm"]
+    assert len(gain) == (2 if norm else 0)
+    others = {name for name in trained if "modules_to_save" in name and "multi_modal_projector" not in name}
+    assert len(others) > 4 if saved == ["norm"] else not others
+
+
+def test_gradients_of_tower_and_projector_are_larger_by_the_compensation(tmp_path, checkpoint):
+    gradients = []
+    for compensate in (True, False):
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype="float32")
+        norm = model.model.multi_modal_projector.norm
+        norm.compensate = compensate
+        trainer = make("sft", model, tmp_path)
+        batch = trainer.data_collator([trainer.train_dataset[number] for number in range(4)])
+        trainer.compute_loss(model, batch).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if module_of(n) in ("vision", "projector")})
+    factor = 1 / norm.weight.abs().mean().item()
+    assert factor > 4
+    for name, gradient in gradients[1].items():
+        if gradient is not None:
+            torch.testing.assert_close(gradients[0][name], factor * gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_labels_and_lengths_of_plain_sft(tmp_path, checkpoint):
+    trainer = make("sft", str(checkpoint), tmp_path, dict(assistant_only_loss=False))
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+    image_token = batch["input_ids"] == trainer.processing_class.image_token_id
+    assert image_token.any() and (batch["labels"][image_token] != -100).all()
+    marked = make("sft", str(checkpoint), tmp_path).data_collator([trainer.train_dataset[0]])
+    said = trainer.processing_class.decode(marked["labels"][marked["labels"] != -100])
+    assert said.strip() == "red<|im_end|>"
+    with pytest.raises(ValueError, match="token count between text and `input_ids`"):
+        make("sft", str(checkpoint), tmp_path, dict(max_length=8)).train()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.S)
+
+
+def test_the_page_s_first_example_runs_as_printed(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-model").symlink_to(checkpoint)
+    image(0).save("kite.png")
+    example = blocks("python")[0]
+    assert len(example.splitlines()) <= 15
+    exec(compile(example, "docs/trl.md", "exec"), {})
+    merge_adapter("my-model-lora", "merged")
+    base = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).state_dict()
+    merged = NormAlignLlavaForConditionalGeneration.from_pretrained("merged").state_dict()
+    names = {name for name, value in merged.items() if not torch.equal(value, base[name])}
+    assert {module_of(name) for name in names} == {"projector", "norm", "language"}
+    assert "my-model" in (tmp_path / "my-model-lora" / "README.md").read_text()
+
+
+def command(name: str) -> list[str]:
+    """A command of the page, in words."""
+    text = next(block for block in blocks("bash") if name in block)
+    return text.split()
+
+
+def run(words: list[str], folder: Path) -> None:
+    """Runs a command where nothing has imported the package, with an empty cache of remote code."""
+    program = {"trl": [sys.executable, "-m", "trl.cli.main"], "accelerate": [sys.executable]}[words[0]]
+    words = words[1:] if words[0] == "trl" else [str(ROOT / word) for word in words[2:3]] + words[3:]
+    environment = {**os.environ, "HF_HOME": str(folder / "home"), "CI": "1"}
+    done = subprocess.run([*program, *words], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def history(folder: Path) -> list[dict]:
+    state = max(folder.glob("checkpoint-*/trainer_state.json"))
+    return json.loads(state.read_text())["log_history"]
+
+
+def test_dpo_and_grpo_by_their_recipes_and_sft_by_trl_s_command(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the adapters' bases are looked for
+    (tmp_path / "my-model").symlink_to(checkpoint)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    vqa = [{"image": image(i), "question": f"what is {i}?", "answer": COLOURS[i % 4]} for i in range(8)]
+    for name, data in (("my-data", rows(conversation)), ("my-pairs", rows(pair)), ("my-questions", vqa)):
+        (tmp_path / name).mkdir()
+        data = Dataset.from_list(data) if isinstance(data, list) else data
+        data.to_parquet(str(tmp_path / name / "train.parquet"))
+    base = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).state_dict()
+
+    run([*command("examples/dpo.yaml"), *ON_TINY], tmp_path)
+    assert history(tmp_path / "my-model-dpo")[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)  # logged in 4 digits
+    run([*command("examples/grpo.py"), *ON_TINY, "--num_generations=4", "--max_completion_length=8"], tmp_path)
+    logged = history(tmp_path / "my-model-grpo")[0]
+    assert {"rewards/correct/mean", "rewards/short/mean"} <= logged.keys() and logged["reward_std"] > 0
+    for name in ("my-model-dpo", "my-model-grpo"):
+        merge_adapter(tmp_path / name, tmp_path / f"{name}-merged", base_quantization="none")
+        merged = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / f"{name}-merged").state_dict()
+        names = {name for name, value in merged.items() if not torch.equal(value, base[name])}
+        assert {module_of(name) for name in names} == {"projector", "norm", "language"}, name
+
+    run([*command("trl sft"), *ON_TINY, f"--output_dir={tmp_path / 'sft'}"], tmp_path)
+    full = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "sft").state_dict()
+    names = {name for name, value in full.items() if not torch.equal(value, base[name])}
+    assert {module_of(name) for name in names} == {"vision", "projector", "norm", "language"}
+
+    assert "normalign merge my-model-dpo --output my-model-merged --base-quantization none" in PAGE
+    for cls in (AutoPeftModel, AutoPeftModelForCausalLM):
+        with pytest.raises(ValueError):
+            cls.from_pretrained(str(tmp_path / "my-model-dpo"), trust_remote_code=True)
+    done = subprocess.run([sys.executable, "-c", blocks("python")[1]], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+REFERENCE = """
+import sys
+from datasets import load_dataset
+from transformers import AutoModelForImageTextToText
+from trl import DPOConfig, DPOTrainer
+folder, data, output = sys.argv[1:]
+rows = load_dataset("parquet", data_files=data, split="train")
+loaded = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
+for model, told in ((loaded, False), (loaded, True), (folder, True)):
+    args = DPOConfig(output, use_cpu=True, bf16=False, report_to="none", trust_remote_code=told, max_length=None)
+    try:
+        trainer = DPOTrainer(model, args=args, train_dataset=rows)
+    except ValueError as error:
+        assert not told and "trust_remote_code" in str(error), error
+        continue
+    assert told
+    for each in (trainer.model, trainer.ref_model):
+        assert type(each).__module__.startswith("transformers_modules.")
+print("done")
+"""
+
+
+def test_dpo_with_a_model_of_remote_code_is_told_to_trust_it_for_the_reference(tmp_path, checkpoint):
+    rows(pair).to_parquet(str(tmp_path / "pairs.parquet"))
+    words = [str(checkpoint), str(tmp_path / "pairs.parquet"), str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", REFERENCE, *words], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert done.stdout.splitlines()[-1:] == ["done"], done.stderr[-3000:]

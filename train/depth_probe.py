@@ -1,0 +1,107 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""How far each decoder layer moves visual and text tokens, at chosen steps of a run, on one fixed batch (figure 5)."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainingArguments
+
+from ..checkpoint.files import finished_file
+from ..checkpoint.names import DYNAMICS
+from ..diagnose.measure.depth import DepthProbe
+from ..diagnose.measure.families import decoder_layers
+from ..diagnose.measure.positions import token_positions
+from ..diagnose.measure.probe import evaluating as in_evaluation_mode
+from ..diagnose.report import KINDS
+from .model import base_model
+
+
+class CosineProbe(TrainerCallback):
+    """Records the cosine similarity of consecutive hidden states of a token at every decoder layer (RQ3).
+
+    A line of `dynamics.jsonl` is `{"step": 0, "visual": [...], "text": [...]}`: for each layer the mean cosine between
+    what enters it and what leaves it, over image tokens and over the other attended tokens; what leaves the last layer
+    is taken before the language model's final norm. A kind of which the batch has no token has an empty list. Lines of
+    the same step and of later ones, which a run wrote before it was resumed from an earlier step, are dropped.
+
+    The model is left as it was found, with its random state, so a run is the same with and without the probe.
+
+    Args:
+        steps: Optimizer steps after which to measure; 0 is before training.
+        batch: What the collator makes of the probe rows, the same on every process; labels are ignored.
+    """
+
+    def __init__(self, steps: Sequence[int], batch: dict[str, Tensor]):
+        self.steps = frozenset(steps)
+        self.batch = {name: value for name, value in batch.items() if name != "labels"}
+        self._means: dict[str, float] = {}
+
+    def collect(self) -> dict[str, float]:
+        """The means over the layers, `cosine/visual` and `cosine/text`, if they were measured since the last call."""
+        means, self._means = self._means, {}
+        return means
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Measures before the first step."""
+        if state.global_step == 0 and 0 in self.steps:
+            self._record(args, state, model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        """Measures after a step that was asked for."""
+        if state.global_step in self.steps:
+            self._record(args, state, model)
+
+    def _record(self, args, state, model) -> None:
+        batch = {name: value.to(args.device) for name, value in self.batch.items()}
+        with evaluating(model, args):
+            curves = layer_cosines(model, batch)
+        self._means = {f"cosine/{kind}": sum(curve) / len(curve) for kind, curve in curves.items() if curve}
+        if state.is_world_process_zero:
+            _replace_line(Path(args.output_dir) / DYNAMICS, {"step": state.global_step, **curves})
+
+
+def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[float]]:
+    """Mean cosine between what enters a decoder layer and what leaves it, for every layer in order.
+
+    Args:
+        model: The model, with or without adapters, in evaluation mode.
+        batch: Its inputs, on its device: `input_ids`, `attention_mask`, and `pixel_values` where it has pictures.
+
+    Returns:
+        `{"visual": [...], "text": [...]}`; a list is empty if the batch has no such tokens.
+    """
+    inner = base_model(model)
+    positions = token_positions(batch["input_ids"], batch.get("attention_mask"), inner.config.image_token_id)
+    none = torch.zeros_like(positions["text"])
+    masks = torch.stack([positions.get(kind, none).flatten() for kind in KINDS])
+    depth = DepthProbe(decoder_layers(inner.model.language_model))
+    with torch.no_grad(), depth.watching(lambda: masks):
+        model(**batch, use_cache=False, logits_to_keep=1)
+    curves = depth.result().cosine
+    return {kind: curves[kind].mean if kind in curves else [] for kind in ("visual", "text")}
+
+
+@contextmanager
+def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
+    """Evaluation mode without gradients, in the precision of training; afterwards all is as it was.
+
+    Modules that were in evaluation mode among others in training mode are so again, and random numbers go on as if
+    none had been drawn.
+    """
+    devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []
+    dtype = torch.bfloat16 if args.bf16 else torch.float16
+    autocast = torch.autocast(args.device.type, dtype=dtype, enabled=args.bf16 or args.fp16)
+    with torch.random.fork_rng(devices), autocast, in_evaluation_mode(model):
+        yield
+
+
+def _replace_line(path: Path, line: dict) -> None:
+    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    lines = [old for old in lines if old["step"] < line["step"]] + [line]
+    with finished_file(path) as written:
+        written.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
