@@ -197,7 +197,7 @@ def train(
             try:
                 main(context.args)
             except KeyboardInterrupt:
-                Console(stderr=True).print("Stopped. Go on from the newest checkpoint with --resume_from_checkpoint.")
+                Console(stderr=True).print("Stopped. Resume from the newest checkpoint with --resume_from_checkpoint.")
                 raise typer.Exit(130) from None
 
 
@@ -380,7 +380,7 @@ def publish(
             done = send(
                 checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, space=space,
                 as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run,
-                check_loading=not no_verify, say=lambda text: console.print(text, soft_wrap=True),
+                check_loading=not no_verify, notify=lambda text: console.print(text, soft_wrap=True),
             )  # fmt: skip
         except KeyboardInterrupt:
             Console(stderr=True).print(

@@ -59,7 +59,7 @@ class MergeReport:
 
     `kind` is `"LoRA"`, `"DoRA"` or `"rsLoRA"`, `quantization` the base's in training (`"4-bit nf4"`, `"8-bit"`, None),
     `difference` the largest difference, in float32 and before casting to `dtype`, between the logits of the merged
-    model and of the adapter on the same (dequantized) base, on one picture and one sentence.
+    model and of the adapter on the same (dequantized) base, on one image and one sentence.
     """
 
     output: str
@@ -275,8 +275,8 @@ def _load_base(
 
 
 def _probe(processor: LlavaProcessor) -> dict[str, Tensor]:
-    picture = Image.linear_gradient("L").convert("RGB")
-    return processor(images=picture, text=f"{processor.image_token} What is in the picture?", return_tensors="pt")
+    image = Image.linear_gradient("L").convert("RGB")
+    return processor(images=image, text=f"{processor.image_token} What is in the image?", return_tensors="pt")
 
 
 @torch.no_grad()

@@ -113,7 +113,7 @@ def make_processor(
     if strategy == "default" and not class_tokens:
         raise ValueError(
             f"select_strategy 'default' drops the first token, and {vision_config.model_type} has no class token: a "
-            "patch of the picture would be lost. Use 'full'."
+            "patch of the image would be lost. Use 'full'."
         )
     if not image_processor.crop_size:
         size = image_processor.size
@@ -145,7 +145,7 @@ def load_processor(
         config: the model's, whose image token must be the processor's.
 
     Raises:
-        ValueError: there is none, or it cannot be read, or makes too much of a picture, or is another model's.
+        ValueError: there is none, or it cannot be read, or makes too much of an image, or is another model's.
         OSError: a file of it is not there.
     """
     processor = load_preprocessor(AutoProcessor, checkpoint, revision=revision)
@@ -165,13 +165,13 @@ def load_processor(
 
 
 def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = None) -> int:
-    """Placeholders per image, checked against the features that `model` computes for a picture.
+    """Placeholders per image, checked against the features that `model` computes for an image.
 
     Raises:
         ValueError: the prompt, `_get_num_multimodal_tokens` and the model do not agree on the number.
     """
-    picture = Image.new("RGB", (97, 61), "white")
-    inputs = processor(images=picture, text=processor.image_token, return_tensors="pt")
+    image = Image.new("RGB", (97, 61), "white")
+    inputs = processor(images=image, text=processor.image_token, return_tensors="pt")
     counts = {
         "the prompt": int((inputs["input_ids"] == processor.image_token_id).sum()),
         "_get_num_multimodal_tokens": processor._get_num_multimodal_tokens([(61, 97)])["num_image_tokens"][0],
@@ -179,11 +179,11 @@ def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = N
     if model is not None:
         with torch.no_grad():
             pixels = inputs["pixel_values"].to(model.device, model.dtype)
-            counts["the model"] = sum(len(image) for image in model.get_image_features(pixels).pooler_output)
+            counts["the model"] = sum(len(each) for each in model.get_image_features(pixels).pooler_output)
     if len(set(counts.values())) > 1:
         found = ", ".join(f"{count} in {where}" for where, count in counts.items())
         raise ValueError(
-            f"The number of image tokens does not agree: {found}. Pictures must leave the image processor in one "
+            f"The number of image tokens does not agree: {found}. Images must leave the image processor in one "
             "size, a multiple of the patch."
         )
     return counts["the prompt"]

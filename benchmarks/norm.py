@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--tokens", type=int, default=64 * 729, help="default: 64 pictures of SigLIP at 384 pixels")
+    parser.add_argument("--tokens", type=int, default=64 * 729, help="default: 64 images of SigLIP at 384 pixels")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()

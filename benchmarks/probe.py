@@ -48,7 +48,7 @@ def seconds(function: Callable[[], object], device: str) -> float:
 
 
 def batches(model: NormAlignLlavaForConditionalGeneration, count: int) -> list[dict[str, Tensor]]:
-    """Random words and pictures."""
+    """Random words and images."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for _ in range(count):

@@ -89,11 +89,11 @@ def random_parts(folder: Path, rows: int) -> None:
     data = []
     for _ in range(rows):
         words = ["".join(rng.choices("etaoin", k=5)) for _ in range(rng.randint(20, 60))]
-        user = [{"type": "image"}, {"type": "text", "text": "what is in the picture?"}]
+        user = [{"type": "image"}, {"type": "text", "text": "what is in the image?"}]
         answer = [{"type": "text", "text": " ".join(words)}]
         messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
-        picture = Image.frombytes("RGB", (384, 384), rng.randbytes(3 * 384**2))
-        data.append({"images": [{"bytes": png(picture)}], "messages": messages})
+        image = Image.frombytes("RGB", (384, 384), rng.randbytes(3 * 384**2))
+        data.append({"images": [{"bytes": png(image)}], "messages": messages})
     Dataset.from_list(data, features=FEATURES).save_to_disk(folder / "data")
 
 

@@ -23,7 +23,7 @@ TEMPLATE_SECONDS = 2
 
 @contextmanager
 def loading(what: str, *, seconds: int | None = 50, remedy: str = AGAIN) -> Iterator[None]:
-    """Around a call that reads a stranger's files: whatever they make it raise becomes a sentence.
+    """Around a call that reads files of others: whatever they make it raise becomes a sentence.
 
     Nothing in there gets an answer from the terminal.
 
@@ -85,7 +85,7 @@ def _is_ours(error: Exception) -> bool:
     return str(frame.f_globals.get("__name__")).startswith(f"{__package__.split('.')[0]}.")
 
 
-class _Stopped(BaseException):  # no `except Exception` may go on
+class _Stopped(BaseException):  # no `except Exception` may catch it
     pass
 
 

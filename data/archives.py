@@ -65,7 +65,7 @@ EASY_VQA = Part(
     sha256="fcb51b309b78c7b00f97b64cdbcbcf5c105f94da1b39c0796cee5a787c4f650f",
     members=("easy_vqa/data/*.json", "easy_vqa/data/*.png"),
     licence="MIT",
-    about="5,000 pictures of coloured shapes, 48,248 questions",
+    about="5,000 images of coloured shapes, 48,248 questions",
 )
 GOOGLE_EMOJI = Part(
     client="npm",

@@ -95,7 +95,7 @@ class DataArguments:
         },
     )
     image_folder: str | None = field(
-        default=None, metadata={"help": "Folder that picture paths start from. Default: the data file's folder."}
+        default=None, metadata={"help": "Folder that image paths start from. Default: the data file's folder."}
     )
     eval_dataset_name: str | None = field(
         default=None, metadata={"help": "Held-out data, in the forms of dataset_name. Default: its test split."}
@@ -108,10 +108,10 @@ class DataArguments:
         metadata={"help": "At a row that cannot be trained on: stop with its number and the reason, or skip it."},
     )
     check_images: bool = field(
-        default=False, metadata={"help": "Decode every picture before training, not when it is met."}
+        default=False, metadata={"help": "Decode every image before training, not when it is met."}
     )
     max_image_pixels: int = field(
-        default=89_478_485, metadata={"help": "Pictures with more pixels are bad rows. Default: Pillow's own limit."}
+        default=89_478_485, metadata={"help": "Images with more pixels are bad rows. Default: Pillow's own limit."}
     )
     shuffle_buffer_size: int = field(
         default=1000, metadata={"help": "Rows in the shuffle buffer of a streamed data set."}

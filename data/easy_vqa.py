@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The quickstart's questions: easy-VQA and the naming of emoji.
 
-What is held out: easy-VQA's own test pictures, none of which is among its training pictures, and the drawings of
+What is held out: easy-VQA's own test images, none of which is among its training images, and the drawings of
 another vendor. The emoji named in training were drawn by Google; the same emoji drawn by Microsoft are never trained
 on. The wordings of questions and the answers are the same on both sides.
 """
@@ -36,20 +36,20 @@ FEATURES = Features({"images": List(Image()), "messages": List({"role": Value("s
 
 
 class Question(NamedTuple):
-    """A question about a picture.
+    """A question about an image.
 
     Attributes:
         kind: One of `KINDS`, or `"emoji"`.
         text: The question.
         answer: The true answer, one word in lower case.
-        picture: Path of the picture.
+        image: Path of the image.
         taught: What training makes of the answer; None if the question is not trained on.
     """
 
     kind: str
     text: str
     answer: str
-    picture: Path
+    image: Path
     taught: str | None
 
 
@@ -61,14 +61,14 @@ def split_size(split: str, cache: Path | None = None) -> int:
 def easy_vqa(split: str, seed: int, cache: Path | None = None) -> list[Question]:
     """The questions of easy-VQA's `"train"` or `"test"` split, shuffled, with yes/no balanced wording by wording.
 
-    easy-VQA asks "is there a blue shape?" of pictures of any colour, so that "no" is right seven times in eight
+    easy-VQA asks "is there a blue shape?" of images of any colour, so that "no" is right seven times in eight
     without a look. Of each wording as many questions are kept whose answer is "yes" as "no", one after the other in
     the list: then the question alone is worth one half, in any even number of them. Shape and colour questions are all
     kept; their answers are about even.
 
     What is taught as the answer to a yes/no question begins with what is seen, "red circle, no": in trials the model
-    learned to compare a question with its own words, and in as many steps not with the picture directly. Colour and
-    shape come from the split's other questions about the picture; a yes/no question about a picture whose other
+    learned to compare a question with its own words, and in as many steps not with the image directly. Colour and
+    shape come from the split's other questions about the image; a yes/no question about an image whose other
     questions do not give both is not trained on.
     """
     folder, triples = _triples(split, cache)
@@ -111,10 +111,10 @@ def emoji(count: int, seed: int, cache: Path | None = None) -> tuple[list[Questi
 def training_data(
     rows: int, emoji_count: int, emoji_share: float = 0.25, seed: int = 0, cache: Path | None = None
 ) -> Dataset:
-    """Conversations about training pictures, in the form TRL's `SFTTrainer` reads.
+    """Conversations about training images, in the form TRL's `SFTTrainer` reads.
 
-    A row of easy-VQA asks up to three yes/no questions about one picture and one about its shape or colour, in random
-    order: several answers for the price of one picture. The loss is on the answers only, by `assistant_only_loss`.
+    A row of easy-VQA asks up to three yes/no questions about one image and one about its shape or colour, in random
+    order: several answers for the price of one image. The loss is on the answers only, by `assistant_only_loss`.
 
     Args:
         rows: Number of conversations, which is batch size times steps for a single pass.
@@ -127,17 +127,17 @@ def training_data(
         A dataset with columns `images` and `messages`.
     """
     rng = random.Random(seed)
-    by_picture: dict[Path, dict[str, list[Question]]] = defaultdict(lambda: defaultdict(list))
+    by_image: dict[Path, dict[str, list[Question]]] = defaultdict(lambda: defaultdict(list))
     for question in easy_vqa("train", seed, cache):
         if question.taught:
-            by_picture[question.picture][question.kind].append(question)
-    pictures, drawings = sorted(by_picture), emoji(emoji_count, EMOJI_SEED, cache)[0]
+            by_image[question.image][question.kind].append(question)
+    images, drawings = sorted(by_image), emoji(emoji_count, EMOJI_SEED, cache)[0]
     conversations = []
     for _ in range(rows):
         if rng.random() < emoji_share:
             conversations.append([rng.choice(drawings)])
             continue
-        of_kind = by_picture[rng.choice(pictures)]
+        of_kind = by_image[rng.choice(images)]
         turns = rng.sample(of_kind["yes/no"], min(YES_NO_PER_ROW, len(of_kind["yes/no"])))
         if others := [question for kind in ("shape", "colour") for question in of_kind[kind]]:
             turns.append(rng.choice(others))
@@ -166,34 +166,34 @@ def held_out(per_kind: int, emoji_count: int, seed: int = 0, cache: Path | None 
 
 
 def conversation(turns: list[Question]) -> dict:
-    """One row: the picture, the system turn, and a user and an assistant turn for each question."""
+    """One row: the image, the system turn, and a user and an assistant turn for each question."""
     messages = prompt(turns[0].text)
     for number, turn in enumerate(turns):
         if number:
             messages.append({"role": "user", "content": [{"type": "text", "text": turn.text}]})
         messages.append({"role": "assistant", "content": [{"type": "text", "text": turn.taught}]})
-    return {"images": [{"bytes": png(load_picture(turns[0].picture))}], "messages": messages}
+    return {"images": [{"bytes": png(load_image(turns[0].image))}], "messages": messages}
 
 
-def prompt(text: str, picture: PILImage.Image | str | None = None) -> list[dict]:
-    """The messages that ask `text` about one picture, which is in the message (or its path is), or in a column."""
-    image = {"type": "image"} if picture is None else {"type": "image", "image": picture}
-    user = [image, {"type": "text", "text": text}]
+def prompt(text: str, image: PILImage.Image | str | None = None) -> list[dict]:
+    """The messages that ask `text` about one image, which is in the message (or its path is), or in a column."""
+    part = {"type": "image"} if image is None else {"type": "image", "image": image}
+    user = [part, {"type": "text", "text": text}]
     return [{"role": "system", "content": [{"type": "text", "text": SYSTEM}]}, {"role": "user", "content": user}]
 
 
-def load_picture(path: Path) -> PILImage.Image:
-    """The picture in RGB; what is transparent becomes white."""
-    with PILImage.open(path) as picture:
-        layer = picture.convert("RGBA")
+def load_image(path: Path) -> PILImage.Image:
+    """The image in RGB; what is transparent becomes white."""
+    with PILImage.open(path) as image:
+        layer = image.convert("RGBA")
     white = PILImage.new("RGBA", layer.size, "white")
     return PILImage.alpha_composite(white, layer).convert("RGB")
 
 
-def png(picture: PILImage.Image) -> bytes:
-    """The picture's PNG file."""
+def png(image: PILImage.Image) -> bytes:
+    """The image's PNG file."""
     buffer = io.BytesIO()
-    picture.save(buffer, format="PNG")
+    image.save(buffer, format="PNG")
     return buffer.getvalue()
 
 

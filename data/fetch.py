@@ -106,7 +106,7 @@ def resolve(part: Part, folder: Path) -> str:
 
 
 def download(address: str, partial: Path, part: Part, folder: Path) -> None:
-    """Downloads `address` to `partial`, going on where an earlier attempt or an earlier process stopped.
+    """Downloads `address` to `partial`, resuming where an earlier attempt or process stopped.
 
     Raises:
         FetchError: The address still cannot be read after several attempts; what did arrive is kept.
@@ -169,6 +169,6 @@ def _wanted(part: Part, member: str) -> bool:
 def _error(part: Part, folder: Path, reason: str) -> FetchError:
     return FetchError(
         f"{part.name} {part.version} is not available: {reason}\n"
-        f"Run the quickstart again to go on, or put {part.filename} into {folder} yourself; where there is a "
+        f"Run the quickstart again to resume, or put {part.filename} into {folder} yourself; where there is a "
         f"connection, `{part.command}` fetches it."
     )

@@ -203,15 +203,15 @@ def _open(image: dict[str, Any]) -> Any:
     return fsspec.open(path, "rb") if "://" in path else open(path, "rb")
 
 
-def _rgb(picture: Image.Image) -> Image.Image:
-    if picture.mode == "F":
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers, of which nobody knows what white is")
-    if picture.mode.startswith("I"):  # 16 bits; Pillow's own conversion turns all above 255 into white
-        picture = Image.fromarray((np.asarray(picture) // 256).clip(0, 255).astype(np.uint8))
-    if picture.has_transparency_data:
-        layer = picture.convert("RGBA")
+    if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion turns all above 255 into white
+        image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
+    if image.has_transparency_data:
+        layer = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
-    return picture.convert("RGB")
+    return image.convert("RGB")
 
 
 def printable(text: str) -> str:

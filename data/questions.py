@@ -16,29 +16,29 @@ from .images import ImageRules, open_image, printable
 
 @dataclass(frozen=True)
 class Sample:
-    """A question about a picture.
+    """A question about an image.
 
     Attributes:
         name: Where it comes from: data, row and file, without the folders above the data.
         question: The question.
-        image: The picture's `path` or its `bytes`, as `datasets` has them.
+        stored: The image's `path` or its `bytes`, as `datasets` has them.
     """
 
     name: str
     question: str
-    image: Mapping[str, Any]
+    stored: Mapping[str, Any]
 
     @property
-    def picture(self) -> Image.Image:
-        """The picture, decoded anew each time, upright and in RGB.
+    def image(self) -> Image.Image:
+        """The image, decoded anew each time, upright and in RGB.
 
         Raises:
             ValueError: It cannot be decoded; the text names the sample.
         """
         try:
-            return open_image(dict(self.image), DataArguments.max_image_pixels)
+            return open_image(dict(self.stored), DataArguments.max_image_pixels)
         except ValueError as error:
-            raise ValueError(f"The picture of {self.name} cannot be used: {error}") from error
+            raise ValueError(f"The image of {self.name} cannot be used: {error}") from error
 
 
 def sample_of_row(raw: Any, name: str, rules: ImageRules) -> Sample | None:

@@ -98,7 +98,7 @@ def open_source(source: DataSource, streaming: bool) -> Source:
             opened = _folder(opened, path, source, streaming)
         else:
             opened = replace(opened, data=_load(source, streaming), dataset=hub_dataset(hub) if hub else None)
-    except Exception as error:  # of a stranger's files, whatever `datasets` stumbles over
+    except Exception as error:  # of others' files, whatever `datasets` stumbles over
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         told = f"{source.path} is no file or folder here. " if hub else ""
         told += f"The data set {source.path}, split {source.split!r}, cannot be read: {reason}"

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Pictures with questions, from wherever they are, and the model inputs made of them."""
+"""Images with questions, from wherever they are, and the model inputs made of them."""
 
 import logging
 import random
@@ -33,13 +33,13 @@ BENCHMARKS = {
     "pope": DataSource("lmms-lab/POPE", split="test"),
     "mmstar": DataSource("Lin-Chen/MMStar", split="val"),
 }
-"""Where the paper's pictures come from: 1,000 of these three (RQ1). Which ones, it does not say."""
+"""Where the paper's images come from: 1,000 of these three (RQ1). Which ones, it does not say."""
 
 PAPER = "paper"
 """Name of the three benchmarks together, in equal parts."""
 
 BUILT_IN = "easy-VQA and emoji"
-"""Name of the built-in pictures, which are those that the quickstart holds out."""
+"""Name of the built-in images, which are those that the quickstart holds out."""
 
 STREAMED_ROWS, BENCHMARK_ROWS = 1_000, 10_000
 """How many rows of a data set on the Hub are read, from its first, to draw samples from; of a benchmark, all."""
@@ -91,7 +91,7 @@ def load_samples(data: str | None, count: int, *, seed: int = 0, image_folder: s
 
 
 def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: int) -> Iterator[dict[str, Tensor]]:
-    """Model inputs of `samples`, in order, padded on the left: each question after its picture, as a user's turn.
+    """Model inputs of `samples`, in order, padded on the left: each question after its image, as a user's turn.
 
     Args:
         processor: Of a vision-language model. Its chat template is used, with the generation prompt; where it has
@@ -117,12 +117,12 @@ def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: in
         yield inputs
 
 
-def picture_batches(
+def image_batches(
     image_processor: BaseImageProcessor, samples: Sequence[Sample], batch_size: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Inputs of a vision encoder alone: the pictures of `samples`, in order, `batch_size` at a time."""
+    """Inputs of a vision encoder alone: the images of `samples`, in order, `batch_size` at a time."""
     for batch in _batched(samples, batch_size):
-        yield dict(image_processor(images=[sample.picture for sample in batch], return_tensors="pt"))
+        yield dict(image_processor(images=[sample.image for sample in batch], return_tensors="pt"))
 
 
 def _batched(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
@@ -135,7 +135,7 @@ def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Ten
     options = {"padding": True, "padding_side": "left"}
     if processor.chat_template:
         turns = [
-            [{"type": "image", "image": sample.picture}, {"type": "text", "text": sample.question}] for sample in batch
+            [{"type": "image", "image": sample.image}, {"type": "text", "text": sample.question}] for sample in batch
         ]
         inputs = processor.apply_chat_template(
             [[{"role": "user", "content": turn}] for turn in turns],
@@ -148,7 +148,7 @@ def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Ten
     else:
         inputs = processor(
             text=[f"{processor.image_token}\n{sample.question}" for sample in batch],
-            images=[[sample.picture] for sample in batch],
+            images=[[sample.image] for sample in batch],
             return_tensors="pt",
             **options,
         )
@@ -172,13 +172,11 @@ def _built_in(rng: random.Random) -> list[Sample]:
         questions = held_out(per_kind=100, emoji_count=40)
     except FetchError as error:
         raise FetchError(
-            f"The built-in pictures are not here and cannot be fetched; data of your own need no fetching. {error}"
+            f"The built-in images are not here and cannot be fetched; data of your own need no fetching. {error}"
         ) from error
     rng.shuffle(questions)
     return [
-        Sample(
-            f"{question.kind} ({question.picture.name})", question.text, {"path": str(question.picture), "bytes": None}
-        )
+        Sample(f"{question.kind} ({question.image.name})", question.text, {"path": str(question.image), "bytes": None})
         for question in questions
     ]
 
@@ -220,9 +218,9 @@ def _samples(rows: Iterable[tuple[str, int, Any]], label: str, rules: ImageRules
 def _take(label: str, candidates: Iterable[Sample], count: int) -> list[Sample]:
     samples: list[Sample] = []
     with Progress() as progress:
-        bar = progress.add_task(f"pictures of {label}", total=count)
+        bar = progress.add_task(f"images of {label}", total=count)
         for sample in islice(candidates, count):
-            sample.picture  # noqa: B018  (decoded for its errors)
+            sample.image  # noqa: B018  (decoded for its errors)
             samples.append(sample)
             progress.advance(bar)
     if not samples:

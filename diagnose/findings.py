@@ -61,7 +61,7 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
         Finding("RQ3: visual tokens, being larger, turn more slowly than text.", *_asymmetry(subject)),
         Finding("Section 3.1: updates are as large for visual tokens as for text.", *_update_size(subject)),
         Finding("Section 3.1: updates make the same angle with the state for both.", *_update_angle(subject)),
-        Finding("Appendix G: without the norm, text looks at the bottom of the picture.", *_bottom(subject)),
+        Finding("Appendix G: without the norm, text looks at the bottom of the image.", *_bottom(subject)),
     ]
     if subject.interface.visual_table is not None:
         claim = "RQ4: tokens of a visual vocabulary are larger, yet turn at the rate of text."
@@ -76,7 +76,7 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
     claims = (
         "Figure 4a: with the norm, the norms of both stay nearer to each other in depth.",
         "Figure 4b: with the norm, their rates are nearer to each other.",
-        "Appendix G: with the norm, attention to the picture is less diffuse.",
+        "Appendix G: with the norm, attention to the image is less diffuse.",
     )
     return found + [Finding(claim, *remedy) for claim, remedy in zip(claims, remedies, strict=True)]
 

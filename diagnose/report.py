@@ -170,29 +170,29 @@ class DynamicsStep:
 
 @dataclass(frozen=True)
 class Attention:
-    """Where the text tokens after a picture look, by layer (appendix G).
+    """Where the text tokens after an image look, by layer (appendix G).
 
-    Attention is averaged over heads and over the text positions that come after the picture.
+    Attention is averaged over heads and over the text positions that come after the image.
 
     Attributes:
         question: The question that was asked.
-        picture: PNG file beside `report.json` of the picture as the model was shown it; None if it was not kept.
-        grid: Rows and columns of the picture's visual tokens; None where they form no single grid (tiles), and then
+        image: PNG file beside `report.json` of the image as the model was shown it; None if it was not kept.
+        grid: Rows and columns of the image's visual tokens; None where they form no single grid (tiles), and then
             `maps` are by token order, one row.
-        maps: `[layer][row][column]`: share of the attention to the picture that falls on each visual token; each
+        maps: `[layer][row][column]`: share of the attention to the image that falls on each visual token; each
             layer sums to 1. Kept of the questions that are drawn, empty for the others.
-        image_share: Share of all attention that falls on the picture, by layer.
+        image_share: Share of all attention that falls on the image, by layer.
         entropy: Entropy of each layer's map over that of an even one: 1 is even, 0 is one token.
         layers: Numbers, from 1, of the layers that `maps` and the lists belong to: those whose attention map reaches
-            the picture, in most models all.
+            the image, in most models all.
         bottom_bias: By layer, attention on the bottom third of the grid over what an even map has there: 1 is no bias.
             None without a grid.
-        regions: Share of the attention to the picture on each ninth of it, `[top to bottom][left to right]`, averaged
+        regions: Share of the attention to the image on each ninth of it, `[top to bottom][left to right]`, averaged
             over layers; they sum to 1. None without a grid.
     """
 
     question: str
-    picture: str | None
+    image: str | None
     grid: tuple[int, int] | None
     maps: list[list[list[float]]]
     image_share: list[float]
@@ -213,7 +213,7 @@ class Report:
         hidden_size: d of the language model (of the encoder, where there is no language model).
         projector: Name of the projector's module; None if this family's is not known.
         data: Name of the data.
-        samples: How many questions with pictures were asked.
+        samples: How many questions with images were asked.
         tokens: How many tokens of each kind were measured.
         interface, depth, embeddings, gain: What was measured; None where it does not apply.
         dynamics, attention: One entry for each recorded step, and for each question asked; may be empty.

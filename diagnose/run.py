@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""A whole diagnosis: measure a model and its baseline on the same pictures, draw, conclude, write a folder."""
+"""A whole diagnosis: measure a model and its baseline on the same images, draw, conclude, write a folder."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from ..assembly.build import torch_dtype
 from ..checkpoint.files import replaced_folder
 from ..data.questions import Sample
 from ..errors import Console, escaped
-from .data import Samples, batches, load_samples, picture_batches
+from .data import Samples, batches, image_batches, load_samples
 from .figures.draw import draw
 from .findings import findings
 from .load import Found, find, load
@@ -72,7 +72,7 @@ def diagnose(
     name: str | None = None,
     against_name: str | None = None,
 ) -> Diagnosis:
-    """Measures `model`, and `against` on the same pictures, and writes `report.json`, `report.html` and the figures.
+    """Measures `model`, and `against` on the same images, and writes `report.json`, `report.html` and the figures.
 
     A vision-language model is measured whole. Of a vision encoder alone, the norms it gives are measured; of a
     language model alone, its embedding matrix; the report says what was left out. `against` may be a language model:
@@ -81,12 +81,12 @@ def diagnose(
     Args:
         model: Folder or Hub id.
         against: Of the baseline.
-        data: Where pictures and questions come from: see [`~normalign_llava.diagnose.data.load_samples`].
+        data: Where images and questions come from: see [`~normalign_llava.diagnose.data.load_samples`].
         image_folder: Folder that image paths in the data start from; by default that of the data.
         samples: How many.
         output: Folder to write; by default `diagnostics` in the folder of `model`, or for a Hub id
             `diagnostics/ID` here. What an earlier diagnosis wrote there is replaced when this one is complete.
-        batch_size: How many pictures at a time.
+        batch_size: How many images at a time.
         seed: Decides which samples are drawn.
         dtype: "float32", "bfloat16", "float16", or "auto", the checkpoint's own.
         load_in_4bit: Quantize both to 4 bits with bitsandbytes.
@@ -105,7 +105,7 @@ def diagnose(
     if load_in_4bit and find_spec("bitsandbytes") is None:
         raise ModuleNotFoundError("Quantizing to 4 bits takes bitsandbytes, which is not installed")
     if data is not None and all(each.kind == "language model" for each in found):
-        raise ValueError(f"Of {found[0].name}, a language model alone, no pictures are shown. Leave {data!r} out.")
+        raise ValueError(f"Of {found[0].name}, a language model alone, no images are shown. Leave {data!r} out.")
     if load_in_4bit and (alone := [each.name for each in found if each.kind == "vision encoder"]):
         raise ValueError(f"{', '.join(alone)} has no language model to quantize. Leave --load-in-4bit out.")
     folder = _folder(model, output)
@@ -158,7 +158,7 @@ class _Seen:
         model = load(found, dtype=self.dtype, load_in_4bit=self.load_in_4bit)
         total = math.ceil(len(drawn.samples) / self.batch_size)
         if found.image_processor is not None:
-            made = picture_batches(found.image_processor, drawn.samples, self.batch_size)
+            made = image_batches(found.image_processor, drawn.samples, self.batch_size)
             return probe_encoder(
                 model, track(made, escape(escaped(name)), total=total, console=Console()), name=name, data=drawn.name
             )
@@ -197,9 +197,9 @@ class _Seen:
             if number > QUESTIONS_DRAWN:
                 measured.append(replace(found, maps=[]))
                 continue
-            file = f"{prefix}picture_{number}.png"
-            shown_picture(processor, inputs, sample.picture).save(self.folder / file)
-            measured.append(replace(found, picture=file))
+            file = f"{prefix}image_{number}.png"
+            shown_image(processor, inputs, sample.image).save(self.folder / file)
+            measured.append(replace(found, image=file))
         return measured, []
 
     def provenance(self, samples: int) -> dict[str, str]:
@@ -221,17 +221,17 @@ def _revisions(found: list[Found]) -> dict[str, str]:
     return {f"revision of {name}": commit for name, commit in commits.items() if commit}
 
 
-def shown_picture(processor: ProcessorMixin, inputs: dict[str, Tensor], picture: Image.Image) -> Image.Image:
-    """The picture as the model was shown it, cropped and resized; `picture` itself where that cannot be told.
+def shown_image(processor: ProcessorMixin, inputs: dict[str, Tensor], image: Image.Image) -> Image.Image:
+    """The image as the model was shown it, cropped and resized; `image` itself where that cannot be told.
 
-    It can be where `pixel_values` are one picture, `(1, 3, height, width)`, which the image processor has scaled to
+    It can be where `pixel_values` are one image, `(1, 3, height, width)`, which the image processor has scaled to
     0 to 1 and normalised by a mean and deviation that it names.
     """
     pixels = inputs.get("pixel_values")
     names = ("image_mean", "image_std", "do_normalize", "do_rescale")
     mean, std, *done = (getattr(processor.image_processor, name, None) for name in names)
     if pixels is None or pixels.dim() != 4 or len(pixels) != 1 or mean is None or std is None or not all(done):
-        return picture
+        return image
     shown = pixels[0].float() * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
     return Image.fromarray((shown * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
 
@@ -253,7 +253,7 @@ def _written(folder: Path) -> set[str]:
         return {
             REPORT,
             PAGE,
-            *(each["picture"] for each in asked if each["picture"]),
+            *(each["image"] for each in asked if each["image"]),
             *(each["file"] for each in content["figures"]),
         }
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -195,7 +195,7 @@ def _compared(report: Report, against: Report) -> str:
     ):
         if new is not None and old is not None:
             said = f"{name} a norm of {number(new.mean, 3)} instead of {number(old.mean, 3)}"
-            if entry_ratio(report) is not None:  # a base without pictures: the model is judged by itself
+            if entry_ratio(report) is not None:  # a base without images: the model is judged by itself
                 return f"{_second(report)[:-1]}; against {against.model} {said}."
             return f"Against {against.model} {said}."
     return f"Nothing that was measured of it was measured of {against.model} too."

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The quickstart's last part: the same model without the norm, and both diagnosed on the same held-out pictures."""
+"""The quickstart's last part: the same model without the norm, and both diagnosed on the same held-out images."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a quickstart run shows: its parts, its pictures and its results."""
+"""What a quickstart run shows: its parts, its images and its results."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ..checkpoint.files import finished_file
 from ..data.archives import Part
-from ..data.easy_vqa import KINDS, OVERALL, Question, load_picture
+from ..data.easy_vqa import KINDS, OVERALL, Question, load_image
 from .evaluate import is_right
 
 
@@ -35,8 +35,8 @@ def print_parts(console: Console, parts: Sequence[Part]) -> None:
     console.print(table)
 
 
-def draw_pictures(answered: Sequence[tuple[Question, str]], output: Path, columns: int = 4) -> None:
-    """Draws held-out pictures with question, answer and truth into one PNG."""
+def draw_images(answered: Sequence[tuple[Question, str]], output: Path, columns: int = 4) -> None:
+    """Draws held-out images with question, answer and truth into one PNG."""
     from matplotlib.figure import Figure
 
     rows = -(-len(answered) // columns)
@@ -45,7 +45,7 @@ def draw_pictures(answered: Sequence[tuple[Question, str]], output: Path, column
         axes.set_axis_off()
     for axes, (question, given) in zip(grid.flat, answered, strict=False):
         right = is_right(question, given)
-        axes.imshow(load_picture(question.picture))
+        axes.imshow(load_image(question.image))
         axes.set_title(f"{question.text}\n", fontsize=9, wrap=True)
         style = {"transform": axes.transAxes, "ha": "center", "fontsize": 10}
         axes.text(
@@ -70,7 +70,7 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
     columns = {
         "before": before["accuracy"],
         "after": after["accuracy"],
-        "after, blank picture": after["blank"],
+        "after, blank image": after["blank"],
         **({"without the norm": baseline["accuracy"]} if baseline else {}),
         "majority answer": results["majority"],
     }
@@ -96,7 +96,7 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
     for name, sentences in results["verdicts"].items():
         console.print(f"Report on {name}: {' '.join(sentences)}", highlight=False, markup=False)
     console.print(f"Checkpoint: {output / 'model'}\nModel card: {output / 'model' / 'README.md'}")
-    console.print(f"Pictures:   {output / 'pictures.png'}")
+    console.print(f"Images:   {output / 'images.png'}")
     for page in pages:
         console.print(f"Report:     {page}")
 
@@ -111,7 +111,7 @@ def shortfalls(results: dict[str, Any]) -> list[str]:
         margin = accuracy[kind] - blank[kind]
         if margin < TARGET_MARGIN:
             lines.append(
-                f"Below target: {kind} is {100 * margin:.0f} points above the blank picture, wanted "
+                f"Below target: {kind} is {100 * margin:.0f} points above the blank image, wanted "
                 f"{100 * TARGET_MARGIN:.0f}."
             )
     return lines

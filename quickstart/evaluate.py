@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Asking a checkpoint the held-out questions, with their pictures and with a blank one."""
+"""Asking a checkpoint the held-out questions, with their images and with a blank one."""
 
 import json
 from collections import Counter, defaultdict
@@ -14,7 +14,7 @@ from rich.progress import track
 from transformers import PreTrainedModel, ProcessorMixin
 
 from ..checkpoint.files import finished_file
-from ..data.easy_vqa import KINDS, OVERALL, Question, load_picture, prompt
+from ..data.easy_vqa import KINDS, OVERALL, Question, load_image, prompt
 
 
 BATCH_SIZE = 32
@@ -31,12 +31,12 @@ def answer(
     label: str = "answering",
     bf16: bool = False,
 ) -> list[str]:
-    """Answers questions about pictures, greedily.
+    """Answers questions about images, greedily.
 
     Args:
         model: The model.
         processor: Its processor.
-        asked: Pairs of a question and a picture.
+        asked: Pairs of a question and an image.
         label: Shown beside the progress bar.
         bf16: Multiply in bfloat16.
 
@@ -67,19 +67,19 @@ def answer(
 def evaluate(
     model: PreTrainedModel, processor: ProcessorMixin, questions: Sequence[Question], *, bf16: bool = False
 ) -> dict[str, Any]:
-    """Answers `questions` with their pictures and with a blank one, and scores both by kind.
+    """Answers `questions` with their images and with a blank one, and scores both by kind.
 
-    An answer counts if its part after the last comma is the true one, letter case aside. The blank picture shows what
+    An answer counts if its part after the last comma is the true one, letter case aside. The blank image shows what
     the question alone gives away: its answer depends on the wording only, so each wording is asked once.
 
     Returns:
         `"accuracy"`, `"blank"` and `"majority"` (the share of the commonest true answer), each by kind; `"count"` by
         kind; and `"answers"`, one per question.
     """
-    pictures = [(question.text, load_picture(question.picture)) for question in questions]
+    images = [(question.text, load_image(question.image)) for question in questions]
     wordings = sorted({question.text for question in questions})
-    answers = answer(model, processor, pictures, label="held-out pictures", bf16=bf16)
-    of_blank = answer(model, processor, [(text, BLANK) for text in wordings], label="blank picture", bf16=bf16)
+    answers = answer(model, processor, images, label="held-out images", bf16=bf16)
+    of_blank = answer(model, processor, [(text, BLANK) for text in wordings], label="blank image", bf16=bf16)
     blind = dict(zip(wordings, of_blank, strict=True))
     return {
         "accuracy": score(questions, answers),

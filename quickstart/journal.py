@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a quickstart run has done so far, so that one that was stopped goes on as it began."""
+"""What a quickstart run has done so far, so that a stopped run resumes as it began."""
 
 import json
 import time

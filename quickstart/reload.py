@@ -23,7 +23,7 @@ def answer_each(model, processor, asked: list[list[dict]]) -> list[str]:
     Args:
         model: The model.
         processor: Its processor.
-        asked: Conversations that end with the user's turn; pictures as paths.
+        asked: Conversations that end with the user's turn; images as paths.
 
     Returns:
         The answers.

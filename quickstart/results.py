@@ -39,7 +39,7 @@ def write_evaluations(
         asked: When the trained model was asked, in seconds since the epoch.
     """
     references = {
-        "blank picture": after["blank"],
+        "blank image": after["blank"],
         "commonest answer": after["majority"],
         "before training": before["accuracy"],
         **({"trained without the norm": baseline["accuracy"]} if baseline else {}),
@@ -57,21 +57,19 @@ def write_evaluations(
     }
     decoding = f"Answers are decoded greedily, at most {MAX_NEW_TOKENS} tokens, in batches of {BATCH_SIZE}"
     precision = f"{decoding}, with float32 weights" + (" and products in bfloat16." if bf16 else ".")
-    prompt = f'The system prompt is "{SYSTEM}"; the user\'s turn is the picture, then the question.'
-    blank = (
-        f"Blank picture: the trained model is shown a white square of {BLANK.width} pixels in place of each picture."
-    )
+    prompt = f'The system prompt is "{SYSTEM}"; the user\'s turn is the image, then the question.'
+    blank = f"Blank image: the trained model is shown a white square of {BLANK.width} pixels in place of each image."
     commonest = "Commonest answer: the share of questions, of each kind, that have the commonest true answer."
     per_kind = after["count"][KINDS[0]]
     Evaluation(
         task="easy-vqa",
-        title="easy-VQA, held-out pictures",
+        title="easy-VQA, held-out images",
         metrics=[metric(OVERALL), *(metric(kind, kind) for kind in KINDS)],
         samples=after["count"][OVERALL],
         total=total,
         protocol=[
             f"Of the {total:,} questions of easy-VQA's test split, {per_kind} of each kind (shape, colour, yes/no) "
-            f"are asked, drawn by seed {seed}; none of its pictures is among those trained on.",
+            f"are asked, drawn by seed {seed}; none of its images is among those trained on.",
             "Yes/no questions come in pairs of the same wording, one whose answer is yes and one whose answer is no.",
             "Wordings and answers are those of the training questions.",
             prompt,

@@ -3,7 +3,7 @@
 """The quickstart from start to end: fetch, convert, build, ask, train twice, merge, ask again, reload, diagnose.
 
 Every step leaves a finished artefact that appears whole or not at all, and is skipped where its artefact lies already:
-a run that was stopped goes on when it is started again.
+a stopped run is resumed when it is started again.
 """
 
 import json
@@ -20,13 +20,13 @@ from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
 from ..checkpoint.files import finished_folder
 from ..data.archives import PARTS
-from ..data.easy_vqa import Question, held_out, load_picture, png, prompt, split_size, training_data
+from ..data.easy_vqa import Question, held_out, load_image, png, prompt, split_size, training_data
 from ..data.fetch import cache_dir, fetch
 from ..hub_cards.card.write import write_card
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .compare import BASELINE, OURS, diagnose_once, read_report
 from .convert import convert_language, convert_vision
-from .display import draw_pictures, print_parts, print_results, versions
+from .display import draw_images, print_parts, print_results, versions
 from .evaluate import evaluate, write_json
 from .journal import Journal
 from .reload import answer_each, answer_elsewhere
@@ -42,15 +42,15 @@ class Settings:
     """What a quickstart run is made of.
 
     Attributes:
-        image_size: Side of the pictures in pixels; 14 pixels make one visual token.
+        image_size: Side of the images in pixels; 14 pixels make one visual token.
         feature_layer: Hidden state, or states, of the vision encoder that the projector reads.
         stage1: Options of training projector and norm alone.
         stage2: Options of training adapters on the language model, with projector and norm.
         emoji_count: Number of different emoji to name.
         emoji_share: Share of training rows about emoji.
         per_kind: Held-out easy-VQA questions of each kind; even.
-        shown_per_kind: Questions of each kind in the picture, which are also those asked again after reloading.
-        diagnosed: Held-out pictures that norms and rotation are measured on.
+        shown_per_kind: Questions of each kind in the image, which are also those asked again after reloading.
+        diagnosed: Held-out images that norms and rotation are measured on.
         seed: Of all data, held-out questions included, and of the projector; the recipes have seeds of their own.
     """
 
@@ -132,7 +132,7 @@ def run_quickstart(
         after = evaluate_once(model, questions, output / "evaluation" / "after.json", bf16)
 
     shown = first_of_each_kind(questions, settings.shown_per_kind)
-    draw_pictures([(questions[i], after["answers"][i]) for i in shown], output / "pictures.png")
+    draw_images([(questions[i], after["answers"][i]) for i in shown], output / "images.png")
     with journal.step("reload"):
         here, elsewhere = reload_elsewhere(model, [questions[i] for i in shown], output / "evaluation")
 
@@ -230,10 +230,10 @@ def reload_elsewhere(checkpoint: Path, questions: list[Question], folder: Path) 
     """Answers given by the installed package, and by the checkpoint's own code in a process without the package."""
     asked = []
     for number, question in enumerate(questions):
-        picture = folder.resolve() / "pictures" / f"{number}.png"
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.write_bytes(png(load_picture(question.picture)))
-        asked.append(prompt(question.text, str(picture)))
+        image = folder.resolve() / "images" / f"{number}.png"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        image.write_bytes(png(load_image(question.image)))
+        asked.append(prompt(question.text, str(image)))
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
     here = answer_each(model, AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False), asked)
     del model

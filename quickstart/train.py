@@ -33,7 +33,7 @@ def rows_of(options: dict[str, Any]) -> int:
 def train_stage(options: dict[str, Any], checkpoint: Path, data: Path, output: Path, *, bf16: bool = False) -> None:
     """Trains `checkpoint` and leaves the trained checkpoint, or the adapter, in `output`.
 
-    `output` appears whole or not at all. Until then the run lies beside it, and goes on where it was stopped.
+    `output` appears whole or not at all. Until then the run lies beside it, and is resumed where it was stopped.
 
     Args:
         options: A recipe's options, from [`stage`].

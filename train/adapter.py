@@ -93,7 +93,11 @@ def _whole(config: LoraConfig, model: nn.Module, rates: dict[str, float]) -> lis
     for name in asked:
         places = [path for path, _ in model.named_modules() if path.split(".")[-1] == name]
         if not places or any(f"{part}." in path for path in places for part in ours):
-            where = "in the vision tower or the projector, which have rates of their own" if places else "no module"
+            where = (
+                "in the vision tower or the projector, which have learning rates of their own"
+                if places
+                else "no module"
+            )
             raise ValueError(f"modules_to_save names {name}: {where}. Name modules of the language model.")
     return [*asked, *(name for name, rate in ours.items() if rate > 0)] or None
 
@@ -104,8 +108,8 @@ def restore_projector(model: PeftModel, values: dict[str, torch.Tensor], wide: b
     Args:
         model: The model with its adapter; one whose projector is frozen has no copy.
         values: The projector's state before.
-        wide: Whether linear layers become float32 as well, which takes autocast to multiply: at small rates bfloat16
-            weights hardly move. The norm is float32 in any case.
+        wide: Whether linear layers become float32 as well, which takes autocast to multiply: at small learning rates
+            bfloat16 weights hardly move. The norm is float32 in any case.
     """
     for name, parameter in model.named_parameters():
         _, copied, name = name.partition("multi_modal_projector.modules_to_save.default.")

@@ -34,7 +34,7 @@ ADAPTERS: dict[str, float] = {
     "projector_learning_rate": 2e-5,
     "norm_learning_rate": 2e-5,
 }
-"""What stage `tune` sets in place of its own where adapters are trained: LLaVA-1.5's rates for LoRA."""
+"""What stage `tune` sets in place of its own where adapters are trained: LLaVA-1.5's learning rates for LoRA."""
 
 BOTH_STAGES: dict[str, Any] = {
     "num_train_epochs": 1.0,
@@ -53,7 +53,8 @@ class NormAlignConfig(SFTConfig):
     `max_length` drops longer rows; nothing is truncated. Labels are on assistant turns alone.
 
     Raises:
-        ValueError: a rate is negative, nothing is trained, or an option would put image tokens into the labels.
+        ValueError: a learning rate is negative, nothing is trained, or an option would put image tokens into the
+            labels.
     """
 
     stage: Literal["align", "tune"] | None = field(
@@ -91,7 +92,7 @@ class NormAlignConfig(SFTConfig):
     )
     per_device_train_batch_size: int = field(default=None, metadata={"help": "Rows in a forward pass."})  # type: ignore[assignment]
     num_train_epochs: float = field(default=None, metadata={"help": "Passes over the data."})  # type: ignore[assignment]
-    lr_scheduler_type: str = field(default=None, metadata={"help": "Schedule of the rates."})  # type: ignore[assignment]
+    lr_scheduler_type: str = field(default=None, metadata={"help": "Schedule of the learning rate."})  # type: ignore[assignment]
     warmup_steps: float = field(  # type: ignore[assignment]
         default=None, metadata={"help": "Steps of linear warm-up, or their share of all steps if below 1."}
     )
@@ -114,7 +115,7 @@ class NormAlignConfig(SFTConfig):
         },
     )
     sample_count: int = field(
-        default=4, metadata={"help": "Held-out examples answered at each evaluation, and written with their pictures."}
+        default=4, metadata={"help": "Held-out examples answered at each evaluation, and written with their images."}
     )
     sample_max_new_tokens: int = field(default=64, metadata={"help": "Longest answer of such an example, in tokens."})
     probe_steps: list[int] | None = field(
@@ -133,7 +134,7 @@ class NormAlignConfig(SFTConfig):
         metadata={
             "nargs": "?",
             "const": "last",
-            "help": "Go on from the newest complete checkpoint in output_dir, or from the one named.",
+            "help": "Resume from the newest complete checkpoint in output_dir, or from the one named.",
         },
     )
 
@@ -177,7 +178,8 @@ class NormAlignConfig(SFTConfig):
         """The peak learning rate of each module; 0 is frozen.
 
         Args:
-            use_peft: Adapters stand for the language model; the vision tower is frozen unless it was given a rate.
+            use_peft: Adapters stand for the language model; the vision tower is frozen unless it was given a
+                learning rate.
         """
         return {module: rate for module, (rate, _) in self.explained_rates(use_peft).items()}
 

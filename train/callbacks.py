@@ -164,7 +164,7 @@ class Measurements(TrainerCallback):
         self._ratios[name] += torch.stack((above, below)).to(self._ratios[name])
 
     def _keep_ids(self, module, args):
-        # The ids come from the embedding layer because the trainer embeds batches without pictures by itself.
+        # The ids come from the embedding layer because the trainer embeds batches without images by itself.
         if args and args[0].dim() == 2:
             self._ids = args[0]
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Trainer checkpoints: whether one is complete, which one to go on from, and what happens when one cannot be written.
+"""Trainer checkpoints: whether one is complete, which one to resume from, and what happens when one cannot be written.
 
 The Trainer takes the folder with the highest number, whatever is in it, and starts a fresh optimizer without a word
 where the optimizer's file is missing.
@@ -31,7 +31,7 @@ LAYOUTS = {
 
 
 def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
-    """What a trainer checkpoint lacks to go on from it, as phrases that name the file; empty where it is complete.
+    """What a trainer checkpoint lacks to be resumed from, as phrases that name the file; empty where it is complete.
 
     Complete are: every safetensors file, to the length its header says, and every shard that an index names; optimizer
     and scheduler; the random state of each process; a trainer state of the step in the folder's name. FSDP's sharded
@@ -40,7 +40,7 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
 
     Args:
         checkpoint: The folder, `checkpoint-N`.
-        world_size: How many processes are to go on. Their random states must be those of as many processes.
+        world_size: How many processes resume. Their random states must be those of as many processes.
     """
     folder = Path(checkpoint)
     if not folder.is_dir():
@@ -199,5 +199,5 @@ def _explain(folder: Path, cause: str, world_size: int) -> str:
         f"The checkpoint {folder} could not be written: {cause}. What was written of it is removed; {room}. "
         + (f"The last complete checkpoint is {last}. " if last else "There is no complete checkpoint yet. ")
         + "Make room, keep fewer checkpoints (--save_total_limit) or write to another disk (--output_dir), then "
-        + (f"go on with --resume_from_checkpoint {last}." if last else "start again.")
+        + (f"resume with --resume_from_checkpoint {last}." if last else "start again.")
     )

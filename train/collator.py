@@ -24,21 +24,21 @@ _IGNORED = -100
 
 @dataclass
 class ConversationCollator(DataCollatorForVisionLanguageModeling):
-    """TRL's collator for canonical rows: it opens the pictures, and labels the answers with their end-of-turn tokens.
+    """TRL's collator for canonical rows: it opens the images, and labels the answers with their end-of-turn tokens.
 
     Of what the chat template marks, white space after the end-of-turn token is not labelled, nor are the first
-    `prompt_turns` answers of a row. A batch without pictures has no `pixel_values`. With `bad_rows="skip"`, a row with
-    a bad picture stays in the batch, whose shape the other processes count on: the picture is white, the row has no
+    `prompt_turns` answers of a row. A batch without images has no `pixel_values`. With `bad_rows="skip"`, a row with
+    a bad image stays in the batch, whose shape the other processes count on: the image is white, the row has no
     label and adds nothing to the loss.
 
     Args:
         processor: Its chat template must have generation marks.
-        max_image_pixels: Pictures with more pixels are bad.
-        bad_rows: `"stop"` raises at a bad picture, `"skip"` records the row in `dropped_rows`.
-        dropped_rows: Where rows with bad pictures are recorded.
+        max_image_pixels: Images with more pixels are bad.
+        bad_rows: `"stop"` raises at a bad image, `"skip"` records the row in `dropped_rows`.
+        dropped_rows: Where rows with bad images are recorded.
 
     Raises:
-        ValueError: The chat template marks no answer; when called, a bad picture and its row.
+        ValueError: The chat template marks no answer; when called, a bad image and its row.
     """
 
     assistant_only_loss: bool = True
@@ -59,34 +59,34 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
         """A batch of B canonical rows, padded on the right to T tokens.
 
         Returns:
-            `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values` `(pictures, channels, height, width)`.
+            `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values` `(images, channels, height, width)`.
         """
-        pictures = [self._pictures(example) for example in examples]
+        images = [self._images(example) for example in examples]
         batch = super().torch_call(
             [
-                {"images": images, "messages": _messages(example)}
-                for example, (images, _) in zip(examples, pictures, strict=True)
+                {"images": shown, "messages": _messages(example)}
+                for example, (shown, _) in zip(examples, images, strict=True)
             ]
         )
-        for labels, example, (_, bad) in zip(batch["labels"], examples, pictures, strict=True):
+        for labels, example, (_, bad) in zip(batch["labels"], examples, images, strict=True):
             self._narrow(labels, example, bad)
         return batch
 
-    def _pictures(self, example: dict[str, Any]) -> tuple[list[Image.Image], bool]:
-        """The row's pictures, white in place of bad ones, and whether there was a bad one."""
-        pictures, bad = [], False
+    def _images(self, example: dict[str, Any]) -> tuple[list[Image.Image], bool]:
+        """The row's images, white in place of bad ones, and whether there was a bad one."""
+        images, bad = [], False
         for image in example["images"]:
             try:
-                pictures.append(open_image(image, self.max_image_pixels))
+                images.append(open_image(image, self.max_image_pixels))
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
                 if self.bad_rows == "stop":
-                    raise ValueError(f"{dropped}. Mend it, or pass over such rows with --bad_rows skip.") from error
+                    raise ValueError(f"{dropped}. Fix it, or pass over such rows with --bad_rows skip.") from error
                 if self.dropped_rows and not bad:
                     self.dropped_rows.add(dropped)
-                pictures.append(Image.new("RGB", (64, 64), "white"))
+                images.append(Image.new("RGB", (64, 64), "white"))
                 bad = True
-        return pictures, bad
+        return images, bad
 
     def _narrow(self, labels: Tensor, example: dict[str, Any], bad: bool) -> None:
         """Takes labels away, in place, from one row `(T,)`."""

@@ -56,7 +56,7 @@ OPTIONS = {
     "Along the way": {
         "eval_strategy": "When held-out rows are evaluated: no (default), steps or epoch.",
         "report_to": "Trackers such as tensorboard or wandb. Default: none.",
-        "resume_from_checkpoint": "Go on from the newest complete checkpoint, or from the one named.",
+        "resume_from_checkpoint": "Resume from the newest complete checkpoint, or from the one named.",
     },
     "Several processes": {
         "accelerate_config": "ddp, fsdp2, zero2, zero3, or a file that accelerate reads.",

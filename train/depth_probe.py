@@ -70,7 +70,7 @@ def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[
 
     Args:
         model: The model, with or without adapters, in evaluation mode.
-        batch: Its inputs, on its device: `input_ids`, `attention_mask`, and `pixel_values` where it has pictures.
+        batch: Its inputs, on its device: `input_ids`, `attention_mask`, and `pixel_values` where it has images.
 
     Returns:
         `{"visual": [...], "text": [...]}`; a list is empty if the batch has no such tokens.
@@ -90,7 +90,7 @@ def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[
 def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
     """Evaluation mode without gradients, in the precision of training; afterwards all is as it was.
 
-    Modules that were in evaluation mode among others in training mode are so again, and random numbers go on as if
+    Modules that were in evaluation mode among others in training mode are so again, and random numbers continue as if
     none had been drawn.
     """
     devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []

@@ -120,7 +120,7 @@ def arm_of(config: NormAlignLlavaConfig) -> str:
 
 
 def freeze(model: PreTrainedModel, rates: dict[str, float]) -> None:
-    """Lets gradients flow into the modules with a rate, and into nothing else.
+    """Lets gradients flow into the modules with a learning rate, and into nothing else.
 
     Args:
         model: The model, with or without adapters; where it has adapters, the layers under them stay frozen.

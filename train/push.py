@@ -21,7 +21,7 @@ from ..hub_cards.card.hand_written import check_own
 from ..hub_cards.card.write import AdapterBase, write_card
 from ..hub_cards.push.adapter import Staged
 from ..hub_cards.push.client import Client
-from ..hub_cards.push.publish import There, card_in, look_there, prepare
+from ..hub_cards.push.publish import Existing, card_in, find_existing, prepare
 from ..hub_cards.push.push import Pushed, push_snapshot
 from ..hub_cards.push.snapshot import take_snapshot
 
@@ -56,8 +56,8 @@ class PushingTrainer(SFTTrainer):
             with client.step(f"making {name}", "Nothing was trained."):
                 super().init_hf_repo(token=client.token, private=private)
             client.check_account(self.hub_model_id)
-            there = look_there(client, self.hub_model_id, self.args.hub_revision or "main")
-            _check_cards(Path(self.args.output_dir), self.hub_model_id, there)
+            existing = find_existing(client, self.hub_model_id, self.args.hub_revision or "main")
+            _check_cards(Path(self.args.output_dir), self.hub_model_id, existing)
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Writes this package's card beside the model in `output_dir`; before there is one there, nothing.
@@ -169,19 +169,19 @@ def push_folder(folder: Path, repo_id: str, *, message: str, token: str | None, 
     client = Client(token)
     with client.token_kept():
         client.check_account(repo_id)
-        there = look_there(client, repo_id, revision)
-        _check_cards(folder, repo_id, there)
+        existing = find_existing(client, repo_id, revision)
+        _check_cards(folder, repo_id, existing)
         stage = _stage(folder)
         if stage.base is None and stage.generated:
             logger.warning(
                 "The adapter's base is not on the Hub: nobody else can load the adapter. Publish it merged instead, "
                 "with `normalign publish`, or train on a base that is on the Hub."
             )
-        sent, hand_written = prepare(stage, repo_id, revision, there, client.token, logger.warning)
+        sent, hand_written = prepare(stage, repo_id, revision, existing, client.token, logger.warning)
         client.check_card(sent)
         return push_snapshot(
-            client, take_snapshot(sent), repo_id, before=there.remote, revision=revision, message=message,
-            hand_written=hand_written, say=logger.info,
+            client, take_snapshot(sent), repo_id, before=existing.remote, revision=revision, message=message,
+            hand_written=hand_written, notify=logger.info,
         )  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def push_result(folder: Path, repo_id: str, *, message: str, token: str | None, 
         words += ["--adapter"] if _stage(folder).base else []
         kind = ValueError if isinstance(error, ValueError) else OSError
         raise kind(
-            f"{error}\nWhat was trained is whole in {folder}. When that is mended, send it with "
+            f"{error}\nWhat was trained is whole in {folder}. When that is fixed, send it with "
             f"`{shlex.join(words)}`; nothing is to be trained again."
         ) from None
 
@@ -203,7 +203,7 @@ def push_result(folder: Path, repo_id: str, *, message: str, token: str | None, 
 def push_checkpoint(
     checkpoint: Path, repo_id: str, *, message: str, token: str | None, revision: str | None, beside: str | None
 ) -> Future:
-    """[`push_folder`] of a trainer's checkpoint, in the background. A failure is a warning, and training goes on.
+    """[`push_folder`] of a trainer's checkpoint, in the background. A failure is a warning, and training continues.
 
     Args:
         checkpoint: The folder `checkpoint-N`. Links to its files are sent, so that it may be removed meanwhile.
@@ -229,7 +229,7 @@ def push_checkpoint(
                     staging, repo_id, beside, message=f"{message}, checkpoint", token=token, revision=revision
                 )
         except Exception as error:  # of a background job nobody else would hear
-            logger.warning(f"{checkpoint.name} was not pushed to {repo_id}: {error} Training goes on.")
+            logger.warning(f"{checkpoint.name} was not pushed to {repo_id}: {error} Training continues.")
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -247,16 +247,16 @@ def replace_folder(
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != SECRET]
     sent = {f"{place}/{path.relative_to(folder).as_posix()}": path for path in paths}
     # An earlier run on more processes left more random states.
-    there = [path for path in api.list_repo_files(repo_id, revision=revision) if path.startswith(f"{place}/")]
+    existing = [path for path in api.list_repo_files(repo_id, revision=revision) if path.startswith(f"{place}/")]
     added = [CommitOperationAdd(*file) for file in sent.items()]
-    deleted = [CommitOperationDelete(path) for path in there if path not in sent]
+    deleted = [CommitOperationDelete(path) for path in existing if path not in sent]
     api.create_commit(repo_id, [*added, *deleted], commit_message=message, revision=revision)
 
 
-def _check_cards(folder: Path, repo_id: str, there: There) -> None:
+def _check_cards(folder: Path, repo_id: str, existing: Existing) -> None:
     """Raises ValueError if the folder or the repository has a card that somebody wrote themselves."""
     keep = "What you want to keep of it goes between the marks of the card that training"
-    check_own(there.card, repo_id, f"Choose another hub_model_id, or delete README.md there. {keep} pushes.")
+    check_own(existing.card, repo_id, f"Choose another hub_model_id, or delete README.md there. {keep} pushes.")
     check_own(card_in(folder), str(folder), f"Move it away. {keep} writes there.")
 
 

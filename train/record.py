@@ -30,7 +30,8 @@ MAY_CHANGE = (
     *("push_to_hub", "dataloader_", "test_split", "dataset_test", "model_name", "dataset_name", "image_folder"),
     *("learning_rate", "bad_steps"),
 )
-"""How options begin that a run may go on with changed; data sets are compared by their reports, rates by modules."""
+"""Prefixes of the options that may change when a run is resumed. Data are compared by their reports, learning rates by
+module."""
 
 LEFT_OUT = {
     *("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_token", "push_to_hub_token"),
@@ -134,8 +135,8 @@ def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:
         differing.append(f"data (was {sources[0]}, is {sources[1]})")
     if differing:
         raise ValueError(
-            f"{checkpoint} was written by a run that differs in {'; '.join(differing)}. Go on with the same, or train "
-            "anew in another --output_dir."
+            f"{checkpoint} was written by a run that differs in {'; '.join(differing)}. Resume with the same, or "
+            "train anew in another --output_dir."
         )
 
 

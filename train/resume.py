@@ -16,7 +16,7 @@ RESULT = ("config.json", ADAPTER_CONFIG, TRAINING_RECORD)
 
 
 def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, world_size: int) -> Path | None:
-    """The checkpoint to go on from, or None to start from the beginning.
+    """The checkpoint to resume from, or None to start from the beginning.
 
     Checkpoints that are passed over are named on standard error, by the first process.
 
@@ -24,7 +24,7 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
         resume: The option `resume_from_checkpoint`: a folder; `"last"` or true for the newest complete checkpoint in
             `output_dir`, or the beginning where there is none; None or false for the beginning.
         output_dir: Folder of the run.
-        world_size: How many processes are to go on.
+        world_size: How many processes resume.
 
     Raises:
         ValueError: the named checkpoint is not complete, or a start from the beginning would mix its checkpoints with
@@ -38,7 +38,7 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
     if word in ("none", "false"):
         if earlier + result:
             raise ValueError(
-                f"{output} holds an earlier run or a model: {', '.join(earlier + result)}. Go on from its "
+                f"{output} holds an earlier run or a model: {', '.join(earlier + result)}. Resume from its "
                 "checkpoints with --resume_from_checkpoint, or choose another --output_dir."
             )
         return None
@@ -58,11 +58,11 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
     if others := [folder for folder in passed_over if _was_saved_otherwise(folder, world_size)]:
         faults = "; ".join(f"{folder} lacks {', '.join(passed_over[folder])}" for folder in others)
         raise ValueError(
-            f"Going on from {found or 'the beginning'} would write over checkpoints that were saved whole: {faults}. "
-            "Go on with as many processes as wrote them, or choose another --output_dir."
+            f"Resuming from {found or 'the beginning'} would write over checkpoints that were saved whole: {faults}. "
+            "Resume with as many processes as wrote them, or choose another --output_dir."
         )
     if not found and result:
-        raise ValueError(f"{output} holds a model and no checkpoint to go on from. Choose another --output_dir.")
+        raise ValueError(f"{output} holds a model and no checkpoint to resume from. Choose another --output_dir.")
     if os.environ.get("RANK", "0") == "0":
         console = Console(stderr=True, soft_wrap=True)
         for folder, missing in passed_over.items():

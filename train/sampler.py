@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Batches of rows of like length, either all with pictures or all without, as LLaVA trains."""
+"""Batches of rows of like length, either all with images or all without, as LLaVA trains."""
 
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +21,7 @@ class ModalityLengthGroupedSampler(Sampler[int]):
 
     Args:
         lengths: Tokens in each row.
-        has_image: Whether each row has a picture.
+        has_image: Whether each row has an image.
         batch_size: Rows in an optimizer step: per-device batch times processes times accumulation.
         seed: Of the order.
 

@@ -23,7 +23,7 @@ from .progress import bar
 SAMPLES = "samples"
 """The folder in a run's folder that examples are written to."""
 
-SHEET_WIDTH, PICTURE_SIZE, LABEL_WIDTH, MARGIN, FONT_SIZE, MOST_LINES = 1100, 224, 96, 20, 18, 12
+SHEET_WIDTH, IMAGE_SIZE, LABEL_WIDTH, MARGIN, FONT_SIZE, MOST_LINES = 1100, 224, 96, 20, 18, 12
 """Measures of the sheet: in pixels, and the most lines of a text."""
 
 COLOURS = {"question": "#222222", "answer": "#1a56b0", "truth": "#1b7a3d"}
@@ -33,19 +33,19 @@ COLOURS = {"question": "#222222", "answer": "#1a56b0", "truth": "#1b7a3d"}
 class SampleCallback(TrainerCallback):
     """Answers the same held-out examples at each evaluation, greedily.
 
-    A step's examples are in `samples/step-N.json`, a list of `{"pictures": ["pictures/0-0.png"], "question", "answer",
-    "truth"}`, and side by side in `samples/step-N.png`; the pictures are written once. Sheet and texts also go to
+    A step's examples are in `samples/step-N.json`, a list of `{"images": ["images/0-0.png"], "question", "answer",
+    "truth"}`, and side by side in `samples/step-N.png`; the images are written once. Sheet and texts also go to
     TensorBoard, wandb or trackio, whichever the run reports to. The model is left as it was found, with its random
     state. Every process generates, since sharded weights need all of them; the first one writes.
 
     Args:
         rows: Canonical rows. The prompt is what comes before the last assistant turn, whose text is the truth.
         max_new_tokens: Longest answer in tokens.
-        max_image_pixels: Pictures with more pixels are refused.
+        max_image_pixels: Images with more pixels are refused.
         trackers: The trainer's callbacks, `trainer.callback_handler.callbacks`, among which trackers are looked for.
 
     Raises:
-        ValueError: A picture is missing, unreadable or too large; the file is named.
+        ValueError: An image is missing, unreadable or too large; the file is named.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SampleCallback(TrainerCallback):
         trackers: Sequence[TrainerCallback] = (),
     ):
         self.rows = list(rows)
-        self.pictures = [[open_image(image, max_image_pixels) for image in row["images"]] for row in self.rows]
+        self.images = [[open_image(image, max_image_pixels) for image in row["images"]] for row in self.rows]
         self.max_new_tokens = max_new_tokens
         self.trackers = trackers
         self._done: int | None = None
@@ -65,7 +65,7 @@ class SampleCallback(TrainerCallback):
         """Generates, writes and sends, once a step: several held-out sets make several evaluations of one step."""
         if not self.rows or self._done == state.global_step:
             return
-        with_images = zip(self.rows, self.pictures, strict=True)
+        with_images = zip(self.rows, self.images, strict=True)
         with evaluating(model, args):
             answers = [
                 answer(model, processing_class, prompt(row), shown, self.max_new_tokens)
@@ -76,17 +76,17 @@ class SampleCallback(TrainerCallback):
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / SAMPLES
             if self._done is None:
-                _save_pictures(folder, self.pictures)
+                _save_images(folder, self.images)
             examples = [
                 {
-                    "pictures": [_picture_name(number, index) for index in range(len(row["images"]))],
+                    "images": [_image_name(number, index) for index in range(len(row["images"]))],
                     "question": question(prompt(row)),
                     "answer": text,
                     "truth": _text(row["messages"][len(prompt(row))]),
                 }
                 for number, (row, text) in enumerate(zip(self.rows, answers, strict=True))
             ]
-            sheet = contact_sheet(examples, self.pictures, title=f"Step {state.global_step:,}")
+            sheet = contact_sheet(examples, self.images, title=f"Step {state.global_step:,}")
             name = f"step-{state.global_step}"
             content = json.dumps(examples, indent=2, ensure_ascii=False)
             (folder / f"{name}.json").write_text(content + "\n", encoding="utf-8")
@@ -113,7 +113,7 @@ def answer(
     model: nn.Module,
     processor: ProcessorMixin,
     messages: list[dict[str, Any]],
-    pictures: list[Image.Image],
+    images: list[Image.Image],
     max_new_tokens: int,
 ) -> str:
     """What the model says to `messages`, greedily, without special tokens.
@@ -121,11 +121,11 @@ def answer(
     Args:
         model: The model, with or without adapters, in evaluation mode.
         processor: Its processor.
-        messages: Content parts; an image part stands for the next of `pictures`.
-        pictures: As many as there are image parts.
+        messages: Content parts; an image part stands for the next of `images`.
+        images: As many as there are image parts.
         max_new_tokens: Longest answer in tokens.
     """
-    following = iter(pictures)
+    following = iter(images)
     conversation = [
         {"role": message["role"], "content": [_part(part, following) for part in message["content"]]}
         for message in messages
@@ -137,20 +137,20 @@ def answer(
     return processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
-def contact_sheet(examples: list[dict[str, Any]], pictures: list[list[Image.Image]], title: str) -> Image.Image:
-    """A sheet with an example to a row: its pictures on the left; question, answer and truth on the right.
+def contact_sheet(examples: list[dict[str, Any]], images: list[list[Image.Image]], title: str) -> Image.Image:
+    """A sheet with an example to a row: its images on the left; question, answer and truth on the right.
 
     Args:
         examples: `question`, `answer` and `truth` of each.
-        pictures: The pictures of each; they are drawn small.
+        images: The images of each; they are drawn small.
         title: What stands above.
 
     Returns:
-        An RGB picture of `SHEET_WIDTH` pixels, as high as it needs to be. Pillow's font has no Chinese, for one; the
+        An RGB image of `SHEET_WIDTH` pixels, as high as it needs to be. Pillow's font has no Chinese, for one; the
         texts themselves are in the JSON file.
     """
     font, line_height = ImageFont.load_default(FONT_SIZE), round(1.4 * FONT_SIZE)
-    label_left = 2 * MARGIN + PICTURE_SIZE
+    label_left = 2 * MARGIN + IMAGE_SIZE
     text_left = label_left + LABEL_WIDTH
     blocks = []
     for example in examples:
@@ -160,12 +160,12 @@ def contact_sheet(examples: list[dict[str, Any]], pictures: list[list[Image.Imag
             lines += [(label if number == 0 else "", line, COLOURS[label]) for number, line in enumerate(wrapped)]
         blocks.append(lines)
     gap = MARGIN // 2  # above answer and truth
-    heights = [max(PICTURE_SIZE, len(lines) * line_height + 2 * gap) + 2 * MARGIN for lines in blocks]
+    heights = [max(IMAGE_SIZE, len(lines) * line_height + 2 * gap) + 2 * MARGIN for lines in blocks]
     sheet = Image.new("RGB", (SHEET_WIDTH, 2 * MARGIN + line_height + sum(heights)), "white")
     draw = ImageDraw.Draw(sheet)
     draw.text((MARGIN, MARGIN), title, fill="black", font=font)
     top = 2 * MARGIN + line_height
-    for lines, shown, height in zip(blocks, pictures, heights, strict=True):
+    for lines, shown, height in zip(blocks, images, heights, strict=True):
         draw.line((MARGIN, top, SHEET_WIDTH - MARGIN, top), fill="#dddddd")
         sheet.paste(_tiles(shown), (MARGIN, top + MARGIN))
         y = top + MARGIN - gap
@@ -178,37 +178,37 @@ def contact_sheet(examples: list[dict[str, Any]], pictures: list[list[Image.Imag
     return sheet
 
 
-def _part(part: dict[str, Any], pictures: Iterator[Image.Image]) -> dict[str, Any]:
-    return {"type": "image", "image": next(pictures)} if part["type"] == "image" else part
+def _part(part: dict[str, Any], images: Iterator[Image.Image]) -> dict[str, Any]:
+    return {"type": "image", "image": next(images)} if part["type"] == "image" else part
 
 
 def _text(message: dict[str, Any]) -> str:
     return " ".join(part["text"].strip() for part in message["content"] if part["type"] == "text")
 
 
-def _picture_name(example: int, picture: int) -> str:
-    return f"pictures/{example}-{picture}.png"
+def _image_name(example: int, image: int) -> str:
+    return f"images/{example}-{image}.png"
 
 
-def _save_pictures(folder: Path, pictures: list[list[Image.Image]]) -> None:
-    (folder / "pictures").mkdir(parents=True, exist_ok=True)
-    for example, shown in enumerate(pictures):
-        for number, picture in enumerate(shown):
-            picture.save(folder / _picture_name(example, number))
+def _save_images(folder: Path, images: list[list[Image.Image]]) -> None:
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    for example, shown in enumerate(images):
+        for number, image in enumerate(shown):
+            image.save(folder / _image_name(example, number))
 
 
-def _tiles(pictures: list[Image.Image]) -> Image.Image:
-    square = Image.new("RGB", (PICTURE_SIZE, PICTURE_SIZE), "white" if pictures else "#f2f2f2")
-    if not pictures:
+def _tiles(images: list[Image.Image]) -> Image.Image:
+    square = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), "white" if images else "#f2f2f2")
+    if not images:
         font = ImageFont.load_default(FONT_SIZE)
-        middle = PICTURE_SIZE // 2
-        ImageDraw.Draw(square).text((middle, middle), "no picture", fill="#888888", font=font, anchor="mm")
+        middle = IMAGE_SIZE // 2
+        ImageDraw.Draw(square).text((middle, middle), "no image", fill="#888888", font=font, anchor="mm")
         return square
-    columns = math.ceil(math.sqrt(len(pictures)))
-    size = PICTURE_SIZE // columns
-    for number, picture in enumerate(pictures):
-        # Up as well as down: pictures of a few pixels would be lost on the sheet.
-        small = ImageOps.contain(picture, (size - 2, size - 2))
+    columns = math.ceil(math.sqrt(len(images)))
+    size = IMAGE_SIZE // columns
+    for number, image in enumerate(images):
+        # Up as well as down: images of a few pixels would be lost on the sheet.
+        small = ImageOps.contain(image, (size - 2, size - 2))
         square.paste(small, (number % columns * size, number // columns * size))
     return square
 

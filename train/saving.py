@@ -62,7 +62,7 @@ class SavingTrainer(PushingTrainer):
         except Exception as error:
             if _internal_call or (cause := write_failure(error)) is None:
                 raise
-            remedy = "Make room, and go on from the last checkpoint with --resume_from_checkpoint."
+            remedy = "Make room, and resume from the last checkpoint with --resume_from_checkpoint."
             raise OSError(f"{folder} could not be written: {cause}. {remedy}") from error
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
@@ -72,7 +72,7 @@ class SavingTrainer(PushingTrainer):
         return {**self.record, "seconds": seconds, "steps_done": self.state.global_step}
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        # PEFT makes an adapter float32, and all of it trainable, as it loads it: the run would not go on as it was.
+        # PEFT makes an adapter float32, and all of it trainable, as it loads it: the run would not resume as it was.
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         for name, parameter in self.model.named_parameters():

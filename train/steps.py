@@ -25,11 +25,11 @@ class SteppingTrainer(SavingTrainer):
         self.finite = FiniteCheck(self.model, self.args)
         self.add_callback(self.finite)
         self._answers: torch.Tensor | None = None
-        self._without_pictures = False
-        picture = processor.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
-        self._picture_shape = picture["pixel_values"].shape
+        self._without_images = False
+        image = processor.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
+        self._image_shape = image["pixel_values"].shape
         inner = base_model(self.model).model
-        inner.language_model.register_forward_pre_hook(self._show_a_picture, with_kwargs=True)
+        inner.language_model.register_forward_pre_hook(self._show_a_image, with_kwargs=True)
         inner.register_forward_hook(self._keep_answers)
 
     @property
@@ -42,7 +42,7 @@ class SteppingTrainer(SavingTrainer):
         self.state.num_input_tokens_seen = count
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's optimizer, its parameter groups split by module, each with the module's own rate.
+        """The Trainer's optimizer, its parameter groups split by module, each with the module's own learning rate.
 
         The Trainer knows one learning rate only (huggingface/transformers#10140). Weight decay stays what it made it:
         none on biases and norms, so none on the gain.
@@ -89,22 +89,22 @@ class SteppingTrainer(SavingTrainer):
         if answers.device.type == "cpu" and shortened and answers.any():
             inputs["shift_labels"] = inputs.pop("labels")[:, 1:][answers][None]
             self._answers = answers
-        self._without_pictures = "pixel_values" not in inputs
+        self._without_images = "pixel_values" not in inputs
         try:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             if self.model.training:
                 self.finite.see_loss(loss[0] if return_outputs else loss)
             return loss
         finally:
-            self._answers, self._without_pictures = None, False
+            self._answers, self._without_images = None, False
 
-    def _show_a_picture(self, module, args, kwargs):
-        # A batch without pictures, in training or evaluation. Other processes may have pictures, and under FSDP2 and
+    def _show_a_image(self, module, args, kwargs):
+        # A batch without images, in training or evaluation. Other processes may have images, and under FSDP2 and
         # ZeRO-3 all must gather the tower's weights, in the same order: after the embeddings', before the decoder's.
-        # So the tower runs on one blank picture, whose features go nowhere and whose gradients are zero.
-        if self._without_pictures:
+        # So the tower runs on one blank image, whose features go nowhere and whose gradients are zero.
+        if self._without_images:
             embeddings = kwargs["inputs_embeds"]
-            blank = embeddings.new_zeros(self._picture_shape)
+            blank = embeddings.new_zeros(self._image_shape)
             features = base_model(self.model).model.get_image_features(pixel_values=blank).pooler_output[0]
             nowhere = torch.zeros_like(embeddings, dtype=torch.bool)
             kwargs["inputs_embeds"] = embeddings.masked_scatter(nowhere, features.to(embeddings.dtype))

@@ -119,7 +119,7 @@ def memory(model: nn.Module, args: TrainingArguments, *, tokens: int, images: fl
         model: The model, as in [`summary`].
         args: The trainer's arguments.
         tokens: Length T of the longest row.
-        images: Pictures in a row on average.
+        images: Images in a row on average.
     """
     state = AcceleratorState()
     deepspeed = state.distributed_type == DistributedType.DEEPSPEED
@@ -186,7 +186,7 @@ def _counts(row: dict[str, Any]) -> tuple[str, str, str]:
 def _data_table(sources: list[dict[str, Any]]) -> Table:
     table = Table(title="Data", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", overflow="fold")
-    for title in ("", "rows", "bad", "too long", "used", "pictures", "tokens (median)"):
+    for title in ("", "rows", "bad", "too long", "used", "images", "tokens (median)"):
         table.add_column(title, justify="right" if title else "left")
     for source in sources:
         numbers = [source[name] for name in ("found", "bad", "too_long", "used", "images")]

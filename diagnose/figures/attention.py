@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Figures of where text looks in a picture (appendix G)."""
+"""Figures of where text looks in an image (appendix G)."""
 
 from collections.abc import Sequence
 from math import ceil
@@ -20,7 +20,7 @@ from .style import WIDTH, Shown, Sketch, compare, elide, layer_axis, new_figure,
 COLUMNS = 6
 MAPS = 12
 COLORMAP = "magma"
-SHARE = "share of the attention\nto the picture (%)"
+SHARE = "share of the attention\nto the image (%)"
 MEASURES = {
     "image_share": ("share of all attention (%)", 100.0, None),
     "entropy": ("entropy of the map (1 is even)", 1.0, 1.0),
@@ -29,7 +29,7 @@ MEASURES = {
 """Field of `Attention`: its words, what it is multiplied with, and the value to compare it with."""
 
 
-def attention_figures(models: Sequence[Shown], pictures: Path) -> list[Sketch]:
+def attention_figures(models: Sequence[Shown], images: Path) -> list[Sketch]:
     """A figure for each question asked of the last of `models`, and one of the measures over depth."""
     asked = [each for each in models[-1].report.attention if each.maps]
     sketches = []
@@ -41,37 +41,37 @@ def attention_figures(models: Sequence[Shown], pictures: Path) -> list[Sketch]:
             and model.report.attention[index].question == own.question
             and model.report.attention[index].maps
         ]
-        sketches.append(question(same, index + 1, pictures))
+        sketches.append(question(same, index + 1, images))
     deep = [model for model in models if model.report.attention]
     return [*sketches, attention_depth(deep)] if asked else []
 
 
-def question(answers: Sequence[tuple[Shown, Attention]], place: int, pictures: Path) -> Sketch:
-    """Where each model looks when asked question `place`: averaged over layers on the picture, and layer by layer."""
+def question(answers: Sequence[tuple[Shown, Attention]], place: int, images: Path) -> Sketch:
+    """Where each model looks when asked question `place`: averaged over layers on the image, and layer by layer."""
     asked = answers[-1][1]
-    picture = None if asked.picture is None else Image.open(pictures / asked.picture).convert("RGB")
+    image = None if asked.image is None else Image.open(images / asked.image).convert("RGB")
     gridded = all(answer.grid is not None for _, answer in answers)
     draw = question_maps if gridded else question_shares
     words = fill(printable(asked.question), 76, max_lines=3, placeholder=" …")
-    figure = draw(answers, picture, f"Where text looks when asked:\n{words}")
+    figure = draw(answers, image, f"Where text looks when asked:\n{words}")
     several = " The baseline is above, and both have the same scale." if len(answers) > 1 else ""
     how = (
-        "averaged over layers on the picture, then layer by layer"
+        "averaged over layers on the image, then layer by layer"
         if gridded
         else "by the order of visual tokens, since tiles form no single grid, averaged over layers and layer by layer"
     )
     caption = (
-        f"Attention from the text after the picture to the picture's tokens, {how} (appendix G). Each layer's map "
+        f"Attention from the text after the image to the image's tokens, {how} (appendix G). Each layer's map "
         f"sums to 100 %.{several} Question: {elide(asked.question, 300)}"
     )
     title = f"Attention, question {place}"
     return Sketch(figure, Drawing(f"attention_{place}.png", title, caption, "attention"))
 
 
-def question_maps(answers: Sequence[tuple[Shown, Attention]], picture: Image.Image | None, title: str) -> Figure:
-    """The picture, the averages on it, and below them each model's layers."""
+def question_maps(answers: Sequence[tuple[Shown, Attention]], image: Image.Image | None, title: str) -> Figure:
+    """The image, the averages on it, and below them each model's layers."""
     rows, columns = answers[-1][1].grid or (1, 1)
-    shape = min(2.0, max(0.3, picture.height / picture.width if picture else rows / columns))
+    shape = min(2.0, max(0.3, image.height / image.width if image else rows / columns))
     chosen = [chosen_layers(len(answer.maps)) for _, answer in answers]
     lines = [ceil(len(layers) / COLUMNS) for layers in chosen]
     top = 0.45 + shape * (WIDTH - 1) / 3
@@ -84,11 +84,11 @@ def question_maps(answers: Sequence[tuple[Shown, Attention]], picture: Image.Ima
     panels = above.subplots(1, 3, squeeze=False)[0]
     for axes in panels:
         axes.set_axis_off()
-    if picture is not None:
-        panels[0].imshow(picture)
-        panels[0].set_title("the picture", fontsize=9)
+    if image is not None:
+        panels[0].imshow(image)
+        panels[0].set_title("the image", fontsize=9)
     for axes, (model, _), average in zip(panels[1:], answers, averages, strict=False):
-        fill_map(axes, average, scale, picture, shape)
+        fill_map(axes, average, scale, image, shape)
         axes.set_title(fill(model.label, 30), fontsize=9)
     color_bar(above, panels[1 : 1 + len(answers)], panels[1].images[-1])
 
@@ -112,13 +112,13 @@ def chosen_layers(count: int) -> list[int]:
     return sorted({round(place) for place in np.linspace(0, count - 1, min(count, MAPS))})
 
 
-def fill_map(axes: Axes, shares: np.ndarray, scale: Normalize, picture: Image.Image | None, shape: float) -> None:
-    """Draws a map in percent, over a pale grey copy of the picture if there is one."""
+def fill_map(axes: Axes, shares: np.ndarray, scale: Normalize, image: Image.Image | None, shape: float) -> None:
+    """Draws a map in percent, over a pale grey copy of the image if there is one."""
     extent = (0.0, 1.0, shape, 0.0)
-    if picture is not None:
-        grey = 128 + np.asarray(picture.convert("L")) / 2
+    if image is not None:
+        grey = 128 + np.asarray(image.convert("L")) / 2
         axes.imshow(grey, cmap="gray", vmin=0, vmax=255, extent=extent, interpolation="antialiased")
-    alpha = None if picture is None else 0.65
+    alpha = None if image is None else 0.65
     axes.imshow(100 * shares, cmap=COLORMAP, norm=scale, alpha=alpha, extent=extent, interpolation="nearest")
     axes.set_aspect("equal")
 
@@ -131,13 +131,13 @@ def color_bar(figure: FigureBase, axes: Sequence[Axes], image) -> None:
     bar.ax.tick_params(labelsize=8)
 
 
-def question_shares(answers: Sequence[tuple[Shown, Attention]], picture: Image.Image | None, title: str) -> Figure:
+def question_shares(answers: Sequence[tuple[Shown, Attention]], image: Image.Image | None, title: str) -> Figure:
     """For tiles: shares by token order, averaged over layers as curves, and layer by layer as images."""
     figure = new_figure(2.9 + 1.9 * len(answers), title)
     above, *below = figure.subfigures(1 + len(answers), 1, height_ratios=[2.4, *[1.9] * len(answers)])
-    panels = above.subplots(1, 2, width_ratios=[1, 2.2]) if picture else [None, above.subplots()]
-    if picture is not None:
-        panels[0].imshow(picture)
+    panels = above.subplots(1, 2, width_ratios=[1, 2.2]) if image else [None, above.subplots()]
+    if image is not None:
+        panels[0].imshow(image)
         panels[0].set_axis_off()
     for model, answer in answers:
         mean = 100 * np.mean(answer.maps, axis=0).ravel()
@@ -153,12 +153,12 @@ def question_shares(answers: Sequence[tuple[Shown, Attention]], picture: Image.I
         axes = part.subplots()
         shares = 100 * np.asarray(answer.maps).reshape(len(answer.maps), -1)
         extent = (0.5, shares.shape[1] + 0.5, len(shares) + 0.5, 0.5)
-        image = axes.imshow(shares, cmap=COLORMAP, norm=scale, extent=extent, aspect="auto", interpolation="nearest")
+        drawn = axes.imshow(shares, cmap=COLORMAP, norm=scale, extent=extent, aspect="auto", interpolation="nearest")
         tidy(axes, "visual token, in order", "layer", model.label)
         axes.grid(False)
         ticks = sorted({round(place) for place in np.linspace(0, len(shares) - 1, min(len(shares), 6))})
         axes.set_yticks([place + 1 for place in ticks], [str(answer.layers[place]) for place in ticks])
-        color_bar(part, [axes], image)
+        color_bar(part, [axes], drawn)
     return figure
 
 
@@ -166,16 +166,16 @@ def attention_depth(models: Sequence[Shown]) -> Sketch:
     """Share, entropy and bottom bias by layer, averaged over questions."""
     held = [name for name in MEASURES if any(measure(model, name) is not None for model in models)]
     biases = [None if (bias := measure(m, "bottom_bias")) is None else float(np.mean(bias)) for m in models]
-    title = compare(models, biases, "The picture's bottom third gets {} its even share", " ×")
-    figure = new_figure(3.5, title or "Attention from text to the picture, by layer")
+    title = compare(models, biases, "The image's bottom third gets {} its even share", " ×")
+    figure = new_figure(3.5, title or "Attention from text to the image, by layer")
     for axes, name in zip(figure.subplots(1, len(held), squeeze=False)[0], held, strict=True):
         fill_measure(axes, models, name)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=2, fontsize=9, frameon=False)
     caption = (
-        "By layer, averaged over the questions: the share of all attention of the text after the picture that falls "
-        "on the picture; the entropy of its map, over that of an even one; and attention on the bottom third of the "
-        "picture over what an even map has there (section 5.3 and appendix G describe a bias to the bottom)."
+        "By layer, averaged over the questions: the share of all attention of the text after the image that falls "
+        "on the image; the entropy of its map, over that of an even one; and attention on the bottom third of the "
+        "image over what an even map has there (section 5.3 and appendix G describe a bias to the bottom)."
     )
     return Sketch(figure, Drawing("attention_depth.png", "Attention in depth", caption, "attention"))
 
@@ -183,7 +183,7 @@ def attention_depth(models: Sequence[Shown]) -> Sketch:
 def measure(model: Shown, name: str) -> np.ndarray | None:
     """The field `name` of the model's answers, averaged over questions; None if no question has it.
 
-    Layers with a sliding window see the picture in short prompts only. The questions count that most layers answered.
+    Layers with a sliding window see the image in short prompts only. The questions count that most layers answered.
     """
     values = [found for answer in model.report.attention if (found := getattr(answer, name)) is not None]
     longest = max(map(len, values), default=0)

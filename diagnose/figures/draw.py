@@ -17,7 +17,7 @@ def draw(
     against: Report | None,
     output: Path,
     *,
-    pictures: Path | None = None,
+    images: Path | None = None,
 ) -> list[Drawing]:
     """Draws everything that the reports hold, and leaves out what they do not.
 
@@ -25,13 +25,13 @@ def draw(
         report: Of the model in question.
         against: Of the baseline, drawn on the same axes.
         output: Folder for the PNG files, 7.5 inches wide at 150 dots per inch.
-        pictures: Folder of the pictures that the attention is on; by default `output`.
+        images: Folder of the images that the attention is on; by default `output`.
 
     Returns:
         The figures in reading order.
 
     Raises:
-        OSError: `output` cannot be written, or a picture cannot be read.
+        OSError: `output` cannot be written, or an image cannot be read.
     """
     models = shown(report, against)
     sketches: list[Sketch | None] = [
@@ -41,7 +41,7 @@ def draw(
         embeddings(models),
         dynamics(models),
         training(models),
-        *attention_figures(models, output if pictures is None else pictures),
+        *attention_figures(models, output if images is None else images),
         predicted(models),
     ]
     return [save(sketch, output) for sketch in sketches if sketch is not None]

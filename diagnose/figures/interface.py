@@ -169,7 +169,7 @@ def paper_interface(models: Sequence[Shown]) -> Sketch | None:
     caption = (
         "In colour what was measured here, in grey what the paper published: norms of encoder outputs and of text "
         "embeddings (table 1), and the norm of visual tokens that enter the language model over that of text "
-        "embeddings (tables 2 and 3). The paper measured other pictures."
+        "embeddings (tables 2 and 3). The paper measured other images."
     )
     return Sketch(figure, Drawing("paper_interface.png", "Beside the paper's models", caption, "interface"))
 

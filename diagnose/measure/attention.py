@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Where the text tokens after a picture look (appendix G), with one layer's attention map alive at a time."""
+"""Where the text tokens after an image look (appendix G), with one layer's attention map alive at a time."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,17 +22,17 @@ def attention_maps(
     batch: Mapping[str, Tensor],
     *,
     question: str,
-    picture: str | None = None,
+    image: str | None = None,
     special_ids: Iterable[int] = (),
 ) -> Attention:
-    """Attention from the text after a picture to the picture, for every layer, of one question.
+    """Attention from the text after an image to the image, for every layer, of one question.
 
     A row of an attention map is what one position attends to. The rows averaged, over heads too, are those of the
     `text` positions (`report.KINDS`) after the last visual token: the question, and what the chat template puts behind
-    it. Several pictures are taken together, in token order; so are the tiles of one picture, with the newline rows
+    it. Several images are taken together, in token order; so are the tiles of one image, with the newline rows
     that some families put at image positions.
 
-    Layers without an attention map (linear attention), and layers whose mask hides a part of the picture from some of
+    Layers without an attention map (linear attention), and layers whose mask hides a part of the image from some of
     that text (a sliding window, chunks), say nothing of where text looks and are left out of the result.
 
     The decoder alone runs with eager attention, which costs `heads * tokens^2` numbers for one layer; afterwards its
@@ -42,11 +42,11 @@ def attention_maps(
         model: A vision-language model of transformers, in any precision, quantized, offloaded or with PEFT adapters.
         batch: Inputs of its forward pass for one sequence. Labels are ignored.
         question: What was asked, for the result.
-        picture: The picture's file, for the result.
+        image: The image's file, for the result.
         special_ids: Ids of special tokens, besides those that the configuration names; none of them is text.
 
     Returns:
-        The maps, with a grid where the visual tokens are the cells of one picture (`picture_grid`).
+        The maps, with a grid where the visual tokens are the cells of one image (`image_grid`).
 
     Raises:
         ValueError: The model cannot be read (`find_parts`), the batch has not one sequence, it has no visual token or
@@ -81,15 +81,15 @@ def attention_maps(
     if not (received := {number: row for number, row in received.items() if row.sum() > 0}):
         raise ValueError(
             f"None of the {len(parts.layers)} layers of {type(parts.decoder).__name__} has an attention map that "
-            "reaches the whole picture: looked at the second output of each layer's self_attn under eager attention."
+            "reaches the whole image: looked at the second output of each layer's self_attn under eager attention."
         )
     shares = [row.sum().item() for row in received.values()]
-    # Learned queries are no places in the picture, even where their number is a square.
-    grid = None if parts.model.config.model_type in RESAMPLED else picture_grid(inputs, len(visual))
+    # Learned queries are no places in the image, even where their number is a square.
+    grid = None if parts.model.config.model_type in RESAMPLED else image_grid(inputs, len(visual))
     maps = [(row / share).reshape(grid or (1, -1)) for row, share in zip(received.values(), shares, strict=True)]
     return Attention(
         question=question,
-        picture=picture,
+        image=image,
         grid=grid,
         maps=[each.tolist() for each in maps],
         image_share=shares,
@@ -112,15 +112,15 @@ def sees_all(mask: Tensor | None, asking: Tensor, visual: Tensor) -> bool:
     return mask is None or bool((mask[0, 0, asking][:, visual] > torch.finfo(mask.dtype).min / 2).all())
 
 
-def picture_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None:
-    """Rows and columns of a picture's visual tokens, which have the ratio of its height to its width.
+def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None:
+    """Rows and columns of an image's visual tokens, which have the ratio of its height to its width.
 
     Args:
-        inputs: Of the forward pass: `image_grid_thw` in families that read pictures of any size, else `pixel_values`.
+        inputs: Of the forward pass: `image_grid_thw` in families that read images of any size, else `pixel_values`.
         tokens: How many visual tokens there are.
 
     Returns:
-        None where there are several pictures or tiles, or tokens that are no part of the picture (class token,
+        None where there are several images or tiles, or tokens that are no part of the image (class token,
         registers, newline rows).
     """
     patches, pixels = inputs.get("image_grid_thw"), inputs.get("pixel_values")
@@ -175,8 +175,8 @@ def _positions(parts: Parts, inputs: Mapping[str, Any], special_ids: Iterable[in
     asking = text[text > visual[-1]]
     if not len(asking):
         raise ValueError(
-            "No text comes after the picture, only special tokens or padding, so nothing in the sequence can look at "
-            "it. Put the question after the picture."
+            "No text comes after the image, only special tokens or padding, so nothing in the sequence can look at "
+            "it. Put the question after the image."
         )
     return visual, asking
 

@@ -29,13 +29,13 @@ def probe_encoder(
 ) -> Report:
     """Measures the L2 norms of an encoder's output: the rows of `last_hidden_state`, in one pass over `batches`.
 
-    Class token and registers are among the rows; padding, where pictures have different numbers of patches (SigLIP 2
+    Class token and registers are among the rows; padding, where images have different numbers of patches (SigLIP 2
     NaFlex), is not. Of all these, CLIP alone does not apply its final norm to them. Memory does not grow with the
     number of batches.
 
     Args:
         model: CLIP, SigLIP, SigLIP 2, DINOv2, ViT, Kimi's encoder, or another of transformers' with a
-            `last_hidden_state` of shape `(batch, tokens, d)`, or `(tokens, d)` where pictures are put one after the
+            `last_hidden_state` of shape `(batch, tokens, d)`, or `(tokens, d)` where images are put one after the
             other; of a model with a text tower beside it, its `vision_model` is measured.
         batches: Inputs of its forward pass, as its image processor makes them: `pixel_values` and whatever else the
             family needs.

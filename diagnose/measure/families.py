@@ -27,7 +27,7 @@ PROJECTORS = {
 
 
 RESAMPLED = {"aria", "idefics2"}
-"""Families, by `model_type`, whose visual tokens are learned queries: none of them is a place in the picture."""
+"""Families, by `model_type`, whose visual tokens are learned queries: none of them is a place in the image."""
 
 UNREADABLE = {"hunyuan_vl": "its projector puts learned rows among the visual tokens, which nothing tells from them"}
 """Families that would be measured wrong, by `model_type`, and why."""

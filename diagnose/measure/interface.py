@@ -122,7 +122,7 @@ class InterfaceProbe:
         if output.pooler_output is None:
             raise ValueError(
                 f"get_image_features of {type(self._parts.inner).__name__} has no pooler_output, by which learned "
-                "rows at image positions are told from the picture's. This family cannot be measured."
+                "rows at image positions are told from the image's. This family cannot be measured."
             )
         rows = torch.cat([each.reshape(-1, each.shape[-1]) for each in output.pooler_output])
         same = [(rows == row.to(rows.device, rows.dtype)).all(-1) for row in learned if len(row) == rows.shape[-1]]

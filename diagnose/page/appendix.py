@@ -84,8 +84,8 @@ def attention_tables(models: Sequence[Report]) -> list[Table]:
         for name, model in zip(names(models), models, strict=True)
         for each in model.attention
     ]
-    columns = ["Question", "Model", "Visual tokens", "Share of the picture", "Entropy", "Bottom bias"]
-    caption = "Attention from the text after a picture to the picture, mean over layers, by question."
+    columns = ["Question", "Model", "Visual tokens", "Share of the image", "Entropy", "Bottom bias"]
+    caption = "Attention from the text after an image to the image, mean over layers, by question."
     by_question = Table(caption, columns, rows, folded=len(rows) > 8)
     measures = ("image_share", "entropy", "bottom_bias")
     over_all = [
@@ -93,10 +93,8 @@ def attention_tables(models: Sequence[Report]) -> list[Table]:
         for name, model in zip(names(models), models, strict=True)
         if model.attention
     ]
-    columns = ["Model", "Questions", "Share of the picture", "Entropy", "Bottom bias"]
-    caption = (
-        "Attention from the text after a picture to the picture, mean over layers and questions ± standard error."
-    )
+    columns = ["Model", "Questions", "Share of the image", "Entropy", "Bottom bias"]
+    caption = "Attention from the text after an image to the image, mean over layers and questions ± standard error."
     tables = [Table(caption, columns, over_all), by_question]
     ninths = []
     for name, model in zip(names(models), models, strict=True):
@@ -106,7 +104,7 @@ def attention_tables(models: Sequence[Report]) -> list[Table]:
     if ninths:
         groups = [("", 1), ("Top", 3), ("Middle", 3), ("Bottom", 3)]
         columns = ["Model", *["Left", "Centre", "Right"] * 3]
-        caption = "Share of the attention to the picture on each ninth of it, mean over layers and questions."
+        caption = "Share of the attention to the image on each ninth of it, mean over layers and questions."
         tables.append(Table(caption, columns, ninths, groups=groups))
     return tables
 

@@ -29,7 +29,7 @@ SECTIONS = {
     "embeddings": ("Embedding matrices", "The language models' text embeddings, as stored (appendix C)."),
     "gain": ("Gain", "The norm after the projector, and how far training has taken it (section 5.3)."),
     "dynamics": ("Training dynamics", "Inter-layer cosines recorded during training (appendix F)."),
-    "attention": ("Attention", "Where the text after a picture looks in it (appendix G)."),
+    "attention": ("Attention", "Where the text after an image looks in it (appendix G)."),
     "theory": ("Theory", "What the norms predict of the rotation (section 3.1)."),
 }
 """Title and subject of each section by its id, in reading order; all but "vocabulary" are `Drawing.section`."""
@@ -46,7 +46,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Picture:
+class Image:
     """A drawing as the page holds it."""
 
     title: str
@@ -64,7 +64,7 @@ class Section:
     title: str
     subject: str
     tables: list[Table]
-    pictures: list[Picture]
+    images: list[Image]
 
 
 def write_page(
@@ -136,20 +136,20 @@ def _sections(models: Sequence[Report], drawings: Sequence[Drawing], folder: Pat
             title,
             subject,
             [table for table in tables[id] if table.rows],
-            [_picture(drawing, folder) for drawing in drawings if drawing.section == id],
+            [_image(drawing, folder) for drawing in drawings if drawing.section == id],
         )
         for id, (title, subject) in SECTIONS.items()
     ]
-    return [section for section in sections if section.tables or section.pictures]
+    return [section for section in sections if section.tables or section.images]
 
 
-def _picture(drawing: Drawing, folder: Path) -> Picture:
+def _image(drawing: Drawing, folder: Path) -> Image:
     data = (folder / drawing.file).read_bytes()
     if data[:8] != b"\x89PNG\r\n\x1a\n":
         raise ValueError(f"{drawing.file} is no PNG file. Draw it again.")
     width, height = struct.unpack(">II", data[16:24])
     source = f"data:image/png;base64,{b64encode(data).decode()}"
-    return Picture(drawing.title, drawing.caption, source, width, height)
+    return Image(drawing.title, drawing.caption, source, width, height)
 
 
 def _measures(report: Report, against: Report | None) -> list[Measure]:

@@ -26,7 +26,7 @@ class Metric:
         name: Such as "accuracy".
         value: As a share where it is one: 0.98, not 98.
         stderr: Standard error over samples.
-        references: What to hold it against, by name: `{"blank picture": 0.24, "commonest answer": 0.40}`.
+        references: What to hold it against, by name: `{"blank image": 0.24, "commonest answer": 0.40}`.
         subset: The part of the task it belongs to, such as "colour"; None for the whole.
         samples: How many samples it is over.
     """

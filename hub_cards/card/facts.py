@@ -62,7 +62,7 @@ class Facts:
         config: None in the folder of an adapter, which has none.
         adapter: `adapter_config.json`, of an adapter.
         build: `build.json`.
-        stages: The `training.json` of each stage, the first stage first; options, rates and versions may be empty.
+        stages: The `training.json` of each stage, the first first; options, learning rates and versions may be empty.
         parts: Vision encoder and language model, or the LLaVA checkpoint that had both.
         data: What was trained on, each once.
         gain: None without the norm.
@@ -155,9 +155,9 @@ def read_json(file: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read: {error}. Mend or remove it.") from error
+        raise ValueError(f"{file} cannot be read: {error}. Fix or remove it.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} is no JSON object. Mend or remove it.")
+        raise ValueError(f"{file} is no JSON object. Fix or remove it.")
     return content
 
 
@@ -170,7 +170,7 @@ def _parts(file: Path, build: dict[str, Any], config: NormAlignLlavaConfig | Non
     found = []
     licences = build.get("licenses") or {}
     if not isinstance(licences, dict):
-        raise ValueError(f"{file}: its licenses are {licences!r}, no object. Mend or remove it.")
+        raise ValueError(f"{file}: its licenses are {licences!r}, no object. Fix or remove it.")
     settings = {"vision": config and config.vision_config, "language": config and config.text_config}
     for key, role in (("vision", "vision encoder"), ("language", "language model")):
         licence = _licence(licences.get(key), file)
@@ -198,7 +198,7 @@ def _licence(recorded: Any, file: Path) -> Licence | None:
     if isinstance(recorded, dict):
         known = {each.name: recorded.get(each.name) for each in fields(Licence)}
     if not known or not all(value is None or isinstance(value, str) for value in known.values()):
-        raise ValueError(f"{file}: {recorded!r} is no licence, which has its id as `license`. Mend it.")
+        raise ValueError(f"{file}: {recorded!r} is no licence, which has its id as `license`. Fix it.")
     return Licence(**known) if known["license"] else None
 
 

@@ -39,14 +39,14 @@ def settle(local: str | None, remote: str | None, published: dict[str, str], rep
         raise ValueError(f"In {repo_id}: {error}") from None
     settled, torn = {}, []
     for name in ours | theirs:
-        here, there = ours.get(name, ""), theirs.get(name, "")
+        here, existing = ours.get(name, ""), theirs.get(name, "")
         # An empty part in the folder is no wish to lose what was written on the Hub.
         new_here = bool(here.strip()) and _digest(here) != published.get(name + _IN_FOLDER)
-        new_there = (_digest(there) if there.strip() else None) != published.get(name)
-        if remote is None or (new_here and (not new_there or there.strip() in here)):
+        new_there = (_digest(existing) if existing.strip() else None) != published.get(name)
+        if remote is None or (new_here and (not new_there or existing.strip() in here)):
             settled[name] = here
-        elif not new_here or here.strip() in there:
-            settled[name] = there
+        elif not new_here or here.strip() in existing:
+            settled[name] = existing
         else:
             torn.append(name)
     if torn:
@@ -57,7 +57,7 @@ def settle(local: str | None, remote: str | None, published: dict[str, str], rep
     return {name: text for name, text in settled.items() if text.strip()}
 
 
-def put(card: str, written: dict[str, str]) -> str:
+def insert_parts(card: str, written: dict[str, str]) -> str:
     """`card` with these parts in place of its own."""
     for name, text in written.items():
         start = card.index(mark := f"<!-- by hand: {name} -->\n") + len(mark)
@@ -89,8 +89,8 @@ def is_reverted(remote: str, card: str, published: dict[str, str]) -> bool:
         card: The one that takes its place.
         published: The `digests` of the one that was published last. Without them nothing is known.
     """
-    there, new = _elsewhere(remote), _elsewhere(card)
-    return any(published.get(part, there[part]) != there[part] != new[part] for part in there)
+    existing, new = _elsewhere(remote), _elsewhere(card)
+    return any(published.get(part, existing[part]) != existing[part] != new[part] for part in existing)
 
 
 def check_own(card: str | None, where: str, remedy: str | None) -> None:
@@ -112,7 +112,7 @@ def check_own(card: str | None, where: str, remedy: str | None) -> None:
 
 def _elsewhere(card: str) -> dict[str, str]:
     card = card.replace("\r\n", "\n")
-    without = ModelCard(put(card, dict.fromkeys(by_hand(card), "")), ignore_metadata_errors=True)
+    without = ModelCard(insert_parts(card, dict.fromkeys(by_hand(card), "")), ignore_metadata_errors=True)
     metadata = json.dumps(read_front_matter(card), sort_keys=True, default=str)
     return {"metadata": _digest(metadata), "text": _digest(without.text)}
 

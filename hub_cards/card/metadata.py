@@ -147,9 +147,9 @@ def read_front_matter(card: str) -> dict[str, Any]:
     try:
         return ModelCard(card).data.to_dict()
     except yaml.YAMLError as error:
-        raise ValueError(f"The front matter of README.md is no YAML: {error}. Mend it.") from error
+        raise ValueError(f"The front matter of README.md is no YAML: {error}. Fix it.") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"The front matter of README.md is none that the Hub takes: {error}. Mend it.") from error
+        raise ValueError(f"The front matter of README.md is none that the Hub takes: {error}. Fix it.") from error
 
 
 def result_files(evaluations: Sequence[Evaluation], repo_id: str | None) -> dict[str, bytes]:

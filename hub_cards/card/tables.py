@@ -14,8 +14,8 @@ from .training_tables import DASH, Table, count, part_link, run, title, trained_
 
 def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
     """What decides whether to read on: name and value."""
-    tokens, size = visual_tokens(facts), picture_size(facts)
-    picture = " in ".join(each for each in (size, tokens and f"{tokens:,} visual tokens") if each)
+    tokens, size = visual_tokens(facts), image_size(facts)
+    image = " in ".join(each for each in (size, tokens and f"{tokens:,} visual tokens") if each)
     config = facts.config
     context = config and getattr(config.text_config, "max_position_embeddings", None)
     dtype = config and config.dtype and str(config.dtype).removeprefix("torch.")
@@ -25,7 +25,7 @@ def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
     rows = [
         *((part.role.capitalize(), part_link(part)) for part in facts.parts),
         ("Weights", weights if facts.weight_bytes else None),
-        ("A picture is", picture),
+        ("An image is", image),
         ("Context", context and f"{context:,} tokens"),
         (
             "Trained on",
@@ -43,9 +43,9 @@ def alignment(facts: Facts) -> Table:
     reports, gain = _reports(facts), facts.gain
     columns = [[facts.setting("text_embedding_norm"), *((gain.start, gain.now, gain.bias) if gain else [None] * 3)]]
     for baseline in reports[1:]:
-        there = baseline.get("gain") or {}
+        existing = baseline.get("gain") or {}
         n_text = (baseline["interface"].get("vocabulary") or {}).get("mean")
-        columns.append([n_text, *(there.get(key) for key in ("start", "mean_abs", "bias_mean_abs"))])
+        columns.append([n_text, *(existing.get(key) for key in ("start", "mean_abs", "bias_mean_abs"))])
     names = [
         ("Mean norm of text embeddings, N_text", 4),
         ("Gain at the start, every element", 4),
@@ -94,14 +94,14 @@ def results(evaluation: Evaluation) -> Table:
 
 
 def visual_tokens(facts: Facts) -> int | None:
-    """How many visual tokens a picture becomes."""
+    """How many visual tokens an image becomes."""
     if facts.config is not None:
         return facts.config.image_seq_length
     return run(facts.stages[-1]).get("tokens_per_image") if facts.stages else None
 
 
-def picture_size(facts: Facts) -> str | None:
-    """What a picture is resized or cropped to."""
+def image_size(facts: Facts) -> str | None:
+    """What an image is resized or cropped to."""
     processor = facts.image_processor
     size = (processor.get("crop_size") if processor.get("do_center_crop") else None) or processor.get("size")
     if isinstance(size, int) and size == processor.get("crop_size"):  # one number is a square's

@@ -51,7 +51,7 @@ def training(facts: Facts) -> Table:
 
 def data(facts: Facts) -> Table:
     """What became of every row of every data set."""
-    columns = ["data set", "stage", "used for", "rows found", "bad", "too long", "chosen", "pictures", "median tokens"]
+    columns = ["data set", "stage", "used for", "rows found", "bad", "too long", "chosen", "images", "median tokens"]
     parts = {part.name: part_link(part) for part in facts.data}
     rows = []
     for stage in facts.stages:

@@ -70,7 +70,7 @@ def _diagnosis(facts: Facts) -> list[str]:
         on = f" of {report['data']}" if report.get("data") else ""
         found.append(
             f"Norms and rotation were measured on {report['samples']:,} samples{on}, in {report['dtype']}; on other "
-            "pictures they may differ."
+            "images they may differ."
         )
     if baseline is None and report.get("norm") not in (None, "none"):
         found.append("No baseline without the norm was measured beside it: what the norm changed is not shown.")

@@ -43,7 +43,7 @@ SECTIONS = ("introduction", "notes")
 INLINE = ("interface.png", "rotation.png")
 """The figures that are shown; all others are folded away."""
 
-_MEND = "Mend or remove training.json, build.json, or what is in the folders diagnostics and evaluation."
+_FIX = "Fix or remove training.json, build.json, or what is in the folders diagnostics and evaluation."
 _OURS = re.compile(r"^<!-- normalign card, metadata: (.*?) -->\r?$", re.MULTILINE)
 _START, _END = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE), "<!-- end by hand -->"
 
@@ -86,7 +86,7 @@ def render_card(
     Raises:
         ValueError: The folder is no checkpoint, a file in it cannot be read, or a part by hand has no end.
     """
-    with loading(f"What {checkpoint} records of itself", remedy=_MEND):  # of any type, in any field
+    with loading(f"What {checkpoint} records of itself", remedy=_FIX):  # of any type, in any field
         facts = read_facts(checkpoint)
         earlier = [card for card in (_read(checkpoint / "README.md"), *previous) if is_ours(card)]
         written = [by_hand(card) for card in earlier]
@@ -250,7 +250,7 @@ def _warnings(facts: Facts, follows: Terms, by_author: bool, named: bool, adapte
             "Diagnose anew, or remove the folder diagnostics."
         )
     if facts.adapter is not None and adapter is None:
-        found.append("The adapter's base is not on the Hub, so the card cannot say how a stranger loads it.")
+        found.append("The adapter's base is not on the Hub, so the card cannot say how others load it.")
     elif adapter is not None and not re.fullmatch("[0-9a-f]{40}", adapter.revision):
         found.append(f"The adapter's base {adapter.repo_id} is not pinned to a commit.")
     return found

@@ -124,9 +124,9 @@ def _check_arm(adapter: Path, base: str, config: dict[str, Any]) -> None:
     """Raises ValueError if training changed settings of the base: PEFT alone would load the base without them."""
     record = read_json(adapter / TRAINING_RECORD) or {}
     changed = [
-        f"{name} {value!r}, not {there!r}"
+        f"{name} {value!r}, not {base_value!r}"
         for name, value in record.get("config_changes", {}).items()
-        if value != (there := config.get(name, getattr(NormAlignLlavaConfig, name)))
+        if value != (base_value := config.get(name, getattr(NormAlignLlavaConfig, name)))
     ]
     if changed:
         raise ValueError(
@@ -137,7 +137,7 @@ def _check_arm(adapter: Path, base: str, config: dict[str, Any]) -> None:
 
 def _info(client: Client, repo_id: str, revision: str | None) -> ModelInfo:
     try:
-        return client.ask(client.api.model_info, repo_id, revision=revision)
+        return client.retry(client.api.model_info, repo_id, revision=revision)
     except RevisionNotFoundError:
         raise LookupError(f"it has no revision {revision}") from None
     except RepositoryNotFoundError:

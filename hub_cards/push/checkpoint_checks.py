@@ -49,7 +49,7 @@ def check_checkpoint(checkpoint: str | os.PathLike) -> None:
     Of a model: `config.json` with model type, architecture and all of `auto_map`; both code files, as this package has
     them; every tensor, by name and shape; gain and bias finite and in float32; the gain N_text / sqrt(d) of the stored
     embeddings (1 with `projector_gain_init="one"`), or trained; a processor that writes as many placeholders as there
-    are features; a chat template that takes a picture. Of weights only headers, embeddings and norm are read. Of an
+    are features; a chat template that takes an image. Of weights only headers, embeddings and norm are read. Of an
     adapter: its configuration and weights, finite.
 
     Args:
@@ -213,13 +213,13 @@ def _processor_faults(folder: Path, model: PreTrainedModel) -> list[str]:
         check_processor(processor, model)
     except Exception as error:
         faults.append(f"processor_config.json: {error}")
-    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is in the picture?"}]}]
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is in the image?"}]}]
     try:
         places = processor.apply_chat_template(asked, add_generation_prompt=True).count(processor.image_token)
         if places != 1:
-            faults.append(f"chat template: it writes {places} image tokens for one picture. Build it anew.")
+            faults.append(f"chat template: it writes {places} image tokens for one image. Build it anew.")
     except Exception as error:  # any that a template raises
-        faults.append(f"chat template: none, or it takes no picture ({error}). Save one with the processor.")
+        faults.append(f"chat template: none, or it takes no image ({error}). Save one with the processor.")
     return faults
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Loading a checkpoint as a stranger does: in a fresh process, without this package, with nothing in any cache.
+"""Loading a checkpoint as anyone else does: in a fresh process, without this package, with nothing in any cache.
 
 This file is also the script of that process, so it imports nothing of the package.
 """
@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 """How far logits of the same weights may be apart, as a share of the largest."""
 
 MAX_NEW_TOKENS, LOGITS = 8, 32
-QUESTION = "What is in the picture?"
+QUESTION = "What is in the image?"
 _PACKAGE = "normalign_llava"
 _OF_THIS_MACHINE = (
     *("HF_TOKEN", "HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_DISABLE_IMPLICIT_TOKEN"),
@@ -34,7 +34,7 @@ _OF_THIS_MACHINE = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What a checkpoint makes of a picture and a question that are always the same.
+    """What a checkpoint makes of an image and a question that are always the same.
 
     Attributes:
         model: Class of the model, which came with the checkpoint.
@@ -60,7 +60,7 @@ class Answer:
     generated: list[int]
 
 
-def ask_stranger(
+def ask_clean_process(
     source: str | os.PathLike,
     *,
     revision: str | None = None,
@@ -69,7 +69,7 @@ def ask_stranger(
     token: str | None = None,
     endpoint: str | None = None,
 ) -> Answer:
-    """Loads a checkpoint in a fresh process with `trust_remote_code=True`, and asks it about a picture, on the CPU.
+    """Loads a checkpoint in a fresh process with `trust_remote_code=True`, and asks it about an image, on the CPU.
 
     The process can import nothing of this package, and starts from an empty cache in the temporary folder, which has
     to have room for a repository's files. Without `token` no token of this machine is sent. It takes seconds for small
@@ -92,7 +92,7 @@ def ask_stranger(
     if base is not None:
         request["base"] = _name(base, base_revision)
     local = _local(source, revision) and (base is None or _local(base, base_revision))
-    with tempfile.TemporaryDirectory(prefix="stranger-") as folder:
+    with tempfile.TemporaryDirectory(prefix="clean-process-") as folder:
         question, reply = Path(folder) / "question.json", Path(folder) / "reply.json"
         question.write_text(json.dumps(request), encoding="utf-8")
         environment = {name: value for name, value in os.environ.items() if name not in _OF_THIS_MACHINE}
@@ -195,8 +195,8 @@ def _answer(model, processor) -> Answer:
     from PIL import Image
 
     ramp = Image.linear_gradient("L")
-    picture = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]
+    image = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
+    content = [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": content}],
         add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",

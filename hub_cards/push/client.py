@@ -56,7 +56,7 @@ class Client:
         self.waits = waits
         self.api = HfApi(endpoint=endpoint, token=token, library_name="normalign-llava", library_version=__version__)
 
-    def ask(self, call: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    def retry(self, call: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         """`call(*args, **kwargs)`, again after each of the waits while the error is one that may pass."""
         for wait in self.waits:
             try:
@@ -115,7 +115,7 @@ class Client:
             OSError: The Hub does not know the token, or cannot be reached.
         """
         with self.step("asking whose token it is", "Nothing was sent."):
-            account = self.ask(self.api.whoami)
+            account = self.retry(self.api.whoami)
         role = account.get("auth", {}).get("accessToken", {}).get("role")
         if role == "read":
             raise ValueError(
@@ -152,10 +152,10 @@ class Client:
         for source in (content.source for content in contents.sent if content.path == CARD):
             card = source if isinstance(source, bytes) else source.read_bytes()
             with self.step("checking the card", "Nothing was sent."):
-                errors = self.ask(refused, card.decode())
+                errors = self.retry(refused, card.decode())
             if errors:
                 raise ValueError(
-                    f"The Hub does not accept the metadata of README.md: {'; '.join(errors)}. Mend its front matter."
+                    f"The Hub does not accept the metadata of README.md: {'; '.join(errors)}. Fix its front matter."
                 )
 
     def _sentence(self, error: Exception, doing: str) -> str:

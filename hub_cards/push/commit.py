@@ -6,7 +6,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from huggingface_hub.errors import HfHubHTTPError
 
 from .client import Client, may_pass
-from .remote import Remote, look
+from .remote import Remote, read_remote
 from .snapshot import File
 
 
@@ -36,7 +36,7 @@ def commit_once(
             outrun = isinstance(error, HfHubHTTPError) and error.response.status_code == 412
             if create_pr or not (outrun or may_pass(error)):
                 raise
-            now = look(client, remote.repo_id, remote.kind, remote.branch)
+            now = read_remote(client, remote.repo_id, remote.kind, remote.branch)
             if now is not None and now.commit != remote.commit:
                 if _is_intended(now, remote, deletions, changed):
                     return now.commit, None
@@ -48,7 +48,7 @@ def commit_once(
 
 def other_publisher(client: Client, now: Remote, expected: str) -> OSError:
     """The error of a branch that is not at `expected` any more, because of someone else's commit."""
-    commits = client.ask(client.api.list_repo_commits, now.repo_id, repo_type=now.kind, revision=now.commit)
+    commits = client.retry(client.api.list_repo_commits, now.repo_id, repo_type=now.kind, revision=now.commit)
     newest = commits[0]
     return OSError(
         f"Another publisher was faster: {now.branch} of {now.repo_id} is at their commit {newest.commit_id} "

@@ -59,10 +59,10 @@ _LEFT = {
     "checkpoint-*": "a checkpoint of training",
     "samples": "answers to samples of the data",
     "dropped_rows.jsonl": "rows of the data",
-    PAGE: "it shows pictures and questions of the data",
+    PAGE: "it shows images and questions of the data",
     "*.safetensors": "weights that nothing here loads",
 }
-_SHOWS_A_SAMPLE = r"(attention|(baseline_)?picture)_\d+\.png"
+_SHOWS_A_SAMPLE = r"(attention|(baseline_)?image)_\d+\.png"
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,9 @@ def contents(checkpoint: str | os.PathLike, generated: Mapping[str, bytes] | Non
 
 
 def public_report(text: str) -> tuple[bytes, list[str]]:
-    """`report.json` without questions, pictures and their maps, in the same schema; and the figures it still names.
+    """`report.json` without questions, images and their maps, in the same schema; and the figures it still names.
 
-    Of each question's attention the measures stay; `question` is empty, `picture` null and `maps` an empty list.
+    Of each question's attention the measures stay; `question` is empty, `image` null and `maps` an empty list.
 
     Args:
         text: `report.json`.
@@ -154,9 +154,7 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
         if (version := content["schema_version"]) != SCHEMA_VERSION:
             raise ValueError(f"its schema_version is {version}, not {SCHEMA_VERSION}")
         for report in filter(None, (content["report"], content["against"])):
-            report["attention"] = [
-                {**each, "question": "", "picture": None, "maps": []} for each in report["attention"]
-            ]
+            report["attention"] = [{**each, "question": "", "image": None, "maps": []} for each in report["attention"]]
         names = [drawing["file"] for drawing in content["figures"]]
         names = [name for name in names if name.endswith(".png") and not re.fullmatch(_SHOWS_A_SAMPLE, name)]
         content["figures"] = [drawing for drawing in content["figures"] if drawing["file"] in names]

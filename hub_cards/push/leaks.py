@@ -117,11 +117,11 @@ def _texts(content: Content) -> Iterator[tuple[str, str]]:
     data = source if isinstance(source, bytes) else source.read_bytes()
     if path.endswith(".png"):
         try:
-            with Image.open(io.BytesIO(data), formats=["PNG"]) as picture:
-                picture.load()  # texts may follow the pixels
-                found: dict[Any, Any] = {**picture.info, **dict(picture.getexif())}
+            with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+                image.load()  # texts may follow the pixels
+                found: dict[Any, Any] = {**image.info, **dict(image.getexif())}
         except (UnidentifiedImageError, OSError, SyntaxError) as error:
-            raise ValueError("no PNG picture that can be read. Draw it again.") from error
+            raise ValueError("no PNG image that can be read. Draw it again.") from error
         yield from ((f"{path}, {name}", f"{name}: {value}") for name, value in found.items())
     elif path.endswith(".model"):  # a vocabulary of sentencepiece
         if data.startswith((b"\x80", b"PK")):

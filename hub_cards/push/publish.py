@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Publishing: from a checkpoint folder to a Hub repository that a stranger can load, by one commit, verified."""
+"""Publishing: from a checkpoint folder to a Hub repository that anyone can load, by one commit, verified."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -11,21 +11,21 @@ from huggingface_hub import get_token
 
 from ...checkpoint.find import check_folder, check_repo_id
 from ...checkpoint.names import CARD
-from ..card.hand_written import check_own, digests, is_reverted, put, settle
+from ..card.hand_written import check_own, digests, insert_parts, is_reverted, settle
 from ..card.write import decoded, is_ours, render_card
 from ..space.publish import check_space, push_space, space_of
 from .adapter import Staged, staged
 from .checkpoint_checks import check_checkpoint, check_contents
-from .clean_process import ask_stranger
+from .clean_process import ask_clean_process
 from .client import WAITS, Client
 from .contents import Contents, contents
 from .push import Pushed, check_remote, push_snapshot, with_manifest
-from .remote import Remote, look
+from .remote import Remote, read_remote
 from .snapshot import take_snapshot
 from .verify import ask, check_room, snippet, verify
 
 
-LOADING = "Loading it in a process of its own, as a stranger would."
+LOADING = "Loading it in a clean process."
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Publication(Pushed):
 
 
 @dataclass(frozen=True)
-class There:
+class Existing:
     """What a publication finds on the Hub.
 
     Attributes:
@@ -74,9 +74,9 @@ def publish(
     token: str | None = None,
     endpoint: str | None = None,
     waits: Sequence[float] = WAITS,
-    say: Callable[[str], object] = print,
+    notify: Callable[[str], object] = print,
 ) -> Publication:
-    """Checks a checkpoint, sends it with its card in one commit, and loads that commit as a stranger would.
+    """Checks a checkpoint, sends it with its card in one commit, and loads that commit in a clean process.
 
     It may be run again at any moment, after a failure too: only what the Hub does not have is sent. Model, code,
     processor, card, figures and results are sent; optimizer states and the like never are. What an earlier publication
@@ -107,7 +107,7 @@ def publish(
         ValueError: The checkpoint, the token, the repository or an option is not fit; files changed meanwhile. Nothing
             was committed.
         OSError: The Hub, the connection or the disk failed, another publisher was faster, or the commit does not give
-            a stranger what the folder gives. The message says what stands. The token is in no message or traceback.
+            others what the folder gives. The message says what stands. The token is in no message or traceback.
     """
     checkpoint = Path(checkpoint)
     check_repo_id(repo_id)
@@ -126,24 +126,26 @@ def publish(
     if dry_run:
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=None) as stage:
             check_checkpoint(stage.folder)
-            sent, hand_written = prepare(stage, repo_id, revision, There(), token or get_token(), say)
+            sent, hand_written = prepare(stage, repo_id, revision, Existing(), token or get_token(), notify)
             files = {file.path: file.size for file in with_manifest(take_snapshot(sent), hand_written)}
             loaded = check_loading and stage.base is None
             if loaded:
-                say(LOADING)
-                ask_stranger(stage.folder)
+                notify(LOADING)
+                ask_clean_process(stage.folder)
         unloaded = "as --no-verify asks" if not check_loading else "its base is on the Hub"
-        say("It passed the checks." if loaded else f"It passed the other checks, but was not loaded: {unloaded}.")
+        notify("It passed the checks." if loaded else f"It passed the other checks, but was not loaded: {unloaded}.")
         if space:
-            say(f"The Space {space_of(repo_id)} would be published too, with the demo's program and the model's name.")
+            notify(
+                f"The Space {space_of(repo_id)} would be published too, with the demo's program and the model's name."
+            )
         pushed = Pushed(repo_id, "", "", "", revision, False, False, files, list(files), sum(files.values()))
         return Publication(**vars(pushed), left=sent.left)
 
     client = Client(token, endpoint=endpoint, waits=waits)
     with client.token_kept():
         client.check_account(repo_id, create_pr)
-        there = look_there(client, repo_id, revision)
-        remote = there.remote
+        existing = find_existing(client, repo_id, revision)
+        remote = existing.remote
         check_remote(remote, repo_id, private, create_pr)
         if space:
             with client.step(f"looking at {space_of(repo_id)}", "Nothing was sent."):
@@ -152,31 +154,31 @@ def publish(
             "Copy what you want to keep of it between the marks of the card that `normalign card` writes into the "
             "folder, and publish with --replace-card."
         )
-        check_own(there.card, repo_id, None if replace_card else remedy)
+        check_own(existing.card, repo_id, None if replace_card else remedy)
         token_needed = client.token if private or (remote and (remote.private or remote.gated)) else None
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=client) as stage:
             check_checkpoint(stage.folder)
-            sent, hand_written = prepare(stage, repo_id, revision, there, client.token, say)
+            sent, hand_written = prepare(stage, repo_id, revision, existing, client.token, notify)
             if check_loading:
                 check_room(sum(content.size for content in sent.sent))
             client.check_card(sent)
             snapshot = take_snapshot(sent)
             before = None
             if check_loading:
-                say(LOADING)
+                notify(LOADING)
                 before = ask(client, stage.folder, None, stage.base, token_needed)
             pushed = push_snapshot(
                 client, snapshot, repo_id, before=remote, private=private, revision=revision, create_pr=create_pr,
-                hand_written=hand_written, say=say,
+                hand_written=hand_written, notify=notify,
             )  # fmt: skip
         if before is None:
-            say(
+            notify(
                 f"{repo_id} was not loaded, neither from the folder nor from the Hub: whether others can is not known."
             )
         else:
-            say(f"Loading {repo_id} in the same way, at {pushed.commit}.")
+            notify(f"Loading {repo_id} in the same way, at {pushed.commit}.")
             verify(client, pushed, stage.base, before)
-        page = push_space(client, pushed, say) if space else None
+        page = push_space(client, pushed, notify) if space else None
     code = snippet(repo_id, pushed.commit, stage.base, "processor_config.json" in pushed.files)
     return Publication(**vars(pushed), space=page, snippet=code, left=sent.left)
 
@@ -187,7 +189,7 @@ def card_in(folder: Path) -> str | None:
     return decoded(file.read_bytes(), str(folder)) if file.is_file() else None
 
 
-def look_there(client: Client, repo_id: str, revision: str) -> There:
+def find_existing(client: Client, repo_id: str, revision: str) -> Existing:
     """What is on the Hub now.
 
     Raises:
@@ -195,16 +197,16 @@ def look_there(client: Client, repo_id: str, revision: str) -> There:
         OSError: The Hub or the connection failed.
     """
     with client.step(f"looking at {repo_id}", "Nothing was sent."):
-        remote = look(client, repo_id, branch=revision)
+        remote = read_remote(client, repo_id, branch=revision)
         if remote is None:
-            return There()
+            return Existing()
         card = decoded(remote.read(client, CARD), repo_id) if CARD in remote.files else None
         manifest = remote.manifest(client)
-    return There(remote, card, manifest.hand_written if manifest else {})
+    return Existing(remote, card, manifest.hand_written if manifest else {})
 
 
 def prepare(
-    stage: Staged, repo_id: str, revision: str, there: There, token: str | None, say: Callable[[str], object]
+    stage: Staged, repo_id: str, revision: str, existing: Existing, token: str | None, notify: Callable[[str], object]
 ) -> tuple[Contents, dict[str, str]]:
     """What is sent of a folder, with the card, which keeps what was written by hand here and on the Hub.
 
@@ -222,22 +224,22 @@ def prepare(
         ValueError: The folder is no checkpoint or holds what must not be sent, or what is written by hand was edited
             both in it and on the Hub.
     """
-    theirs = there.card if there.card and is_ours(there.card) else None
+    theirs = existing.card if existing.card and is_ours(existing.card) else None
     here = card_in(stage.folder)
-    written = settle(here, theirs, there.published, repo_id)
+    written = settle(here, theirs, existing.published, repo_id)
     card = render_card(
         stage.folder, repo_id=repo_id, revision=revision, previous=[theirs] if theirs else [], adapter=stage.base
     )
-    text = put(card.text, written)
+    text = insert_parts(card.text, written)
     warnings = list(card.warnings)
-    if there.remote and theirs and is_reverted(theirs, text, there.published):
+    if existing.remote and theirs and is_reverted(theirs, text, existing.published):
         warnings.append(
             f"README.md of {repo_id} was edited there, and not only between the marks of what is written by hand. "
             "All else is written anew, but for keys that were added to the front matter; the edited text stays in "
-            f"the commit {there.remote.commit}."
+            f"the commit {existing.remote.commit}."
         )
     for warning in warnings:
-        say(f"Warning: {warning}")
+        notify(f"Warning: {warning}")
     sent = contents(stage.folder, {CARD: text.encode(), **card.files, **stage.generated})
     check_contents(sent, token)
     return sent, digests(text, here)

@@ -11,7 +11,7 @@ from ...checkpoint.names import CARD
 from .client import Client
 from .commit import commit_once, other_publisher
 from .manifest import NAME, Manifest
-from .remote import Remote, look, stale
+from .remote import Remote, read_remote, stale
 from .snapshot import File, Snapshot, changed_error, in_memory
 
 
@@ -71,7 +71,7 @@ def push_snapshot(
     create_pr: bool = False,
     message: str = MESSAGE,
     hand_written: dict[str, str] | None = None,
-    say: Callable[[str], object] = print,
+    notify: Callable[[str], object] = print,
 ) -> Pushed:
     """Makes a branch of a repository hold these files, by one commit, or none where it does already.
 
@@ -101,7 +101,7 @@ def push_snapshot(
         OSError: The Hub or the connection failed, or another publisher was faster; the message says what stands.
     """
     with client.step(f"preparing {repo_id}", "Nothing was sent."):
-        remote = _prepared(client, repo_id, kind, private, revision, create_pr, say)
+        remote = _prepared(client, repo_id, kind, private, revision, create_pr, notify)
         if before is None:
             if remote.files.keys() - MADE_WITH[kind]:
                 raise other_publisher(client, remote, "its first")
@@ -114,11 +114,13 @@ def push_snapshot(
     deleted = stale(client, remote, earlier, [file.path for file in files])
     url = f"{client.api.endpoint}/{'' if kind == 'model' else f'{kind}s/'}{repo_id}"
     if not changed and not deleted:
-        say(f"{repo_id} holds all of this already.")
+        notify(f"{repo_id} holds all of this already.")
         return Pushed(repo_id, url, remote.commit, remote.commit, revision, remote.private, remote.gated, sizes)
 
     size = sum(file.size for file in changed)
-    say(f"Sending {len(changed)} of {len(files)} files, {size / 1e6:.1f} MB, to {repo_id}; removing {len(deleted)}.")
+    notify(
+        f"Sending {len(changed)} of {len(files)} files, {size / 1e6:.1f} MB, to {repo_id}; removing {len(deleted)}."
+    )
     additions = [CommitOperationAdd(file.path, file.source) for file in changed]
     unseen = f"{repo_id} is as it was; what was uploaded is kept there unseen. Publish again to send only the rest."
     with client.step(f"uploading to {repo_id}", unseen):
@@ -165,23 +167,23 @@ def _prepared(
     private: bool | None,
     revision: str,
     create_pr: bool,
-    say: Callable[[str], object],
+    notify: Callable[[str], object],
 ) -> Remote:
     """The repository with the branch, made where they are not there."""
-    remote = look(client, repo_id, kind, revision)
+    remote = read_remote(client, repo_id, kind, revision)
     check_remote(remote, repo_id, private, create_pr)
     if remote is None:
         sdk = "gradio" if kind == "space" else None
-        client.ask(client.api.create_repo, repo_id, repo_type=kind, private=private, space_sdk=sdk, exist_ok=True)
-        say(f"Made the repository {repo_id}.")
-        remote = look(client, repo_id, kind, revision)
+        client.retry(client.api.create_repo, repo_id, repo_type=kind, private=private, space_sdk=sdk, exist_ok=True)
+        notify(f"Made the repository {repo_id}.")
+        remote = read_remote(client, repo_id, kind, revision)
         check_remote(remote, repo_id, private, create_pr)  # someone else may have been faster
     if remote is not None and not remote.has_branch:
-        client.ask(
+        client.retry(
             client.api.create_branch, repo_id, repo_type=kind, branch=revision, revision=remote.commit, exist_ok=True
         )
-        say(f"Made the branch {revision}.")
-        remote = look(client, repo_id, kind, revision)
+        notify(f"Made the branch {revision}.")
+        remote = read_remote(client, repo_id, kind, revision)
     if remote is None:
         raise OSError(f"{repo_id} was made, but the Hub does not show it. Publish again in a moment.")
     return remote

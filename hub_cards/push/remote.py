@@ -44,7 +44,7 @@ class Remote:
         return Manifest.from_bytes(self.read(client, NAME)) if NAME in self.files else None
 
 
-def look(client: Client, repo_id: str, kind: str = "model", branch: str = "main") -> Remote | None:
+def read_remote(client: Client, repo_id: str, kind: str = "model", branch: str = "main") -> Remote | None:
     """The repository as it is now; None where it is not there, or not for this account to see.
 
     Raises:
@@ -52,13 +52,13 @@ def look(client: Client, repo_id: str, kind: str = "model", branch: str = "main"
     """
     api = client.api
     try:
-        info, has_branch = client.ask(api.repo_info, repo_id, repo_type=kind, revision=branch), True
+        info, has_branch = client.retry(api.repo_info, repo_id, repo_type=kind, revision=branch), True
     except RevisionNotFoundError:
-        info, has_branch = client.ask(api.repo_info, repo_id, repo_type=kind), False
+        info, has_branch = client.retry(api.repo_info, repo_id, repo_type=kind), False
     except RepositoryNotFoundError:
         return None
     if has_branch and branch != "main" and not branch.startswith("refs/"):
-        references = client.ask(api.list_repo_refs, repo_id, repo_type=kind)
+        references = client.retry(api.list_repo_refs, repo_id, repo_type=kind)
         if branch not in [each.name for each in references.branches]:
             raise ValueError(f"{branch} of {repo_id} is a tag or a commit. Publish to a branch.")
 
@@ -77,7 +77,7 @@ def read(client: Client, repo_id: str, path: str, commit: str, kind: str = "mode
         hf_raise_for_status(response)
         return response.content
 
-    return client.ask(downloaded)
+    return client.retry(downloaded)
 
 
 def stale(client: Client, remote: Remote, earlier: Manifest | None, sent: Collection[str]) -> list[str]:
@@ -95,7 +95,9 @@ def stale(client: Client, remote: Remote, earlier: Manifest | None, sent: Collec
     unsent, recorded = remote.files.keys() - set(sent), earlier.files if earlier else {}
     removed = {path for path in unsent if WEIGHTS.fullmatch(path)} if any(map(WEIGHTS.fullmatch, sent)) else set()
     for path in unsent & recorded.keys():
-        there, was = remote.files[path], recorded[path]
-        if there == was or (len(there) != len(was) and hashlib.sha256(remote.read(client, path)).hexdigest() == was):
+        existing, was = remote.files[path], recorded[path]
+        if existing == was or (
+            len(existing) != len(was) and hashlib.sha256(remote.read(client, path)).hexdigest() == was
+        ):
             removed.add(path)
     return sorted(removed)

@@ -1,13 +1,13 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""After the push: the commit as a stranger gets it, and the code that loads it."""
+"""After the push: the commit as others get it, and the code that loads it."""
 
 import shutil
 import tempfile
 from pathlib import Path
 
 from ..card.write import AdapterBase
-from .clean_process import Answer, ask_stranger, difference
+from .clean_process import Answer, ask_clean_process, difference
 from .client import Client
 from .push import Pushed
 
@@ -39,8 +39,8 @@ processor = AutoProcessor.from_pretrained("{processor}", revision={processor_com
 def ask(
     client: Client, source: str | Path, revision: str | None, base: AdapterBase | None, token: str | None
 ) -> Answer:
-    """[`ask_stranger`] about what is published, on the client's Hub; `token` for a private or gated one alone."""
-    return ask_stranger(
+    """[`ask_clean_process`] about what is published, on the client's Hub; `token` for a private or gated one alone."""
+    return ask_clean_process(
         source, revision=revision, base=base.repo_id if base else None,
         base_revision=base.revision if base else None, token=token, endpoint=client.api.endpoint,
     )  # fmt: skip
@@ -85,7 +85,8 @@ def verify(client: Client, pushed: Pushed, base: AdapterBase | None, before: Ans
             else "The commit was there before; nothing was sent."
         )
         raise OSError(
-            f"{pushed.repo_id} is at {pushed.commit}, but a stranger does not get from there what the folder gives. "
+            f"{pushed.repo_id} is at {pushed.commit}, but a clean process gets something else from there than from "
+            "the folder. "
             f"{found} {earlier} Publish again to load it once more; if that fails in the same way, tell us."
         )
 

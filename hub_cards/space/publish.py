@@ -8,7 +8,7 @@ from ..push.client import Client
 from ..push.contents import Content, Contents
 from ..push.manifest import NAME
 from ..push.push import MADE_WITH, Pushed, push_snapshot
-from ..push.remote import Remote, look
+from ..push.remote import Remote, read_remote
 from ..push.snapshot import take_snapshot
 from . import space_files
 
@@ -24,16 +24,16 @@ def check_space(client: Client, repo_id: str) -> Remote | None:
     Raises:
         ValueError: It is something else: it has no manifest of ours, but more than the Hub makes a Space with.
     """
-    there = look(client, space_of(repo_id), "space")
-    if there is not None and NAME not in there.files and there.files.keys() - MADE_WITH["space"]:
+    existing = read_remote(client, space_of(repo_id), "space")
+    if existing is not None and NAME not in existing.files and existing.files.keys() - MADE_WITH["space"]:
         raise ValueError(
             f"The Space {space_of(repo_id)} is there, and was not published by this package. Rename it, or publish "
             "without --space."
         )
-    return there
+    return existing
 
 
-def push_space(client: Client, pushed: Pushed, say: Callable[[str], object]) -> str:
+def push_space(client: Client, pushed: Pushed, notify: Callable[[str], object]) -> str:
     """Publishes the Space of a model that was pushed, at that commit; returns its page.
 
     A new Space is private if the model is.
@@ -46,14 +46,14 @@ def push_space(client: Client, pushed: Pushed, say: Callable[[str], object]) -> 
     sent = Contents([Content(path, content, len(content), "code") for path, content in files.items()], {})
     try:
         with client.step(f"looking at {name}"):
-            there = check_space(client, pushed.repo_id)
-        private = pushed.private if there is None else None
+            existing = check_space(client, pushed.repo_id)
+        private = pushed.private if existing is None else None
         snapshot = take_snapshot(sent)
-        page = push_snapshot(client, snapshot, name, before=there, kind="space", private=private, say=say).url
+        page = push_snapshot(client, snapshot, name, before=existing, kind="space", private=private, notify=notify).url
     except (ValueError, OSError) as error:
         raise OSError(
             f"The model is published, at {pushed.commit} of {pushed.repo_id}; its Space {name} is not. {error}"
         ) from None
     if pushed.private or pushed.gated:
-        say(f"To read the model, the Space needs a token as its secret HF_TOKEN: {page}/settings.")
+        notify(f"To read the model, the Space needs a token as its secret HF_TOKEN: {page}/settings.")
     return page

@@ -50,7 +50,7 @@ def test_generate_as_llava_with_a_norm_in_a_hook(model, reference, mode, images)
     assert torch.equal(out, generate(reference, batch, **OPTIONS[mode]))
 
 
-def test_the_picture_matters(model):
+def test_the_image_matters(model):
     batch = tiny.inputs()
     with torch.no_grad():
         one = model(**batch).logits
@@ -76,10 +76,10 @@ def test_left_padded_batch_equals_one_by_one(model):
         assert torch.equal(row, generate(model, single)[0])
 
 
-@pytest.mark.parametrize("pictures", [1, 3])
-def test_images_and_placeholders_must_agree(model, pictures):
+@pytest.mark.parametrize("images", [1, 3])
+def test_images_and_placeholders_must_agree(model, images):
     batch = tiny.inputs(images=2)
-    batch["pixel_values"] = torch.randn(pictures, 3, 16, 16)
+    batch["pixel_values"] = torch.randn(images, 3, 16, 16)
     with pytest.raises(ValueError, match="Image features and image tokens do not match"):
         model(**batch)
 

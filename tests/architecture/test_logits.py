@@ -52,7 +52,7 @@ def family(request, tmp_path_factory):
 
 
 IDS = torch.arange(5, 25)[None]
-PICTURE = Image.linear_gradient("L").convert("RGB")
+IMAGE = Image.linear_gradient("L").convert("RGB")
 
 
 def test_logits_loss_and_sampling_on_text_are_the_language_models(family):
@@ -91,7 +91,7 @@ def test_trls_loss_in_training_is_that_of_the_served_model(family, tmp_path):
     )  # fmt: skip
     rows = [
         {
-            "images": [PICTURE],
+            "images": [IMAGE],
             "messages": [{"role": "user", "content": "what"}, {"role": "assistant", "content": "a kite"}],
         }
     ] * 2

@@ -32,14 +32,14 @@ config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
 base = AutoModel.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
 processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
-picture = Image.linear_gradient("L").convert("RGB")
+image = Image.linear_gradient("L").convert("RGB")
 text = processor.apply_chat_template(messages, add_generation_prompt=True)
-inputs = processor(images=[picture], text=text, return_tensors="pt")
+inputs = processor(images=[image], text=text, return_tensors="pt")
 with torch.no_grad():
     logits = model(**inputs).logits
     hidden = base(**inputs).last_hidden_state
 pipe = pipeline("image-text-to-text", model=folder, trust_remote_code=True)
-said = pipe(images=[picture], text=text, max_new_tokens=5, do_sample=False, return_full_text=False)
+said = pipe(images=[image], text=text, max_new_tokens=5, do_sample=False, return_full_text=False)
 model.save_pretrained(again)
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 print(json.dumps({
@@ -64,16 +64,16 @@ def test_a_stranger_gets_what_the_installed_package_gives(tmp_path, checkpoint):
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
     assert type(model).__module__ == "normalign_llava.modeling_normalign_llava"
     processor = AutoProcessor.from_pretrained(checkpoint)
-    picture = Image.linear_gradient("L").convert("RGB")
+    image = Image.linear_gradient("L").convert("RGB")
     text = processor.apply_chat_template(MESSAGES, add_generation_prompt=True)
-    inputs = processor(images=[picture], text=text, return_tensors="pt")
+    inputs = processor(images=[image], text=text, return_tensors="pt")
     with torch.no_grad():
         torch.testing.assert_close(torch.tensor(got["logits"]), model(**inputs).logits[0, -1], rtol=0, atol=0)
         hidden = model.model(**inputs).last_hidden_state[0, -1]
         torch.testing.assert_close(torch.tensor(got["hidden"]), hidden, rtol=0, atol=0)
     assert got["ids"] == model.generate(**inputs, max_new_tokens=5, do_sample=False)[0].tolist()
     said = pipeline("image-text-to-text", model=model, processor=processor)(
-        images=[picture], text=text, max_new_tokens=5, do_sample=False, return_full_text=False
+        images=[image], text=text, max_new_tokens=5, do_sample=False, return_full_text=False
     )
     assert got["said"] == said[0]["generated_text"]
 

@@ -17,7 +17,7 @@ from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGe
 from normalign_llava.assembly.build import retrofit_checkpoint
 
 
-PICTURES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
+IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
 SHORT = dict(
     max_steps=1,
     logging_steps=1,
@@ -41,7 +41,7 @@ def said(role, text):
 
 def preferences(count=2):
     answers = {"chosen": said("assistant", "a red kite"), "rejected": said("assistant", "no")}
-    rows = [{"images": [PICTURES[i % 2]], "prompt": said("user", "what is it"), **answers} for i in range(count)]
+    rows = [{"images": [IMAGES[i % 2]], "prompt": said("user", "what is it"), **answers} for i in range(count)]
     return Dataset.from_list(rows)
 
 
@@ -65,7 +65,7 @@ def test_online_dpo_shows_the_images_to_the_tower(tmp_path, checkpoint):
     )
     processor = AutoProcessor.from_pretrained(checkpoint)
     content = [{"type": "image"}, {"type": "text", "text": "what is it"}]
-    rows = [{"prompt": said("user", content), "image": picture} for picture in PICTURES]
+    rows = [{"prompt": said("user", content), "image": image} for image in IMAGES]
     arguments = OnlineDPOConfig(
         output_dir=str(tmp_path), max_new_tokens=4, missing_eos_penalty=None, gradient_checkpointing=False, **SHORT
     )
@@ -79,9 +79,9 @@ def test_online_dpo_shows_the_images_to_the_tower(tmp_path, checkpoint):
     trainer.train()
     assert shown, "the tower was never called"
     seen = torch.cat(shown)
-    for picture in PICTURES:
-        pixels = processor.image_processor(picture, return_tensors="pt")["pixel_values"]
-        assert any(torch.equal(image[None], pixels) for image in seen)
+    for image in IMAGES:
+        pixels = processor.image_processor(image, return_tensors="pt")["pixel_values"]
+        assert any(torch.equal(each[None], pixels) for each in seen)
 
 
 # ---------------------------------------------------------------------------------- reference models and LLaVA folders
@@ -141,7 +141,7 @@ def test_a_name_does_not_stay_where_the_norm_was_taken_away(checkpoint):
 # ----------------------------------------------------------------------------------------------- what is trained moves
 def conversations(count=4):
     answers = [said("user", "what is it") + said("assistant", f"a kite {i}") for i in range(count)]
-    return Dataset.from_list([{"images": [PICTURES[i % 2]], "messages": row} for i, row in enumerate(answers)])
+    return Dataset.from_list([{"images": [IMAGES[i % 2]], "messages": row} for i, row in enumerate(answers)])
 
 
 def sft(model, folder, checkpoint, peft_config, **options):
@@ -199,8 +199,8 @@ def test_a_gain_that_trl_casts_to_bfloat16_is_told_of_once_with_the_way_out(tmp_
     (message,) = told()
     assert "torch.bfloat16" in message
     caplog.clear()
-    mended = trainer()
-    exec(message.partition("make it float32: ")[2], {"trainer": mended})
-    assert gain(mended).dtype == torch.float32
-    assert moved(mended) == 64
+    fixed = trainer()
+    exec(message.partition("make it float32: ")[2], {"trainer": fixed})
+    assert gain(fixed).dtype == torch.float32
+    assert moved(fixed) == 64
     assert not told()

@@ -17,8 +17,8 @@ from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.train.run import main
 
 
-PICTURES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
-QUESTIONS = ["what is it", "say in more words what there is in the picture"]
+IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
+QUESTIONS = ["what is it", "say in more words what there is in the image"]
 MODULES = r".*\.language_model\..*\.(q_proj|v_proj)"
 
 
@@ -99,12 +99,12 @@ def prompt(processor, question):
     return processor.apply_chat_template(asked, add_generation_prompt=True)
 
 
-def answers(checkpoint, pictures, questions):
+def answers(checkpoint, images, questions):
     """Of a batch, made by the processor as it comes."""
     processor = AutoProcessor.from_pretrained(checkpoint)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     texts = [prompt(processor, question) for question in questions]
-    inputs = processor(images=pictures, text=texts, padding=True, return_tensors="pt")
+    inputs = processor(images=images, text=texts, padding=True, return_tensors="pt")
     made = model.generate(**inputs, max_new_tokens=8, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     return processor.batch_decode(made, skip_special_tokens=True)
 
@@ -112,13 +112,13 @@ def answers(checkpoint, pictures, questions):
 @pytest.mark.parametrize("made", [built, retrofitted, merged, trained, saved_while_training])
 def test_a_batch_is_answered_as_its_questions_are_alone(tmp_path, made):
     checkpoint = made(tmp_path)
-    alone = [answers(checkpoint, [picture], [text])[0] for picture, text in zip(PICTURES, QUESTIONS, strict=True)]
+    alone = [answers(checkpoint, [image], [text])[0] for image, text in zip(IMAGES, QUESTIONS, strict=True)]
     assert alone[0] != alone[1] and all(alone)
-    assert answers(checkpoint, PICTURES, QUESTIONS) == alone
+    assert answers(checkpoint, IMAGES, QUESTIONS) == alone
     answer = pipeline("image-text-to-text", model=str(checkpoint), dtype=torch.float32)
     asked = [
-        [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": question}]}]
-        for picture, question in zip(PICTURES, QUESTIONS, strict=True)
+        [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}]
+        for image, question in zip(IMAGES, QUESTIONS, strict=True)
     ]
     said = answer(text=asked, batch_size=2, max_new_tokens=8, do_sample=False, return_full_text=False)
     assert [conversation[0]["generated_text"] for conversation in said] == alone

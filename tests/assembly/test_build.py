@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, change, w
 
 def test_siglip_with_default_would_lose_a_patch(tmp_path):
     vision = parts.vision(tmp_path / "vision", "siglip")
-    with pytest.raises(ValueError, match="a patch of the picture would be lost"):
+    with pytest.raises(ValueError, match="a patch of the image would be lost"):
         build_checkpoint(vision, parts.language(tmp_path / "l"), tmp_path / "built", select_strategy="default")
 
 

@@ -84,12 +84,12 @@ def test_smollm2_with_images_written_out():
 
 @pytest.mark.parametrize("name", [*END_OF_TURN, "cohere", "lfm2", "glm4moe", "deepseekv3", "gptoss", "gemma4"])
 def test_image_parts_become_the_image_token_in_every_family(name):
-    template = multimodal_chat_template(TEMPLATES[name], image_token="<|picture's|>").template
+    template = multimodal_chat_template(TEMPLATES[name], image_token="<|image's|>").template
     images = {"type": "image"}, {"type": "image", "image": np.zeros((2, 2, 3))}
     with_images = render(template, parts(chat("What?", "This.", "Why?"), *images))
-    as_text = render(template, chat("<|picture's|><|picture's|>What?", "This.", "Why?"))
+    as_text = render(template, chat("<|image's|><|image's|>What?", "This.", "Why?"))
     assert with_images == as_text
-    assert with_images.count("<|picture's|>") == 2
+    assert with_images.count("<|image's|>") == 2
 
 
 @pytest.mark.parametrize("name", ["idefics3", "smolvlm", "llava_next", "llava_1_5"])

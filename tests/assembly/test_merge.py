@@ -68,9 +68,9 @@ def make_adapter(base, folder, quantization=None, **kwargs):
 
 def logits(model, base):
     processor = AutoProcessor.from_pretrained(base)
-    picture = Image.radial_gradient("L").convert("RGB")
+    image = Image.radial_gradient("L").convert("RGB")
     text = ["one <image> here", "and <image> there, which is longer"]
-    inputs = processor(images=[picture, picture.rotate(90)], text=text, padding=True, return_tensors="pt")
+    inputs = processor(images=[image, image.rotate(90)], text=text, padding=True, return_tensors="pt")
     inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
     with torch.no_grad():
         return model(**inputs).logits[inputs["attention_mask"].bool()].float()

@@ -26,15 +26,15 @@ OPTIONS += ["--report_to", "none", "--disable_tqdm", "true"]
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """A checkpoint, data to train it on, pictures to measure it on, and an adapter of it."""
+    """A checkpoint, data to train it on, images to measure it on, and an adapter of it."""
     root = tmp_path_factory.mktemp("good")
     training.checkpoint(root)
     colours = ("red", "green", "blue")
     rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i}", f"{colours[i % 3]}.png") for i in range(6)]
     (root / "data").mkdir()
     train_data.write_json(root / "data", rows)
-    train_data.pictures(root / "pictures", "red.png")
-    (root / "pictures" / "metadata.jsonl").write_text('{"file_name": "red.png", "question": "What is this?"}\n')
+    train_data.images(root / "images", "red.png")
+    (root / "images" / "metadata.jsonl").write_text('{"file_name": "red.png", "question": "What is this?"}\n')
     words = ["--model_name_or_path", root / "model", "--dataset_name", root / "data" / "data.json", *OPTIONS]
     train([str(word) for word in (*words, "--output_dir", root / "adapter", "--use_peft", "true")])
     return root
@@ -56,7 +56,7 @@ class Person:
         words = {
             "train": ["--model_name_or_path", model, "--output_dir", output, "--dataset_name", data, *OPTIONS],
             "merge": [base, "--base", model, "--output", output],
-            "diagnose": [model, "--data", self.good / "pictures", "--samples", 1, "--output", output],
+            "diagnose": [model, "--data", self.good / "images", "--samples", 1, "--output", output],
             "publish": [model, "--repo-id", "me/model", "--dry-run"],
             "build": ["--from-llava", model, "--output", output],
         }
@@ -159,7 +159,7 @@ def test_an_encoder_whose_images_fill_the_memory_is_refused(good, tmp_path, comm
     vision, language = Path(parts.vision(tmp_path / "vision")), parts.language(tmp_path / "language")
     hostile.edit(vision / "preprocessor_config.json", size={"shortest_edge": 30_000}, crop_size={"height": 30_000})
     words = ["--vision", str(vision), "--language", language]
-    words = words if command == "build" else [str(vision), "--data", str(good / "pictures")]
+    words = words if command == "build" else [str(vision), "--data", str(good / "images")]
     done = CliRunner().invoke(app, [command, *words, "--output", str(tmp_path / "out")])
     assert "makes images of up to 30,000 pixels a side" in done.stderr and done.exit_code == 1
 

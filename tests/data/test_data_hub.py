@@ -10,7 +10,7 @@ import pyarrow.parquet
 import train_data
 from datasets import Features, Image, Value
 from paths import HELPERS
-from train_data import pictures
+from train_data import images
 
 
 CLIENT = """
@@ -32,7 +32,7 @@ for name in json.loads(sys.argv[1]):
         except ValueError as error:
             found[name].append(str(error))
     try:
-        found[name].append(sorted(sample.picture.getpixel((1, 1)) for sample in load_samples(name, 2).samples))
+        found[name].append(sorted(sample.image.getpixel((1, 1)) for sample in load_samples(name, 2).samples))
     except ValueError as error:
         found[name].append(str(error))
 print(json.dumps(found))
@@ -48,14 +48,14 @@ def write_struct(file: Path, path: str) -> None:
 
 def test_files_of_a_hub_data_set_are_read_and_addresses_in_its_rows_are_not(tmp_path_factory):
     base = tmp_path_factory.mktemp("hub")
-    pictures(base / "folder", "red.png", "blue.png")
+    images(base / "folder", "red.png", "blue.png")
     lines = [{"file_name": f"{colour}.png", "question": "Q", "answer": colour} for colour in ("red", "blue")]
     (base / "folder" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (base / "zipped").mkdir()
     with zipfile.ZipFile(base / "zipped" / "train.zip", "w") as archive:
         for file in (base / "folder").iterdir():
             archive.write(file, file.name)
-    pictures(base / "secret", "red.png")
+    images(base / "secret", "red.png")
     hostile = {
         "absolute": f"{base}/secret/red.png",
         "file": f"file://{base}/secret/red.png",

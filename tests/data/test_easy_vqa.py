@@ -20,7 +20,7 @@ from normalign_llava.data.easy_vqa import (
     easy_vqa,
     emoji,
     held_out,
-    load_picture,
+    load_image,
     png,
     training_data,
 )
@@ -34,25 +34,25 @@ pytestmark = pytest.mark.usefixtures("archives")
 
 @cache
 def file_shown(path):
-    return png(load_picture(path))
+    return png(load_image(path))
 
 
-def test_no_picture_of_the_test_split_is_trained_on():
-    trained = {question.picture.read_bytes() for question in easy_vqa("train", 0)}
-    held = {question.picture.read_bytes() for question in easy_vqa("test", 0)}
+def test_no_image_of_the_test_split_is_trained_on():
+    trained = {question.image.read_bytes() for question in easy_vqa("train", 0)}
+    held = {question.image.read_bytes() for question in easy_vqa("test", 0)}
     assert len(held) > 900 and not trained & held
 
 
-def test_training_rows_show_training_pictures_and_google_drawings_only():
+def test_training_rows_show_training_images_and_google_drawings_only():
     google, fluent = emoji(40, 0)
-    of_train = {file_shown(question.picture) for question in [*easy_vqa("train", 0), *google]}
-    of_test = {file_shown(question.picture) for question in held_out(100, 40)}
+    of_train = {file_shown(question.image) for question in [*easy_vqa("train", 0), *google]}
+    of_test = {file_shown(question.image) for question in held_out(100, 40)}
     shown = {png(row["images"][0]) for row in training_data(200, 40)}
     assert len(shown) > 100
     assert shown <= of_train and not shown & of_test
     assert [q.answer for q in google] == [q.answer for q in fluent]
     assert len({q.answer for q in google}) == 40
-    assert all("google" in str(q.picture) and "fluent" in str(p.picture) for q, p in zip(google, fluent, strict=True))
+    assert all("google" in str(q.image) and "fluent" in str(p.image) for q, p in zip(google, fluent, strict=True))
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -86,10 +86,10 @@ def test_the_seed_decides_what_is_drawn():
     assert held_out(20, 40, seed=1) == held_out(20, 40, seed=1) != held_out(20, 40, seed=2)
 
 
-def test_questions_of_a_row_are_about_its_picture():
+def test_questions_of_a_row_are_about_its_image():
     true = defaultdict(set)
     for question in easy_vqa("train", 0):
-        true[file_shown(question.picture)].add((question.text, question.taught))
+        true[file_shown(question.image)].add((question.text, question.taught))
     for row in training_data(60, 40, emoji_share=0.0):
         user, assistant = (
             [m["content"][-1]["text"] for m in row["messages"] if m["role"] == r] for r in ("user", "assistant")
@@ -98,11 +98,11 @@ def test_questions_of_a_row_are_about_its_picture():
 
 
 def test_what_is_taught_begins_with_what_is_seen():
-    by_picture = defaultdict(list)
+    by_image = defaultdict(list)
     for question in easy_vqa("train", 0):
-        by_picture[question.picture].append(question)
+        by_image[question.image].append(question)
     checked = 0
-    for questions in by_picture.values():
+    for questions in by_image.values():
         told = {q.answer for q in questions if q.kind != "yes/no"}
         for question in questions:
             if question.kind != "yes/no":
@@ -123,7 +123,7 @@ def test_transparency_becomes_white(tmp_path):
     drawing = Image.new("RGBA", (2, 1), (255, 0, 0, 255))
     drawing.putpixel((1, 0), (0, 0, 0, 0))
     drawing.save(tmp_path / "drawing.png")
-    assert np.array(load_picture(tmp_path / "drawing.png")).tolist() == [[[255, 0, 0], [255, 255, 255]]]
+    assert np.array(load_image(tmp_path / "drawing.png")).tolist() == [[[255, 0, 0], [255, 255, 255]]]
 
 
 def test_the_loss_is_on_answers_and_end_of_turn_only(tmp_path):

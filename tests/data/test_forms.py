@@ -14,7 +14,7 @@ import pytest
 import train_data
 from datasets import Dataset, DatasetDict
 from PIL import Image as PILImage
-from train_data import arguments, assistant, inside, llava, picture_bytes, pictures, user, write_json
+from train_data import arguments, assistant, image_bytes, images, inside, llava, user, write_json
 
 from normalign_llava.data.files import READERS
 from normalign_llava.data.forms import FORMS, PROMPT
@@ -64,8 +64,8 @@ def test_the_pages_examples_are_read_for_training_in_memory_and_streamed_and_for
 ):
     kind, name, text = example
     folder = tmp_path / "mine"
-    pictures(folder)
-    (folder / "kite.png").write_bytes(picture_bytes("red"))
+    images(folder)
+    (folder / "kite.png").write_bytes(image_bytes("red"))
     if kind == "python":
         monkeypatch.chdir(folder)
         made = {}
@@ -78,22 +78,22 @@ def test_the_pages_examples_are_read_for_training_in_memory_and_streamed_and_for
         path.write_text(text)
     (row,) = read(path, processor).train
     captioned = kind == "json" and not re.search("What is flying", text)
-    picture_number = "Picture 1: " if "Picture 1" in text else ""
-    assert said(row) == [("user", picture_number + (PROMPT if captioned else QUESTION)), ("assistant", ANSWER)]
+    image_number = "Picture 1: " if "Picture 1" in text else ""
+    assert said(row) == [("user", image_number + (PROMPT if captioned else QUESTION)), ("assistant", ANSWER)]
     assert row["image_count"] == len(row["images"]) == 1
     held = row["images"][0]["bytes"] or Path(row["images"][0]["path"]).read_bytes()
     assert PILImage.open(io.BytesIO(held)).convert("RGB").getpixel((3, 3)) == (255, 0, 0)
     assert list(islice(read(path, processor, dataset_streaming=True, shuffle_buffer_size=1).train, 1)) == [row]
     for data in {str(path), str(folder)}:
         (sample,) = load_samples(data, 1).samples
-        assert sample.question == said(row)[0][1] and sample.picture.getpixel((3, 3)) == (255, 0, 0)
+        assert sample.question == said(row)[0][1] and sample.image.getpixel((3, 3)) == (255, 0, 0)
     if kind == "python":
         assert [{**made, "source": row["source"]} for made in prepared] == [row]
 
 
 # ------------------------------------------------------------------------------------------------------------- images
 def test_bytes_without_a_feature_of_datasets(processor, tmp_path):
-    made = [{"image": picture_bytes("red"), "question": "Q", "answer": "A"}]
+    made = [{"image": image_bytes("red"), "question": "Q", "answer": "A"}]
     Dataset.from_list(made).to_parquet(str(tmp_path / "rows.parquet"))
     prepared, _ = prepare_rows(Dataset.from_list(made), processor)
     for data in (read(tmp_path / "rows.parquet", processor).train, prepared):
@@ -101,7 +101,7 @@ def test_bytes_without_a_feature_of_datasets(processor, tmp_path):
 
 
 def test_images_named_in_text_and_in_parts_stand_where_they_are_named(processor, tmp_path):
-    uri = f"data:image/png;base64,{base64.b64encode(picture_bytes('lime')).decode()}"
+    uri = f"data:image/png;base64,{base64.b64encode(image_bytes('lime')).decode()}"
     parts = [{"type": "image_url", "image_url": "red.png"}, {"type": "text", "text": "or"}]
     parts.append({"type": "image_url", "image_url": {"url": uri, "detail": "low"}})
     rows = [
@@ -114,7 +114,7 @@ def test_images_named_in_text_and_in_parts_stand_where_they_are_named(processor,
     assert shown == [["image", "A ", "image", " B"], ["image", "or", "image"], ["image", " and ", "image"]]
     names = [[Path(image["path"]).name if image["path"] else None for image in row["images"]] for row in data]
     assert names == [["red.png", "blue.png"], ["red.png", None], ["red.png", "blue.png"]]
-    assert data[1]["images"][1]["bytes"] == picture_bytes("lime")
+    assert data[1]["images"][1]["bytes"] == image_bytes("lime")
 
 
 ANSWERED = [{"from": "assistant", "value": "A"}]
@@ -135,7 +135,7 @@ def test_a_data_uri_that_is_no_image(uri, reason, processor, tmp_path):
 
 # -------------------------------------------------------------------------------------------------------------- files
 def test_csv_with_quotes_and_a_comma_that_is_not_quoted(processor, tmp_path):
-    pictures(tmp_path, "red.png")
+    images(tmp_path, "red.png")
     lines = [
         "\ufeffimage,question,answer,note",
         'red.png,"a, or\nb?","A, ""so""",',
@@ -155,12 +155,12 @@ def test_csv_with_quotes_and_a_comma_that_is_not_quoted(processor, tmp_path):
 
 def test_splits_and_image_folder_are_the_same_for_training_and_diagnosing(processor, tmp_path):
     for split, colour in (("train", "red"), ("test", "blue")):
-        pictures(tmp_path / "mine" / split, f"{colour}.png")
+        images(tmp_path / "mine" / split, f"{colour}.png")
         row = {"file_name": f"{colour}.png", "question": f"{split}?", "answer": colour}
         (tmp_path / "mine" / split / "metadata.jsonl").write_text(json.dumps(row))
     saved = Dataset.from_list([{"image": "sub/x.png", "question": "saved?", "answer": "A"}])
     DatasetDict(train=saved, test=saved).save_to_disk(str(tmp_path / "saved"))
-    pictures(tmp_path / "there", "sub/green.png")
+    images(tmp_path / "there", "sub/green.png")
     (tmp_path / "there/sub/green.png").rename(tmp_path / "there/sub/x.png")
     for data, folder, question in (
         ("mine", None, "train?"),
@@ -169,7 +169,7 @@ def test_splits_and_image_folder_are_the_same_for_training_and_diagnosing(proces
     ):
         (row,) = read(tmp_path / data, processor, image_folder=folder).train
         (sample,) = load_samples(str(tmp_path / data), 1, image_folder=folder).samples
-        assert said(row)[0][1] == sample.question == question and dict(sample.image) == row["images"][0]
+        assert said(row)[0][1] == sample.question == question and dict(sample.stored) == row["images"][0]
     both = {"train": tmp_path / "mine:train", "test": f"{tmp_path}/mine:test"}
     data = load_data(
         arguments(both["train"], eval_dataset_name=both["test"]), processor, max_length=None, seed=0, with_eval=True
@@ -211,7 +211,7 @@ def test_align_without_an_image_is_an_error(processor, tmp_path, streaming):
 UNREAD = {
     "column img": {"img": "red.png", **llava("Q", "A")},
     "column image_path": {"image_path": "red", **llava("Q", "A")},
-    "column picture": {"picture": {"bytes": None, "path": "x"}, **llava("Q", "A")},
+    "column image": {"image": {"bytes": None, "path": "x"}, **llava("Q", "A")},
     "column photo_urls": {"photo_urls": ["http://host/red"], **llava("Q", "A")},
     "column seen": {"seen": "https://host/red.JPG?size=3", **llava("Q", "A")},
     "column drawing": {"drawing": f"data:image/png;base64,{'A' * 100}", **llava("Q", "A")},
@@ -246,7 +246,7 @@ def test_bytes_in_a_column_of_another_name(processor, tmp_path):
 
 def test_text_that_only_speaks_of_images_is_no_image(processor, tmp_path, caplog):
     rows = [
-        llava("What does <img src='a.png'> do, and <picture></picture>?", "It shows a.png."),
+        llava("What does <img src='a.png'> do, and <image></image>?", "It shows a.png."),
         llava("Write ![alt](a.png)", "Done.", image_count=0, model="image-1", image_id=7),
     ]
     assert len(read(write_json(tmp_path, rows), processor).train) == 2 and "not read" not in caplog.text

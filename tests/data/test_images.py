@@ -1,4 +1,4 @@
-"""Pictures of every mode become upright RGB; what cannot be shown has a reason that names the file."""
+"""Images of every mode become upright RGB; what cannot be shown has a reason that names the file."""
 
 import io
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
-from train_data import gigantic_png, jpeg_of_scans, picture_bytes
+from train_data import gigantic_png, image_bytes, jpeg_of_scans
 
 from normalign_llava.data.images import ImageRules, open_image
 
@@ -15,26 +15,26 @@ from normalign_llava.data.images import ImageRules, open_image
 LIMIT = 1_000_000
 
 
-def saved(picture: Image.Image, form="PNG", **kwargs) -> dict:
+def saved(image: Image.Image, form="PNG", **kwargs) -> dict:
     buffer = io.BytesIO()
-    picture.save(buffer, form, **kwargs)
+    image.save(buffer, form, **kwargs)
     return {"path": None, "bytes": buffer.getvalue()}
 
 
 def pixels(image: dict) -> np.ndarray:
-    picture = open_image(image, LIMIT)
-    assert picture.mode == "RGB"
-    return np.asarray(picture)
+    opened = open_image(image, LIMIT)
+    assert opened.mode == "RGB"
+    return np.asarray(opened)
 
 
 # ------------------------------------------------------------------------------------------------------------- modes
 @pytest.mark.parametrize("form", ["PNG", "GIF", "BMP", "TIFF", "WEBP"])
 def test_formats(form):
-    assert abs(pixels({"path": None, "bytes": picture_bytes((200, 30, 60), form=form)}) - (200.0, 30, 60)).max() < 8
+    assert abs(pixels({"path": None, "bytes": image_bytes((200, 30, 60), form=form)}) - (200.0, 30, 60)).max() < 8
 
 
 def test_a_file(tmp_path):
-    (tmp_path / "red.png").write_bytes(picture_bytes("red", (3, 2)))
+    (tmp_path / "red.png").write_bytes(image_bytes("red", (3, 2)))
     for path in (tmp_path / "red.png", f"file://{tmp_path / 'red.png'}"):
         assert (pixels({"path": str(path), "bytes": None}) == np.full((2, 3, 3), (255, 0, 0))).all()
 
@@ -68,16 +68,16 @@ def noise(width: int, height: int, mode="RGB") -> Image.Image:
 
 
 @pytest.mark.parametrize(("form", "mode"), [("JPEG", "RGB"), ("JPEG", "CMYK"), ("BMP", "RGB"), ("BMP", "P")])
-def test_a_gigantic_picture_is_made_smaller(form, mode):
-    picture = noise(4096, 4400, mode)
-    opened = open_image(saved(picture, form, quality=95), 4096 * 4400)
+def test_a_gigantic_image_is_made_smaller(form, mode):
+    image = noise(4096, 4400, mode)
+    opened = open_image(saved(image, form, quality=95), 4096 * 4400)
     assert opened.size == (2048, 2200) and opened.mode == "RGB"
-    whole = picture.convert("RGB").resize((2048, 2200), Image.Resampling.BOX)
+    whole = image.convert("RGB").resize((2048, 2200), Image.Resampling.BOX)
     assert np.abs(np.asarray(opened, float) - np.asarray(whole, float)).mean() < 2
 
 
 @pytest.mark.parametrize(("form", "size"), [("JPEG", (4032, 3024)), ("JPEG", (4500, 4095)), ("BMP", (4500, 1000))])
-def test_an_ordinary_picture_keeps_its_pixels(form, size):
+def test_an_ordinary_image_keeps_its_pixels(form, size):
     file = saved(noise(*size), form)
     with Image.open(io.BytesIO(file["bytes"])) as plain:
         assert open_image(file, size[0] * size[1]).tobytes() == plain.tobytes()
@@ -105,12 +105,12 @@ def test_other_modes():
     assert abs(cyan.astype(float) - (0, 255, 255)).max() < 8
 
 
-def test_exif_turns_the_picture():
-    picture = Image.new("RGB", (2, 1), "red")
-    picture.putpixel((1, 0), (0, 0, 255))
+def test_exif_turns_the_image():
+    image = Image.new("RGB", (2, 1), "red")
+    image.putpixel((1, 0), (0, 0, 255))
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned clockwise
-    assert pixels(saved(picture, exif=exif)).tolist() == [[[255, 0, 0]], [[0, 0, 255]]]
+    assert pixels(saved(image, exif=exif)).tolist() == [[[255, 0, 0]], [[0, 0, 255]]]
 
 
 def test_an_animation_is_its_first_frame():
@@ -139,7 +139,7 @@ BAD = {
 
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.filterwarnings("ignore:Image size")
-def test_a_bad_picture_has_a_reason_with_the_file(kind, tmp_path):
+def test_a_bad_image_has_a_reason_with_the_file(kind, tmp_path):
     content, reason = BAD[kind]
     path = tmp_path / "bad.png"
     path.write_bytes(content)
@@ -155,7 +155,7 @@ def test_missing_file(tmp_path):
 
 
 def test_the_limit_itself_is_allowed():
-    image = {"path": None, "bytes": picture_bytes("red", (10, 10))}
+    image = {"path": None, "bytes": image_bytes("red", (10, 10))}
     assert open_image(image, 100).size == (10, 10)
     with pytest.raises(ValueError, match="10 x 10 pixels; from 1 to 99"):
         open_image(image, 99)
@@ -166,16 +166,16 @@ def test_a_progressive_jpeg_is_read():
 
 
 def test_a_strip_is_refused():
-    assert open_image({"path": None, "bytes": picture_bytes("red", (2, 400))}, LIMIT).size == (2, 400)
+    assert open_image({"path": None, "bytes": image_bytes("red", (2, 400))}, LIMIT).size == (2, 400)
     for width, height in ((2, 401), (20_000, 1)):
-        strip = {"path": None, "bytes": picture_bytes("red", (width, height))}
+        strip = {"path": None, "bytes": image_bytes("red", (width, height))}
         with pytest.raises(
             ValueError, match=f"{width} x {height} pixels; one side may be 200 times the other at most"
         ):
             open_image(strip, LIMIT)
 
 
-def test_nothing_is_decoded_of_a_picture_that_is_too_large(monkeypatch):
+def test_nothing_is_decoded_of_a_image_that_is_too_large(monkeypatch):
     decoded = []
     load = Image.Image.load
     monkeypatch.setattr(Image.Image, "load", lambda self: (decoded.append(self.size), load(self))[1])
@@ -186,7 +186,7 @@ def test_nothing_is_decoded_of_a_picture_that_is_too_large(monkeypatch):
 
 
 def test_links_are_followed(tmp_path):
-    folder, outside = tmp_path / "pictures", tmp_path / "secret.png"
+    folder, outside = tmp_path / "images", tmp_path / "secret.png"
     folder.mkdir()
     outside.write_bytes(b"x")
     (folder / "real.png").write_bytes(b"x")

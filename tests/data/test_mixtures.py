@@ -13,7 +13,7 @@ import train_data
 from datasets import Dataset, DatasetDict, Features, Image, IterableDataset, List, Value
 from paths import HELPERS
 from PIL import Image as PILImage
-from train_data import arguments, assistant, gigantic_png, inside, llava, mixed_rows, pictures, user, write_json
+from train_data import arguments, assistant, gigantic_png, images, inside, llava, mixed_rows, user, write_json
 
 from normalign_llava.data.arguments import FILES, DataArguments
 from normalign_llava.data.files import READERS
@@ -69,7 +69,7 @@ MIXED = ["green", "Hello!", "blue", "blue", "One two three four five six seven."
 
 # ------------------------------------------------------------------------------------------------------------- forms
 @pytest.mark.parametrize("name", ["data.json", "data.jsonl", "data.JSON", "data.JSONL"])
-def test_llava_json_with_mixed_ids_and_rows_without_pictures(load, tmp_path, name):
+def test_llava_json_with_mixed_ids_and_rows_without_images(load, tmp_path, name):
     path = write_json(tmp_path / "llava", mixed_rows(), name)
     rows = both(load, path)
     assert answers(rows) == MIXED
@@ -78,7 +78,7 @@ def test_llava_json_with_mixed_ids_and_rows_without_pictures(load, tmp_path, nam
     assert rows[3]["images"] == [{"path": str(tmp_path / "llava/sub/blue.png"), "bytes": None}]
 
 
-def test_a_folder_with_json_and_pictures_and_splits_by_name(load, tmp_path):
+def test_a_folder_with_json_and_images_and_splits_by_name(load, tmp_path):
     write_json(tmp_path, mixed_rows(), "llava_mix.JSON")
     assert answers(both(load, tmp_path)) == MIXED
     write_json(tmp_path, mixed_rows()[:1], "llava_test.jsonl")
@@ -90,7 +90,7 @@ def test_a_folder_with_json_and_pictures_and_splits_by_name(load, tmp_path):
 
 def test_the_image_folder_can_be_elsewhere(load, tmp_path):
     path = write_json(tmp_path / "here", mixed_rows())
-    pictures(tmp_path / "there", "red.png", "green.png", "blue.png", "sub/blue.png")
+    images(tmp_path / "there", "red.png", "green.png", "blue.png", "sub/blue.png")
     rows = both(load, path, image_folder=str(tmp_path / "there"))
     assert rows[0]["images"][0]["path"] == str(tmp_path / "there/green.png")
 
@@ -102,7 +102,7 @@ NEXT = [
 ]
 
 
-def test_parquet_with_pictures_inside(load, tmp_path):
+def test_parquet_with_images_inside(load, tmp_path):
     file = train_data.write_parquet(tmp_path / "next" / "train-00000.parquet", NEXT)
     rows = both(load, file)
     assert answers(rows) == ["one", "two", "three"]
@@ -116,10 +116,10 @@ def test_parquet_with_pictures_inside(load, tmp_path):
     assert answers(data.train) == ["one", "two", "three"] and answers(data.eval) == ["one", "two"]
 
 
-def test_a_picture_inside_is_not_taken_from_a_file_of_its_name(load, tmp_path, monkeypatch):
+def test_a_image_inside_is_not_taken_from_a_file_of_its_name(load, tmp_path, monkeypatch):
     file = train_data.write_parquet(tmp_path / "data.parquet", NEXT[:1])
-    pictures(tmp_path / "work")
-    (tmp_path / "work" / "red.png").write_bytes(train_data.picture_bytes("lime"))
+    images(tmp_path / "work")
+    (tmp_path / "work" / "red.png").write_bytes(train_data.image_bytes("lime"))
     monkeypatch.chdir(tmp_path / "work")
     assert both(load, file)[0]["images"][0]["bytes"] == inside("red")["bytes"]
 
@@ -137,7 +137,7 @@ def test_saved_data_sets(load, tmp_path):
 
 def test_an_image_folder_that_datasets_reads(load, tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("folder")  # `datasets` takes a folder with "test" in its path for a test split
-    pictures(tmp_path, "red.png", "blue.png")
+    images(tmp_path, "red.png", "blue.png")
     lines = [{"file_name": f"{c}.png", "messages": [user("Q"), assistant(c)], "prompt": None} for c in ("red", "blue")]
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     rows = both(load, tmp_path)
@@ -190,10 +190,10 @@ def test_lengths_are_those_of_the_collator_and_nothing_is_truncated(load, tmp_pa
         load(path, max_length=10)
 
 
-def test_no_picture_is_decoded_on_the_way(load, tmp_path):
+def test_no_image_is_decoded_on_the_way(load, tmp_path):
     path = write_json(tmp_path, mixed_rows())
     for name in ("red.png", "green.png", "blue.png", "sub/blue.png"):
-        (tmp_path / name).write_bytes(b"no picture")
+        (tmp_path / name).write_bytes(b"no image")
     assert len(both(load, path)) == 5
 
 
@@ -249,22 +249,22 @@ def test_a_mended_file_is_seen_although_rows_are_cached(load, tmp_path):
     (tmp_path / "green.png").unlink()
     with pytest.raises(ValueError, match="row 0: .*green.png: there is no such image"):
         load(path)
-    pictures(tmp_path, "green.png")
+    images(tmp_path, "green.png")
     assert len(load(path).train) == 5
     write_json(tmp_path, mixed_rows()[:2])
     assert len(load(path).train) == 2
 
 
-def test_check_images_decodes_every_picture_first(load, tmp_path):
+def test_check_images_decodes_every_image_first(load, tmp_path):
     path = write_json(tmp_path, mixed_rows())
-    (tmp_path / "blue.png").write_bytes(train_data.picture_bytes("blue", (64, 64))[:70])
+    (tmp_path / "blue.png").write_bytes(train_data.image_bytes("blue", (64, 64))[:70])
     (tmp_path / "green.png").write_bytes(gigantic_png())
     with pytest.raises(ValueError, match=r"row 0: .*green.png: .*pixels(.|\n)*row 2: .*blue.png: .*truncated"):
         load(path, check_images=True)
     assert [row.row for row in load(path, check_images=True, bad_rows="skip").report.sources[0].dropped] == [0, 2]
     marked = write_json(tmp_path / "data[", mixed_rows(), "v2].json")  # markup to rich
     assert len(load(marked, check_images=True).train) == 5
-    inside_bad = [NEXT[0], {**NEXT[2], "image": {"bytes": b"no picture", "path": "x.png"}}]
+    inside_bad = [NEXT[0], {**NEXT[2], "image": {"bytes": b"no image", "path": "x.png"}}]
     file = train_data.write_parquet(tmp_path / "p" / "data.parquet", inside_bad)
     with pytest.raises(ValueError, match="row 1: an image inside the data: cannot identify"):
         load(file, check_images=True)
@@ -386,11 +386,11 @@ def test_what_is_held_out_is_not_reported_as_used(load, tmp_path):
     assert (held.longest, held.images) == (max(data.eval["length"]), 0) and data.eval[0].keys() == FEATURES.keys()
 
 
-def test_pictures_of_held_out_rows_are_decoded_first(load, tmp_path):
+def test_images_of_held_out_rows_are_decoded_first(load, tmp_path):
     rows = [llava("<image>Q", str(n), f"{n % 2}.png") for n in range(20)]
     path, other = write_json(tmp_path / "data", rows), write_json(tmp_path / "other", mixed_rows())
     (path.parent / "0.png").write_bytes(inside("red")["bytes"])
-    (path.parent / "1.png").write_bytes(b"no picture")
+    (path.parent / "1.png").write_bytes(b"no image")
     dropped = DroppedRows(tmp_path / "dropped_rows.jsonl")
     for options in (dict(eval_dataset_name=str(path)), dict(test_split_size=0.5)):
         trained = other if "eval_dataset_name" in options else path

@@ -12,11 +12,11 @@ from normalign_llava.data.images import ImageRules
 from normalign_llava.data.rows import DroppedRow, DroppedRows, canonical_row, control_tokens
 
 
-RULES = ImageRules("/pictures")
+RULES = ImageRules("/images")
 
 
 def shape(raw, **kwargs) -> list:
-    """(role, parts) of a canonical row, a picture being `...`."""
+    """(role, parts) of a canonical row, an image being `...`."""
     row = canonical_row(raw, RULES, **kwargs)
     assert all(set(part) == {"type", "text"} for message in row["messages"] for part in message["content"])
     assert sum(part["type"] == "image" for m in row["messages"] for part in m["content"]) == len(row["images"])
@@ -38,9 +38,9 @@ def test_llava_json_of_every_kind():
         ("user", ["And ", ..., "?"]),
         ("assistant", ["blue"]),
     ]
-    assert paths(two) == ["/pictures/red.png", "/pictures/blue.png"]
+    assert paths(two) == ["/images/red.png", "/images/blue.png"]
     assert shape(last) == [("user", ["Which colour?", ...]), ("assistant", ["blue"])]
-    assert paths(last) == ["/pictures/sub/blue.png"]
+    assert paths(last) == ["/images/sub/blue.png"]
     assert shape(count)[1] == ("assistant", ["One two three four five six seven."])
     assert all(canonical_row(raw, RULES)["prompt_turns"] == 0 for raw in mixed_rows())
 
@@ -70,7 +70,7 @@ def test_a_system_turn_may_come_first():
     assert [role for role, _ in shape(raw)] == ["system", "user", "assistant"]
 
 
-def test_parquet_with_pictures_inside():
+def test_parquet_with_images_inside():
     row = canonical_row({**llava("<image>\nQ", "A"), "image": inside("red")})
     assert row["images"] == [{"path": None, "bytes": inside("red")["bytes"]}]
     assert canonical_row({**llava("Q", "A"), "image": None, "images": []})["images"] == []
@@ -93,7 +93,7 @@ def test_trl_messages_of_every_kind():
     ]
     own = {"type": "image", "image": "own.png"}
     mixed = {"messages": [user([second, own, first]), assistant("A")], "images": ["column.png"]}
-    assert paths(mixed) == ["/pictures/column.png", "/pictures/own.png"]
+    assert paths(mixed) == ["/images/column.png", "/images/own.png"]
     assert shape({"messages": [user([]), assistant("A")]}) == [("user", [""]), ("assistant", ["A"])]
 
 
@@ -118,9 +118,9 @@ def test_files_that_datasets_found_itself(monkeypatch, tmp_path):
     for path in (str(tmp_path / "hub" / "a.png"), "hf://datasets/user/data@0c/a.png"):
         allowed(path, hub)
         allowed(f"zip://a.png::{path}", hub)
-    allowed("/pictures/a.png", RULES)
-    allowed("/pictures/a.png", RULES, struct=False)
-    allowed("zip://a.png::/pictures/b.zip", RULES)
+    allowed("/images/a.png", RULES)
+    allowed("/images/a.png", RULES, struct=False)
+    allowed("zip://a.png::/images/b.zip", RULES)
     allowed("/anywhere/a.png", ImageRules())
     for path in ("hf://datasets/user/other@0c/a.png", "/etc/passwd", f"{tmp_path}/hub/../token", "zip://a::/b.zip"):
         with pytest.raises(ValueError, match="nothing is fetched|leaves the cache of the Hub"):
@@ -140,7 +140,7 @@ ADDRESSES = (
 
 @pytest.mark.parametrize("rules", [RULES, ImageRules(), ImageRules(None, "user/data")])
 @pytest.mark.parametrize(
-    "address", [*ADDRESSES, "simplecache::file:///pictures/a.png", "file://x::hf://datasets/u/d@0/a"]
+    "address", [*ADDRESSES, "simplecache::file:///images/a.png", "file://x::hf://datasets/u/d@0/a"]
 )
 def test_addresses_are_refused_as_strings_and_as_structs_with_what_to_do_instead(address, rules):
     for image in (address, {"path": address, "bytes": None}, {"path": address}):
@@ -151,18 +151,18 @@ def test_addresses_are_refused_as_strings_and_as_structs_with_what_to_do_instead
 # ----------------------------------------------------------------------------------------------------------- bad rows
 TURNS = llava("Q", "A")["conversations"]
 BAD = {
-    "more markers than pictures": (llava("<image><image>Q", "A", "a.png"), "2 places for images .* and 1 images"),
-    "more pictures than markers": (llava("<image>Q", "A", ["a.png", "b.png"]), "1 places .* and 2 images"),
-    "picture without a marker": (llava("Q", "A", "a.png"), "0 places .* and 1 images"),
-    "marker without a picture": (llava("<image>Q", "A"), "1 places .* and 0 images"),
+    "more markers than images": (llava("<image><image>Q", "A", "a.png"), "2 places for images .* and 1 images"),
+    "more images than markers": (llava("<image>Q", "A", ["a.png", "b.png"]), "1 places .* and 2 images"),
+    "image without a marker": (llava("Q", "A", "a.png"), "0 places .* and 1 images"),
+    "marker without an image": (llava("<image>Q", "A"), "1 places .* and 0 images"),
     "two columns": ({**llava("<image>Q", "A", "a.png"), "images": ["b.png"]}, "both image and images"),
-    "absolute path": (llava("<image>Q", "A", "/etc/passwd"), "/etc/passwd leaves image_folder /pictures"),
-    "path that leaves": (llava("<image>Q", "A", "sub/../../b.png"), r"sub/../../b.png leaves image_folder /pictures"),
+    "absolute path": (llava("<image>Q", "A", "/etc/passwd"), "/etc/passwd leaves image_folder /images"),
+    "path that leaves": (llava("<image>Q", "A", "sub/../../b.png"), r"sub/../../b.png leaves image_folder /images"),
     "struct that leaves": (
         llava("<image>Q", "A", {"path": "/etc/passwd"}),
-        "/etc/passwd leaves image_folder /pictures",
+        "/etc/passwd leaves image_folder /images",
     ),
-    "picture of no kind": (llava("<image>Q", "A", 7), "an image must be a path, .* got 7"),
+    "image of no kind": (llava("<image>Q", "A", 7), "an image must be a path, .* got 7"),
     "bytes of no kind": (llava("<image>Q", "A", {"path": "a.png", "bytes": "text"}), "an image must be a path"),
     "empty path": (llava("<image>Q", "A", [""]), "an image must be a path, .* got ''"),
     "empty answer": (llava("Q", " \n"), "the answer in turn 1 is empty"),
@@ -205,7 +205,7 @@ BAD = {
         {"messages": [user([{"type": "text", "text": t} for t in ("<ima", "ge>")]), assistant("A")]},
         "turn 0, the user's, has <image>",
     ),
-    "picture of the assistant": (
+    "image of the assistant": (
         {"messages": [user("Q"), assistant([{"type": "image"}])], "images": ["a.png"]},
         "turn 1, the assistant's, has an image",
     ),
@@ -293,7 +293,7 @@ def test_the_raw_row_is_left_as_it_was():
     assert raw == {"messages": [user("Q"), assistant(" A ")], "images": ["a.png"]}
 
 
-def test_names_of_pictures():
+def test_names_of_images():
     assert image_name(llava("Q", "A", "a.png")) == "a.png"
     assert image_name({"images": [{"path": "a.png"}, {"path": "b.png"}]}) == "a.png"
     assert [image_name(raw) for raw in (llava("Q", "A"), {"images": [{"bytes": b"x"}]}, {"image": 7}, "x")] == [

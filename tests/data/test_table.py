@@ -32,7 +32,7 @@ def processor():
 
 
 def noise(number: int) -> bytes:
-    return training.picture(number, (40, 40))  # which cannot be compressed
+    return training.image(number, (40, 40))  # which cannot be compressed
 
 
 def with_noise() -> list[dict]:

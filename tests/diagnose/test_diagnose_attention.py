@@ -26,7 +26,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.diagnose.measure.attention import (
     attention_maps,
     bottom_bias,
-    picture_grid,
+    image_grid,
     relative_entropy,
     thirds,
 )
@@ -34,7 +34,7 @@ from normalign_llava.diagnose.measure.attention import (
 
 NO_TEXT = {vlm_batches.PAD, vlm_batches.BOS, vlm_batches.EOS, vlm_batches.START, vlm_batches.END, tiny.IMAGE}
 NO_TEXT |= {*vlm_batches.INDICATORS}
-SEVERAL = {"ovis2": "tiles", "idefics3": "pictures", "smolvlm": "pictures"}
+SEVERAL = {"ovis2": "tiles", "idefics3": "images", "smolvlm": "images"}
 """Families of which one sequence of the batch has several, of 4 tokens each, and the other one."""
 
 
@@ -59,7 +59,7 @@ def alone(name, batch, row):
 
 
 def grid_of(name, batch):
-    """Two by two patches of an image grid are one token; tiles, newlines and several pictures form no grid."""
+    """Two by two patches of an image grid are one token; tiles, newlines and several images form no grid."""
     tokens = (batch["input_ids"] == tiny.IMAGE).sum().item()
     if "image_grid_thw" in batch:
         _, height, width = batch["image_grid_thw"][0].tolist()
@@ -83,7 +83,7 @@ def reference(model, batch, no_text=NO_TEXT):
     for attention in attentions:
         heads = attention[0].double().tolist()
         if not any(head[asking[-1]][visual[0]] for head in heads):
-            continue  # its sliding window ends within the picture
+            continue  # its sliding window ends within the image
         seen = [sum(head[q][v] for head in heads for q in asking) / len(heads) / len(asking) for v in visual]
         shares.append(sum(seen))
         maps.append([value / sum(seen) for value in seen])
@@ -191,10 +191,10 @@ def test_queries_that_are_zero_look_everywhere_evenly():
     model, batch = tiny.model(), tiny.inputs(text=3)
     for layer in model.get_decoder().layers:
         torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
-    found = ask(model, batch, picture="picture.png")
-    assert (found.question, found.picture, found.grid) == ("What is this?", "picture.png", (2, 2))
+    found = ask(model, batch, image="image.png")
+    assert (found.question, found.image, found.grid) == ("What is this?", "image.png", (2, 2))
     assert found.maps == [[[pytest.approx(1 / 4)] * 2] * 2] * 2
-    expected = (4 / 6 + 4 / 7 + 4 / 8) / 3  # one token before the picture's four, three after
+    expected = (4 / 6 + 4 / 7 + 4 / 8) / 3  # one token before the image's four, three after
     assert found.image_share == pytest.approx([expected] * 2)
     assert found.entropy == found.bottom_bias == pytest.approx([1.0] * 2)
 
@@ -275,11 +275,11 @@ def test_relative_entropy_of_given_maps():
         ({}, 16, None),
     ],
 )
-def test_the_grid_of_a_picture(inputs, tokens, grid):
-    assert picture_grid(inputs, tokens) == grid
+def test_the_grid_of_a_image(inputs, tokens, grid):
+    assert image_grid(inputs, tokens) == grid
 
 
-def test_several_pictures_are_taken_together():
+def test_several_images_are_taken_together():
     model, batch = tiny.model(), tiny.inputs(images=3)
     ids = batch["input_ids"]
     batch["input_ids"] = torch.cat([ids[:, :5], ids[:, -2:], ids[:, 5:-2]], dim=1)  # words after the first do not ask
@@ -321,9 +321,9 @@ def test_padding_changes_nothing_and_special_tokens_do_not_ask(side):
         ),
     ],
 )
-def test_layers_in_whose_window_the_picture_does_not_lie_whole_are_left_out(cls, settings, has_window, window):
+def test_layers_in_whose_window_the_image_does_not_lie_whole_are_left_out(cls, settings, has_window, window):
     model = tiny.model(text=tiny.text_config(cls=cls, sliding_window=window, **settings))
-    batch = tiny.inputs()  # the picture at 1 to 4, the text that asks at 5 to 9
+    batch = tiny.inputs()  # the image at 1 to 4, the text that asks at 5 to 9
     reaches = all(query - key < window for query in range(5, 10) for key in range(1, 5))
     layers = [number for number, short in enumerate(has_window, 1) if reaches or not short]
     if not layers:
@@ -355,7 +355,7 @@ def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="no visual token.*97"):
         ask(model, tiny.inputs(images=0))
     last = {name: value[:, :5] if name != "pixel_values" else value for name, value in batch.items()}
-    with pytest.raises(ValueError, match="No text comes after the picture.*question after"):
+    with pytest.raises(ValueError, match="No text comes after the image.*question after"):
         ask(model, last)
     with pytest.raises(ValueError, match="No text comes after"):
         ask(model, batch, special_ids=range(90))

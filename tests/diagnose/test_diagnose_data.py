@@ -1,4 +1,4 @@
-"""Pictures with questions from every place they may be in, which of them are drawn, and the inputs made of them."""
+"""Images with questions from every place they may be in, which of them are drawn, and the inputs made of them."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ import train_data
 import training
 from datasets import Dataset, DatasetDict, Features, Image, Value
 from PIL import Image as PILImage
-from train_data import inside, llava, picture_bytes
+from train_data import image_bytes, inside, llava
 from transformers import AutoProcessor, PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -20,17 +20,17 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.fetch import FetchError
 from normalign_llava.data.forms import PROMPT
 from normalign_llava.data.questions import Sample
-from normalign_llava.diagnose.data import BUILT_IN, Samples, batches, load_samples, picture_batches
+from normalign_llava.diagnose.data import BUILT_IN, Samples, batches, image_batches, load_samples
 
 
 COLOURS = ("red", "green", "blue", "white", "black", "gray")
-PICTURES = Features({"image": Image(), "question": Value("string")})
+IMAGES = Features({"image": Image(), "question": Value("string")})
 
 
 def image_folder(folder: Path, metadata="metadata.jsonl") -> Path:
-    """Pictures in two folders whose names `datasets` would take for splits, with questions about some of them."""
+    """Images in two folders whose names `datasets` would take for splits, with questions about some of them."""
     folder.mkdir(parents=True)
-    train_data.pictures(folder, "red.png", "train/green.png", "train/blue.png", "white.png")
+    train_data.images(folder, "red.png", "train/green.png", "train/blue.png", "white.png")
     (folder / "red.png").rename(folder / "test_red.png")
     rows = [{"file_name": f, "question": f"Is it {f}?"} for f in ("test_red.png", "train/green.png", "train/blue.png")]
     if metadata.endswith("jsonl"):
@@ -42,7 +42,7 @@ def image_folder(folder: Path, metadata="metadata.jsonl") -> Path:
 
 
 def drawn(found: Samples) -> dict[str, str]:
-    assert all(sample.picture.mode == "RGB" for sample in found.samples)
+    assert all(sample.image.mode == "RGB" for sample in found.samples)
     return {sample.name: sample.question for sample in found.samples}
 
 
@@ -56,7 +56,7 @@ def test_a_folder_of_images_with_questions(metadata, tmp_path, caplog):
         for row, file in enumerate(("test_red.png", "train/green.png", "train/blue.png"))
     }
     red = next(sample for sample in found.samples if "red" in sample.name)
-    assert red.picture.getpixel((0, 0)) == (255, 0, 0)
+    assert red.image.getpixel((0, 0)) == (255, 0, 0)
     assert not caplog.records
 
 
@@ -75,7 +75,7 @@ def test_too_few_samples_are_all_taken_and_it_is_said(tmp_path, caplog):
 def test_the_seed_decides_which_are_drawn(tmp_path):
     path = tmp_path / "rows.parquet"
     rows = [{"image": inside(COLOURS[i % 6]), "question": f"{i}?"} for i in range(40)]
-    Dataset.from_list(rows, features=PICTURES).to_parquet(str(path))
+    Dataset.from_list(rows, features=IMAGES).to_parquet(str(path))
 
     def chosen(seed):
         return [sample.name for sample in load_samples(str(path), 5, seed=seed).samples]
@@ -88,8 +88,8 @@ def test_the_seed_decides_which_are_drawn(tmp_path):
 
 
 def test_a_data_set_saved_to_disk_and_its_splits(tmp_path):
-    train = Dataset.from_list([{"image": inside("red"), "question": "train?"}], features=PICTURES)
-    test = Dataset.from_list([{"image": inside("blue"), "question": "test?"}], features=PICTURES)
+    train = Dataset.from_list([{"image": inside("red"), "question": "train?"}], features=IMAGES)
+    test = Dataset.from_list([{"image": inside("blue"), "question": "test?"}], features=IMAGES)
     train.save_to_disk(tmp_path / "one")
     DatasetDict(train=train, test=test).save_to_disk(tmp_path / "two")
     assert drawn(load_samples(str(tmp_path / "one"), 1)) == {"one, row 0 (red.png)": "train?"}
@@ -139,19 +139,17 @@ def test_questions_are_found_in_any_known_column(tmp_path):
     assert all("red.png" in sample.name for sample in found)
 
 
-def test_pictures_of_any_mode_become_rgb(tmp_path):
-    rows = [{"image": {"bytes": picture_bytes((255, 0, 0, 0), mode="RGBA"), "path": "clear.png"}, "question": "?"}]
-    Dataset.from_list(rows, features=PICTURES).to_parquet(str(tmp_path / "rows.parquet"))
-    picture = load_samples(str(tmp_path / "rows.parquet"), 1).samples[0].picture
-    assert picture.mode == "RGB" and picture.getpixel((3, 3)) == (255, 255, 255)
+def test_images_of_any_mode_become_rgb(tmp_path):
+    rows = [{"image": {"bytes": image_bytes((255, 0, 0, 0), mode="RGBA"), "path": "clear.png"}, "question": "?"}]
+    Dataset.from_list(rows, features=IMAGES).to_parquet(str(tmp_path / "rows.parquet"))
+    image = load_samples(str(tmp_path / "rows.parquet"), 1).samples[0].image
+    assert image.mode == "RGB" and image.getpixel((3, 3)) == (255, 255, 255)
 
 
 def test_bad_data_are_named_before_any_work(tmp_path):
     folder = image_folder(tmp_path / "mine")
-    (folder / "train" / "green.png").write_bytes(b"no picture")
-    with pytest.raises(
-        ValueError, match=r"The picture of metadata.jsonl, row 1 \(train/green.png\) cannot .*identify"
-    ):
+    (folder / "train" / "green.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"The image of metadata.jsonl, row 1 \(train/green.png\) cannot .*identify"):
         load_samples(str(folder), 3)
     (folder / "train" / "green.png").unlink()
     with pytest.raises(
@@ -203,7 +201,7 @@ def test_data_that_are_not_there(tmp_path):
 
 
 @pytest.mark.usefixtures("archives")
-def test_the_built_in_pictures(caplog):
+def test_the_built_in_images(caplog):
     found = load_samples(None, 40)
     names = list(drawn(found))
     assert found.name == BUILT_IN and len(set(sample.question for sample in found.samples)) > 5
@@ -213,7 +211,7 @@ def test_the_built_in_pictures(caplog):
     assert len(load_samples(None, 1000).samples) == 340 and "gives 340: all of them are taken" in caplog.text
 
 
-def test_the_built_in_pictures_without_a_connection(tmp_path, monkeypatch):
+def test_the_built_in_images_without_a_connection(tmp_path, monkeypatch):
     monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path))
     for name, value in {"CONFIG_FILE": "/dev/null", "INDEX_URL": "http://127.0.0.1:9", "RETRIES": "0"}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
@@ -229,7 +227,7 @@ def told(*arguments, **options):
         found = load_samples(*arguments, **options)
     except ValueError as error:
         return str(error)
-    return [found.name, [[sample.name, sample.question, sample.picture.size] for sample in found.samples]]
+    return [found.name, [[sample.name, sample.question, sample.image.size] for sample in found.samples]]
 asked = ["user/tiny", "user/tiny:other:test", "user/tiny:dev", "user/none", "paper", "mmstar"]
 print(json.dumps([told(name, 7) for name in asked] + [told("paper", 7)]))
 """
@@ -288,7 +286,7 @@ def test_the_hub_and_the_benchmarks_of_the_paper(tmp_path):
 
 def samples(*questions) -> list[Sample]:
     return [
-        Sample(f"row {row}", question, {"path": None, "bytes": picture_bytes(COLOURS[row], (20 + row, 16))})
+        Sample(f"row {row}", question, {"path": None, "bytes": image_bytes(COLOURS[row], (20 + row, 16))})
         for row, question in enumerate(questions)
     ]
 
@@ -313,7 +311,7 @@ def test_batches_are_what_the_chat_template_says_padded_on_the_left(checkpoint):
         shown = "<image>" * 4
         assert text == f"<|im_start|>user\n{shown}{sample.question}<|im_end|>\n<|im_start|>assistant\n"
     assert made[0]["attention_mask"][1, 0] == 0 and made[0]["attention_mask"][:, -1].all()
-    pixels = processor.image_processor(images=[asked[2].picture], return_tensors="pt")["pixel_values"]
+    pixels = processor.image_processor(images=[asked[2].image], return_tensors="pt")["pixel_values"]
     assert torch.equal(made[1]["pixel_values"], pixels)
     with torch.no_grad():
         alone = model(**next(batches(processor, asked[1:2], 1))).logits[0, -1]
@@ -360,10 +358,10 @@ def test_errors_of_the_processor_name_the_sample(checkpoint):
         list(batches(processor, samples("Fine?"), 1))
 
 
-def test_pictures_for_an_encoder_alone():
+def test_images_for_an_encoder_alone():
     images = tiny_parts.image_processor("clip")
     asked = samples("?", "?", "?")
-    made = list(picture_batches(images, asked, 2))
+    made = list(image_batches(images, asked, 2))
     assert [batch["pixel_values"].shape[0] for batch in made] == [2, 1] and set(made[0]) == {"pixel_values"}
     expected = images(images=[PILImage.new("RGB", (22, 16), "blue")], return_tensors="pt")["pixel_values"]
     assert torch.equal(made[1]["pixel_values"], expected)

@@ -19,7 +19,7 @@ from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionCo
 from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25VisionModel
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
-from normalign_llava.diagnose.data import Sample, picture_batches
+from normalign_llava.diagnose.data import Sample, image_batches
 from normalign_llava.diagnose.load import find, load
 from normalign_llava.diagnose.measure.encoder import LEFT_OUT, probe_encoder
 
@@ -57,14 +57,14 @@ def row_norms(rows):
 def test_norms_of_an_encoder_equal_those_of_all_its_rows(kind, tmp_path):
     folder = tiny_parts.vision(tmp_path / kind, kind)
     found = find(folder)
-    pictures = samples(tmp_path, [(24, 16)] * 5)
-    report = probe_encoder(load(found), picture_batches(found.image_processor, pictures, 2), data="noise")
+    images = samples(tmp_path, [(24, 16)] * 5)
+    report = probe_encoder(load(found), image_batches(found.image_processor, images, 2), data="noise")
 
     reference = AutoModel.from_pretrained(folder)
     reference = reference.vision_model if kind == "clip_full" else reference
     rows = []
-    for batch in (pictures[:2], pictures[2:4], pictures[4:]):
-        pixels = found.image_processor(images=[each.picture for each in batch], return_tensors="pt")["pixel_values"]
+    for batch in (images[:2], images[2:4], images[4:]):
+        pixels = found.image_processor(images=[each.image for each in batch], return_tensors="pt")["pixel_values"]
         rows.append(reference.eval()(pixels).last_hidden_state)
     assert_moments(report.interface.encoder_output, row_norms(torch.cat(rows)))
     class_tokens = {"siglip": 0, "registers": 5}.get(kind, 1)
@@ -88,8 +88,8 @@ def test_padding_of_naflex_does_not_count(full, tmp_path):
     Siglip2ImageProcessorPil(patch_size=8, max_num_patches=16).save_pretrained(tmp_path)
     found = find(str(tmp_path))
     assert isinstance(load(found), Siglip2VisionModel)
-    pictures = samples(tmp_path, [(8, 64), (64, 24), (40, 40)])
-    given = list(picture_batches(found.image_processor, pictures, 3))
+    images = samples(tmp_path, [(8, 64), (64, 24), (40, 40)])
+    given = list(image_batches(found.image_processor, images, 3))
     assert not given[0]["pixel_attention_mask"].all()
     report = probe_encoder(load(found), given)
 
@@ -100,7 +100,7 @@ def test_padding_of_naflex_does_not_count(full, tmp_path):
     assert len(kept) < 48 and report.samples == 3
 
 
-def test_the_encoder_of_kimi_whose_pictures_lie_one_after_the_other(tmp_path):
+def test_the_encoder_of_kimi_whose_images_lie_one_after_the_other(tmp_path):
     torch.manual_seed(0)
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, patch_size=4)
     encoder = Kimi_K25VisionModel(Kimi_K25VisionConfig(**sizes, pos_emb_height=8, pos_emb_width=8)).eval()

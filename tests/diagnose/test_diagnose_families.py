@@ -144,7 +144,7 @@ def test_what_the_projector_gives_is_what_stands_there(name):
         assert (seen.inputs[0][seen.image] == torch.tensor(newline)).all(-1).sum() == 2 + 4
         at_images.remove(newline)
     elif name == "ovis2":
-        seen.projected.pop()  # of the indicators, looked up after the picture
+        seen.projected.pop()  # of the indicators, looked up after the image
     assert at_images == as_set(rows(seen.projected) * SCALES.get(name, 1.0))
 
 
@@ -177,7 +177,7 @@ def test_batches_tell_sequences_and_seeds_apart(name):
     assert not torch.equal(seen.parts.embeddings.weight, model.get_input_embeddings().weight)
 
 
-def test_models_that_look_at_pictures_by_cross_attention_are_refused():
+def test_models_that_look_at_images_by_cross_attention_are_refused():
     model, batch = families.mllama()
     with torch.no_grad():
         assert torch.isfinite(model(**batch).logits).all()

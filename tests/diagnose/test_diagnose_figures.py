@@ -53,14 +53,14 @@ def depth_of(layers, visual_norm, kinds=("visual", "text")):
     )
 
 
-def attention_of(question, layers, grid, picture=None, sharp=2.0):
+def attention_of(question, layers, grid, image=None, sharp=2.0):
     rows, columns = grid or (1, 40)
     y, x = np.mgrid[:rows, :columns]
     maps = [np.exp(-sharp * ((y / rows - layer / layers) ** 2 + (x / columns - 0.4) ** 2)) for layer in range(layers)]
     maps = [each / each.sum() for each in maps]
     return Attention(
         question=question,
-        picture=picture,
+        image=image,
         grid=grid,
         maps=[each.tolist() for each in maps],
         image_share=[0.1 + 0.3 * layer / layers for layer in range(layers)],
@@ -101,7 +101,7 @@ def full_report(model, layers, visual_norm):
         embeddings=table_of(f"{model}-language", 1 + visual_norm / 100),
         dynamics=[DynamicsStep(step, [0.9 + step / 1e4] * layers, [0.7] * layers) for step in (0, 50, 200)],
         attention=[
-            attention_of("Which colour is at the left? $5 是", layers, (3, 4), "picture.png"),
+            attention_of("Which colour is at the left? $5 是", layers, (3, 4), "image.png"),
             attention_of("How many?", layers, None),
         ],
     )
@@ -115,8 +115,8 @@ def no_warnings():
 
 
 @pytest.fixture
-def pictures(tmp_path):
-    Image.new("RGB", (80, 60), (200, 30, 30)).save(tmp_path / "picture.png")
+def images(tmp_path):
+    Image.new("RGB", (80, 60), (200, 30, 30)).save(tmp_path / "image.png")
     return tmp_path
 
 
@@ -131,15 +131,15 @@ def line(axes, label):
 
 @pytest.mark.parametrize("layers", [2, 30])
 @pytest.mark.parametrize("compared", [False, True])
-def test_everything_is_drawn(pictures, layers, compared):
-    output = pictures / "figures"
+def test_everything_is_drawn(images, layers, compared):
+    output = images / "figures"
     output.mkdir()
     baseline = full_report("baseline", layers, 90.0) if compared else None
     drawings = draw(
         full_report("ours", layers, 3.1),
         baseline,
         output,
-        pictures=pictures,
+        images=images,
     )
     expected = ["interface", "paper_interface", "norms", "cosine", "rotation", "updates", "embeddings", "dynamics"]
     expected += ["attention_1", "attention_2", "attention_depth", "predicted"]
@@ -273,10 +273,10 @@ def test_the_course_of_training():
     assert training(shown(report_of("untrained"), None)) is None
 
 
-def test_attention_maps_share_their_scale(pictures):
+def test_attention_maps_share_their_scale(images):
     ours, baseline = full_report("ours", 30, 3.1), full_report("baseline", 30, 90.0)
-    ours = replace(ours, attention=[attention_of(ours.attention[0].question, 30, (3, 4), "picture.png", sharp=9.0)])
-    first, depth = attention_figures(shown(ours, baseline), pictures)
+    ours = replace(ours, attention=[attention_of(ours.attention[0].question, 30, (3, 4), "image.png", sharp=9.0)])
+    first, depth = attention_figures(shown(ours, baseline), images)
     drawn = [axes for axes in first.figure.axes if axes.get_title().startswith("layer ")]
     chosen = [0, 3, 5, 8, 11, 13, 16, 18, 21, 24, 26, 29]
     assert [axes.get_title() for axes in drawn] == [f"layer {layer + 1}" for layer in chosen] * 2
@@ -302,15 +302,15 @@ def test_layers_that_were_left_out_keep_their_numbers(tmp_path):
     assert [label.get_text() for label in axes.get_yticklabels()] == ["2", "5", "9"]
 
 
-def test_another_question_is_no_baseline(pictures):
+def test_another_question_is_no_baseline(images):
     ours = report_of("ours", attention=[attention_of("What?", 3, (2, 2))])
     baseline = report_of("baseline", attention=[attention_of("Where?", 3, (2, 2))])
-    first, _ = attention_figures(shown(ours, baseline), pictures)
+    first, _ = attention_figures(shown(ours, baseline), images)
     assert sum(axes.get_title().startswith("layer ") for axes in first.figure.axes) == 3
 
 
-def test_picture_that_is_gone_is_named(tmp_path):
-    with pytest.raises(OSError, match="picture.png"):
+def test_image_that_is_gone_is_named(tmp_path):
+    with pytest.raises(OSError, match="image.png"):
         draw(full_report("ours", 2, 3.1), None, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The picture that attention is drawn on is the one that the model was shown."""
+"""The image that attention is drawn on is the one that the model was shown."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import tiny_parts
 from PIL import Image
 from transformers import LlavaProcessor
 
-from normalign_llava.diagnose.run import shown_picture
+from normalign_llava.diagnose.run import shown_image
 
 
 def processor(kind, **changes):
@@ -16,7 +16,7 @@ def processor(kind, **changes):
     return LlavaProcessor(image_processor, tiny_parts.tokenizer(extra=("<image>",)), image_token="<image>")
 
 
-def picture():
+def image():
     """Twice as wide as high, of a colour that tells left from right."""
     columns = np.linspace(0, 255, 32).astype("uint8")
     return Image.fromarray(
@@ -26,18 +26,18 @@ def picture():
 
 def shown(kind, **changes):
     made = processor(kind, **changes)
-    inputs = {"pixel_values": made.image_processor(images=[picture()], return_tensors="pt")["pixel_values"]}
-    return shown_picture(made, inputs, picture())
+    inputs = {"pixel_values": made.image_processor(images=[image()], return_tensors="pt")["pixel_values"]}
+    return shown_image(made, inputs, image())
 
 
 @pytest.mark.parametrize("kind", ["clip", "dinov2"])
-def test_a_cropped_picture_is_shown_cropped(kind):
+def test_a_cropped_image_is_shown_cropped(kind):
     found = np.asarray(shown(kind)).astype(int)
-    assert np.abs(found - np.asarray(picture().crop((8, 0, 24, 16))).astype(int)).max() <= 1
+    assert np.abs(found - np.asarray(image().crop((8, 0, 24, 16))).astype(int)).max() <= 1
 
 
 @pytest.mark.parametrize("kind", ["siglip", "vit"])
-def test_a_squeezed_picture_is_shown_squeezed(kind):
+def test_a_squeezed_image_is_shown_squeezed(kind):
     found = shown(kind)
     assert found.size == (16, 16)
     red = np.asarray(found)[8, :, 0].astype(int)
@@ -45,6 +45,6 @@ def test_a_squeezed_picture_is_shown_squeezed(kind):
 
 
 @pytest.mark.parametrize("switched_off", ["do_normalize", "do_rescale"])
-def test_where_it_cannot_be_told_the_picture_itself_is_shown(switched_off):
-    assert np.array_equal(np.asarray(shown("clip", **{switched_off: False})), np.asarray(picture()))
-    assert shown_picture(processor("clip"), {}, picture()).size == (32, 16)
+def test_where_it_cannot_be_told_the_image_itself_is_shown(switched_off):
+    assert np.array_equal(np.asarray(shown("clip", **{switched_off: False})), np.asarray(image()))
+    assert shown_image(processor("clip"), {}, image()).size == (32, 16)

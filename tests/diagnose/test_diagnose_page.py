@@ -110,11 +110,11 @@ def test_the_papers_rows_stand_beside(tmp_path):
 
 
 def test_provenance_and_what_was_left_out(tmp_path):
-    page = written(tmp_path, diagnosed(left_out=["Attention: it takes pictures."], attention=[]))
-    assert "Left out What was not measured, and why. Attention: it takes pictures." in page.text
+    page = written(tmp_path, diagnosed(left_out=["Attention: it takes images."], attention=[]))
+    assert "Left out What was not measured, and why. Attention: it takes images." in page.text
     assert "transformers 5.23.0 Data set easy-VQA at 1a2b3c" in page.text
     assert {"bfloat16", "576", "easy-VQA, held out", "64", "1,024", "30"} <= set(page.cells)
-    assert "attention" not in page.values("id") and "Where the text after a picture looks" not in page.text
+    assert "attention" not in page.values("id") and "Where the text after an image looks" not in page.text
 
 
 def test_an_encoder_alone(tmp_path):

@@ -206,7 +206,7 @@ def test_boundaries_are_told_by_configuration_or_tokenizer():
     assert probe(model, [batch]).tokens == {"visual": 4, "text": 3, "special": 2}
 
 
-def test_sequences_without_text_or_without_a_picture():
+def test_sequences_without_text_or_without_a_image():
     model, batch = vlm_families.make("llava")
     alone = {"input_ids": torch.tensor([[1, *[IMAGE] * 4]]), "pixel_values": batch["pixel_values"][:1]}
     report = probe(model, [alone])

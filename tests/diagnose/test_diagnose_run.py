@@ -1,4 +1,4 @@
-"""A whole diagnosis, from checkpoints and pictures on disk to the folder that it writes; and docs/report.md."""
+"""A whole diagnosis, from checkpoints and images on disk to the folder that it writes; and docs/report.md."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ DOCS = ROOT / "docs" / "report.md"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """ours/model, none/model, llava (of transformers), and their parts; pictures with questions."""
+    """ours/model, none/model, llava (of transformers), and their parts; images with questions."""
     folder = tmp_path_factory.mktemp("home_of_somebody")
     for name, arm in (("ours", "gwc"), ("none", "none")):
         training.checkpoint(folder / name, arm=arm)
@@ -41,15 +41,15 @@ def root(tmp_path_factory):
     llava.config.image_token_id = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
     llava.save_pretrained(folder / "llava")
     processor.save_pretrained(folder / "llava")
-    pictures(folder / "pictures")
+    images(folder / "images")
     return folder
 
 
-def pictures(folder):
+def images(folder):
     folder.mkdir()
     rows = [{"file_name": f"{number}.png", "question": f"is it {number * 5 % 7}?"} for number in range(8)]
     for number, row in enumerate(rows):
-        (folder / row["file_name"]).write_bytes(training.picture(number))
+        (folder / row["file_name"]).write_bytes(training.image(number))
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -62,12 +62,12 @@ def compared(root):
     log = [{"step": 5, "loss": 2.5, "norm/visual": 3.0, "norm/text": 1.0}, {"step": 10, "loss": math.nan}]
     (model / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     before = hashes(model)
-    return diagnose(str(model), against=str(root / "none" / "model"), data=str(root / "pictures"), samples=6), before
+    return diagnose(str(model), against=str(root / "none" / "model"), data=str(root / "images"), samples=6), before
 
 
 @pytest.fixture(scope="module")
 def alone(root):
-    return diagnose(str(root / "llava"), data=str(root / "pictures"), samples=5)
+    return diagnose(str(root / "llava"), data=str(root / "images"), samples=5)
 
 
 def hashes(folder):
@@ -95,7 +95,7 @@ def listed(content):
     """Names of all files that a report speaks of."""
     asked = [each for model in (content["report"], content["against"]) if model for each in model["attention"]]
     drawn = (each["file"] for each in content["figures"])
-    return {"report.json", "report.html", *(each["picture"] for each in asked if each["picture"]), *drawn}
+    return {"report.json", "report.html", *(each["image"] for each in asked if each["image"]), *drawn}
 
 
 def cli(*arguments):
@@ -120,12 +120,12 @@ def test_the_report_holds_what_the_api_returned(compared):
 def test_what_was_measured_of_ours_and_of_the_baseline(compared):
     ours, none = compared[0].report, compared[0].against
     assert (ours.norm, none.norm, ours.samples, none.samples) == ("layer_norm", "none", 6, 6)
-    assert ours.data == none.data == "pictures" and ours.tokens == none.tokens and ours.tokens["visual"] == 24
+    assert ours.data == none.data == "images" and ours.tokens == none.tokens and ours.tokens["visual"] == 24
     assert ours.interface.ratio == pytest.approx(1, abs=1e-4) and none.interface.ratio > 10
     assert ours.gain.distance == pytest.approx(0, abs=1e-6) and none.gain is None
     questions = [each.question for each in ours.attention]
     assert questions == [each.question for each in none.attention] and len(questions) == 6
-    assert [bool(each.maps and each.picture) for each in ours.attention] == [True] * 4 + [False] * 2  # what is drawn
+    assert [bool(each.maps and each.image) for each in ours.attention] == [True] * 4 + [False] * 2  # what is drawn
     assert all(len(each.entropy) == len(each.layers) == 2 for each in none.attention)
     assert ours.left_out == none.left_out == []
 
@@ -148,10 +148,10 @@ def test_every_file_is_listed_and_every_figure_there(compared, alone):
         content = stored(done.folder)
         assert {path.name for path in done.folder.iterdir()} == listed(content)
         for path in done.folder.glob("*.png"):
-            with Image.open(path) as picture:
-                picture.verify()
+            with Image.open(path) as image:
+                image.verify()
     names = {name.removesuffix(".png") for name in listed(stored(compared[0].folder))}
-    assert {f"{kind}_{number}" for kind in ("attention", "picture", "baseline_picture") for number in (1, 4)} <= names
+    assert {f"{kind}_{number}" for kind in ("attention", "image", "baseline_image") for number in (1, 4)} <= names
     assert {"interface", "norms", "cosine", "rotation", "embeddings", "dynamics", "predicted"} <= names
 
 
@@ -187,7 +187,7 @@ def test_the_page_in_a_browser(compared, alone, tmp_path):
 
 def test_the_command_in_another_process_writes_the_same_bytes(alone, root, tmp_path):
     """Nothing depends on the process, on the order of a set, or on where the report goes."""
-    arguments = [root / "llava", "--data", root / "pictures", "--samples", 5, "--output", tmp_path / "a" / "b"]
+    arguments = [root / "llava", "--data", root / "images", "--samples", 5, "--output", tmp_path / "a" / "b"]
     done = subprocess.run(
         [sys.executable, "-m", "normalign_llava", "diagnose", *map(str, arguments)],
         capture_output=True,
@@ -211,10 +211,10 @@ def test_another_run_replaces_the_first_whole_and_a_failing_one_leaves_it(alone,
         broken.model.language_model.layers[1].mlp.down_proj.weight.fill_(math.nan)
     broken.save_pretrained(tmp_path / "broken")
     AutoProcessor.from_pretrained(root / "ours" / "model").save_pretrained(tmp_path / "broken")
-    pictures(tmp_path / "bad")
-    (tmp_path / "bad" / "3.png").write_bytes(b"no picture")
+    images(tmp_path / "bad")
+    (tmp_path / "bad" / "3.png").write_bytes(b"no image")
     for model, data, words in (
-        (tmp_path / "broken", root / "pictures", ["NaN or infinite", "Load the model in bfloat16 or float32"]),
+        (tmp_path / "broken", root / "images", ["NaN or infinite", "Load the model in bfloat16 or float32"]),
         (root / "llava", tmp_path / "bad", ["3.png", "cannot be used"]),
     ):
         done = cli(model, "--data", data, "--output", folder)
@@ -224,7 +224,7 @@ def test_another_run_replaces_the_first_whole_and_a_failing_one_leaves_it(alone,
         assert {path.name for path in tmp_path.iterdir()} == {"diagnostics", "broken", "bad"}
 
     assert (folder / "attention_4.png").exists()
-    done = cli(root / "llava", "--data", root / "pictures", "--samples", 2, "--output", folder)
+    done = cli(root / "llava", "--data", root / "images", "--samples", 2, "--output", folder)
     assert done.exit_code == 0, done.output
     content = stored(folder)
     assert content["report"]["samples"] == 2 and {path.name for path in folder.iterdir()} == listed(content)
@@ -248,14 +248,14 @@ def test_a_folder_with_anything_else_is_refused_before_weights_are_read(alone, r
         (notes / "thoughts.txt", "thoughts.txt is a file. Choose another folder"),
         (notes / "thoughts.txt" / "report", "thoughts.txt cannot be written (Not a directory). Choose another"),
     ):
-        done = cli(empty, "--data", root / "pictures", "--output", output)
+        done = cli(empty, "--data", root / "images", "--output", output)
         assert done.exit_code == 1 and words in done.output, done.output
     assert hashes(tmp_path) == before
 
 
 def test_against_a_language_model_the_embedding_matrices_are_compared(root, tmp_path):
     base = root / "ours" / "language"
-    done = diagnose(str(root / "ours" / "model"), against=str(base), data=str(root / "pictures"), samples=2,
+    done = diagnose(str(root / "ours" / "model"), against=str(base), data=str(root / "images"), samples=2,
                     output=tmp_path / "out", name="ours", against_name="its base")  # fmt: skip
     assert (done.report.model, done.against.model) == ("ours", "its base") and done.against.depth is None
     ours, theirs = done.report.embeddings, done.against.embeddings
@@ -280,7 +280,7 @@ def test_parts_alone(root, tmp_path):
     encoder, language = (tmp_path / name for name in ("vision", "language"))
     for folder in (encoder, language):
         shutil.copytree(root / "ours" / folder.name, folder)
-    done = cli(encoder, "--data", root / "pictures", "--samples", 3)
+    done = cli(encoder, "--data", root / "images", "--samples", 3)
     assert done.exit_code == 0 and "this is a vision encoder alone" in done.output
     content = stored(encoder / "diagnostics")
     assert content["report"]["samples"] == 3 and content["report"]["interface"]["encoder_output"]["count"] == 3 * 5
@@ -292,7 +292,7 @@ def test_parts_alone(root, tmp_path):
         (language, language, n_text),
         (write_gguf(tmp_path / "words.gguf"), tmp_path, (4 * math.sqrt(1 + 1 + 1 + 4) + 3 * 2) / 7),
     ):
-        done = cli(model)  # no pictures are needed, nor fetched
+        done = cli(model)  # no images are needed, nor fetched
         assert done.exit_code == 0 and "a language model alone has none of them" in done.output, done.output
         content = stored(folder / "diagnostics")
         assert content["report"]["data"] is None and content["report"]["model"] == model.name
@@ -300,7 +300,7 @@ def test_parts_alone(root, tmp_path):
 
 
 def test_errors_name_the_thing_the_value_and_the_remedy(root, tmp_path):
-    model, data = root / "llava", root / "pictures"
+    model, data = root / "llava", root / "images"
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))

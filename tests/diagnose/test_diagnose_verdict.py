@@ -203,7 +203,7 @@ def test_a_layer_that_changes_nothing_is_passed_over():
 
 def test_attention_says_of_how_many_questions():
     report = diagnosed(37.0, "none")
-    (said,) = (each.sentence for each in findings(report) if "bottom of the picture" in each.claim)
+    (said,) = (each.sentence for each in findings(report) if "bottom of the image" in each.claim)
     assert said.endswith("(1 question).")
     report = dataclasses.replace(report, attention=report.attention * 3)
     assert any(each.sentence.endswith("(3 questions).") for each in findings(report))
@@ -223,7 +223,7 @@ def test_what_lies_within_two_standard_errors_of_a_threshold_is_unclear():
 
     def asked(*biases):
         asked = [dataclasses.replace(report.attention[0], bottom_bias=[bias] * 30) for bias in biases]
-        return of("bottom of the picture", dataclasses.replace(report, attention=asked))
+        return of("bottom of the image", dataclasses.replace(report, attention=asked))
 
     assert asked(1.6, 1.7, 1.8).outcome == "agrees" and "1.70 ± 0.06 ×" in asked(1.6, 1.7, 1.8).sentence
     assert asked(0.9, 1.7, 1.6).outcome == "unclear" and asked(0.9, 1.0, 1.1).outcome == "disagrees"

@@ -1,4 +1,4 @@
-"""One question about pictures, as requests to a server have it and as `generate` answers it."""
+"""One question about images, as requests to a server have it and as `generate` answers it."""
 
 import base64
 import io
@@ -6,23 +6,23 @@ import io
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
-def data_url(picture):
+def data_url(image):
     png = io.BytesIO()
-    picture.save(png, "PNG")
+    image.save(png, "PNG")
     return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
 
 
-def request(text, *pictures):
+def request(text, *images):
     """A conversation as OpenAI's API has it."""
-    shown = [{"type": "image_url", "image_url": {"url": data_url(picture)}} for picture in pictures]
+    shown = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
     return [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}]
 
 
-def generate(checkpoint, text, *pictures, tokens=8):
+def generate(checkpoint, text, *images, tokens=8):
     """What `generate` says greedily: the text, the length of the prompt, the ids, and their log-probabilities."""
     processor = AutoProcessor.from_pretrained(checkpoint)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
-    shown = [{"type": "image", "image": picture} for picture in pictures]
+    shown = [{"type": "image", "image": image} for image in images]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}],
         add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",

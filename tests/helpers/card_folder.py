@@ -22,7 +22,7 @@ from normalign_llava.diagnose.verdict import verdict
 from normalign_llava.hub_cards.card.evaluation import Evaluation, HubTask, Metric
 
 
-SECRET = "Who is the person in the picture?"
+SECRET = "Who is the person in the image?"
 """A question of the data, which no card may show."""
 
 NO_NORM = diagnosed(model="no-norm")
@@ -131,8 +131,8 @@ def evaluated(folder: Path, samples: int = 500, **changes) -> Evaluation:
         task="pope",
         title="POPE",
         metrics=[
-            Metric("accuracy", 0.8125, 0.0175, {"blank picture": 0.5, "commonest answer": 0.51}, None, samples),
-            Metric("accuracy", 0.7, 0.03, {"blank picture": 0.4}, "adversarial", samples // 2),
+            Metric("accuracy", 0.8125, 0.0175, {"blank image": 0.5, "commonest answer": 0.51}, None, samples),
+            Metric("accuracy", 0.7, 0.03, {"blank image": 0.4}, "adversarial", samples // 2),
         ],
         samples=samples,
         total=500,

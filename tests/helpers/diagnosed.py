@@ -63,7 +63,7 @@ def diagnosed(ratio: float = 37.0, norm: str | None = "none", model: str = "llav
             DynamicsStep(step, [0.91 + step / 1e5 + layer / 1000 for layer in range(LAYERS)], [0.7] * LAYERS)
             for step in (0, 100, 1000)
         ],
-        attention=[_attention("What shape is in the picture?", 1.61 if norm == "none" else 1.07)],
+        attention=[_attention("What shape is in the image?", 1.61 if norm == "none" else 1.07)],
         left_out=["Visual embedding tables: this model has none."],
         norm=norm,
     )

@@ -1,4 +1,4 @@
-"""The demo's page driven in headless Chromium: a picture given, a question typed, what appears read."""
+"""The demo's page driven in headless Chromium: an image given, a question typed, what appears read."""
 
 import json
 import time
@@ -47,12 +47,12 @@ class Driver:
 
     def upload(self, file: Path) -> None:
         """Gives the file as a person does who chooses it, in place of an earlier one."""
-        self._click_all("#picture button[aria-label='Remove Image']")
-        until(lambda: self._field("#picture input[type=file]").send_keys(str(file)) or True)
+        self._click_all("#image button[aria-label='Remove Image']")
+        until(lambda: self._field("#image input[type=file]").send_keys(str(file)) or True)
 
-    def has_picture(self) -> bool:
-        """Whether a picture has been uploaded and is drawn."""
-        return self._decoded("#picture img") is not None
+    def has_image(self) -> bool:
+        """Whether an image has been uploaded and is drawn."""
+        return self._decoded("#image img") is not None
 
     def ask(self, question: str, *, by_key: bool = False) -> None:
         """Types the question and asks it, with the button or with the Enter key."""

@@ -248,7 +248,7 @@ ENDLESS: dict[str, Spoil] = {
     "hidden size 10^9": config(TEXT, hidden_size=10**9),
     "vocabulary 10^12": config(TEXT, vocab_size=10**12),
     "head size 10^11": config(TEXT, head_dim=10**11),
-    "pictures of 10^8 pixels a side": config(VISION, image_size=10**8),
+    "images of 10^8 pixels a side": config(VISION, image_size=10**8),
     "patches of 0 pixels": config(VISION, patch_size=0),
     "10^6 experts": config(TEXT, model_type="mixtral", num_local_experts=10**6),
     "10^9 registers": config(VISION, model_type="dinov2_with_registers", num_register_tokens=10**9, mlp_ratio=4),
@@ -276,7 +276,7 @@ ENDLESS: dict[str, Spoil] = {
     "template, loops in the third turn": written(
         "chat_template.jinja", "{% if messages|length > 2 %}" + LOOPS + "{% endif %}" + GOOD
     ),
-    "processor, pictures of 10^6 pixels a side": processor(
+    "processor, images of 10^6 pixels a side": processor(
         image_processor={"size": {"shortest_edge": 10**6}, "crop_size": {"height": 10**6, "width": 10**6}}
     ),
     "processor, 10^9 image tokens": processor(num_additional_image_tokens=10**9),
@@ -325,7 +325,7 @@ BROKEN: dict[str, Spoil] = {
     "feature layer that is not there": config(vision_feature_layer=99),
     "text for a feature layer": config(vision_feature_layer="last"),
     "image token that is not there": config(image_token_index=10**9),
-    "other size of pictures": config(VISION, image_size=32),
+    "other size of images": config(VISION, image_size=32),
     "text for auto_map": config(auto_map="evil"),
     "tokenizer cut short": lambda folder, marker: (folder / "tokenizer.json").write_bytes(
         (folder / "tokenizer.json").read_bytes()[:200]
@@ -339,7 +339,7 @@ BROKEN: dict[str, Spoil] = {
     "template that is no text": written("chat_template.jinja", bytes(range(256))),
     "template that prints no images": written("chat_template.jinja", "{{ messages[0].role }}"),
     "template that reaches for Python": written("chat_template.jinja", "{{ ''.__class__.__mro__ }}"),
-    "list for the size of pictures": processor(image_processor={"size": [16], "crop_size": [16]}),
+    "list for the size of images": processor(image_processor={"size": [16], "crop_size": [16]}),
     "unknown image processor": processor(image_processor={"image_processor_type": "Stranger"}),
     "patches of 0 pixels, processor": processor(patch_size=0),
     "text for a mean": processor(image_processor={"image_mean": "red"}),

@@ -32,14 +32,14 @@ def build(folder, config=None, **sizes):
     return folder / "model"
 
 
-def rows(count: int, pictures=True) -> Dataset:
+def rows(count: int, images=True) -> Dataset:
     def row(number):
         colour = COLOURS[number % 3]
-        image = [{"type": "image"}] if pictures else []
+        image = [{"type": "image"}] if images else []
         user = [*image, {"type": "text", "text": "which colour" + "?" * (number % 4)}]
         answer = [{"type": "text", "text": colour}]
         messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
-        return {"images": [Image.new("RGB", (16, 16), colour)] * pictures, "messages": messages}
+        return {"images": [Image.new("RGB", (16, 16), colour)] * images, "messages": messages}
 
     return Dataset.from_list([row(number) for number in range(count)])
 
@@ -72,7 +72,7 @@ class Trainer(SFTTrainer):
 
 
 def make_trainer(
-    checkpoint, folder, *, measure=True, rank=0, frozen=(), dropout=0.0, callbacks=(), pictures=True, eval_rows=None,
+    checkpoint, folder, *, measure=True, rank=0, frozen=(), dropout=0.0, callbacks=(), images=True, eval_rows=None,
     **kwargs,
 ):  # fmt: skip
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
@@ -94,7 +94,7 @@ def make_trainer(
     return Trainer(
         model=model,
         args=arguments,
-        train_dataset=rows(12, pictures),
+        train_dataset=rows(12, images),
         eval_dataset=eval_rows,
         processing_class=AutoProcessor.from_pretrained(checkpoint),
         peft_config=lora,

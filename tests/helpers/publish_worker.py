@@ -76,7 +76,7 @@ def run(request: dict) -> dict:
         if "checkpoint" in request:
             from normalign_llava.hub_cards.push.publish import publish
 
-            done = publish(request["checkpoint"], request["repo_id"], say=said.append, **arguments)
+            done = publish(request["checkpoint"], request["repo_id"], notify=said.append, **arguments)
         else:
             done = _push(Path(request["folder"]), request["repo_id"], said, arguments)
         return {"done": {**asdict(done), "changed": done.changed}, "said": said}
@@ -96,7 +96,7 @@ def _push(folder: Path, repo_id: str, said: list[str], arguments: dict):
     from normalign_llava.hub_cards.push.client import Client
     from normalign_llava.hub_cards.push.contents import Content, Contents
     from normalign_llava.hub_cards.push.push import push_snapshot
-    from normalign_llava.hub_cards.push.remote import look
+    from normalign_llava.hub_cards.push.remote import read_remote
     from normalign_llava.hub_cards.push.snapshot import take_snapshot
 
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -110,8 +110,8 @@ def _push(folder: Path, repo_id: str, said: list[str], arguments: dict):
         client.check_card(contents, kind)
         snapshot = take_snapshot(contents)
         with client.step(f"looking at {repo_id}", "Nothing was sent."):
-            before = look(client, repo_id, kind, revision)
-        return push_snapshot(client, snapshot, repo_id, before=before, say=said.append, **arguments)
+            before = read_remote(client, repo_id, kind, revision)
+        return push_snapshot(client, snapshot, repo_id, before=before, notify=said.append, **arguments)
 
 
 if __name__ == "__main__":

@@ -13,24 +13,24 @@ from normalign_llava.hub_cards.space.demo import load
 
 
 def checkpoint(root: Path, context: int = 512, vision: str = "clip", **language_model) -> Path:
-    """A tiny checkpoint in `root`, in answers of which picture and question show."""
+    """A tiny checkpoint in `root`, in answers of which image and question show."""
     language = parts.language(root / "language", tied=False, seed=4, max_position_embeddings=context, **language_model)
     build_checkpoint(parts.vision(root / "vision", vision), language, root / "model.v1.5")
     return root / "model.v1.5"
 
 
-def direct_answer(folder: Path, picture: Path, question: str, max_new_tokens: int) -> str:
+def direct_answer(folder: Path, image: Path, question: str, max_new_tokens: int) -> str:
     """What the checkpoint says when generate is called with nothing of the demo around."""
     model, processor = load(str(folder))
-    inputs = prompt(processor, Image.open(picture), question)
+    inputs = prompt(processor, Image.open(image), question)
     with torch.no_grad():
         ids = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
     return processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
-def prompt(processor, picture: Image.Image, question: str):
-    """The model's inputs for a question about a picture."""
-    content = [{"type": "image", "image": picture.convert("RGB")}, {"type": "text", "text": question}]
+def prompt(processor, image: Image.Image, question: str):
+    """The model's inputs for a question about an image."""
+    content = [{"type": "image", "image": image.convert("RGB")}, {"type": "text", "text": question}]
     messages = [{"role": "user", "content": content}]
     return processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
@@ -45,11 +45,11 @@ def free_port() -> int:
 
 
 def plain(file: Path, color: str, size: tuple[int, int] = (30, 40)) -> Path:
-    """A picture file of one colour."""
+    """An image file of one colour."""
     Image.new("RGB", size, color).save(file)
     return file
 
 
 def noise(size: tuple[int, int]) -> Image.Image:
-    """A picture of random colours, `(width, height)`, the same every time."""
+    """An image of random colours, `(width, height)`, the same every time."""
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), np.uint8))

@@ -81,7 +81,7 @@ def reference_n_text(weight, excluded=(IMAGE,)) -> float:
 
 
 def inputs(images=1, text=5, batch=1, seed=0, tokens_per_image=4):
-    """Prompts with `images` pictures each: ids, mask and pixel values."""
+    """Prompts with `images` images each: ids, mask and pixel values."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(batch):

@@ -21,7 +21,7 @@ TOKENS_PER_IMAGE = 4
 
 
 def processor(tokenizer=None, template=tiny_parts.CHATML) -> LlavaProcessor:
-    """16-pixel pictures of 4 tokens; by default one token a letter, whose end-of-turn token is its padding token."""
+    """16-pixel images of 4 tokens; by default one token a letter, whose end-of-turn token is its padding token."""
     tokenizer = tokenizer or tiny_parts.tokenizer()
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     tokenizer.add_tokens(AddedToken("<image>", special=True, normalized=False), special_tokens=True)
@@ -39,18 +39,18 @@ def arguments(path, **kwargs) -> DataArguments:
     return DataArguments(dataset_name=str(path), **kwargs)
 
 
-def picture_bytes(colour="red", size=(20, 20), form="PNG", mode="RGB") -> bytes:
+def image_bytes(colour="red", size=(20, 20), form="PNG", mode="RGB") -> bytes:
     buffer = io.BytesIO()
     PILImage.new(mode, size, colour).save(buffer, form)
     return buffer.getvalue()
 
 
-def pictures(folder: Path, *names: str) -> None:
-    """Pictures of one colour each, `red.png` being red."""
+def images(folder: Path, *names: str) -> None:
+    """Images of one colour each, `red.png` being red."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(picture_bytes(Path(name).stem, form="PNG"))
+        (folder / name).write_bytes(image_bytes(Path(name).stem, form="PNG"))
 
 
 def gigantic_png(width=65_000, height=65_000) -> bytes:
@@ -78,7 +78,7 @@ def llava(question: str, answer: str, image=None, **more) -> dict:
 
 
 def mixed_rows() -> list[dict]:
-    """As in LLaVA-665K: ids of several types, rows with and without pictures, several turns, several pictures."""
+    """As in LLaVA-665K: ids of several types, rows with and without images, several turns, several images."""
     two = llava("<image>\nWhat is this?", "red", ["red.png", "blue.png"], id=7)
     two["conversations"] += [{"from": "human", "value": "And <image>?"}, {"from": "gpt", "value": "blue"}]
     return [
@@ -91,7 +91,7 @@ def mixed_rows() -> list[dict]:
 
 
 def write_json(folder: Path, rows: list, name="data.json") -> Path:
-    pictures(folder, "red.png", "green.png", "blue.png", "sub/blue.png")
+    images(folder, "red.png", "green.png", "blue.png", "sub/blue.png")
     text = "\n".join(map(json.dumps, rows)) + "\n" if name.lower().endswith(".jsonl") else json.dumps(rows)
     (folder / name).write_text(text)
     return folder / name
@@ -101,7 +101,7 @@ def bad_rows(folder: Path) -> Path:
     """Mixed rows, and five among them that cannot be trained on: 1 to 3, 8 and 9."""
     rows = mixed_rows()
     outside = folder.parent / "outside.png"
-    outside.write_bytes(picture_bytes("red"))
+    outside.write_bytes(image_bytes("red"))
     rows[1:1] = [llava("<image>Q", "A"), llava("<image>Q", "A", "none.png"), llava("<image>Q", "A", "../outside.png")]
     rows += [llava("<image>Q", "A", "link.png"), llava("Q", "")]
     path = write_json(folder, rows)
@@ -114,7 +114,7 @@ PARQUET = Features({"id": Value("string"), "image": Image(), "conversations": TU
 
 
 def parquet_data(rows: list[dict]) -> Dataset:
-    """LLaVA-NeXT's form: pictures inside, or none."""
+    """LLaVA-NeXT's form: images inside, or none."""
     columns = {
         "id": [str(number) for number in range(len(rows))],
         "image": [row.get("image") for row in rows],
@@ -130,7 +130,7 @@ def write_parquet(path: Path, rows: list[dict]) -> Path:
 
 
 def inside(colour: str) -> dict:
-    return {"bytes": picture_bytes(colour), "path": f"{colour}.png"}
+    return {"bytes": image_bytes(colour), "path": f"{colour}.png"}
 
 
 def user(content) -> dict:

@@ -34,7 +34,7 @@ def checkpoint(folder: Path, arm="gwc", vision="clip", **kwargs) -> Path:
     return folder / "model"
 
 
-def picture(seed: int, size=(16, 16)) -> bytes:
+def image(seed: int, size=(16, 16)) -> bytes:
     """A PNG of random colours."""
     noise = random.Random(seed).randbytes(size[0] * size[1] * 3)
     buffer = io.BytesIO()
@@ -43,7 +43,7 @@ def picture(seed: int, size=(16, 16)) -> bytes:
 
 
 def row(number: int, images=1, turns=1) -> dict:
-    """A conversation about `images` pictures, all in the first turn, with answers that differ from row to row."""
+    """A conversation about `images` images, all in the first turn, with answers that differ from row to row."""
     messages = []
     for turn in range(turns):
         shown = [{"type": "image", "text": None}] * images if turn == 0 else []
@@ -51,9 +51,9 @@ def row(number: int, images=1, turns=1) -> dict:
         messages.append({"role": "user", "content": [*shown, question]})
         answer = {"type": "text", "text": f"it is {number * 7 % 13 + turn}"}
         messages.append({"role": "assistant", "content": [answer]})
-    pictures = [{"path": None, "bytes": picture(1000 * number + i)} for i in range(images)]
+    stored = [{"path": None, "bytes": image(1000 * number + i)} for i in range(images)]
     about = {"prompt_turns": 0, "source": "tiny", "row": number, "image_count": images, "length": 60}
-    return {"images": pictures, "messages": messages, **about}
+    return {"images": stored, "messages": messages, **about}
 
 
 def rows(count=16, images=lambda number: 1, turns=lambda number: 1 + number % 2) -> Dataset:

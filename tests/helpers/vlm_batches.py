@@ -44,13 +44,13 @@ def pixels(*shape: int, seed: int = 0) -> Tensor:
 
 
 def square(tokens: int, side: int = PIXELS, boundaries: bool = False, seed: int = 0) -> dict[str, Tensor]:
-    """One square picture per sequence, as many tokens for each."""
+    """One square image per sequence, as many tokens for each."""
     batch = sequences(image(tokens, boundaries), image(tokens, boundaries), seed)
     return {**batch, "pixel_values": pixels(2, 3, side, side, seed=seed)}
 
 
 def tiled(seed: int = 0) -> dict[str, Tensor]:
-    """Any-resolution pictures of LLaVA-NeXT and LLaVA-OneVision, 4 tokens to a tile.
+    """Any-resolution images of LLaVA-NeXT and LLaVA-OneVision, 4 tokens to a tile.
 
     The first is one tile high and two wide: the small view's 4 tokens and 2 rows of 4 and a newline. The second is two
     by two tiles: 4 tokens and 4 rows of 4 and a newline. Missing tiles are zeros, as the image processor pads them.
@@ -62,7 +62,7 @@ def tiled(seed: int = 0) -> dict[str, Tensor]:
 
 
 def grids(patch_shape: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:
-    """Pictures of 4 x 4 and 4 x 6 patches, of which two by two become one token."""
+    """Images of 4 x 4 and 4 x 6 patches, of which two by two become one token."""
     batch = sequences(image(4, boundaries=True), image(6, boundaries=True), seed)
     grid = torch.tensor([[1, 4, 4], [1, 4, 6]])
     return {**batch, "pixel_values": pixels(16 + 24, *patch_shape, seed=seed), "image_grid_thw": grid}
@@ -74,7 +74,7 @@ def with_types(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def ovis(seed: int = 0) -> dict[str, Tensor]:
-    """A picture in one tile, and one in a small view and two tiles beside each other, each tile of 4 tokens.
+    """An image in one tile, and one in a small view and two tiles beside each other, each tile of 4 tokens.
 
     As Ovis' processor writes them: image start, small view, image prefix, tiles, column separators, image end.
     """
@@ -85,20 +85,20 @@ def ovis(seed: int = 0) -> dict[str, Tensor]:
 
 
 def listed(seed: int = 0) -> dict[str, Tensor]:
-    """Two pictures in the first sequence and one in the second, 4 tokens each, as Idefics3 and SmolVLM take them.
+    """Two images in the first sequence and one in the second, 4 tokens each, as Idefics3 and SmolVLM take them.
 
-    The picture that the second lacks is zeros; the mask leaves out the right half of the one that it has.
+    The image that the second lacks is zeros; the mask leaves out the right half of the one that it has.
     """
     batch = sequences(image(4, boundaries=True) * 2, image(4, boundaries=True), seed)
-    pictures = pixels(2, 2, 3, PIXELS, PIXELS, seed=seed)
+    images = pixels(2, 2, 3, PIXELS, PIXELS, seed=seed)
     mask = torch.ones(2, 2, PIXELS, PIXELS, dtype=torch.long)
-    pictures[1, 1], mask[1, 1] = 0.0, 0
+    images[1, 1], mask[1, 1] = 0.0, 0
     mask[1, 0, :, PIXELS // 2 :] = 0
-    return {**batch, "pixel_values": pictures, "pixel_attention_mask": mask}
+    return {**batch, "pixel_values": images, "pixel_attention_mask": mask}
 
 
 def cross(seed: int = 0) -> dict[str, Tensor]:
-    """Pictures of one tile and of two beside each other for Mllama; no tokens but one mark in each stand for them."""
+    """Images of one tile and of two beside each other for Mllama; no tokens but one mark in each stand for them."""
     batch = sequences([IMAGE], [IMAGE], seed)
     tiles = pixels(2, 1, 2, 3, PIXELS, PIXELS, seed=seed)
     tiles[0, 0, 1] = 0.0

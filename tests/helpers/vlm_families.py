@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""A tiny random model and a batch of two sequences with pictures, for each family of vision-language models."""
+"""A tiny random model and a batch of two sequences with images, for each family of vision-language models."""
 
 import tiny
 import torch
@@ -58,7 +58,7 @@ def make(name: str, seed: int = 0) -> Made:
     """The family's model, in eval mode and float32, and a batch that its forward takes as it is.
 
     Weights have a scale at which layers turn states by ten or twenty degrees; fresh models this narrow turn them by
-    hundredths of a degree. The sequences differ in words and pictures, and one is padded.
+    hundredths of a degree. The sequences differ in words and images, and one is padded.
     """
     torch.manual_seed(seed)
     model, batch = _MAKERS[name](seed)
@@ -75,7 +75,7 @@ def _rescale(model: PreTrainedModel) -> None:
             if parameter.dim() == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
             elif "visual_embeddings_table" in name:
-                parameter.normal_()  # a picture's token is a mean of many of these rows
+                parameter.normal_()  # an image's token is a mean of many of these rows
             elif "embed_tokens" in name:
                 parameter.normal_(0.0, 0.3).mul_(1.0 + 0.5 * torch.rand(len(parameter), 1))
             else:
@@ -304,7 +304,7 @@ def _llava_next_granite(seed: int) -> Made:
 
 
 def mllama(seed: int = 0) -> Made:
-    """Llama 3.2 Vision: its decoder sees pictures by cross-attention, so no token of the sequence stands for one."""
+    """Llama 3.2 Vision: its decoder sees images by cross-attention, so no token of the sequence stands for one."""
     torch.manual_seed(seed)
     config = MllamaConfig(
         vision_config=dict(

@@ -123,15 +123,15 @@ def test_figures_show_no_sample_of_the_data(full):
         "diagnostics/interface.png", "diagnostics/rotation.png", "diagnostics/norms.png",
         "diagnostics/attention_depth.png",
     ]  # fmt: skip
-    assert made.SECRET not in text and "What shape is in the picture?" not in text
+    assert made.SECRET not in text and "What shape is in the image?" not in text
     assert text.index("rotation.png") < text.index("<summary>2 more figures") < text.index("norms.png")
 
 
 def test_every_file_that_the_card_links_is_sent(full):
     report = full / "diagnostics" / "report.json"
     figures = json.loads(report.read_text())["figures"]
-    Image.new("RGB", (4, 4)).save(full / "diagnostics" / "picture_1.png")  # named like a sample, so it is not sent
-    made.edit(report, figures=[*figures, {**figures[2], "file": "picture_1.png"}])
+    Image.new("RGB", (4, 4)).save(full / "diagnostics" / "image_1.png")  # named like a sample, so it is not sent
+    made.edit(report, figures=[*figures, {**figures[2], "file": "image_1.png"}])
     card = render_card(full, repo_id="user/model")
     inner = [child for token in tokens(card.text) for child in token.children or ()]
     links = [

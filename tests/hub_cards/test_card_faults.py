@@ -236,7 +236,7 @@ def test_licences_in_other_forms(folder, licence, said):
 @pytest.mark.parametrize("licences", [{"vision": 3}, {"vision": {"license": ["mit"]}}, ["mit"]])
 def test_licences_that_are_none_are_named(folder, licences):
     made.edit(folder / "build.json", licenses=licences)
-    with pytest.raises(ValueError, match="build.json: .*licen.*Mend"):
+    with pytest.raises(ValueError, match="build.json: .*licen.*Fix"):
         render_card(folder)
 
 
@@ -264,11 +264,11 @@ def test_front_matter_that_is_none_is_named(folder, block, error):
 
 @pytest.mark.parametrize("crop, said", [(14, "14 × 14 pixels in "), ({"width": 12, "height": 8}, "12 × 8 pixels in "),
                                         (None, ""), ([14, 14], "")])  # fmt: skip
-def test_sizes_of_pictures(folder, crop, said):
+def test_sizes_of_images(folder, crop, said):
     processor = json.loads((folder / "processor_config.json").read_text())
     processor["image_processor"] |= {"crop_size": crop, "do_center_crop": True, "size": {"shortest_edge": 16}}
     made.edit(folder / "processor_config.json", **processor)
-    assert rows(render_card(folder).text)["A picture is"] == [f"{said}4 visual tokens"]
+    assert rows(render_card(folder).text)["An image is"] == [f"{said}4 visual tokens"]
 
 
 def test_an_adapter_has_one_base_whatever_that_was_made_of(tmp_path):

@@ -52,10 +52,10 @@ def test_at_a_glance(full):
             f"([ccccccc](https://huggingface.co/google/encoder/tree/{'c' * 40}))"
         ],
         "Language model": ["[Qwen/decoder](https://huggingface.co/Qwen/decoder)"],
-        "A picture is": ["16 × 16 pixels in 4 visual tokens"],
+        "An image is": ["16 × 16 pixels in 4 visual tokens"],
         "Context": ["256 tokens"],
         "Trained on": ["stage 1 (align): 500 rows; stage 2 (tune): 60 rows"],
-        "POPE": ["accuracy 0.81 ± 0.02 (blank picture 0.50, commonest answer 0.51)"],
+        "POPE": ["accuracy 0.81 ± 0.02 (blank image 0.50, commonest answer 0.51)"],
         "Norm of visual tokens": ["1.02 × that of text embeddings (baseline 37.0 ×)"],
         "Licence": ["apache-2.0"],
     }
@@ -166,7 +166,7 @@ def test_limits(full):
     took = "The training recorded here took 560 rows, that of LLaVA-1.5 1,223,000. Expect nothing that is not in them."
     safety = "Bias, safety and made-up answers were not measured."
     measured = (
-        "Norms and rotation were measured on 64 samples of easy-VQA, held out, in bfloat16; on other pictures they "
+        "Norms and rotation were measured on 64 samples of easy-VQA, held out, in bfloat16; on other images they "
         "may differ."
     )
     left_out = "Not measured: Visual embedding tables: this model has none."

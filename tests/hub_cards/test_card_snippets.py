@@ -45,7 +45,7 @@ def snippets(text):
 
 
 def execute(tmp_path, found):
-    for number, name in enumerate(("picture.jpg", "first.jpg", "second.jpg")):
+    for number, name in enumerate(("image.jpg", "first.jpg", "second.jpg")):
         Image.new("RGB", (20 + number, 16), (200, 40 * number, 0)).save(tmp_path / name)
     (tmp_path / "snippets.json").write_text(json.dumps(found))
     return run_blocked(tmp_path, RUN, tmp_path / "snippets.json")

@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
-from normalign_llava.hub_cards.push.clean_process import QUESTION, Answer, ask_stranger, difference
+from normalign_llava.hub_cards.push.clean_process import QUESTION, Answer, ask_clean_process, difference
 
 
 @pytest.fixture(scope="module")
@@ -28,19 +28,19 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answer(checkpoint):
-    return ask_stranger(checkpoint)
+    return ask_clean_process(checkpoint)
 
 
 def test_a_stranger_gets_what_the_package_gives(checkpoint, answer):
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     processor = AutoProcessor.from_pretrained(checkpoint)
     ramp = Image.linear_gradient("L")
-    picture = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
+    image = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
     text = processor.apply_chat_template(
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}],
         add_generation_prompt=True,
     )
-    inputs = processor(images=picture, text=text, return_tensors="pt")
+    inputs = processor(images=image, text=text, return_tensors="pt")
     with torch.no_grad():
         logits = model(**inputs).logits[0, -1].double()
     assert answer.model == "NormAlignLlavaForConditionalGeneration" and answer.dtype == "float32"
@@ -61,9 +61,9 @@ def test_from_a_private_repository_it_is_the_same(checkpoint, answer, tmp_path):
         commit = hub.repository("somebody/my-model.v1.5").head().oid
         # Where the hub cannot be loaded from, the reason comes without the token.
         with pytest.raises(ValueError, match="does not work in a process without this package") as error:
-            ask_stranger("somebody/other", revision=commit, token=token, endpoint=hub.url)
+            ask_clean_process("somebody/other", revision=commit, token=token, endpoint=hub.url)
         assert token not in str(error.value) and "somebody/other" in str(error.value)
-        got = ask_stranger("somebody/my-model.v1.5", revision=commit, token=token, endpoint=hub.url)
+        got = ask_clean_process("somebody/my-model.v1.5", revision=commit, token=token, endpoint=hub.url)
     assert difference(answer, got) is None
     assert any(f"/{commit}/model.safetensors" in request for request in hub.requests)
 
@@ -81,7 +81,7 @@ def test_an_adapter_is_asked_on_its_base(checkpoint, answer, tmp_path, monkeypat
     processor.save_pretrained(tmp_path / "adapter")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))  # of this machine, so not the stranger's
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
-    got = ask_stranger(tmp_path / "adapter", base=checkpoint)
+    got = ask_clean_process(tmp_path / "adapter", base=checkpoint)
     assert not (tmp_path / "cache").exists()
     assert got.model == answer.model and got.input_ids == answer.input_ids
     assert got.parameters == sum(parameter.numel() for parameter in adapted.parameters())
@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_is_an_error_that_says_why(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint, tmp_path / "damaged"))
     os.unlink(folder / "modeling_normalign_llava.py")
     with pytest.raises(ValueError, match="modeling_normalign_llava.py") as error:
-        ask_stranger(folder)
+        ask_clean_process(folder)
     assert len(str(error.value).splitlines()) < 12, "what was called in between is of no use"
     assert str(error.value).startswith(f"{folder} does not work in a process without this package:")
 

@@ -72,7 +72,7 @@ def home(tmp_path):
     (tmp_path / "folder" / "sub").mkdir(parents=True)
     (tmp_path / "folder" / "README.md").write_text(CARD)
     (tmp_path / "folder" / "model.safetensors").write_bytes(WEIGHTS)
-    (tmp_path / "folder" / "sub" / "a picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    (tmp_path / "folder" / "sub" / "an image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     (tmp_path / "folder" / "sub" / "config.json").write_text("{}")
     return tmp_path
 
@@ -95,7 +95,7 @@ weights = next(file for file in info.siblings if file.rfilename == "model.safete
 listed = [file.path for file in api.list_repo_tree("user/tiny", recursive=True)]
 below = [file.path for file in api.list_repo_tree("user/tiny", "sub")]
 asked = [file.path for file in api.get_paths_info("user/tiny", ["sub", "README.md", "none"])]
-exists = [api.file_exists("user/tiny", path) for path in ("sub/a picture.png", "none")]
+exists = [api.file_exists("user/tiny", path) for path in ("sub/an image.png", "none")]
 card = info.card_data.to_dict()
 tell(name, urls, first.oid, again.oid, info.tags, card, weights.lfs.sha256, pulled, listed, below, asked, exists)
 """,
@@ -108,7 +108,7 @@ tell(name, urls, first.oid, again.oid, info.tags, card, weights.lfs.sha256, pull
         files = {str(path.relative_to(home / "folder")): path.read_bytes().hex() for path in paths}
         assert pulled.pop(".gitattributes") and pulled == files
         assert listed == sorted([".gitattributes", "sub", *files])
-        assert below == ["sub/a picture.png", "sub/config.json"] and asked == ["sub", "README.md"]
+        assert below == ["sub/an image.png", "sub/config.json"] and asked == ["sub", "README.md"]
         assert exists == [True, False]
         assert {"tiny", "license:mit", "base_model:acme/base", "image-text-to-text"} <= {*tags}
         assert card["base_model"] == "acme/base"

@@ -15,7 +15,7 @@ from hub_server import HubServer
 from publish_worker import Worker
 from safetensors.torch import load_file, save_file
 
-from normalign_llava.hub_cards.card.hand_written import digests, put, settle
+from normalign_llava.hub_cards.card.hand_written import digests, insert_parts, settle
 from normalign_llava.hub_cards.push.manifest import Manifest
 
 
@@ -230,17 +230,17 @@ def card(notes):
         ("", "theirs\n", "mine\n", "theirs\n", {"notes": "theirs\n"}),
     ],
 )
-def test_the_text_that_was_edited_is_kept(here, there, was_here, was_there, expected):
+def test_the_text_that_was_edited_is_kept(here, existing, was_here, was_there, expected):
     last = {} if was_there is None else digests(card(was_there), card(was_here))
     if expected is None:
         with pytest.raises(ValueError, match="notes was edited both .* ann/m"):
-            settle(card(here), card(there), last, "ann/m")
+            settle(card(here), card(existing), last, "ann/m")
         with pytest.raises(ValueError, match="In ann/m: .*'notes' .* no end"):
-            settle(card(here), card(there).replace(END, ""), last, "ann/m")
+            settle(card(here), card(existing).replace(END, ""), last, "ann/m")
     else:
-        assert settle(card(here), card(there), last, "ann/m") == expected
+        assert settle(card(here), card(existing), last, "ann/m") == expected
         assert settle(card(here), None, last, "ann/m") == ({"notes": here} if here else {})
-        assert put(card("whatever\n"), expected or {"notes": ""}) == card(expected.get("notes", ""))
+        assert insert_parts(card("whatever\n"), expected or {"notes": ""}) == card(expected.get("notes", ""))
 
 
 # All of it
@@ -255,9 +255,9 @@ def test_publish_from_the_check_to_the_snippet(worker, hub, checkpoint, tmp_path
     assert f"its secret HF_TOKEN: {hub.url}/spaces/ann/m-demo/settings." in said["said"][-1]
     assert repository.private and hub.repository("ann/m-demo", "space").private
     assert done["commit"] == repository.head().oid and len(repository.commits()) == 2
-    there = set(repository.head().files) - {".gitattributes"}
-    assert there == set(done["files"]) == set(done["sent_files"])
-    assert {"README.md", "modeling_normalign_llava.py", "model.safetensors"} <= there
+    existing = set(repository.head().files) - {".gitattributes"}
+    assert existing == set(done["files"]) == set(done["sent_files"])
+    assert {"README.md", "modeling_normalign_llava.py", "model.safetensors"} <= existing
     assert done["commit"] in json.dumps(hub.repository("ann/m-demo", "space").read("space.json").decode())
 
     assert (checkpoint / "README.md").read_bytes() == written

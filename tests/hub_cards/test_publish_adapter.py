@@ -93,13 +93,13 @@ def test_by_default_the_merged_model_is_published_from_the_command_line(hub, ada
     assert f'commit = "{hub.repository("ann/m").head().oid}"' in ran.stdout
     assert "AutoModelForImageTextToText" in ran.stdout and "Peft" not in ran.stdout
     assert not set("\r\x1b") & set(ran.stdout) and "LFS" not in ran.stderr and token not in ran.stdout + ran.stderr
-    assert not list(tmp_path.glob("normalign-merged-*")) + list(tmp_path.glob("stranger-*"))
+    assert not list(tmp_path.glob("normalign-merged-*")) + list(tmp_path.glob("clean-process-*"))
 
 
 def test_as_an_adapter_with_its_base_pinned(hub, base, adapter, tmp_path):
     served = hub.serve("lab/base", base)
     unfit = shutil.copytree(adapter, tmp_path / "unfit")
-    (unfit / "chat_template.jinja").write_text("no picture")
+    (unfit / "chat_template.jinja").write_text("no image")
     with worker(tmp_path, HF_ENDPOINT=hub.url) as process:
         said = process.ask(request(hub, unfit, dry_run=True))
         assert said["type"] == "ValueError" and f"The checkpoint {unfit}, merged, is not fit" in said["error"]
@@ -173,7 +173,7 @@ def test_a_disk_without_room_for_what_is_loaded_afterwards(hub, base, tmp_path):
         with worker(tmp_path, TMPDIR=str(disk)) as process:
             said = process.ask(request(hub, base))
         # Nobody knows beforehand what code and the base of an adapter take.
-        code = f"from normalign_llava.hub_cards.push.clean_process import ask_stranger; ask_stranger({str(base)!r})"
+        code = f"from normalign_llava.hub_cards.push.clean_process import *; ask_clean_process({str(base)!r})"
         (disk / "full").write_bytes(bytes(90_000))
         ran = subprocess.run(
             [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(disk)}, capture_output=True, text=True

@@ -225,7 +225,7 @@ def test_the_image_token_is_the_models(checkpoint):
     assert any("image token: config.json says 7" in fault for fault in faults(checkpoint))
 
 
-def test_a_chat_template_takes_a_picture(checkpoint):
+def test_a_chat_template_takes_a_image(checkpoint):
     (checkpoint / "chat_template.jinja").write_text(parts.CHATML)
     assert_only_fault(checkpoint, "chat template")
     (checkpoint / "chat_template.jinja").write_text("{{ messages[0]['role'] }}")
@@ -341,7 +341,7 @@ def test_the_checkpoints_own_path_is_found_in_vocabularies_too(checkpoint):
 def test_what_only_looks_like_a_path_is_none(checkpoint):
     (checkpoint / "README.md").write_text(
         "https://host.org/home/x and https://host/Users/1, `data/images`, ~/data/x, and/or, /home, ../tmp/x\n"
-        "docker run -v ~/.cache/huggingface:/root/.cache/huggingface -v /data/pictures:/pictures --port 8000\n"
+        "docker run -v ~/.cache/huggingface:/root/.cache/huggingface -v /data/images:/images --port 8000\n"
         "a commit: 0123456789abcdef0123456789abcdef01234567, mail me@home.org, hf_... and sk-learn\n"
     )
     (checkpoint / "vocab.txt").write_text("/home/user\n/tmp/foo\n/usr/bin\n/root/\nC:\\Users\\x\n")
@@ -362,7 +362,7 @@ def test_figures_and_disguised_files_are_looked_into(tmp_path):
     torch.save({"a": 1}, tmp_path / "optimizer.pt")
     names = ("a.png", "b.png", "model.safetensors", "optimizer.pt", "tokenizer.model", "training.json")
     found = private(tmp_path, *(Content(name, tmp_path / name, 1, "record") for name in names))
-    expected = ("/home/me/plots", "no PNG picture", "no safetensors file", "a pickle", "a pickle", "no text in UTF-8")
+    expected = ("/home/me/plots", "no PNG image", "no safetensors file", "a pickle", "a pickle", "no text in UTF-8")
     assert len(found) == len(names)
     for fault, name, what in zip(found, names, expected, strict=True):
         assert fault.startswith(f"- {name}") and what in fault

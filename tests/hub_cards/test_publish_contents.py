@@ -204,13 +204,13 @@ def test_what_is_generated_wins(checkpoint):
 
 @pytest.fixture
 def diagnosed(checkpoint):
-    """A checkpoint with the quickstart's report, and a picture for every name in it."""
+    """A checkpoint with the quickstart's report, and an image for every name in it."""
     folder = checkpoint / "diagnostics"
     folder.mkdir()
     shutil.copyfile(REPORT, folder / "report.json")
     content = json.loads(REPORT.read_text("utf-8"))
-    shown = [each["picture"] for report in (content["report"], content["against"]) for each in report["attention"][:4]]
-    for name in {*(drawing["file"] for drawing in content["figures"]), *filter(None, shown), "picture_9.png"}:
+    shown = [each["image"] for report in (content["report"], content["against"]) for each in report["attention"][:4]]
+    for name in {*(drawing["file"] for drawing in content["figures"]), *filter(None, shown), "image_9.png"}:
         Image.new("RGB", (4, 4)).save(folder / name)
     add(folder, "report.html", "stray.png")
     return checkpoint
@@ -225,8 +225,8 @@ def test_a_diagnosis_is_sent_without_samples(diagnosed):
     samples = {name for name in figures if name.startswith("attention_") and name != "attention_depth.png"}
     assert samples and sent.keys() == figures - samples | {"report.json"}
     assert {content.kind for name, content in sent.items() if name.endswith(".png")} == {"figure"}
-    assert found.left["diagnostics/report.html"] == "it shows pictures and questions of the data"
-    assert found.left["diagnostics/picture_9.png"] == "it shows a sample of the data"
+    assert found.left["diagnostics/report.html"] == "it shows images and questions of the data"
+    assert found.left["diagnostics/image_9.png"] == "it shows a sample of the data"
     assert found.left["diagnostics/stray.png"] == "not on the list of what is sent"
 
     after = json.loads(sent["report.json"].source)
@@ -235,7 +235,7 @@ def test_a_diagnosis_is_sent_without_samples(diagnosed):
     for name in ("report", "against"):
         attention = after[name].pop("attention")
         for each, old in zip(attention, before[name].pop("attention"), strict=True):
-            assert (each["question"], each["picture"], each["maps"]) == ("", None, [])
+            assert (each["question"], each["image"], each["maps"]) == ("", None, [])
             assert each["image_share"] == old["image_share"] and each.keys() == old.keys()
         assert after[name] == before[name]
     assert after["findings"] == before["findings"] and after["schema_version"] == SCHEMA_VERSION

@@ -22,12 +22,12 @@ from PIL import Image
 
 from normalign_llava.hub_cards.space import demo
 from normalign_llava.hub_cards.space.demo.asking import Asker
-from normalign_llava.hub_cards.space.demo.pictures import open_picture
+from normalign_llava.hub_cards.space.demo.images import open_image
 from normalign_llava.hub_cards.space.local import run_demo
 
 
 TOKENS = 200
-QUESTIONS = [("red", "what color is it?"), ("blue", "is there a circle?"), ("green", "what is in the picture?")]
+QUESTIONS = [("red", "what color is it?"), ("blue", "is there a circle?"), ("green", "what is in the image?")]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def url(loaded, uploads):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictures")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
     return {color: space_parts.plain(folder / f"{color}.png", color) for color, _ in QUESTIONS}
 
 
@@ -73,40 +73,40 @@ def answering():
 
 
 @pytest.mark.parametrize("case", ["cmyk", "palette", "turned", "animated", "deep", "grey"])
-def test_pictures_of_every_kind_are_read(tmp_path, case):
-    file, expected = tmp_path / "picture.png", (255, 0, 0)
+def test_images_of_every_kind_are_read(tmp_path, case):
+    file, expected = tmp_path / "image.png", (255, 0, 0)
     if case == "cmyk":
-        Image.new("CMYK", (4, 4), (0, 255, 255, 0)).save(file := tmp_path / "picture.jpg")
+        Image.new("CMYK", (4, 4), (0, 255, 255, 0)).save(file := tmp_path / "image.jpg")
     elif case == "palette":
-        picture = Image.new("P", (4, 4), 0)
-        picture.putpalette([255, 0, 0, 0, 0, 255])
-        picture.save(file, transparency=0)
+        image = Image.new("P", (4, 4), 0)
+        image.putpalette([255, 0, 0, 0, 0, 255])
+        image.save(file, transparency=0)
         expected = (255, 255, 255)
     elif case == "turned":
-        picture = Image.new("RGB", (4, 2), "red")
-        exif = picture.getexif()
+        image = Image.new("RGB", (4, 2), "red")
+        exif = image.getexif()
         exif[0x0112] = 6
-        picture.save(file, exif=exif)
-        assert open_picture(file).size == (2, 4)
+        image.save(file, exif=exif)
+        assert open_image(file).size == (2, 4)
     elif case == "animated":
         frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
-        frames[0].save(file := tmp_path / "picture.gif", save_all=True, append_images=frames[1:])
+        frames[0].save(file := tmp_path / "image.gif", save_all=True, append_images=frames[1:])
     elif case == "deep":
         Image.fromarray(np.full((4, 4), 0x8000, np.uint16)).save(file)
         expected = (128, 128, 128)
     else:
         Image.new("L", (4, 4), 77).save(file)
         expected = (77, 77, 77)
-    found = open_picture(file)
+    found = open_image(file)
     assert found.mode == "RGB"
     assert found.getpixel((0, 0)) == pytest.approx(expected, abs=3)
 
 
 @pytest.mark.parametrize("case", ["text", "truncated", "giant", "huge", "narrow", "empty", "scans"])
-def test_a_wrong_file_gets_a_message_and_the_page_goes_on(tmp_path, url, pictures, case):
-    file = tmp_path / "picture.png"
+def test_a_wrong_file_gets_a_message_and_the_page_goes_on(tmp_path, url, images, case):
+    file = tmp_path / "image.png"
     if case == "text":
-        file.write_text("no picture")
+        file.write_text("no image")
     elif case == "empty":
         file.write_bytes(b"")
     elif case == "scans":
@@ -119,24 +119,24 @@ def test_a_wrong_file_gets_a_message_and_the_page_goes_on(tmp_path, url, picture
         Image.new("1", size).save(file)
     user = client(url)
     expected = (
-        "no picture that can be read" if case in ("text", "truncated", "empty", "scans") else "too large or too narrow"
+        "no image that can be read" if case in ("text", "truncated", "empty", "scans") else "too large or too narrow"
     )
     with pytest.raises(AppError, match=expected):
         user.predict(handle_file(file), "what is it?", 0, api_name="/ask")
-    assert user.predict(handle_file(pictures["red"]), "what is it?", 0, api_name="/ask")[0]
+    assert user.predict(handle_file(images["red"]), "what is it?", 0, api_name="/ask")[0]
 
 
 @pytest.mark.parametrize(
-    ("picture", "question", "message"),
+    ("image", "question", "message"),
     [
-        (None, "what is it?", "There is no picture yet"),
+        (None, "what is it?", "There is no image yet"),
         ("red", " \n", "There is no question yet"),
         ("red", "what " * 200, r"takes 1,0\d\d tokens, and the model reads 512"),
-        ("red", "is <image> one?", "holds &lt;image&gt;, which stands for the picture"),  # the page shows HTML
+        ("red", "is <image> one?", "holds &lt;image&gt;, which stands for the image"),  # the page shows HTML
     ],
 )
-def test_wrong_questions_get_a_message(url, pictures, picture, question, message):
-    file = None if picture is None else handle_file(pictures[picture])
+def test_wrong_questions_get_a_message(url, images, image, question, message):
+    file = None if image is None else handle_file(images[image])
     with pytest.raises(AppError, match=message):
         client(url).predict(file, question, 0, api_name="/ask")
 
@@ -173,16 +173,16 @@ def test_questions_are_prepared_one_at_a_time(loaded, uploads):
     assert not asker._preparing.locked()
 
 
-def test_pictures_and_measurements_are_kept_for_an_hour(loaded):
+def test_images_and_measurements_are_kept_for_an_hour(loaded):
     app = demo.build_app(*loaded, title="Test", source="")
     assert app.delete_cache == (3600, 3600)
     assert [block.time_to_live for block in app.blocks.values() if isinstance(block, gr.State)] == [3600]
 
 
-def test_users_at_the_same_time_get_their_own_answers(url, checkpoint, pictures):
+def test_users_at_the_same_time_get_their_own_answers(url, checkpoint, images):
     users = [client(url) for _ in QUESTIONS]
     jobs = [
-        user.submit(handle_file(pictures[color]), question, 0, api_name="/ask")
+        user.submit(handle_file(images[color]), question, 0, api_name="/ask")
         for user, (color, question) in zip(users, QUESTIONS, strict=True)
     ]
     threads, streams = 0, 0
@@ -194,12 +194,11 @@ def test_users_at_the_same_time_get_their_own_answers(url, checkpoint, pictures)
     assert streams >= 2  # two of them were reading parts of their answers while neither had ended
     results = [job.result() for job in jobs]
     answers = [result[0] for result in results]
-    assert answers == [space_parts.direct_answer(checkpoint, pictures[c], q, TOKENS) for c, q in QUESTIONS]
+    assert answers == [space_parts.direct_answer(checkpoint, images[c], q, TOKENS) for c, q in QUESTIONS]
     assert len(set(answers)) == 3
 
     alone = [
-        client(url).predict(handle_file(pictures[color]), question, 0, api_name="/ask")
-        for color, question in QUESTIONS
+        client(url).predict(handle_file(images[color]), question, 0, api_name="/ask") for color, question in QUESTIONS
     ]
     for together, single in zip(results, alone, strict=True):
         assert together[:2] == single[:2]
@@ -208,12 +207,12 @@ def test_users_at_the_same_time_get_their_own_answers(url, checkpoint, pictures)
             assert Path(together[figure]["value"]).read_bytes() == Path(single[figure]["value"]).read_bytes()
 
 
-def test_a_question_that_would_wait_for_long_is_refused(loaded, pictures, uploads):
+def test_a_question_that_would_wait_for_long_is_refused(loaded, images, uploads):
     app = demo.build_app(*loaded, title="Test", source="", max_new_tokens=TOKENS)
     port = space_parts.free_port()
     demo.launch(app, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, quiet=True)
     with httpx.Client(base_url=f"http://127.0.0.1:{port}/gradio_api", timeout=60) as user:
-        (path,) = user.post("/upload", files={"files": pictures["red"].read_bytes()}).json()
+        (path,) = user.post("/upload", files={"files": images["red"].read_bytes()}).json()
         asked = {"data": [{"path": path, "meta": {"_type": "gradio.FileData"}}, "what is it?", 0]}
         answers = [user.post("/call/ask", json=asked) for _ in range(30)]
     app.close()
@@ -221,16 +220,16 @@ def test_a_question_that_would_wait_for_long_is_refused(loaded, pictures, upload
     assert "Queue is full" in answers[-1].text and answers[-1].status_code >= 400
 
 
-def test_answers_stream_and_stop_when_told(pictures, tmp_path):
+def test_answers_stream_and_stop_when_told(images, tmp_path):
     longest, question = 3000, "what color is it?"  # an answer of many seconds, so that there is something to stop
     folder = space_parts.checkpoint(tmp_path, context=4096)
-    begins = space_parts.direct_answer(folder, pictures["red"], question, 20)
+    begins = space_parts.direct_answer(folder, images["red"], question, 20)
     app = demo.build_app(*demo.load(str(folder)), title="Test", source="", max_new_tokens=longest)
     port = space_parts.free_port()
     demo.launch(app, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, quiet=True)
     try:
         user = client(f"http://127.0.0.1:{port}/")
-        job = user.submit(handle_file(pictures["red"]), question, 0, api_name="/ask")
+        job = user.submit(handle_file(images["red"]), question, 0, api_name="/ask")
         until(lambda: len(job.outputs()) > 3)
         assert len(answering()) == 1 and not job.done()
         job.cancel()
@@ -239,7 +238,7 @@ def test_answers_stream_and_stop_when_told(pictures, tmp_path):
         assert 2 < len(set(texts)) < longest
         assert all(begins.startswith(text) or text.startswith(begins) for text in texts)
         with pytest.raises(AppError, match="no question"):
-            user.predict(handle_file(pictures["red"]), "", 0, api_name="/ask")
+            user.predict(handle_file(images["red"]), "", 0, api_name="/ask")
     finally:
         app.close()
 
@@ -274,7 +273,7 @@ GRADIOS_OWN = {"said to be uploaded", "a link said to be uploaded"}
 
 
 ASKED = {"ask": ["what is it?", 0], "check_upload": []}
-"""Events that take a picture -> what else they take."""
+"""Events that take an image -> what else they take."""
 
 
 def call(url, event, *data):
@@ -289,7 +288,7 @@ def call(url, event, *data):
 
 @pytest.mark.parametrize("event", ASKED)
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_file_of_the_server_is_not_a_picture_to_ask_about(url, uploads, tmp_path, event, entry):
+def test_a_file_of_the_server_is_not_a_image_to_ask_about(url, uploads, tmp_path, event, entry):
     secret = space_parts.plain(tmp_path / "secret.png", "red")
     (link := uploads / f"{event}-{len(os.listdir(uploads))}.png").symlink_to(secret)
     said = call(url, event, ENTRIES[entry](secret, link), *ASKED[event])
@@ -298,7 +297,7 @@ def test_a_file_of_the_server_is_not_a_picture_to_ask_about(url, uploads, tmp_pa
     if entry in GRADIOS_OWN:
         assert '"success":false' in said
     else:
-        assert "The picture is not among those uploaded here" in said
+        assert "The image is not among those uploaded here" in said
         assert "secret" not in said
 
 
@@ -309,12 +308,12 @@ def test_entries_of_another_kind_are_refused(url, entry):
         assert '"process_generating"' not in said and "alt_text" not in said
 
 
-def test_no_address_is_fetched_for_a_picture(url):
+def test_no_address_is_fetched_for_a_image(url):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         listener.settimeout(0)
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}/picture.png"
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}/image.png"
         for entry in ({"path": address}, {"path": address, "meta": UPLOADED}, {"path": None, "url": address}):
             said = call(url, "ask", entry, "what is it?", 0)
             assert '"process_generating"' not in said and "alt_text" not in said
@@ -324,15 +323,15 @@ def test_no_address_is_fetched_for_a_picture(url):
 
 def test_a_file_that_is_too_large_is_not_taken(url, uploads):
     for size, status in ((19 * 2**20, 200), (21 * 2**20, 413)):
-        files = {"files": ("picture.png", b"0" * size)}
+        files = {"files": ("image.png", b"0" * size)}
         assert httpx.post(f"{url}gradio_api/upload", files=files, timeout=60).status_code == status
 
 
-def test_an_example_is_a_picture_to_ask_about(url):
+def test_an_example_is_a_image_to_ask_about(url):
     (examples,) = [each for each in client(url).config["components"] if each["type"] == "dataset"]
-    picture, question = examples["props"]["samples"][0]
-    assert '"success":true' in call(url, "ask", picture, question, 0)
-    assert call(url, "check_upload", picture).count("uploaded here") == 0
+    image, question = examples["props"]["samples"][0]
+    assert '"success":true' in call(url, "ask", image, question, 0)
+    assert call(url, "check_upload", image).count("uploaded here") == 0
 
 
 @pytest.mark.parametrize(
@@ -356,7 +355,7 @@ def test_nothing_is_written_beside_the_code():
         "__init__.py", "app.py", "demo", "requirements.txt", "README.md.jinja",
     }  # fmt: skip
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {
-        "__init__.py", "asking.py", "figures.py", "measuring.py", "model.py", "page.py", "pictures.py",
+        "__init__.py", "asking.py", "figures.py", "measuring.py", "model.py", "page.py", "images.py",
     }  # fmt: skip
 
 

@@ -16,12 +16,12 @@ run_demo(sys.argv[1], port=int(sys.argv[2]))
 """
 
 
-def test_a_person_asks_about_a_picture(tmp_path):
+def test_a_person_asks_about_a_image(tmp_path):
     folder = space_parts.checkpoint(tmp_path)
     red = space_parts.plain(tmp_path / "red.png", "red")
     blue = space_parts.plain(tmp_path / "blue.png", "blue", (300, 200))
     text = tmp_path / "text.png"
-    text.write_text("no picture")
+    text.write_text("no image")
     animated = tmp_path / "animated.gif"
     Image.new("RGB", (20, 20), "red").save(animated, save_all=True, append_images=[Image.new("RGB", (20, 20), "blue")])
     port = space_parts.free_port()
@@ -49,14 +49,14 @@ def test_a_person_asks_about_a_picture(tmp_path):
 
 
 def _messages(driver, text, animated):
-    insist(lambda: driver.ask("what is it?"), lambda: "There is no picture yet" in driver.messages())
+    insist(lambda: driver.ask("what is it?"), lambda: "There is no image yet" in driver.messages())
     driver.close_messages()
-    insist(lambda: driver.upload(text), lambda: "no picture that can be read" in driver.messages())
-    until(lambda: not driver.browser.find_elements("css selector", "#picture img"))
+    insist(lambda: driver.upload(text), lambda: "no image that can be read" in driver.messages())
+    until(lambda: not driver.browser.find_elements("css selector", "#image img"))
     driver.close_messages()
     driver.upload(animated)
     until(lambda: "first frame" in driver.messages())
-    until(driver.has_picture)
+    until(driver.has_image)
     driver.close_messages()
     driver.ask("")
     until(lambda: "There is no question yet" in driver.messages())
@@ -65,13 +65,13 @@ def _messages(driver, text, animated):
     return driver.requests()
 
 
-def _one_question(driver, folder, picture):
-    driver.upload(picture)
-    until(driver.has_picture)
+def _one_question(driver, folder, image):
+    driver.upload(image)
+    until(driver.has_image)
     driver.ask("what color is it?")
     seen = set()
     until(lambda: seen.add(driver.answer()) or driver.figure("chart"))
-    assert driver.answer() == space_parts.direct_answer(folder, picture, "what color is it?", 256)
+    assert driver.answer() == space_parts.direct_answer(folder, image, "what color is it?", 256)
     assert len(seen) > 3  # it came in pieces
     heat, chart = until(lambda: driver.figure("heat")), driver.figure("chart")
     assert heat["alt"].startswith("Mean over layers") and heat["width"] > 900
@@ -84,10 +84,10 @@ def _one_question(driver, folder, picture):
     return driver.requests()
 
 
-def _stop_and_key(driver, folder, picture):
-    whole = space_parts.direct_answer(folder, picture, "is there a circle?", 256)
-    driver.upload(picture)
-    until(driver.has_picture)
+def _stop_and_key(driver, folder, image):
+    whole = space_parts.direct_answer(folder, image, "is there a circle?", 256)
+    driver.upload(image)
+    until(driver.has_image)
     for tokens in (1, 10, 20, 30, 40):  # what Gradio says of a stopped question comes before or after the rest
         driver.ask("is there a circle?", by_key=True)
         until(lambda least=tokens: len(driver.answer()) >= least and whole.startswith(driver.answer()))
@@ -102,7 +102,7 @@ def _stop_and_key(driver, folder, picture):
 def _on_a_phone(browser, url):
     page = load(browser, url, 390)
     driver = Driver(browser)
-    insist(driver.take_example, driver.has_picture)
+    insist(driver.take_example, driver.has_image)
     driver.ask("what color is the circle?")
     until(lambda: driver.figure("chart"))
     assert (page.inner_width, page.scroll_width) == (390, 390)

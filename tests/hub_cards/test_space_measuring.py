@@ -77,7 +77,7 @@ def test_a_measurement_sees_no_pass_of_another_thread(loaded):
     meter = Meter(model, processor)
     inputs = space_parts.prompt(processor, space_parts.noise((16, 16)), "what is it")
     alone = meter.measure(inputs, [5, 6])
-    other_inputs = space_parts.prompt(processor, space_parts.noise((16, 16)), "is there anything else in the picture")
+    other_inputs = space_parts.prompt(processor, space_parts.noise((16, 16)), "is there anything else in the image")
     stop, ended = threading.Event(), []
 
     def disturb():
@@ -103,13 +103,13 @@ def test_the_map_of_a_layer_and_of_all():
     shares = {1: np.array([0.1, 0.1, 0.0, 0.2]), 3: np.array([0.0, 0.0, 0.6, 0.2])}
     measured = Measured(np.zeros((16, 16, 3)), (2, 2), shares=shares)
     title, found = attention(measured, 3)
-    assert title == "Layer 3: 80.0% of the text's attention is on the picture"
+    assert title == "Layer 3: 80.0% of the text's attention is on the image"
     assert found.tolist() == pytest.approx([0, 0, 0.75, 0.25])
     assert describe_map(measured, found) == "Strongest in row 2 of 2, column 1 of 2, with 75.0% of it"
     title, found = attention(measured, 0)
-    assert title == "Mean over layers: 60.0% of the text's attention is on the picture"
+    assert title == "Mean over layers: 60.0% of the text's attention is on the image"
     assert found.tolist() == pytest.approx([0.125, 0.125, 0.375, 0.375])
-    assert attention(measured, 2) == ("Layer 2 has no attention map that reaches the whole picture", None)
+    assert attention(measured, 2) == ("Layer 2 has no attention map that reaches the whole image", None)
     assert draw_map(measured, "none", None).size == draw_map(measured, "one", found).size
 
 
@@ -123,11 +123,11 @@ def test_visual_tokens_that_are_no_patches_are_drawn_as_a_strip(tmp_path):
     assert len(np.unique(strip.reshape(-1, 3), axis=0)) > 100
 
 
-def test_the_picture_is_shown_as_the_encoder_receives_it(loaded):
+def test_the_image_is_shown_as_the_encoder_receives_it(loaded):
     model, processor = loaded
-    picture = space_parts.noise((16, 32))  # the middle is what is left of it
-    measured = Meter(*demo.load(model.name_or_path)).measure(space_parts.prompt(processor, picture, "?"), [])
-    assert np.abs(measured.picture * 255 - np.asarray(picture.crop((0, 8, 16, 24)))).max() < 0.5
+    image = space_parts.noise((16, 32))  # the middle is what is left of it
+    measured = Meter(*demo.load(model.name_or_path)).measure(space_parts.prompt(processor, image, "?"), [])
+    assert np.abs(measured.image * 255 - np.asarray(image.crop((0, 8, 16, 24)))).max() < 0.5
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_layers_and_shares_are_those_of_diagnose(tmp_path, cls, window, layers):
     measured = Meter(model, processor).measure(inputs, [])
     assert list(measured.shares) == layers
     if not layers:
-        assert attention(measured, 0) == ("This model gives no attention maps that reach the whole picture", None)
+        assert attention(measured, 0) == ("This model gives no attention maps that reach the whole image", None)
         return
     special = tokenizer_ids(processor.tokenizer)
     expected = attention_maps(model, dict(inputs), question="?", special_ids=special)
@@ -178,7 +178,7 @@ def test_ids_that_the_configuration_names_are_no_text_either(tmp_path):
     assert [row.sum() for row in measured.shares.values()] == pytest.approx(expected.image_share, rel=1e-5)
 
 
-def test_the_map_lies_on_the_picture_as_the_tokens_do():
+def test_the_map_lies_on_the_image_as_the_tokens_do():
     def centre(row, column):
         shares = np.full(6, 0.01)
         shares[3 * row + column] = 0.95

@@ -110,7 +110,7 @@ def test_a_space_that_is_there_stays_public_or_private_as_it_is(tmp_path):
 def test_the_files_of_a_space():
     title = 'Ask "my: model" <b> & ünïcode'
     files = space_files("user/my-model.v1.5", COMMIT, title)
-    modules = ("__init__", "asking", "figures", "measuring", "model", "page", "pictures")
+    modules = ("__init__", "asking", "figures", "measuring", "model", "page", "images")
     program = {"app.py"} | {f"demo/{module}.py" for module in modules}
     assert set(files) == {"README.md", "requirements.txt", "space.json"} | program
     assert json.loads(files["space.json"]) == {"model": "user/my-model.v1.5", "revision": COMMIT, "title": title}
@@ -183,11 +183,11 @@ def published(tmp_path):
 
 def test_a_published_space_answers_where_the_package_is_missing(tmp_path, published):
     url, folder, log, hub = published
-    picture = space_parts.plain(tmp_path / "picture.png", "blue")
+    image = space_parts.plain(tmp_path / "image.png", "blue")
     user = Client(url, verbose=False, analytics_enabled=False)
-    answer, numbers, heat, chart, *_ = user.predict(handle_file(picture), "what color is it?", 1, api_name="/ask")
+    answer, numbers, heat, chart, *_ = user.predict(handle_file(image), "what color is it?", 1, api_name="/ask")
     assert log.read_text() == ""
-    assert answer == space_parts.direct_answer(folder, picture, "what color is it?", 256)
+    assert answer == space_parts.direct_answer(folder, image, "what color is it?", 256)
     assert "ratio" in numbers
     assert all(os.path.getsize(figure["value"]) > 5000 for figure in (heat, chart))
     assert user.config["title"] == "A published model"

@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer
 from normalign_llava import mean_embedding_norm
 from normalign_llava.checkpoint.files import finished_folder
 from normalign_llava.data.archives import LANGUAGE, VISION
-from normalign_llava.data.easy_vqa import emoji, load_picture
+from normalign_llava.data.easy_vqa import emoji, load_image
 from normalign_llava.data.fetch import unpack
 from normalign_llava.quickstart.convert import convert_language, convert_vision
 
@@ -29,8 +29,8 @@ def test_the_encoder_agrees_with_onnx_runtime():
     session = onnxruntime.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
 
     folder = convert_vision(224)
-    pictures = [load_picture(question.picture) for question in emoji(2, 0)[1]]
-    pixels = AutoImageProcessor.from_pretrained(folder)(pictures, return_tensors="pt")["pixel_values"]
+    images = [load_image(question.image) for question in emoji(2, 0)[1]]
+    pixels = AutoImageProcessor.from_pretrained(folder)(images, return_tensors="pt")["pixel_values"]
     with torch.no_grad():
         ours = Dinov2Model.from_pretrained(folder)(pixels).last_hidden_state
     (reference,) = session.run([output], {"input_image": pixels.numpy()})
@@ -42,7 +42,7 @@ def test_the_encoder_agrees_with_onnx_runtime():
 @pytest.mark.parametrize("size", [56, 84])
 def test_the_image_processor_makes_squares_of_the_given_size(size):
     processor = AutoImageProcessor.from_pretrained(convert_vision(size))
-    pixels = processor([load_picture(emoji(1, 0)[1][0].picture)], return_tensors="pt")["pixel_values"]
+    pixels = processor([load_image(emoji(1, 0)[1][0].image)], return_tensors="pt")["pixel_values"]
     assert pixels.shape == (1, 3, size, size)
     assert processor.crop_size["height"] == size
 

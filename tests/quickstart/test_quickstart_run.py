@@ -72,7 +72,7 @@ def test_a_killed_quickstart_goes_on_to_its_end(archives, tmp_path):
     assert results["count"] == {**dict.fromkeys(KINDS, 2), OVERALL: 6, "emoji": 4}
     assert list(results["steps"])[:4] == ["fetch", "convert", "build", "evaluate before"]
     assert {path.name for path in output.iterdir()} == {
-        "untrained", "data", "stage1", "stage2", "model", "baseline", "evaluation", "journal.json", "pictures.png",
+        "untrained", "data", "stage1", "stage2", "model", "baseline", "evaluation", "journal.json", "images.png",
         "results.json",
     }  # fmt: skip
     assert {path.name for path in (output / "baseline").iterdir()} == {"untrained", "stage1"}
@@ -84,10 +84,10 @@ def test_a_killed_quickstart_goes_on_to_its_end(archives, tmp_path):
         "language": "apache-2.0",
     }
     check_evaluations(output / "model", results, json.loads((output / "evaluation" / "before.json").read_text()))
-    with Image.open(output / "pictures.png") as picture:
-        assert min(picture.size) > 200
+    with Image.open(output / "images.png") as image:
+        assert min(image.size) > 200
     shown = console.export_text()
-    for word in (*KINDS, "blank picture", "majority answer", "the same answers", "peak memory", "report.html"):
+    for word in (*KINDS, "blank image", "majority answer", "the same answers", "peak memory", "report.html"):
         assert word in shown
 
     compared, alone = (report(output / folder) for folder in ("stage1", "model"))
@@ -123,7 +123,7 @@ def check_evaluations(model, results, before):
         assert (metric.value, metric.samples) == (accuracy, results["count"][kind])
         expected = (accuracy * (1 - accuracy) / results["count"][kind]) ** 0.5
         assert metric.stderr == (pytest.approx(expected) if 0 < accuracy < 1 else None)
-        expected = {"blank picture": results["after"]["blank"][kind], "commonest answer": results["majority"][kind]}
+        expected = {"blank image": results["after"]["blank"][kind], "commonest answer": results["majority"][kind]}
         assert metric.references == {**expected, "before training": before["accuracy"][kind]}
     assert f"Of the {easy_vqa.total:,} questions" in easy_vqa.protocol[0] and "2 of each kind" in easy_vqa.protocol[0]
     card = (model / "README.md").read_text(encoding="utf-8")

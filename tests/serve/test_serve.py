@@ -26,7 +26,7 @@ from normalign_llava.serve.answering import Answer
 from normalign_llava.serve.run import _listening
 
 
-PICTURES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
+IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
 CONTEXT = 256
 
 
@@ -54,23 +54,23 @@ def ask(client, checkpoint, messages, **options):
     return client.chat.completions.create(model=str(checkpoint), messages=messages, **options)
 
 
-def test_answers_to_pictures_are_those_of_generate_whole_and_streamed(client, checkpoint):
+def test_answers_to_images_are_those_of_generate_whole_and_streamed(client, checkpoint):
     answers = []
-    for picture in PICTURES:
-        expected, prompt, ids, _ = generate(checkpoint, "what is it", picture)
-        whole = ask(client, checkpoint, request("what is it", picture))
+    for image in IMAGES:
+        expected, prompt, ids, _ = generate(checkpoint, "what is it", image)
+        whole = ask(client, checkpoint, request("what is it", image))
         assert whole.choices[0].message.content == expected
         assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (prompt, len(ids))
-        streamed = ask(client, checkpoint, request("what is it", picture), stream=True)
+        streamed = ask(client, checkpoint, request("what is it", image), stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == expected
         answers.append(expected)
-    assert answers[0] != answers[1]  # the pictures arrive
+    assert answers[0] != answers[1]  # the images arrive
 
 
-def test_a_question_without_a_picture_and_one_with_two(client, checkpoint):
-    for pictures in ([], PICTURES):
-        answer = ask(client, checkpoint, request("say it", *pictures))
-        assert answer.choices[0].message.content == generate(checkpoint, "say it", *pictures)[0]
+def test_a_question_without_a_image_and_one_with_two(client, checkpoint):
+    for images in ([], IMAGES):
+        answer = ask(client, checkpoint, request("say it", *images))
+        assert answer.choices[0].message.content == generate(checkpoint, "say it", *images)[0]
 
 
 def test_an_answer_ends_with_the_context_however_many_tokens_are_asked_for(client, checkpoint):
@@ -86,7 +86,7 @@ def test_an_answer_ends_with_the_context_however_many_tokens_are_asked_for(clien
 def test_a_prompt_longer_than_the_context_is_refused(client, checkpoint):
     room = CONTEXT - generate(checkpoint, "", tokens=1)[1]
     assert ask(client, checkpoint, request("a" * (room - 1))).usage.total_tokens == CONTEXT
-    for messages in (request("a" * room), request("a" * 10**6), request("what is it", *PICTURES * 33)):
+    for messages in (request("a" * room), request("a" * 10**6), request("what is it", *IMAGES * 33)):
         with pytest.raises(openai.BadRequestError, match="The prompt has .*context of 256, answer included. Shorten"):
             ask(client, checkpoint, messages)
 
@@ -161,8 +161,8 @@ def test_a_hub_id_is_served_at_its_revision_until_interrupted(checkpoint, tmp_pa
         with served("user/tiny", tmp_path, environment, revision=commit) as server:
             client, name = openai.OpenAI(base_url=server.url, api_key="none"), f"user/tiny@{commit}"
             assert [model.id for model in client.models.list()] == [name]
-            expected = generate(checkpoint, "what is it", PICTURES[0])[0]
-            answer = ask(client, name, request("what is it", PICTURES[0]))
+            expected = generate(checkpoint, "what is it", IMAGES[0])[0]
+            answer = ask(client, name, request("what is it", IMAGES[0]))
             assert answer.choices[0].message.content == expected
             # No code of the repository is fetched, let alone run.
             assert not [path for path in hub.requests if path.endswith(".py")]

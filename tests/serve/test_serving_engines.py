@@ -23,11 +23,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from normalign_llava.assembly.build import build_checkpoint
 
 
-PICTURES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (40, 30), "red")]
+IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (40, 30), "red")]
 PROMPT = "<image> and <image>, which"
 
 # Builds the base class from the configuration, fills it from the file, and runs it, as both engines do: attention of
-# their own in the decoder alone, one row without padding or cache, embeddings and pictures merged outside the model.
+# their own in the decoder alone, one row without padding or cache, embeddings and images merged outside the model.
 ENGINE = """
 import inspect, json, torch
 from PIL import Image
@@ -57,8 +57,8 @@ names = {"file": sorted(weights), "module": sorted("model." + name for name in b
 base.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
 
 processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
-pictures = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (40, 30), "red")]
-inputs = processor(images=pictures, text=prompt, return_tensors="pt", return_text_replacement_offsets=True)
+images = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (40, 30), "red")]
+inputs = processor(images=images, text=prompt, return_tensors="pt", return_text_replacement_offsets=True)
 ids = inputs["input_ids"]
 with torch.no_grad():
     features = torch.cat(list(base.get_image_features(inputs["pixel_values"], return_dict=True).pooler_output))
@@ -133,7 +133,7 @@ def test_merged_embeddings_and_positions_give_the_models_own_logits(checkpoint, 
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
     processor = AutoProcessor.from_pretrained(checkpoint)
     with torch.no_grad():
-        inputs = processor(images=PICTURES, text=PROMPT, return_tensors="pt")
+        inputs = processor(images=IMAGES, text=PROMPT, return_tensors="pt")
         expected = model(**inputs).logits[0]
     assert engine["ids"] == inputs["input_ids"][0].tolist()
     torch.testing.assert_close(torch.tensor(engine["logits"]), expected, rtol=1e-5, atol=1e-5)
@@ -207,11 +207,11 @@ def test_as_many_features_as_the_processor_counts_placeholders(tmp_path, kind):
     build_checkpoint(parts.vision(tmp_path / "v", kind), parts.language(tmp_path / "l"), tmp_path / "model")
     processor = AutoProcessor.from_pretrained(tmp_path / "model")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").model
-    sizes = [(picture.height, picture.width) for picture in PICTURES]
+    sizes = [(image.height, image.width) for image in IMAGES]
     counted = processor._get_num_multimodal_tokens(image_sizes=sizes)
     assert list(counted["num_image_tokens"]) == [parts.FEATURES[kind]] * 2
-    assert list(counted["num_image_patches"]) == [1, 1]  # rows of pixel_values for each picture
-    inputs = processor(images=PICTURES, text=PROMPT, return_tensors="pt")
+    assert list(counted["num_image_patches"]) == [1, 1]  # rows of pixel_values for each image
+    inputs = processor(images=IMAGES, text=PROMPT, return_tensors="pt")
     assert len(inputs["pixel_values"]) == 2
     with torch.no_grad():
         features = model.get_image_features(inputs["pixel_values"], return_dict=True).pooler_output
@@ -243,7 +243,7 @@ def test_vllm_answers_as_transformers(tmp_path, kind, norm):
     )  # of the sizes that vLLM's attention has
     build_checkpoint(parts.vision(tmp_path / "v", kind), language, tmp_path / "model", norm=norm)
     (tmp_path / "ask.py").write_text(VLLM)
-    asked = [request("what is it", *pictures) for pictures in (PICTURES[:1], PICTURES[1:], [], PICTURES)]
+    asked = [request("what is it", *images) for images in (IMAGES[:1], IMAGES[1:], [], IMAGES)]
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -252,7 +252,7 @@ def test_vllm_answers_as_transformers(tmp_path, kind, norm):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-5000:]
     answers = json.loads([line for line in done.stdout.splitlines() if line.startswith("[[")][-1])
-    for pictures, (ids, logprobs) in zip((PICTURES[:1], PICTURES[1:], [], PICTURES), answers, strict=True):
-        _, _, expected_ids, expected_logprobs = generate(tmp_path / "model", "what is it", *pictures)
+    for images, (ids, logprobs) in zip((IMAGES[:1], IMAGES[1:], [], IMAGES), answers, strict=True):
+        _, _, expected_ids, expected_logprobs = generate(tmp_path / "model", "what is it", *images)
         assert ids == expected_ids
         assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)

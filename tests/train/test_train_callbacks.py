@@ -172,7 +172,7 @@ def test_the_size_of_gain_and_bias_and_the_factor_of_compensation(tmp_path, arm)
     assert shown == pytest.approx(expected, rel=1e-5)
 
 
-def test_frozen_parts_and_absent_pictures_have_no_entry(checkpoint, tmp_path):
+def test_frozen_parts_and_absent_images_have_no_entry(checkpoint, tmp_path):
     trainer = make_trainer(checkpoint, tmp_path, frozen=("vision_tower", "language_model"), max_steps=1)
     trainer.train()
     assert {name.split("/")[1] for name in logs(trainer)[0] if name.startswith("grad_norm/")} == {
@@ -184,7 +184,7 @@ def test_frozen_parts_and_absent_pictures_have_no_entry(checkpoint, tmp_path):
         "projector",
         "gain",
     }
-    text = make_trainer(checkpoint, tmp_path, pictures=False, max_steps=1)
+    text = make_trainer(checkpoint, tmp_path, images=False, max_steps=1)
     text.train()
     assert "norm/visual" not in logs(text)[0] and logs(text)[0]["norm/text"] > 0
 

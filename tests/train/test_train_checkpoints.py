@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Trainer checkpoints, written by TRL's trainer: complete or not, which one to go on from, full disks and kills."""
+"""Trainer checkpoints, written by TRL's trainer: complete or not, which one to resume from, full disks and kills."""
 
 import json
 import os
@@ -250,7 +250,7 @@ def test_what_is_gone_on_from(runs, tmp_path, capsys):
     assert resolve_resume("last", tmp_path, 1) == tmp_path / "checkpoint-2"
     said = capsys.readouterr().err
     assert f"Passed over {tmp_path / 'checkpoint-4'}, which is not complete. It lacks: optimizer.pt." in said
-    assert f"Going on from {tmp_path / 'checkpoint-2'}." in said
+    assert f"Resuming from {tmp_path / 'checkpoint-2'}." in said
 
 
 def test_a_checkpoint_of_weights_alone_cannot_be_gone_on_from(untrained, tmp_path):

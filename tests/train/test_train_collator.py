@@ -1,4 +1,4 @@
-"""Batches: labels on exactly the answers, pictures in their places, bad pictures without effect."""
+"""Batches: labels on exactly the answers, images in their places, bad images without effect."""
 
 import pickle
 
@@ -12,7 +12,7 @@ from chat_families import END_OF_TURN, TEMPLATES, byte_tokenizer
 from datasets import Dataset
 from PIL import Image
 from torch.utils.data import DataLoader
-from train_data import assistant, gigantic_png, inside, llava, picture_bytes, user
+from train_data import assistant, gigantic_png, image_bytes, inside, llava, user
 from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
@@ -54,7 +54,7 @@ def processor():
 
 
 # ------------------------------------------------------------------------------------------------------------- labels
-def test_labels_of_two_turns_and_two_pictures(tmp_path):
+def test_labels_of_two_turns_and_two_images(tmp_path):
     """The label test, on a checkpoint that `build` made."""
     vision, language = tiny_parts.vision(tmp_path / "vision"), tiny_parts.language(tmp_path / "language")
     build_checkpoint(vision, language, tmp_path / "built")
@@ -133,8 +133,8 @@ def test_a_template_without_marks_is_refused(processor):
         ConversationCollator(bare)
 
 
-# ----------------------------------------------------------------------------------------------------------- pictures
-def test_batches_with_and_without_pictures(processor):
+# ----------------------------------------------------------------------------------------------------------- images
+def test_batches_with_and_without_images(processor):
     collate = ConversationCollator(processor)
     with_one, without = row({**llava("<image>Q", "A"), "image": inside("red")}), row(llava("Q", "A"))
     assert "pixel_values" not in collate([without, without])
@@ -145,7 +145,7 @@ def test_batches_with_and_without_pictures(processor):
     assert (mixed["input_ids"] == processor.image_token_id).sum(1).tolist() == [0, 4, 8]
 
 
-def test_a_picture_is_opened_once(processor, tmp_path, monkeypatch):
+def test_a_image_is_opened_once(processor, tmp_path, monkeypatch):
     opened = []
     real = collator.open_image
     monkeypatch.setattr(collator, "open_image", lambda image, limit: (opened.append(1), real(image, limit))[1])
@@ -154,9 +154,9 @@ def test_a_picture_is_opened_once(processor, tmp_path, monkeypatch):
 
 
 BAD = {
-    "truncated": (picture_bytes("red", (64, 64))[:60], "truncated"),
+    "truncated": (image_bytes("red", (64, 64))[:60], "truncated"),
     "gigantic": (gigantic_png(), "pixels"),
-    "unreadable": (b"no picture", "cannot identify"),
+    "unreadable": (b"no image", "cannot identify"),
 }
 
 
@@ -201,7 +201,7 @@ def test_a_skipped_row_stays_without_effect(processor, tmp_path):
 
 # ------------------------------------------------------------------------------------------------------------ workers
 def test_workers_give_the_same_batches(processor, tmp_path):
-    (tmp_path / "bad.png").write_bytes(b"no picture")
+    (tmp_path / "bad.png").write_bytes(b"no image")
     rows = [row({**llava("<image>Q", f"A{n}"), "image": inside(c)}, n) for n, c in enumerate(("red", "blue", "lime"))]
     rows += [row(llava("Q", "A"), 3), row(llava("<image>Q", "A", str(tmp_path / "bad.png")), 4)]
     batches = []

@@ -32,8 +32,8 @@ KINDS = {
     "zero2": ("DEEPSPEED", "DeepSpeedEngine"),
     "zero3": ("DEEPSPEED", "DeepSpeedEngine"),
 }
-# Pictures, four rows a step. Process 0 has the even rows of a step, process 1 the odd ones.
-PICTURES = [1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1]
+# Images, four rows a step. Process 0 has the even rows of a step, process 1 the odd ones.
+IMAGES = [1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1]
 MINUTES = 3  # a run that hangs fails
 
 OPTIONS = {
@@ -73,12 +73,12 @@ class Room:
         self.aligned = training.checkpoint(folder / "aligned")
         self.bare = training.checkpoint(folder / "bare", arm="none", tied=False)
         self.data = {
-            "train": self.write("train", PICTURES),
+            "train": self.write("train", IMAGES),
             "eval": self.write("eval", [1, 0, 0, 1, 0, 0]),
             "bad": self.write("bad", [1] * 8),
         }
         for number in (3, 4):  # the one is met by process 1, the other by process 0
-            (folder / "bad" / f"{number}.png").write_bytes(b"no picture")
+            (folder / "bad" / f"{number}.png").write_bytes(b"no image")
         mixed = {"model_name_or_path": self.bare, "arm": "gwc", "eval_dataset_name": self.data["eval"], **EVALUATED}
         grouped = {"train_sampling_strategy": "group_by_length", "lr_scheduler_type": "constant"}
         self.options = {
@@ -95,15 +95,15 @@ class Room:
         }
         self.done: dict[str, Path] = {}
 
-    def write(self, name: str, pictures: list[int]) -> Path:
+    def write(self, name: str, images: list[int]) -> Path:
         (self.folder / name).mkdir()
         rows = []
-        for number, has_picture in enumerate(pictures):
-            if has_picture:
-                (self.folder / name / f"{number}.png").write_bytes(training.picture(number))
-            question = ("<image>\n" if has_picture else "") + f"what is row {number}?"
+        for number, has_image in enumerate(images):
+            if has_image:
+                (self.folder / name / f"{number}.png").write_bytes(training.image(number))
+            question = ("<image>\n" if has_image else "") + f"what is row {number}?"
             answer = f"it is {number * 7 % 13}" + "." * (number % 5)
-            rows.append(train_data.llava(question, answer, f"{number}.png" if has_picture else None))
+            rows.append(train_data.llava(question, answer, f"{number}.png" if has_image else None))
         path = self.folder / name / "data.json"
         path.write_text(json.dumps(rows))
         return path
@@ -205,14 +205,14 @@ def two(room):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_two_processes_end_with_the_weights_and_losses_of_one(mode, one, two):
-    # From a checkpoint without a norm, so the gain was aligned too; pictures on one process, on the other, on none.
+    # From a checkpoint without a norm, so the gain was aligned too; images on one process, on the other, on none.
     folder = two(mode)
     for rank in range(2):
         found = seen(folder, "mixed", rank)
         assert (found["type"], found["wrapped"]) == KINDS[mode]
         assert (found["processes"], found["gain dtype"]) == (2, "torch.float32")
-        expected = [PICTURES[row] == 1 for row in range(rank, 16, 2)]
-        assert [picture for _, picture, _ in found["batches"]] == expected
+        expected = [IMAGES[row] == 1 for row in range(rank, 16, 2)]
+        assert [image for _, image, _ in found["batches"]] == expected
     assert seen(one, "mixed", 0)["processes"] == 1
     assert_same_run(folder / "mixed", one / "mixed", weights=1e-6, figures=1e-5)
     for step in (2, 4):
@@ -291,10 +291,10 @@ def assert_gain_moved(weights: dict[str, torch.Tensor], dtype: str) -> None:
 def test_length_grouped_batches_have_one_modality_and_the_rows_of_one_process(one, two):
     first, second = (seen(two("ddp"), "grouped", rank)["batches"] for rank in range(2))
     alone = seen(one, "grouped", 0)["batches"]
-    assert len(alone) == len(PICTURES)
+    assert len(alone) == len(IMAGES)
     for step in range(4):
         together = [batch for batch in (*first, *second) if batch[0] == step]
-        assert len({picture for _, picture, _ in together}) == 1
+        assert len({image for _, image, _ in together}) == 1
         assert sorted(ids for _, _, ids in together) == sorted(ids for when, _, ids in alone if when == step)
 
 

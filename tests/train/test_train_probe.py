@@ -52,7 +52,7 @@ def test_cosines_are_those_of_the_hidden_states():
     assert found["visual"] != pytest.approx(found["text"], abs=1e-3)
 
 
-def test_a_batch_without_pictures_has_an_empty_visual_curve():
+def test_a_batch_without_images_has_an_empty_visual_curve():
     found = layer_cosines(tiny.model(), tiny.inputs(images=0, batch=2))
     assert found["visual"] == [] and len(found["text"]) == 2
 

@@ -14,7 +14,7 @@ from hub_server import HubServer
 from huggingface_hub import ModelCard
 
 from normalign_llava.hub_cards.card.write import by_hand, is_ours, render_card
-from normalign_llava.hub_cards.push.clean_process import ask_stranger, difference
+from normalign_llava.hub_cards.push.clean_process import ask_clean_process, difference
 from normalign_llava.train.checkpoints import missing_from
 
 
@@ -146,9 +146,9 @@ def test_every_commit_of_a_run_is_a_whole_repository_that_a_stranger_loads(hub, 
     out = tmp_path / "out"
     assert is_ours((out / "README.md").read_text()) and not list(out.glob(".push*"))
     final, _, first = (commit.oid for commit in repository.commits()[:3])
-    here = ask_stranger(out)
-    assert difference(here, ask_stranger(REPO, revision=final, endpoint=hub.url)) is None
-    early = ask_stranger(REPO, revision=first, endpoint=hub.url)
+    here = ask_clean_process(out)
+    assert difference(here, ask_clean_process(REPO, revision=final, endpoint=hub.url)) is None
+    early = ask_clean_process(REPO, revision=first, endpoint=hub.url)
     assert early.model == here.model and early.weights != here.weights
     seconds = [json.loads(repository.read("training.json", oid))["seconds"] for oid in (first, final)]
     assert 0 < seconds[0] < seconds[1]
@@ -159,7 +159,7 @@ def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, tmp_path, parts):
     hub.fault(403, f"POST /api/models/{REPO}/commit", times=1)
     done = run(hub, tmp_path, parts, token, save_steps=2, hub_private_repo=True)
     assert done.returncode == 0, done.stderr
-    assert f"checkpoint-2 was not pushed to {REPO}: " in done.stderr and "Training goes on." in done.stderr
+    assert f"checkpoint-2 was not pushed to {REPO}: " in done.stderr and "Training continues." in done.stderr
     assert [title for title, _ in commits(hub)] == ["End of training"] and hub.repository(REPO).private
     check_published(hub, token)
 
@@ -218,9 +218,9 @@ def test_a_checkpoint_of_many_files_is_one_commit(tmp_path, parts):
         before = len(repository.commits())
         _, errors = pushing(hub, tmp_path / "home", folder, token, PUSH_CHECKPOINT).communicate()
         assert [commit.title for commit in repository.commits()][:-before] == ["Step 2, checkpoint", "Step 2"], errors
-        there = {path for path in repository.head().files if path.startswith("last-checkpoint/")}
+        existing = {path for path in repository.head().files if path.startswith("last-checkpoint/")}
     here = {f"last-checkpoint/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*") if path.is_file()}
-    assert there == here - {"last-checkpoint/training_args.bin"}
+    assert existing == here - {"last-checkpoint/training_args.bin"}
 
 
 def test_a_run_resumed_at_its_end_is_pushed(hub, tmp_path, parts):
@@ -236,7 +236,7 @@ def test_a_run_resumed_at_its_end_is_pushed(hub, tmp_path, parts):
 def test_an_adapter_names_a_base_that_is_on_the_hub_by_its_commit(hub, tmp_path, parts):
     token = hub.token("ann")
     base = hub.serve("bea/base", parts / "model")
-    red = {"bytes": train_data.picture_bytes("red"), "path": "red.png"}
+    red = {"bytes": train_data.image_bytes("red"), "path": "red.png"}
     rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i}", red) for i in range(8)]
     train_data.write_parquet(tmp_path / "data" / "train.parquet", rows)
     (tmp_path / "data" / "README.md").write_text("---\nlicense: cc-by-4.0\nlanguage: en\n---\n")
@@ -255,7 +255,7 @@ def test_an_adapter_names_a_base_that_is_on_the_hub_by_its_commit(hub, tmp_path,
     card = ModelCard(repository.read("README.md").decode())
     assert card.data.base_model == "bea/base" or "bea/base" in card.data.base_model
     check_published(hub, token)
-    answer = ask_stranger(
+    answer = ask_clean_process(
         REPO, revision=repository.commit, base="bea/base", base_revision=base.commit, endpoint=hub.url
     )
     assert answer.placeholders == answer.features

@@ -33,7 +33,7 @@ def parts(tmp_path_factory):
             train_data.llava(f"<image>\nwhat is {i}?", f"it is {i * 7 % 13}", f"{colours[i % 3]}.png")
             for i in range(count)
         ]
-        rows[4] = train_data.llava("and without a picture?", "it is words")
+        rows[4] = train_data.llava("and without an image?", "it is words")
         (folder / name).mkdir()
         train_data.write_json(folder / name, rows)
     return folder
@@ -107,7 +107,7 @@ def test_killed_and_resumed_is_as_if_never_stopped(tmp_path, parts, case, capfd)
     capfd.readouterr()
     main([str(file), "--output_dir", str(stopped), "--resume_from_checkpoint"])
     said = " ".join(capfd.readouterr().err.split())
-    assert f"Going on from {stopped}/checkpoint-{expected}." in said
+    assert f"Resuming from {stopped}/checkpoint-{expected}." in said
     assert ("Passed over" in said) == when.startswith("save")
 
     (logged, weights), (logged_again, weights_again) = result(whole), result(stopped)

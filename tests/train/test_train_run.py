@@ -161,13 +161,13 @@ def test_a_trained_checkpoint_keeps_its_gain(tmp_path, parts):
     assert torch.equal(*gains)
 
 
-def test_a_bad_picture_met_in_training_stops_or_is_listed(tmp_path, parts, capsys):
+def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys):
     folder = tmp_path / "data"
     folder.mkdir()
     rows = [train_data.llava("<image>\nwhat?", "red", "red.png") for _ in range(8)]
     rows[3]["image"] = "cut.png"
     train_data.write_json(folder, rows)
-    (folder / "cut.png").write_bytes(train_data.picture_bytes()[:60])
+    (folder / "cut.png").write_bytes(train_data.image_bytes()[:60])
     file = recipe(tmp_path, parts, dataset_name=str(folder / "data.json"))
     with pytest.raises(ValueError, match="data.json, row 3: .*cut.png.*--bad_rows skip"):
         main([file])
@@ -190,7 +190,7 @@ def test_held_out_loss_examples_and_curves(tmp_path, parts):
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history if "eval_loss" in entry] == [1, 2]
     examples = json.loads((output / "samples" / "step-2.json").read_text())
-    assert len(examples) == 2 and {"question", "answer", "truth", "pictures"} <= examples[0].keys()
+    assert len(examples) == 2 and {"question", "answer", "truth", "images"} <= examples[0].keys()
     assert (output / "samples" / "step-1.png").exists()
     lines = [json.loads(line) for line in (output / "dynamics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 2]

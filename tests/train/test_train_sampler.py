@@ -129,7 +129,7 @@ def answers(rows) -> list[str]:
 
 
 def sources(folder, counts, **fractions) -> list[dict]:
-    """Sources whose answers are `a0`, `a1`, ..., `b0`, ...; those of `a` come with pictures."""
+    """Sources whose answers are `a0`, `a1`, ..., `b0`, ...; those of `a` come with images."""
     made = []
     for name, count in counts.items():
         rows = [

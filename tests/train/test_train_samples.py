@@ -70,15 +70,15 @@ def test_answers_are_those_of_greedy_decoding_and_lie_in_the_runs_folder(checkpo
             parameter *= 30 if "v_proj" in name and "lora" not in name else 1
     trainer.train()
     folder = tmp_path / "samples"
-    pictures = ["pictures/0-0.png", "pictures/1-0.png", "pictures/1-1.png"]
+    images = ["images/0-0.png", "images/1-0.png", "images/1-1.png"]
     steps = ["step-2.json", "step-2.png", "step-4.json", "step-4.png"]
     found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    assert sorted(found) == pictures + steps
-    for name, colour in zip(pictures, ("red", "green", "blue"), strict=True):
-        with Image.open(folder / name) as picture:
-            assert picture.size == (20, 12) and picture.getcolors() == Image.new("RGB", (20, 12), colour).getcolors()
+    assert sorted(found) == images + steps
+    for name, colour in zip(images, ("red", "green", "blue"), strict=True):
+        with Image.open(folder / name) as image:
+            assert image.size == (20, 12) and image.getcolors() == Image.new("RGB", (20, 12), colour).getcolors()
     examples = json.loads((folder / "step-4.json").read_text(encoding="utf-8"))
-    assert [example["pictures"] for example in examples] == [pictures[:1], pictures[1:], []]
+    assert [example["images"] for example in examples] == [images[:1], images[1:], []]
     assert [example["truth"] for example in examples] == ["red", "blue", "yes"]
     many = "user: which colour\nassistant: green\nuser: and this"
     assert [example["question"] for example in examples] == ["which colour", many, "say yes"]
@@ -97,8 +97,8 @@ def by_hand(trainer, number: int) -> str:
         "<|im_start|>user\nand this<image><|im_end|>\n<|im_start|>assistant\n",
         "<|im_start|>user\nsay yes<|im_end|>\n<|im_start|>assistant\n",
     )
-    pictures = [Image.open(io.BytesIO(image["bytes"])) for image in ROWS[number]["images"]]
-    inputs = processor(text=prompts[number], images=pictures or None, return_tensors="pt")
+    images = [Image.open(io.BytesIO(image["bytes"])) for image in ROWS[number]["images"]]
+    inputs = processor(text=prompts[number], images=images or None, return_tensors="pt")
     ids, pixels, model = inputs["input_ids"], inputs.get("pixel_values"), base_model(trainer.model).eval()
     said = []
     end = processor.tokenizer.eos_token_id
@@ -123,7 +123,7 @@ def test_a_step_is_answered_once_and_a_run_without_examples_writes_nothing(check
     assert not (tmp_path / "none" / "samples").exists()
 
 
-def test_a_picture_that_is_too_large_is_refused_by_name_and_before_training(tmp_path):
+def test_a_image_that_is_too_large_is_refused_by_name_and_before_training(tmp_path):
     path = tmp_path / "large.png"
     Image.new("RGB", (40, 40)).save(path)
     row = {"images": [{"path": str(path), "bytes": None}], "messages": ROWS[0]["messages"]}

@@ -115,7 +115,7 @@ def test_the_loss_and_every_gradient_are_those_of_trl(tmp_path, checkpoint):
         torch.testing.assert_close(gradient, found[1][1][name], rtol=1e-4, atol=1e-7, msg=name)
 
 
-def test_a_batch_without_pictures_has_the_language_models_loss_and_zero_gradients_for_the_tower(tmp_path, checkpoint):
+def test_a_batch_without_images_has_the_language_models_loss_and_zero_gradients_for_the_tower(tmp_path, checkpoint):
     trainer = training.trainer(tmp_path, checkpoint, dataset=training.rows(images=lambda number: 0))
     model, inputs = trainer.model, batch(trainer)
     assert "pixel_values" not in inputs
@@ -134,7 +134,7 @@ def test_a_batch_without_pictures_has_the_language_models_loss_and_zero_gradient
     assert model.model.vision_tower.get_input_embeddings().weight.grad is not None
 
 
-def test_decoding_without_pictures_does_not_run_the_tower(tmp_path, checkpoint):
+def test_decoding_without_images_does_not_run_the_tower(tmp_path, checkpoint):
     trainer = training.trainer(tmp_path, checkpoint)
     runs = []
     trainer.model.model.vision_tower.register_forward_hook(lambda *args: runs.append(1))
@@ -204,7 +204,7 @@ def test_a_target_that_does_not_exist_is_named(tmp_path, checkpoint):
         training.trainer(tmp_path, checkpoint, use_peft=True, language_learning_rate=0.0)
 
 
-def test_grouped_batches_keep_pictures_and_text_apart(tmp_path, checkpoint):
+def test_grouped_batches_keep_images_and_text_apart(tmp_path, checkpoint):
     dataset = training.rows(24, images=lambda number: number % 2)
     trainer = training.trainer(tmp_path, checkpoint, dataset=dataset, train_sampling_strategy="group_by_length")
     kinds = ["pixel_values" in inputs for inputs in trainer.get_train_dataloader()]

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""A question answered: its picture and words prepared, the answer streamed, the figures drawn."""
+"""A question answered: its image and words prepared, the answer streamed, the figures drawn."""
 
 import html
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ import gradio as gr
 from torch import Tensor
 
 from .figures import describe_norms, draw_norms, show_layer, summary
+from .images import Refused, open_image, uploaded
 from .measuring import Meter
 from .model import stream
-from .pictures import Refused, open_picture, uploaded
 
 
 class Asker:
@@ -35,7 +35,7 @@ class Asker:
         """Streams the answer, then the numbers, the heat map of `layer`, the chart and what was measured.
 
         Raises:
-            gr.Error: There is no picture or question, one of them cannot be used, or the model failed.
+            gr.Error: There is no image or question, one of them cannot be used, or the model failed.
         """
         keep, ids = (gr.skip(),) * 4, []
         try:
@@ -52,20 +52,20 @@ class Asker:
             yield answer, summary(measured), show_layer(measured, layer), chart, measured
         except Refused as error:
             raise gr.Error(html.escape(str(error)), print_exception=False) from None
-        except Exception as error:  # whatever it is, the page says so and goes on
+        except Exception as error:  # whatever it is, the page says so and stays usable
             message = f"The model failed: {type(error).__name__}: {str(error)[:300]}"
             raise gr.Error(html.escape(message), duration=None) from error  # shown until it is closed
 
     def _prepare(self, entry: Any, question: str) -> dict[str, Tensor]:
         if entry is None:
-            raise Refused("There is no picture yet. Upload one, or take an example.")
+            raise Refused("There is no image yet. Upload one, or take an example.")
         if not (question := (question or "").strip()):
             raise Refused("There is no question yet. Type one.")
         if self._processor.image_token in question:
             raise Refused(
-                f"The question holds {self._processor.image_token}, which stands for the picture. Leave it out."
+                f"The question holds {self._processor.image_token}, which stands for the image. Leave it out."
             )
-        content = [{"type": "image", "image": open_picture(uploaded(entry))}, {"type": "text", "text": question}]
+        content = [{"type": "image", "image": open_image(uploaded(entry))}, {"type": "text", "text": question}]
         with self._preparing:
             inputs = self._processor.apply_chat_template(
                 [{"role": "user", "content": content}],
@@ -77,7 +77,7 @@ class Asker:
         tokens, context = inputs["input_ids"].shape[1], self._model.config.get_text_config().max_position_embeddings
         if tokens >= context:
             raise Refused(
-                f"The question is too long: with the picture it takes {tokens:,} tokens, and the model reads "
+                f"The question is too long: with the image it takes {tokens:,} tokens, and the model reads "
                 f"{context:,}. Shorten it."
             )
         return inputs.to(self._model.device, self._model.dtype)

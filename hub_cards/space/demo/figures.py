@@ -28,20 +28,20 @@ def show_layer(measured: Measured | None, layer: int) -> Any:
 
 
 def attention(measured: Measured, layer: int) -> tuple[str, np.ndarray | None]:
-    """A sentence, and each visual token's share of the attention on the picture, or None where there is no map.
+    """A sentence, and each visual token's share of the attention on the image, or None where there is no map.
 
     With `layer` 0 the shares are averaged over layers, each of which counts the same however much of its attention
-    the picture has.
+    the image has.
     """
     if layer and layer not in measured.shares:
-        return f"Layer {layer} has no attention map that reaches the whole picture", None
+        return f"Layer {layer} has no attention map that reaches the whole image", None
     rows = [measured.shares[layer]] if layer else list(measured.shares.values())
     if not rows:
-        return "This model gives no attention maps that reach the whole picture", None
+        return "This model gives no attention maps that reach the whole image", None
     falls = np.mean([row.sum() for row in rows])
     shares = np.mean([row / row.sum() for row in rows], axis=0)
     return (
-        f"{f'Layer {layer}' if layer else 'Mean over layers'}: {falls:.1%} of the text's attention is on the picture",
+        f"{f'Layer {layer}' if layer else 'Mean over layers'}: {falls:.1%} of the text's attention is on the image",
         shares,
     )
 
@@ -57,12 +57,12 @@ def describe_map(measured: Measured, shares: np.ndarray) -> str:
 
 
 def draw_map(measured: Measured, title: str, shares: np.ndarray | None) -> Image.Image:
-    """The picture as the encoder received it, and beside it in grey under the map; a strip if there is no grid."""
-    height, width = measured.picture.shape[:2]
+    """The image as the encoder received it, and beside it in grey under the map; a strip if there is no grid."""
+    height, width = measured.image.shape[:2]
     figure = Figure(figsize=(5.2, 2.9), layout="constrained")
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     left, right = figure.subplots(1, 2)
-    left.imshow(measured.picture, interpolation="bicubic")
+    left.imshow(measured.image, interpolation="bicubic")
     left.set_title(f"as the model gets it, {width} × {height}", fontsize=9)
     left.set_axis_off()
     right.set_axis_off()
@@ -72,13 +72,13 @@ def draw_map(measured: Measured, title: str, shares: np.ndarray | None) -> Image
         extent, cells, opacity = (0.0, float(len(shares)), 0.0, 1.0), shares[None], 1.0
         right.set_title("by visual token, in order", fontsize=9)
     else:
-        right.imshow(measured.picture @ [0.299, 0.587, 0.114], cmap="gray", vmin=0, vmax=1, interpolation="bicubic")
+        right.imshow(measured.image @ [0.299, 0.587, 0.114], cmap="gray", vmin=0, vmax=1, interpolation="bicubic")
         extent, cells, opacity = (-0.5, width - 0.5, height - 0.5, -0.5), shares.reshape(measured.grid), 0.7
         right.set_title("attention of the text", fontsize=9)
     drawn = right.imshow(100 * cells, cmap="magma", vmin=0, extent=extent, alpha=opacity, interpolation="nearest")
     right.set_aspect("auto" if measured.grid is None else "equal")
     bar = figure.colorbar(drawn, ax=right, shrink=0.85)
-    bar.set_label("share of the attention\nto the picture (%)", fontsize=9)
+    bar.set_label("share of the attention\nto the image (%)", fontsize=9)
     bar.ax.tick_params(labelsize=8)
     return _image(figure)
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What one forward pass shows: the norms of its tokens, and where its text looks in the picture."""
+"""What one forward pass shows: the norms of its tokens, and where its text looks in the image."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,17 +17,17 @@ class Measured:
     """What one forward pass showed.
 
     Attributes:
-        picture: What the vision encoder received, `(height, width, 3)`, between 0 and 1.
-        grid: Rows and columns of the visual tokens; None where they are not the patches of the picture.
+        image: What the vision encoder received, `(height, width, 3)`, between 0 and 1.
+        grid: Rows and columns of the visual tokens; None where they are not the patches of the image.
         vocabulary: N_text, the mean norm of text embeddings over the vocabulary; None where the checkpoint lacks it.
         norms: Mean L2 norm of visual and of text tokens in states 0 to L: what enters the first layer, and what
             leaves each.
-        shares: By layer, from 1: of the attention of the text after the picture, averaged over heads and positions,
-            what falls on each visual token. Layers without a map, and those whose mask hides a part of the picture
+        shares: By layer, from 1: of the attention of the text after the image, averaged over heads and positions,
+            what falls on each visual token. Layers without a map, and those whose mask hides a part of the image
             (a sliding window), are missing.
     """
 
-    picture: np.ndarray
+    image: np.ndarray
     grid: tuple[int, int] | None
     vocabulary: float | None = None
     norms: dict[str, list[float]] = field(default_factory=lambda: {"visual": [], "text": []})
@@ -35,7 +35,7 @@ class Measured:
 
 
 class Meter:
-    """Measures what a model does with a picture and words, while other threads use the same model.
+    """Measures what a model does with an image and words, while other threads use the same model.
 
     Args:
         model: What `load` gave; its decoder gets hooks, once. A second `Meter` of the same model would measure twice.
@@ -125,7 +125,7 @@ def _after_attention(number: int, module: Any, args: tuple, kwargs: dict, output
 
 
 def _named(config: Any) -> set[int]:
-    """Ids that a configuration and that of its language model name: ends of a sequence, padding, the picture."""
+    """Ids that a configuration and that of its language model name: ends of a sequence, padding, the image."""
     found: set[int] = set()
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():

@@ -8,7 +8,7 @@ import gradio as gr
 
 from .asking import Asker
 from .figures import show_layer
-from .pictures import EXAMPLES, check_upload, draw_example
+from .images import EXAMPLES, check_upload, draw_example
 
 
 MAX_FILE = "20mb"
@@ -17,7 +17,7 @@ TOGETHER = 2
 WAITING = 20
 """How many questions may wait. Those asked by programs that fetch no answer are answered too."""
 KEPT = 3600
-"""Seconds for which pictures and measurements are kept."""
+"""Seconds for which images and measurements are kept."""
 FIGURE: dict[str, Any] = {"interactive": False, "format": "png", "show_label": False, "buttons": ["fullscreen"]}
 CSS = """
 .gradio-container { max-width: 1180px !important; margin: 0 auto !important; }
@@ -43,29 +43,29 @@ def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_to
     layers = len(model.get_decoder().layers)
     with gr.Blocks(title=title, analytics_enabled=False, delete_cache=(KEPT, KEPT)) as app:
         gr.Markdown(
-            f"# {title}\nAsk about a picture. Below the answer the page shows where the words look in the picture, "
+            f"# {title}\nAsk about an image. Below the answer the page shows where the words look in the image, "
             f"and the norms of visual and text tokens in every layer of the language model. {source}"
         )
         measured = gr.State(time_to_live=KEPT)
         with gr.Row(equal_height=False):
             with gr.Column(scale=2, min_width=320):
-                picture = gr.Image(
-                    label="Picture",
+                image = gr.Image(
+                    label="Image",
                     sources=["upload", "clipboard"],
                     height=300,
                     buttons=["fullscreen"],
-                    alt_text="The picture that is asked about",
-                    elem_id="picture",
+                    alt_text="The image that is asked about",
+                    elem_id="image",
                 )
                 question = gr.Textbox(
-                    label="Question", placeholder="What is in the picture?", max_lines=4, elem_id="question"
+                    label="Question", placeholder="What is in the image?", max_lines=4, elem_id="question"
                 )
                 with gr.Row():
                     ask = gr.Button("Ask", variant="primary", min_width=80, elem_id="ask")
                     stop = gr.Button("Stop", min_width=80, elem_id="stop")
                 gr.Examples(
                     [[draw_example(shape, color), asked] for shape, color, asked in EXAMPLES],
-                    [picture, question],
+                    [image, question],
                     label="Examples",
                     example_labels=[f"{color} {shape}: {asked}" for shape, color, asked in EXAMPLES],
                 )
@@ -83,7 +83,7 @@ def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_to
         asked = gr.on(
             [ask.click, question.submit],
             asker.ask,
-            [picture, question, layer],
+            [image, question, layer],
             [answer, numbers, heat, chart, measured],
             preprocess=False,
             concurrency_limit=TOGETHER,
@@ -96,10 +96,10 @@ def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_to
         # Gradio ends a stopped question with a message without data, at which the page shows "Error" where it comes
         # after the rest. Whatever did fail has said so in a message of its own, so the answer's box is cleared of it.
         asked.failure(gr.skip, None, answer, queue=False, show_progress="hidden", api_visibility="private")
-        picture.upload(
+        image.upload(
             check_upload,
-            picture,
-            picture,
+            image,
+            image,
             preprocess=False,
             concurrency_limit=TOGETHER,
             api_visibility="private",

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Pictures: read from files that people upload, and drawn as examples."""
+"""Images: read from files that people upload, and drawn as examples."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 MAX_PIXELS, MAX_RATIO = 50_000_000, 200
 MAX_SCANS = 50
-"""Passes over the picture of which a progressive JPEG may consist. Programs write 20 at most."""
+"""Passes over the image of which a progressive JPEG may consist. Programs write 20 at most."""
 EXAMPLES = [
     ("circle", "red", "what color is the circle?"),
     ("triangle", "blue", "what shape is in the image?"),
@@ -26,10 +26,10 @@ class Refused(ValueError):
 
 
 def uploaded(entry: Any) -> Path:
-    """The file that the page's picture names: one that was uploaded, or an example.
+    """The file that the page's image names: one that was uploaded, or an example.
 
     Gradio itself checks only entries that carry `meta`, which a request may leave out; the figures would then show any
-    picture of the server.
+    image of the server.
 
     Raises:
         ValueError: It names no file in Gradio's folder of uploads; with a sentence for the page, which does not say
@@ -42,14 +42,14 @@ def uploaded(entry: Any) -> Path:
     # The entry comes from the request: its path may be missing, or one that no system takes.
     except (TypeError, ValueError, OSError, RuntimeError):
         pass
-    raise Refused("The picture is not among those uploaded here, which are kept for an hour: choose it again.")
+    raise Refused("The image is not among those uploaded here, which are kept for an hour: choose it again.")
 
 
-def open_picture(path: Path) -> Image.Image:
-    """The picture in a file as upright RGB: of an animation the first frame, on white where transparent.
+def open_image(path: Path) -> Image.Image:
+    """The image in a file as upright RGB: of an animation the first frame, on white where transparent.
 
     Raises:
-        ValueError: It is no picture, is cut short, or is too large or too narrow; with a sentence for the page.
+        ValueError: It is no image, is cut short, or is too large or too narrow; with a sentence for the page.
     """
     try:
         with Image.open(path) as file:
@@ -58,22 +58,22 @@ def open_picture(path: Path) -> Image.Image:
                 raise Image.DecompressionBombError(f"{width} x {height} pixels")
             if file.format in ("JPEG", "MPO") and path.read_bytes().count(b"\xff\xda") > MAX_SCANS:
                 raise ValueError("too many scans")
-            picture: Image.Image = ImageOps.exif_transpose(file)
-            if picture.mode.startswith("I"):  # 16 bits; Pillow's own conversion turns all above 255 into white
-                picture = Image.fromarray((np.asarray(picture) // 256).clip(0, 255).astype(np.uint8))
-            if picture.has_transparency_data:
-                layer = picture.convert("RGBA")
-                picture = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
-            return picture.convert("RGB")
+            image: Image.Image = ImageOps.exif_transpose(file)
+            if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion turns all above 255 into white
+                image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
+            if image.has_transparency_data:
+                layer = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+            return image.convert("RGB")
     except Image.DecompressionBombError as error:
         raise Refused(
-            f"The picture is too large or too narrow. At most {MAX_PIXELS // 1_000_000} million pixels are read, and "
+            f"The image is too large or too narrow. At most {MAX_PIXELS // 1_000_000} million pixels are read, and "
             f"one side may be {MAX_RATIO} times the other. Make it smaller."
         ) from error
     # Decoders of broken files raise whatever their own code stumbles over.
     except Exception as error:
         raise Refused(
-            "This file is no picture that can be read: it may be damaged, cut short, or of another kind than its name "
+            "This file is no image that can be read: it may be damaged, cut short, or of another kind than its name "
             "says. Choose a PNG, JPEG, WebP or GIF file."
         ) from error
 
@@ -82,24 +82,24 @@ def check_upload(entry: Any) -> Any:
     """Takes an uploaded file that cannot be read away again, with a message; says so where only one frame is used."""
     try:
         path = uploaded(entry)
-        open_picture(path)
+        open_image(path)
     except Refused as error:
         gr.Warning(str(error))
         return None
-    with Image.open(path) as picture:
-        if getattr(picture, "is_animated", False):
-            gr.Info("The picture is animated. Its first frame is used.")
+    with Image.open(path) as image:
+        if getattr(image, "is_animated", False):
+            gr.Info("The image is animated. Its first frame is used.")
     return gr.skip()
 
 
 def draw_example(shape: str, color: str) -> Image.Image:
     """A shape on a pale ground."""
-    picture = Image.new("RGB", (256, 256), "#E8E4DA")
-    pen, box = ImageDraw.Draw(picture), (70, 60, 190, 180)
+    image = Image.new("RGB", (256, 256), "#E8E4DA")
+    pen, box = ImageDraw.Draw(image), (70, 60, 190, 180)
     if shape == "circle":
         pen.ellipse(box, fill=color)
     elif shape == "rectangle":
         pen.rectangle((50, 80, 206, 176), fill=color)
     else:
         pen.polygon([(128, 56), (196, 184), (60, 184)], fill=color)
-    return picture
+    return image
