@@ -40,17 +40,6 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class HubTask:
-    """The Hub data set that a task asks, which results are listed under; `task_id` where the Hub has a leaderboard."""
-
-    dataset_id: str
-    split: str
-    config: str | None = None
-    revision: str | None = None
-    task_id: str | None = None
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """One task's results, and exactly how they came about.
 
@@ -59,9 +48,8 @@ class Evaluation:
         title: As people call it.
         metrics: What was found.
         samples, total: How many samples were asked, of how many; fewer than all, or none, is a partial run, which a
-            card shows as such and lists in no metadata.
+            card shows as such.
         protocol: How it was asked and scored, one sentence each: prompt, decoding, what counts as right.
-        dataset: Where the Hub has the data.
         date: ISO 8601.
         versions: Of the packages that evaluated.
     """
@@ -72,7 +60,6 @@ class Evaluation:
     samples: int
     total: int
     protocol: list[str]
-    dataset: HubTask | None = None
     date: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -105,8 +92,6 @@ def _read(file: Path) -> Evaluation:
         if unknown := content.keys() - {each.name for each in fields(Evaluation)}:
             raise ValueError(f"unknown fields {', '.join(sorted(unknown))}")
         content["metrics"] = [Metric(**metric) for metric in content["metrics"]]
-        if content.get("dataset"):
-            content["dataset"] = HubTask(**content["dataset"])
         evaluation = Evaluation(**content)
         _check(evaluation)
         return evaluation

@@ -1,23 +1,18 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What the Hub reads of a card: the front matter of README.md, and `.eval_results/*.yaml`."""
+"""What the Hub reads of a card: the front matter of README.md."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import yaml
 from huggingface_hub import (
-    EvalResult,
-    EvalResultEntry,
     ModelCard,
     ModelCardData,
-    eval_result_entries_to_yaml,
 )
 
-from .evaluation import Evaluation
-from .facts import LLAVA, Facts, Licence, Part, hub_id
+from .facts import LLAVA, Facts, Licence, Part
 
 
 TASK = "image-text-to-text"
@@ -28,7 +23,6 @@ PERMISSIVE = ("mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
 
 _ORDER = ["license", "license_name", "license_link", "language", "library_name", "pipeline_tag"]
 _ORDER += ["base_model", "base_model_relation", "datasets", "tags"]
-_MARK = "# written by normalign card"
 
 
 @dataclass(frozen=True)
@@ -68,18 +62,16 @@ def terms(parts: Sequence[Part]) -> Terms:
     )
 
 
-def metadata(facts: Facts, name: str, base: str | None, parts_terms: Terms) -> dict[str, Any]:
+def metadata(facts: Facts, base: str | None, parts_terms: Terms) -> dict[str, Any]:
     """The front matter as far as it follows from `facts`.
 
     Args:
         facts: Of the folder.
-        name: The model's.
         base: Hub id of the model that an adapter belongs to.
         parts_terms: From [`terms`].
     """
     models, relation = _bases(facts, base)
     datasets = list(dict.fromkeys(part.hub_id for part in facts.data if part.hub_id))
-    results = [result for evaluation in facts.evaluations for result in _model_index(evaluation)]
     data = ModelCardData(
         license=parts_terms.metadata.get("license"),
         license_name=parts_terms.metadata.get("license_name"),
@@ -91,8 +83,6 @@ def metadata(facts: Facts, name: str, base: str | None, parts_terms: Terms) -> d
         base_model_relation=relation,
         datasets=datasets or None,
         tags=[*TAGS, *(ADAPTER_TAGS if (facts.adapter or {}).get("peft_type") == "LORA" else [])],
-        eval_results=results or None,
-        model_name=name if results else None,
     )
     return data.to_dict()
 
@@ -152,39 +142,6 @@ def read_front_matter(card: str) -> dict[str, Any]:
         raise ValueError(f"The front matter of README.md is none that the Hub takes: {error}. Fix it.") from error
 
 
-def result_files(evaluations: Sequence[Evaluation], repo_id: str | None) -> dict[str, bytes]:
-    """`.eval_results/TASK.yaml` for each complete evaluation of a task that the Hub has a leaderboard for.
-
-    Raises:
-        ValueError: The name of a task cannot be that of a file.
-    """
-    files = {}
-    for evaluation in evaluations:
-        whole = next((metric for metric in evaluation.metrics if metric.subset is None), None)
-        if evaluation.partial or whole is None or evaluation.dataset is None or evaluation.dataset.task_id is None:
-            continue
-        if not re.fullmatch(r"\w[\w.-]*", evaluation.task):
-            raise ValueError(f"evaluation/*.json names the task {evaluation.task!r}, which cannot name a file.")
-        entry = EvalResultEntry(
-            dataset_id=evaluation.dataset.dataset_id,
-            task_id=evaluation.dataset.task_id,
-            value=whole.value,
-            dataset_revision=evaluation.dataset.revision,
-            date=evaluation.date,
-            source_url=f"https://huggingface.co/{repo_id}" if hub_id(repo_id) else None,
-            source_name="Model card" if hub_id(repo_id) else None,
-            notes=" ".join([f"{whole.name}.", *evaluation.protocol]),
-        )
-        content = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True)
-        files[f".eval_results/{evaluation.task}.yaml"] = f"{_MARK}\n{content}".encode()
-    return files
-
-
-def is_written(content: bytes) -> bool:
-    """Whether a file of `.eval_results` is one of [`result_files`]."""
-    return content.startswith(_MARK.encode())
-
-
 def _is_known(licence: Licence | None) -> bool:
     """Whether it says what is allowed: two that are called "other" need not be the same."""
     return licence is not None and (licence.license not in ("other", "unknown") or licence.license_name is not None)
@@ -212,26 +169,6 @@ def _languages(facts: Facts) -> list[str] | None:
                 return None  # a list that may lack one would mislead
             found += [language] if isinstance(language, str) else language
     return list(dict.fromkeys(found)) or None
-
-
-def _model_index(evaluation: Evaluation) -> list[EvalResult]:
-    dataset = evaluation.dataset
-    if evaluation.partial or dataset is None:
-        return []
-    return [
-        EvalResult(
-            task_type=TASK,
-            dataset_type=dataset.dataset_id,
-            dataset_name=evaluation.title,
-            dataset_config=dataset.config,
-            dataset_split=dataset.split,
-            dataset_revision=dataset.revision,
-            metric_type=metric.name,
-            metric_name=metric.name if metric.subset is None else f"{metric.name}, {metric.subset}",
-            metric_value=metric.value,
-        )
-        for metric in evaluation.metrics
-    ]
 
 
 def licence_of(content: dict[str, Any]) -> Licence | None:

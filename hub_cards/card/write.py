@@ -22,13 +22,11 @@ from .markdown import hub_link, link, literal, table, text, yaml_block
 from .metadata import (
     Terms,
     front_matter,
-    is_written,
     licence_of,
     merged,
     metadata,
     open_keys,
     read_front_matter,
-    result_files,
     terms,
     unlisted,
 )
@@ -50,10 +48,9 @@ _START, _END = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE), "<!--
 
 @dataclass(frozen=True)
 class Card:
-    """A card: the text of `README.md`, other generated files by their paths, and what the author should know."""
+    """A card: the text of `README.md`, and what the author should know."""
 
     text: str
-    files: dict[str, bytes]
     warnings: list[str]
 
 
@@ -95,7 +92,7 @@ def render_card(
             adapter = AdapterBase(facts.started_from, facts.stages[-1].get("model_revision") or "main")
         licensed = _licensed(facts, adapter)
         follows = terms(licensed)
-        derived = metadata(facts, name, adapter.repo_id if adapter else None, follows)
+        derived = metadata(facts, adapter.repo_id if adapter else None, follows)
         to_author = open_keys(facts, follows)
         content = merged(derived, [(read_front_matter(card), _derived(card)) for card in earlier], to_author)
         stated = licence_of(content)
@@ -143,13 +140,11 @@ def render_card(
             draw=table,
         )
         ModelCard(rendered)  # the Hub's own reading of it
-        return Card(
-            rendered, result_files(facts.evaluations, repo_id), _warnings(facts, follows, by_author, named, adapter)
-        )
+        return Card(rendered, _warnings(facts, follows, by_author, named, adapter))
 
 
 def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = False) -> Card:
-    """Writes `README.md`, and `.eval_results/` where there is something for it, into a checkpoint folder.
+    """Writes `README.md` into a checkpoint folder.
 
     Args:
         checkpoint: Folder of a checkpoint or an adapter.
@@ -167,13 +162,8 @@ def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = 
             "`--replace` (in Python `replace=True`); nothing of it is kept then."
         )
     card = render_card(checkpoint, repo_id=repo_id)
-    folder = checkpoint / ".eval_results"
-    for path, content in {**card.files, "README.md": card.text.encode()}.items():
-        with finished_file(checkpoint / path) as file:
-            file.write_bytes(content)
-    for file in folder.glob("*.yaml"):
-        if f".eval_results/{file.name}" not in card.files and is_written(file.read_bytes()):
-            file.unlink()
+    with finished_file(checkpoint / "README.md") as file:
+        file.write_bytes(card.text.encode())
     return card
 
 

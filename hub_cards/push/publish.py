@@ -240,6 +240,6 @@ def prepare(
         )
     for warning in warnings:
         notify(f"Warning: {warning}")
-    sent = contents(stage.folder, {CARD: text.encode(), **card.files, **stage.generated})
+    sent = contents(stage.folder, {CARD: text.encode(), **stage.generated})
     check_contents(sent, token)
     return sent, digests(text, here)

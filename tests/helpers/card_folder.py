@@ -19,7 +19,7 @@ from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.diagnose.findings import findings
 from normalign_llava.diagnose.report import Drawing, Gain, Report
 from normalign_llava.diagnose.verdict import verdict
-from normalign_llava.hub_cards.card.evaluation import Evaluation, HubTask, Metric
+from normalign_llava.hub_cards.card.evaluation import Evaluation, Metric
 
 
 SECRET = "Who is the person in the image?"
@@ -126,7 +126,7 @@ def measured(folder: Path, baseline: Report | None = NO_NORM) -> None:
 
 
 def evaluated(folder: Path, samples: int = 500, **changes) -> Evaluation:
-    """An evaluation with a Hub data set and a leaderboard."""
+    """An evaluation with a subset."""
     evaluation = Evaluation(
         task="pope",
         title="POPE",
@@ -137,7 +137,6 @@ def evaluated(folder: Path, samples: int = 500, **changes) -> Evaluation:
         samples=samples,
         total=500,
         protocol=["Greedy decoding.", "Exact match decides."],
-        dataset=HubTask("lmms-lab/POPE", "test", "default", "e" * 40, "pope"),
         **changes,
     )
     evaluation.write(folder)
