@@ -386,3 +386,9 @@ def test_the_documentation_s_example_runs(compared, root, monkeypatch, capsys):
     ratio, printed = compared[0].against.interface.ratio, capsys.readouterr().out.splitlines()
     assert printed[0] == f"none/model: visual tokens enter at {ratio:.3g} x the norm of text"
     assert len(printed) == 6 and printed[5].startswith("  layer 2: they turn at ")
+
+
+def test_diagnosing_imports_no_trl():
+    code = "import sys, normalign_llava.diagnose.run; print('trl' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
