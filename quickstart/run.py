@@ -23,13 +23,13 @@ from ..data.archives import PARTS
 from ..data.easy_vqa import Question, held_out, load_image, png, prompt, split_size, training_data
 from ..data.fetch import cache_dir, fetch
 from ..hub_cards.card.write import write_card
+from ..hub_cards.push.clean_process import answer_each, ask_clean_process
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .compare import BASELINE, OURS, diagnose_once, read_report
 from .convert import convert_language, convert_vision
 from .display import draw_images, print_parts, print_results, versions
 from .evaluate import evaluate, write_json
 from .journal import Journal
-from .reload import answer_each, answer_elsewhere
 from .results import write_evaluations
 from .train import rows_of, stage, train_stage
 
@@ -237,4 +237,4 @@ def reload_elsewhere(checkpoint: Path, questions: list[Question], folder: Path) 
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
     here = answer_each(model, AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False), asked)
     del model
-    return here, answer_elsewhere(checkpoint, asked)
+    return here, ask_clean_process(checkpoint, asked=asked).answers

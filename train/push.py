@@ -177,11 +177,11 @@ def push_folder(folder: Path, repo_id: str, *, message: str, token: str | None, 
                 "The adapter's base is not on the Hub: nobody else can load the adapter. Publish it merged instead, "
                 "with `normalign publish`, or train on a base that is on the Hub."
             )
-        sent, hand_written = prepare(stage, repo_id, revision, existing, client.token, logger.warning)
+        sent = prepare(stage, repo_id, revision, existing, client.token, logger.warning)
         client.check_card(sent)
         return push_snapshot(
             client, take_snapshot(sent), repo_id, before=existing.remote, revision=revision, message=message,
-            hand_written=hand_written, notify=logger.info,
+            notify=logger.info,
         )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -46,6 +47,7 @@ class Answer:
         logits: The 32 of largest magnitude after the prompt, largest first, with their sign.
         logits_norm: L2 norm of all of them.
         generated: Greedily generated tokens, at most 8.
+        answers: To the conversations that were asked besides.
     """
 
     model: str
@@ -58,6 +60,7 @@ class Answer:
     logits: list[float]
     logits_norm: float
     generated: list[int]
+    answers: list[str] = field(default_factory=list)
 
 
 def ask_clean_process(
@@ -68,6 +71,7 @@ def ask_clean_process(
     base_revision: str | None = None,
     token: str | None = None,
     endpoint: str | None = None,
+    asked: Sequence[list[dict[str, Any]]] = (),
 ) -> Answer:
     """Loads a checkpoint in a fresh process with `trust_remote_code=True`, and asks it about an image, on the CPU.
 
@@ -82,13 +86,15 @@ def ask_clean_process(
         base_revision: Its branch, tag or commit.
         token: For private repositories.
         endpoint: The Hub's address; by default that of this process.
+        asked: Conversations to answer besides, each up to the user's turn; images as paths.
 
     Raises:
         ValueError: The checkpoint does not load so, or what it computes is wrong; the message ends with what the
             process said, without the token.
         OSError: The temporary folder has no room.
     """
-    request = {"source": _name(source, revision), "revision": revision, "base": None, "base_revision": base_revision}
+    request: dict[str, Any] = {"source": _name(source, revision), "revision": revision, "asked": list(asked)}
+    request |= {"base": None, "base_revision": base_revision}
     if base is not None:
         request["base"] = _name(base, base_revision)
     local = _local(source, revision) and (base is None or _local(base, base_revision))
@@ -156,9 +162,11 @@ def main(request: Path, reply: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    asked = json.loads(request.read_text(encoding="utf-8"))
+    content = json.loads(request.read_text(encoding="utf-8"))
+    asked = content.pop("asked")
     with torch.inference_mode():
-        answer = _answer(*_load(**asked))
+        model, processor = _load(**content)
+        answer = _answer(model, processor, asked)
     reply.write_text(json.dumps(asdict(answer)), encoding="utf-8")
 
 
@@ -190,7 +198,19 @@ def _load(source: str, revision: str | None, base: str | None, base_revision: st
     return model.eval(), AutoProcessor.from_pretrained(of_processor, revision=at, trust_remote_code=True)
 
 
-def _answer(model, processor) -> Answer:
+def answer_each(model, processor, asked: Sequence[list[dict[str, Any]]]) -> list[str]:
+    """Answers conversations one by one, greedily, in at most 8 tokens."""
+    answers = []
+    for messages in asked:
+        inputs = processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        tokens = model.generate(**inputs.to(model.device, model.dtype), max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        answers.append(processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())
+    return answers
+
+
+def _answer(model, processor, asked: list[list[dict[str, Any]]]) -> Answer:
     import torch
     from PIL import Image
 
@@ -224,6 +244,7 @@ def _answer(model, processor) -> Answer:
         logits=largest.tolist(),
         logits_norm=math.sqrt(float(torch.dot(logits, logits))),
         generated=tokens[0, inputs["input_ids"].shape[1] :].tolist(),
+        answers=answer_each(model, processor, asked),
     )
 
 

@@ -4,7 +4,7 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 
 NAME = "normalign_publication.json"
@@ -22,11 +22,9 @@ class Manifest:
 
     Attributes:
         files: Path -> SHA-256 of every file of the publication but this one.
-        hand_written: [`digests`][normalign_llava.hub_cards.hand_written.digests] of the card.
     """
 
     files: dict[str, str]
-    hand_written: dict[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The file."""
@@ -38,8 +36,7 @@ class Manifest:
         """The manifest in a file, or None where it is none of this schema, and so says nothing about any file."""
         try:
             read = json.loads(content)
-            version, files, hand_written = (read[key] for key in ("schema_version", "files", "hand_written"))
+            version, files = read["schema_version"], read["files"]
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
-        is_known = version == SCHEMA_VERSION and isinstance(files, dict) and isinstance(hand_written, dict)
-        return cls(files, hand_written) if is_known else None
+        return cls(files) if version == SCHEMA_VERSION and isinstance(files, dict) else None

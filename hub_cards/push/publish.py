@@ -11,8 +11,8 @@ from huggingface_hub import get_token
 
 from ...checkpoint.find import check_folder, check_repo_id
 from ...checkpoint.names import CARD
-from ..card.hand_written import check_own, digests, insert_parts, is_reverted, settle
-from ..card.write import decoded, is_ours, render_card
+from ..card.hand_written import check_own, insert_parts, settle
+from ..card.write import by_hand, decoded, is_ours, render_card
 from ..space.publish import check_space, push_space, space_of
 from .adapter import Staged, staged
 from .checkpoint_checks import check_checkpoint, check_contents
@@ -50,12 +50,10 @@ class Existing:
     Attributes:
         remote: The repository, None where it is not there.
         card: Its `README.md`, whoever wrote it.
-        published: `digests` of the card that was published there last.
     """
 
     remote: Remote | None = None
     card: str | None = None
-    published: dict[str, str] = field(default_factory=dict)
 
 
 def publish(
@@ -98,7 +96,7 @@ def publish(
         token: Access token; by default that of `hf auth login` or HF_TOKEN.
         endpoint: URL of the Hub, by default that of huggingface_hub.
         waits: Seconds to wait before each further try of what failed.
-        say: Is told what happens.
+        notify: Is told what happens.
 
     Returns:
         What was published.
@@ -126,8 +124,8 @@ def publish(
     if dry_run:
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=None) as stage:
             check_checkpoint(stage.folder)
-            sent, hand_written = prepare(stage, repo_id, revision, Existing(), token or get_token(), notify)
-            files = {file.path: file.size for file in with_manifest(take_snapshot(sent), hand_written)}
+            sent = prepare(stage, repo_id, revision, Existing(), token or get_token(), notify)
+            files = {file.path: file.size for file in with_manifest(take_snapshot(sent))}
             loaded = check_loading and stage.base is None
             if loaded:
                 notify(LOADING)
@@ -158,7 +156,7 @@ def publish(
         token_needed = client.token if private or (remote and (remote.private or remote.gated)) else None
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=client) as stage:
             check_checkpoint(stage.folder)
-            sent, hand_written = prepare(stage, repo_id, revision, existing, client.token, notify)
+            sent = prepare(stage, repo_id, revision, existing, client.token, notify)
             if check_loading:
                 check_room(sum(content.size for content in sent.sent))
             client.check_card(sent)
@@ -169,7 +167,7 @@ def publish(
                 before = ask(client, stage.folder, None, stage.base, token_needed)
             pushed = push_snapshot(
                 client, snapshot, repo_id, before=remote, private=private, revision=revision, create_pr=create_pr,
-                hand_written=hand_written, notify=notify,
+                notify=notify,
             )  # fmt: skip
         if before is None:
             notify(
@@ -201,45 +199,38 @@ def find_existing(client: Client, repo_id: str, revision: str) -> Existing:
         if remote is None:
             return Existing()
         card = decoded(remote.read(client, CARD), repo_id) if CARD in remote.files else None
-        manifest = remote.manifest(client)
-    return Existing(remote, card, manifest.hand_written if manifest else {})
+    return Existing(remote, card)
 
 
 def prepare(
     stage: Staged, repo_id: str, revision: str, existing: Existing, token: str | None, notify: Callable[[str], object]
-) -> tuple[Contents, dict[str, str]]:
-    """What is sent of a folder, with the card, which keeps what was written by hand here and on the Hub.
+) -> Contents:
+    """What is sent of a folder, with the card, which keeps what was written by hand on the Hub or else here.
 
     Args:
         stage: What is published.
         repo_id, revision: Where.
-        there: What is there. A card that is none of ours is replaced, so [`check_own`] comes before.
+        existing: What is there. A card that is none of ours is replaced, so [`check_own`] comes before.
         token: Must not be in what is sent.
-        say: Is told warnings.
+        notify: Is told warnings.
 
-    Returns:
-        It, and the card's `digests`.
 
     Raises:
-        ValueError: The folder is no checkpoint or holds what must not be sent, or what is written by hand was edited
-            both in it and on the Hub.
+        ValueError: The folder is no checkpoint or holds what must not be sent, or a mark of what is written by hand
+            is damaged.
     """
     theirs = existing.card if existing.card and is_ours(existing.card) else None
     here = card_in(stage.folder)
-    written = settle(here, theirs, existing.published, repo_id)
+    written = settle(here, theirs, repo_id)
+    for name, text in by_hand(here or "").items():
+        if text.strip() and text.strip() != written[name].strip():
+            notify(f"Warning: What is written under {name} in {repo_id} stays; that of the folder is not sent.")
     card = render_card(
         stage.folder, repo_id=repo_id, revision=revision, previous=[theirs] if theirs else [], adapter=stage.base
     )
     text = insert_parts(card.text, written)
-    warnings = list(card.warnings)
-    if existing.remote and theirs and is_reverted(theirs, text, existing.published):
-        warnings.append(
-            f"README.md of {repo_id} was edited there, and not only between the marks of what is written by hand. "
-            "All else is written anew, but for keys that were added to the front matter; the edited text stays in "
-            f"the commit {existing.remote.commit}."
-        )
-    for warning in warnings:
+    for warning in card.warnings:
         notify(f"Warning: {warning}")
     sent = contents(stage.folder, {CARD: text.encode(), **stage.generated})
     check_contents(sent, token)
-    return sent, digests(text, here)
+    return sent

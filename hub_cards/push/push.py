@@ -70,7 +70,6 @@ def push_snapshot(
     revision: str = "main",
     create_pr: bool = False,
     message: str = MESSAGE,
-    hand_written: dict[str, str] | None = None,
     notify: Callable[[str], object] = print,
 ) -> Pushed:
     """Makes a branch of a repository hold these files, by one commit, or none where it does already.
@@ -89,8 +88,7 @@ def push_snapshot(
         revision: Branch.
         create_pr: Open a pull request against the branch.
         message: Title of the commit.
-        hand_written: Of a card, its `digests`, by which the next publication sees where it was edited.
-        say: Is told what happens.
+        notify: Is told what happens.
 
     Returns:
         What was done.
@@ -108,7 +106,7 @@ def push_snapshot(
         elif remote.commit != before.commit:
             raise other_publisher(client, remote, before.commit)
         earlier = remote.manifest(client)
-    files = with_manifest(snapshot, hand_written or {})
+    files = with_manifest(snapshot)
     sizes = {file.path: file.size for file in files}
     changed = [file for file in files if not file.is_stored_as(remote.files.get(file.path))]
     deleted = stale(client, remote, earlier, [file.path for file in files])
@@ -154,9 +152,9 @@ def push_snapshot(
     )  # fmt: skip
 
 
-def with_manifest(snapshot: Snapshot, hand_written: dict[str, str]) -> list[File]:
+def with_manifest(snapshot: Snapshot) -> list[File]:
     """All that is sent: the files, and the manifest by which the next publication knows them."""
-    manifest = Manifest({file.path: file.sha256 for file in snapshot.files}, hand_written)
+    manifest = Manifest({file.path: file.sha256 for file in snapshot.files})
     return [*snapshot.files, in_memory(NAME, manifest.to_bytes())]
 
 
