@@ -187,8 +187,6 @@ class Attention:
             the image, in most models all.
         bottom_bias: By layer, attention on the bottom third of the grid over what an even map has there: 1 is no bias.
             None without a grid.
-        regions: Share of the attention to the image on each ninth of it, `[top to bottom][left to right]`, averaged
-            over layers; they sum to 1. None without a grid.
     """
 
     question: str
@@ -198,7 +196,6 @@ class Attention:
     image_share: list[float]
     entropy: list[float]
     bottom_bias: list[float] | None
-    regions: list[list[float]] | None
     layers: list[int]
 
 

@@ -95,7 +95,6 @@ def attention_maps(
         image_share=shares,
         entropy=[relative_entropy(each) for each in maps],
         bottom_bias=None if grid is None else [bottom_bias(each) for each in maps],
-        regions=None if grid is None else thirds(torch.stack(maps).mean(0)).tolist(),
         layers=list(received),
     )
 
@@ -146,19 +145,9 @@ def bottom_bias(shares: Tensor) -> float:
 
     Where three does not divide the number of rows, the row at the edge counts in part.
     """
-    return 3 * thirds(shares)[-1].sum().item()
-
-
-def thirds(shares: Tensor) -> Tensor:
-    """Shares `(rows, columns)` gathered into thirds of both, `(3, 3)`; cells that lie across an edge count in part."""
-
-    def weights(cells: int) -> Tensor:
-        edges = torch.arange(cells + 1, dtype=shares.dtype)
-        ends = torch.arange(1, 4, dtype=shares.dtype).unsqueeze(-1) * cells / 3
-        covered = torch.minimum(edges, ends).diff(dim=-1)  # of each cell, up to the end of each third
-        return covered.diff(dim=0, prepend=torch.zeros_like(covered[:1]))
-
-    return weights(shares.shape[0]) @ shares @ weights(shares.shape[1]).T
+    rows = len(shares)
+    weights = (torch.arange(1, rows + 1, dtype=shares.dtype) - 2 * rows / 3).clamp(0, 1)  # of each row, in that third
+    return 3 * (weights @ shares.sum(1)).item()
 
 
 def _positions(parts: Parts, inputs: Mapping[str, Any], special_ids: Iterable[int]) -> tuple[Tensor, Tensor]:

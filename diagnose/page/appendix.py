@@ -4,7 +4,6 @@
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from statistics import fmean
 
 from ..findings import attention_mean, attention_spread
 from ..paper import paper_tables
@@ -95,18 +94,7 @@ def attention_tables(models: Sequence[Report]) -> list[Table]:
     ]
     columns = ["Model", "Questions", "Share of the image", "Entropy", "Bottom bias"]
     caption = "Attention from the text after an image to the image, mean over layers and questions ± standard error."
-    tables = [Table(caption, columns, over_all), by_question]
-    ninths = []
-    for name, model in zip(names(models), models, strict=True):
-        if regions := [each.regions for each in model.attention if each.regions]:
-            shares = [fmean(each[row][column] for each in regions) for row in range(3) for column in range(3)]
-            ninths.append([name, *(number(share, 3) for share in shares)])
-    if ninths:
-        groups = [("", 1), ("Top", 3), ("Middle", 3), ("Bottom", 3)]
-        columns = ["Model", *["Left", "Centre", "Right"] * 3]
-        caption = "Share of the attention to the image on each ninth of it, mean over layers and questions."
-        tables.append(Table(caption, columns, ninths, groups=groups))
-    return tables
+    return [Table(caption, columns, over_all), by_question]
 
 
 def _spread(spread: tuple[float, float | None] | None) -> str:

@@ -66,7 +66,6 @@ def attention_of(question, layers, grid, image=None, sharp=2.0):
         image_share=[0.1 + 0.3 * layer / layers for layer in range(layers)],
         entropy=[float(-(each * np.log(each)).sum() / math.log(each.size)) for each in maps],
         bottom_bias=None if grid is None else [0.5 + layer / layers for layer in range(layers)],
-        regions=None if grid is None else [[1 / 9] * 3] * 3,
         layers=list(range(1, layers + 1)),
     )
 

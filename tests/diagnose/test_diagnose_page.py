@@ -68,7 +68,7 @@ def hostile() -> tuple[Report, Report]:
     """Two reports with words that a page must neither run nor be stretched by."""
     endless = "x" * 150
     table = EmbeddingTable(endless, 0.69, 0.16, 9, [TopToken(7, HOSTILE, 2.5), TopToken(8, endless, 2.0)])
-    asked = Attention(HOSTILE + endless, None, None, [[[0.5, 0.5]]], [0.2], [0.9], None, None, [1])
+    asked = Attention(HOSTILE + endless, None, None, [[[0.5, 0.5]]], [0.2], [0.9], None, [1])
     report = diagnosed(
         1.0, "layer_norm", HOSTILE, embeddings=table, attention=[asked], left_out=[HOSTILE], data=endless
     )

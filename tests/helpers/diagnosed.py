@@ -103,5 +103,4 @@ def _depth(entry: dict[str, float]) -> Depth:
 def _attention(question: str, bottom: float) -> Attention:
     even = [[1 / 16] * 4] * 4
     curves = [0.18] * LAYERS, [0.93] * LAYERS, [bottom] * LAYERS
-    ninths = [[1 / 9] * 3] * 3
-    return Attention(question, None, (4, 4), [even] * LAYERS, *curves, ninths, list(range(1, LAYERS + 1)))
+    return Attention(question, None, (4, 4), [even] * LAYERS, *curves, list(range(1, LAYERS + 1)))
