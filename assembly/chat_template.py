@@ -10,13 +10,16 @@ generate; they come from edits written for known families, and are kept only whe
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from importlib.resources import files
 from typing import Any
 
 import yaml
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 
@@ -194,10 +197,13 @@ def _candidates(template: str) -> Iterator[tuple[str, str, bool]]:
             pairs = [[edit[side].replace("NL", line_break) for side in ("find", "replace")] for edit in edits]
             if all(find in template for find, _ in pairs):
                 yield reduce(lambda text, pair: text.replace(*pair), pairs, template), f"marks for {family}", True
-    for shipped in (trl := files("trl") / "chat_templates").iterdir():
-        original = shipped.name.replace("_training.jinja", ".jinja")
-        if original != shipped.name and (trl / original).read_text(encoding="utf-8") == template:
-            yield shipped.read_text(encoding="utf-8"), f"marks from TRL's {shipped.name}", False
+    from trl.chat_template_utils import get_training_chat_template  # takes seconds, and most need it not
+
+    # TRL asks for a tokenizer, of which nothing but the template matters: this one has no token.
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), chat_template=template, **_STAND_INS)
+    with suppress(Exception):  # a template that TRL does not know, or that refuses TRL's conversation in its own way
+        if marked := get_training_chat_template(tokenizer):
+            yield marked, "marks from TRL", False
 
 
 def _markable(render: Renderer) -> Iterator[tuple[str, Messages, list | None]]:

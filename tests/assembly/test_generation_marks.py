@@ -85,7 +85,7 @@ def test_variants_of_a_family_are_known_by_their_statements():
 @pytest.mark.parametrize("name", ["cohere", "cohere2", "lfm2", "lfm2_v2", "qwen2_5_vl", "qwen3_vl"])
 def test_marks_from_trl_are_used_where_we_have_no_edit(name):
     new = multimodal_chat_template(SHIPPED[name])
-    assert new.generation_marks and f"{name}_training.jinja" in new.source
+    assert new.generation_marks and new.source.endswith("marks from TRL")
     first, second = marked(new.template, parts(chat("What?", "A kite.", "And?", "Two."), {"type": "image"}))
     assert "A kite." in first and first.rstrip().endswith(">") and "What?" not in first
     assert "Two." in second and "And?" not in second
