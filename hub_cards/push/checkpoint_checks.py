@@ -31,14 +31,14 @@ _SAVE_AGAIN = "Load the checkpoint with this package and save it to another fold
 
 
 def check_contents(contents: Contents, token: str | None) -> None:
-    """Refuses to send tokens, other secrets, local paths and pickles.
+    """Refuses to send tokens, paths of this machine and pickles.
 
     Args:
         contents: What would be sent.
         token: That of the person who publishes.
 
     Raises:
-        ValueError: Some of it is there; the message lists every place. A secret is shown as its first 4 characters.
+        ValueError: Some of it is there; the message lists every place. A token is shown as its first 4 characters.
     """
     _raise(find_private(contents, token), "This must not be published")
 
