@@ -3,10 +3,8 @@
 """How a run's options are found, and what follows from them: the command line overrides the recipe, that the stage."""
 
 import difflib
-import math
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from trl import TrlParser
 
@@ -78,12 +76,3 @@ def check_stream(streaming: bool, args: NormAlignConfig) -> None:
         raise ValueError("A streamed data set has no length. Say how long to train with max_steps.")
     if streaming and args.train_sampling_strategy == "group_by_length":
         raise ValueError("train_sampling_strategy group_by_length needs data in memory, not a stream.")
-
-
-def optimizer_steps(args: NormAlignConfig, rows: Any) -> int:
-    """Steps of the whole run, as the Trainer counts them."""
-    if args.max_steps > 0:
-        return args.max_steps
-    whole = math.floor if args.dataloader_drop_last else math.ceil
-    batches = whole(len(rows) / (args.per_device_train_batch_size * args.world_size))
-    return math.ceil(args.num_train_epochs * max(1, math.ceil(batches / args.gradient_accumulation_steps)))

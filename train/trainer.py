@@ -36,7 +36,7 @@ from .collator import ConversationCollator
 from .depth_probe import CosineProbe
 from .inputs import own_config, own_data, own_model, own_processor, own_rows, rates_of
 from .model import MODULES, base_model, freeze, projector_norm
-from .options import accumulation_steps, check_stream, optimizer_steps
+from .options import accumulation_steps, check_stream
 from .progress import ProgressLines
 from .record import Clock, training_record
 from .samples import SampleCallback
@@ -165,12 +165,14 @@ class NormAlignTrainer(SteppingTrainer):
         self._hook(processing_class)
         if self.is_fsdp_enabled:
             name_fsdp_units(self.accelerator.state.fsdp_plugin, base_model(self.model))
+        batch_size, drop_last = args.train_batch_size * args.world_size, args.dataloader_drop_last
+        batches = DataLoader(self.train_dataset, batch_size, drop_last=drop_last)  # counted, never read
         self.facts = summary(
             self.model,
             args,
             rates,
             report,
-            steps=optimizer_steps(args, train_dataset),
+            steps=self.set_initial_training_values(args, batches)[-1],
             tokens_per_image=model.config.image_seq_length,
         )
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}

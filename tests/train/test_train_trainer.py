@@ -294,3 +294,12 @@ def test_language_models_of_experts_and_of_convolutions_as_linear_layers_train(t
     trainer = training.trainer(tmp_path / "b", gpt2, use_peft=True, max_steps=1)
     trainer.train()
     assert any("c_attn.lora_A" in name for name, _ in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("drop_last, steps", [(False, 6), (True, 5)])
+def test_the_steps_that_are_announced_are_those_of_the_run(checkpoint, tmp_path, drop_last, steps):
+    rows = training.rows(13)
+    options = dict(max_steps=-1, num_train_epochs=1.5, global_batch_size=4, dataloader_drop_last=drop_last)
+    trainer = training.trainer(tmp_path, checkpoint, rows, **options)
+    trainer.train()
+    assert trainer.facts["steps"] == trainer.state.max_steps == trainer.state.global_step == steps
