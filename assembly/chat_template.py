@@ -39,10 +39,6 @@ def _preamble(image_token: str, reads_lists: bool = False) -> str:
     return re.sub("|".join(values), lambda match: values[match[0]], _PREAMBLE)
 
 
-VICUNA_TEMPLATE = _preamble("<image>") + _VICUNA
-"""Vicuna v1.1 with images and generation marks, for models without a template: `USER: ... ASSISTANT: ...</s>`."""
-
-
 @dataclass(frozen=True)
 class MultimodalTemplate:
     """A chat template for images and text.
@@ -63,7 +59,7 @@ def multimodal_chat_template(template: str | None, *, image_token: str = "<image
     """Make a language model's chat template read images.
 
     Args:
-        template: The language model's own template. `None`, for a model without one, gives [`VICUNA_TEMPLATE`].
+        template: The language model's own template. `None`, for a model without one, gives Vicuna v1.1's.
         image_token: The token each `{"type": "image"}` part becomes. Text parts become their text; parts keep their
             order and nothing is put between them.
 

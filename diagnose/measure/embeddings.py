@@ -12,24 +12,10 @@ from ...modeling_normalign_llava import embedding_row_norms, mean_embedding_norm
 from ..report import EmbeddingTable, Interface, Moments, Report, TopToken
 
 
-def embedding_table(model: str | Path, *, top: int = 10, revision: str | None = None) -> EmbeddingTable:
-    """The table of a language model or a vision-language model, of whose weights the embeddings alone are read.
-
-    Args:
-        model: Folder, weight file or Hub repository, as [`~normalign_llava.gain.embedding_statistics`] takes it.
-        top: How many tokens of largest norm to name.
-        revision: Branch, tag or commit of the Hub repository.
-
-    Raises:
-        ValueError: What [`~normalign_llava.gain.embedding_statistics`] raises.
-    """
-    return _table(embedding_statistics(str(model), top=top, revision=revision))
-
-
 def embedding_table_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str, top: int = 10
 ) -> EmbeddingTable:
-    """The same of a model in memory, sharded and offloaded ones too.
+    """The table of a model in memory, sharded and offloaded ones too.
 
     Args:
         model: A language model or a vision-language model, whose image token's row then does not count.
@@ -65,7 +51,8 @@ def probe_language(model: str | Path, *, top: int = 10, revision: str | None = N
     """What can be said of a language model alone: norms of its embeddings, as stored and as its decoder receives them.
 
     Args:
-        model: As [`embedding_table`] takes it.
+        model: Folder, weight file or Hub repository, as [`~normalign_llava.assembly.gain.embedding_statistics`]
+            takes it.
         top: How many tokens of largest norm to name.
         revision: Branch, tag or commit of the Hub repository.
 
@@ -74,7 +61,7 @@ def probe_language(model: str | Path, *, top: int = 10, revision: str | None = N
         report of a vision-language model has besides.
 
     Raises:
-        ValueError: What [`embedding_table`] raises.
+        ValueError: What [`~normalign_llava.assembly.gain.embedding_statistics`] raises.
     """
     statistics = embedding_statistics(str(model), top=top, revision=revision)
     table, scale = _table(statistics), statistics.scale

@@ -35,7 +35,18 @@ def next_norm(norm: float, update: float, angle: float) -> float:
 
 
 def retention_factor(omega_visual: float, omega_text: float) -> float:
-    """lambda = cos(omega_v) cos(omega_t) (eq. 16): what Theorem 1 keeps of a pair's expected cosine at one layer."""
+    """lambda = cos(omega_v) cos(omega_t) (eq. 16): what Theorem 1 keeps of a pair's expected cosine at one layer.
+
+    Of rotations below pi/2 with the same product of tangents, equal ones have the largest lambda (Lemma 1), by
+    1 / lambda^2 = 1 + p^2 + tan^2(omega_v) + tan^2(omega_t), with p the product, and AM-GM. What is fixed decides:
+
+    - a fixed product of the angles or a fixed sum of the angles: equal rotations are best too;
+    - a fixed sum of the tangents: only while their mean is at most 1 (pi/4); above, equal rotations are not best;
+    - one rotation over pi/2: lambda is negative, and equal sizes of the tangents make it *smallest*;
+    - **a fixed text rotation, which is what aligning the visual norm to text's leaves fixed: lambda then falls as
+      omega_v grows to meet omega_t.** Under Theorem 1 a token that turns loses cosine, and inertia preserves it; the
+      lemma does not compare a model before and after norm alignment.
+    """
     return math.cos(omega_visual) * math.cos(omega_text)
 
 
@@ -83,35 +94,13 @@ def expected_cosine(
     )
 
 
-def balanced_retention(omega_visual: float, omega_text: float) -> float:
-    """lambda of two equal rotations with the same product of tangents (Lemma 1): never below `retention_factor`.
-
-    Holds for rotations below pi/2, by 1 / lambda^2 = 1 + p^2 + tan^2(omega_v) + tan^2(omega_t), with p the product of
-    the tangents, and AM-GM. What is held fixed decides:
-
-    - a fixed product of the angles or a fixed sum of the angles: equal rotations are best too;
-    - a fixed sum of the tangents: only while their mean is at most 1 (pi/4); above, equal rotations are not best;
-    - one rotation over pi/2: lambda is negative, and equal sizes of the tangents make it *smallest*;
-    - **a fixed text rotation, which is what aligning the visual norm to text's leaves fixed: lambda = cos(omega_v)
-      cos(omega_t) then falls as omega_v grows to meet omega_t.** Under Theorem 1 a token that turns loses cosine, and
-      inertia preserves it; the lemma does not compare a model before and after norm alignment.
-
-    Raises:
-        ValueError: A rotation is outside [0, pi/2).
-    """
-    for name, omega in (("omega_visual", omega_visual), ("omega_text", omega_text)):
-        if not 0 <= omega < math.pi / 2:
-            raise ValueError(f"{name} is {omega}. Lemma 1 holds for rotations of at least 0 and below pi/2.")
-    return 1 / (1 + math.tan(omega_visual) * math.tan(omega_text))
-
-
 def lag_angle(cosine_imbalanced: float, cosine_balanced: float) -> float:
     """Lag angle delta = theta_imbalanced - theta_balanced (eq. 17), from the expected cosines of the two cases.
 
     Positive after layers that obey Theorem 1 if the pair starts from the same cosine > 0 and each layer's lambda is
     smaller in the imbalanced case (Lemma 1's comparison). From a cosine of 0 there is no lag; from a negative one the
     sign turns round, as decay brings an obtuse angle *nearer*; and compared with a pair whose norms are both text's,
-    it is negative (see `balanced_retention`).
+    it is negative (see `retention_factor`).
     """
     return math.acos(cosine_imbalanced) - math.acos(cosine_balanced)
 

@@ -27,7 +27,7 @@ from ...diagnose.report import PAGE, REPORT, SCHEMA_VERSION
 from ..card.evaluation import FOLDER as EVALUATION
 
 
-DIAGNOSTICS, RESULTS, TEMPLATES = "diagnostics", ".eval_results", "chat_templates"
+DIAGNOSTICS, TEMPLATES = "diagnostics", "chat_templates"
 CODE = ("configuration_normalign_llava.py", "modeling_normalign_llava.py")
 
 ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -45,7 +45,6 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     TEMPLATES: {"processor": ("*.jinja",)},
     EVALUATION: {"evaluation": ("*.json",)},
-    RESULTS: {"evaluation": ("*.yaml",)},
     DIAGNOSTICS: {"record": (REPORT,)},
 }
 """Folder -> kind -> names, as patterns. Weights are those that load, and figures those that `report.json` names."""

@@ -23,7 +23,6 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 
 from normalign_llava.assembly.chat_template import (
-    VICUNA_TEMPLATE,
     MultimodalTemplate,
     check_chat_template,
     multimodal_chat_template,
@@ -114,7 +113,7 @@ def test_vicuna_written_out():
     )
     messages = chat("What?", "A kite.", "And?")
     new = multimodal_chat_template(None)
-    assert new.template == VICUNA_TEMPLATE and new.generation_marks
+    assert new.generation_marks
     assert render(new.template, parts(messages, {"type": "image"}), add_generation_prompt=True) == (
         f"<s>{system}USER: <image>What? ASSISTANT: A kite.</s>USER: And? ASSISTANT:"
     )

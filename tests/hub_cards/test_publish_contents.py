@@ -94,7 +94,7 @@ def test_of_a_trainers_checkpoint_the_model_is_sent_alone(built, tmp_path):
 def test_everything_else_is_left_with_a_reason(checkpoint):
     add(checkpoint, "samples/step-1.json", "dropped_rows.jsonl", "pytorch_model.bin", "notes.txt", ".env", "my.py")
     add(checkpoint, ".cache/token", "evaluation/samples/pope.json", "tokenizer.pkl", "LICENSE.pt", "tf/config.json")
-    add(checkpoint, "LICENSE", "LICENSE-LLAMA.txt", "NOTICE", "evaluation/pope.json", ".eval_results/pope.yaml")
+    add(checkpoint, "LICENSE", "LICENSE-LLAMA.txt", "NOTICE", "evaluation/pope.json")
     add(checkpoint, "chat_templates/tools.jinja", "README.md", "dynamics.jsonl", "training.json")
     found = contents(checkpoint)
     assert found.left == {
@@ -114,7 +114,6 @@ def test_everything_else_is_left_with_a_reason(checkpoint):
         ("LICENSE", "record"),
         ("LICENSE-LLAMA.txt", "record"),
         ("NOTICE", "record"),
-        (".eval_results/pope.yaml", "evaluation"),
         ("chat_templates/tools.jinja", "processor"),
         ("dynamics.jsonl", "record"),
         ("evaluation/pope.json", "evaluation"),
@@ -193,11 +192,11 @@ def test_a_folder_of_the_hubs_cache_can_be_sent(checkpoint, tmp_path):
 
 
 def test_what_is_generated_wins(checkpoint):
-    add(checkpoint, "README.md", ".eval_results/old.yaml")
-    card = {"README.md": b"# The card\n", ".eval_results/new.yaml": b"- a: 1\n"}
+    add(checkpoint, "README.md", "evaluation/old.json")
+    card = {"README.md": b"# The card\n", "evaluation/new.json": b"{}\n"}
     found = {content.path: content for content in contents(checkpoint, card).sent}
     assert found["README.md"].source == b"# The card\n" and found["README.md"].size == 11
-    assert found[".eval_results/new.yaml"].kind == "evaluation" and ".eval_results/old.yaml" in found
+    assert found["evaluation/new.json"].kind == "evaluation" and "evaluation/old.json" in found
     with pytest.raises(ValueError, match="notes.txt is not on the list"):
         contents(checkpoint, {"notes.txt": b""})
 
