@@ -111,20 +111,13 @@ def find(model: str, *, trust_remote_code: bool = False) -> Found:
     return Found(kind, name, source, processor, None, cls, config, trust)
 
 
-def load(
-    found: Found,
-    *,
-    dtype: str | torch.dtype = "auto",
-    load_in_4bit: bool = False,
-    device_map: str | dict[str, Any] | None = None,
-) -> PreTrainedModel:
-    """Loads the weights of a vision-language model or a vision encoder, in eval mode.
+def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False) -> PreTrainedModel:
+    """Loads the weights of a vision-language model or a vision encoder, in eval mode, on a GPU where there is one.
 
     Args:
         found: What `find` gave.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the checkpoint's own.
         load_in_4bit: Quantize to 4 bits with bitsandbytes while loading.
-        device_map: As in `from_pretrained`; by default `"auto"` where there is a CUDA device, else the CPU.
 
     Raises:
         ValueError: The checkpoint lacks tensors, or `dtype` is unknown.
@@ -136,7 +129,7 @@ def load(
             torch_dtype(dtype),
             config=found.config,
             trust_remote_code=found.remote,
-            device_map=device_map or ("auto" if torch.cuda.is_available() else None),
+            device_map="auto" if torch.cuda.is_available() else None,
             quantization_config=BitsAndBytesConfig(load_in_4bit=True) if load_in_4bit else None,
         ).eval()
 

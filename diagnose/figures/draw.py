@@ -12,20 +12,14 @@ from .interface import embeddings, interface, paper_interface
 from .style import Sketch, save, shown
 
 
-def draw(
-    report: Report,
-    against: Report | None,
-    output: Path,
-    *,
-    images: Path | None = None,
-) -> list[Drawing]:
+def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
     """Draws everything that the reports hold, and leaves out what they do not.
 
     Args:
         report: Of the model in question.
         against: Of the baseline, drawn on the same axes.
-        output: Folder for the PNG files, 7.5 inches wide at 150 dots per inch.
-        images: Folder of the images that the attention is on; by default `output`.
+        output: Folder for the PNG files, 7.5 inches wide at 150 dots per inch; the images that the attention is on
+            lie there.
 
     Returns:
         The figures in reading order.
@@ -41,7 +35,7 @@ def draw(
         embeddings(models),
         dynamics(models),
         training(models),
-        *attention_figures(models, output if images is None else images),
+        *attention_figures(models, output),
         predicted(models),
     ]
     return [save(sketch, output) for sketch in sketches if sketch is not None]

@@ -22,7 +22,6 @@ def attention_maps(
     batch: Mapping[str, Tensor],
     *,
     question: str,
-    image: str | None = None,
     special_ids: Iterable[int] = (),
 ) -> Attention:
     """Attention from the text after an image to the image, for every layer, of one question.
@@ -42,7 +41,6 @@ def attention_maps(
         model: A vision-language model of transformers, in any precision, quantized, offloaded or with PEFT adapters.
         batch: Inputs of its forward pass for one sequence. Labels are ignored.
         question: What was asked, for the result.
-        image: The image's file, for the result.
         special_ids: Ids of special tokens, besides those that the configuration names; none of them is text.
 
     Returns:
@@ -89,7 +87,7 @@ def attention_maps(
     maps = [(row / share).reshape(grid or (1, -1)) for row, share in zip(received.values(), shares, strict=True)]
     return Attention(
         question=question,
-        image=image,
+        image=None,
         grid=grid,
         maps=[each.tolist() for each in maps],
         image_share=shares,

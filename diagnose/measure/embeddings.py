@@ -47,14 +47,13 @@ def embedding_table_of(
     )
 
 
-def probe_language(model: str | Path, *, top: int = 10, revision: str | None = None) -> Report:
+def probe_language(model: str | Path, *, top: int = 10) -> Report:
     """What can be said of a language model alone: norms of its embeddings, as stored and as its decoder receives them.
 
     Args:
         model: Folder, weight file or Hub repository, as [`~normalign_llava.assembly.gain.embedding_statistics`]
             takes it.
         top: How many tokens of largest norm to name.
-        revision: Branch, tag or commit of the Hub repository.
 
     Returns:
         The report: `embeddings`, and of `interface` `vocabulary_raw`, `vocabulary` and `scale`; `left_out` says what a
@@ -63,10 +62,10 @@ def probe_language(model: str | Path, *, top: int = 10, revision: str | None = N
     Raises:
         ValueError: What [`~normalign_llava.assembly.gain.embedding_statistics`] raises.
     """
-    statistics = embedding_statistics(str(model), top=top, revision=revision)
+    statistics = embedding_statistics(str(model), top=top)
     table, scale = _table(statistics), statistics.scale
     path = Path(model).expanduser()
-    config = _config(str(path.parent if path.is_file() else path if path.exists() else model), revision)
+    config = _config(str(path.parent if path.is_file() else path if path.exists() else model), None)
     left_out = [
         "Visual tokens, the projector and the ratio of visual to text norms were not measured: a language model alone "
         "has none of them.",

@@ -188,8 +188,8 @@ def test_queries_that_are_zero_look_everywhere_evenly():
     model, batch = tiny.model(), tiny.inputs(text=3)
     for layer in model.get_decoder().layers:
         torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
-    found = ask(model, batch, image="image.png")
-    assert (found.question, found.image, found.grid) == ("What is this?", "image.png", (2, 2))
+    found = ask(model, batch)
+    assert (found.question, found.image, found.grid) == ("What is this?", None, (2, 2))
     assert found.maps == [[[pytest.approx(1 / 4)] * 2] * 2] * 2
     expected = (4 / 6 + 4 / 7 + 4 / 8) / 3  # one token before the image's four, three after
     assert found.image_share == pytest.approx([expected] * 2)
