@@ -17,9 +17,6 @@ from normalign_llava.assembly.chat_template import multimodal_chat_template
 from normalign_llava.data.arguments import DataArguments
 
 
-TOKENS_PER_IMAGE = 4
-
-
 def processor(tokenizer=None, template=tiny_parts.CHATML) -> LlavaProcessor:
     """16-pixel images of 4 tokens; by default one token a letter, whose end-of-turn token is its padding token."""
     tokenizer = tokenizer or tiny_parts.tokenizer()
