@@ -60,7 +60,8 @@ def hub_model(model: str, revision: str | None = None) -> ModelInfo:
         ) from error
     except (HTTPError, OSError) as error:
         raise ValueError(
-            f"{here}, and the Hub ({constants.ENDPOINT}) cannot be asked: {error} Check the name and your connection."
+            f"{here}, and the Hub ({constants.ENDPOINT}) cannot be asked: {str(error).rstrip('. ')}. "
+            "Check the name and your connection."
         ) from error
 
 
@@ -92,6 +93,8 @@ def check_folder(folder: str | os.PathLike) -> None:
 
 def check_adapter(adapter: str | os.PathLike) -> None:
     """Raises ValueError unless the folder holds an adapter: its configuration and its weights."""
+    if not Path(adapter).exists():
+        raise ValueError(f"There is no folder {adapter}. Check the path of the adapter.")
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (Path(adapter) / name).is_file():
             raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from trl import ModelConfig, SFTConfig
 
 from ..data.arguments import check_choice
+from .command import CHOICES
 from .refused import check_refused, check_trackers
 
 
@@ -139,8 +140,8 @@ class NormAlignConfig(SFTConfig):
     )
 
     def __post_init__(self):
-        check_choice(self, "stage", (None, *STAGES))
-        check_choice(self, "arm", (None, "none", "unit", "aligned", "gwc"))
+        check_choice(self, "stage", (None, *CHOICES["stage"]))
+        check_choice(self, "arm", (None, *CHOICES["arm"]))
         self.learning_rate_is_given = self.learning_rate is not None
         decided = {**BOTH_STAGES, **STAGES[self.stage]} if self.stage else {}
         for name in ("learning_rate", "per_device_train_batch_size", "global_batch_size", *BOTH_STAGES):
@@ -153,7 +154,7 @@ class NormAlignConfig(SFTConfig):
         check_trackers(self.report_to)
         if self.do_eval and self.eval_strategy == "no":
             raise ValueError("do_eval alone evaluates nothing. Say when with eval_strategy.")
-        check_choice(self, "bad_steps", ("stop", "skip"))
+        check_choice(self, "bad_steps", CHOICES["bad_steps"])
         if self.bad_steps == "skip" and self.deepspeed_plugin is not None:
             raise ValueError(
                 "bad_steps cannot be 'skip' with DeepSpeed, which takes its steps by itself. Leave it out."

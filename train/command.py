@@ -17,12 +17,21 @@ from rich.table import Table
 
 from ..checkpoint.find import find_checkpoint
 from ..data.arguments import DataArguments, DataSource
+from .refused import REFUSED, check_flags
 
 
 RECIPES = files(__package__) / "recipes"
 USAGE = "normalign train RECIPE [--option value ...]"
 DATA = ("dataset_name", "eval_dataset_name", "image_folder")
 NO_MODEL = "Make it with `normalign build` or the stage before, or name another with --model_name_or_path."
+
+CHOICES = {
+    "stage": ("align", "tune"),
+    "arm": ("none", "unit", "aligned", "gwc"),
+    "bad_rows": ("stop", "skip"),
+    "bad_steps": ("stop", "skip"),
+}
+"""Values of our own options that are told from mistakes before TRL is imported."""
 
 OPTIONS = {
     "Checkpoint": {
@@ -111,6 +120,9 @@ def check_words(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("config", "model_name_or_path", "model_revision", "hub_token", *DATA):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
+    flags = [name for name in REFUSED if name != "assistant_only_loss"]
+    for name in (*CHOICES, *flags):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
     given, _ = parser.parse_known_args(with_recipe_file(words))
     if given.hub_token:
         raise ValueError(
@@ -119,6 +131,10 @@ def check_words(words: Sequence[str]) -> None:
         )
     options = read_recipe(given.config) if given.config else {}
     options |= {name: value for name, value in vars(given).items() if value is not None}
+    for name, values in CHOICES.items():
+        if (value := options.get(name)) is not None and value not in values:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}.")
+    check_flags({name: options.get(name) for name in flags})
     if not (model := options.get("model_name_or_path")):
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, made by `normalign build`.")
     find_checkpoint(str(model), options.get("model_revision"), remedy=NO_MODEL)

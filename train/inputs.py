@@ -126,7 +126,10 @@ def own_rows(
         ValueError: What [`prepare_rows`] raises.
     """
     if not isinstance(rows, Dataset | IterableDataset):
-        raise TypeError(f"{name} is a {type(rows).__name__}. Give a Dataset, as Dataset.from_list makes, or a stream.")
+        raise TypeError(
+            f"{name} is a {type(rows).__name__}. Give a Dataset, as Dataset.from_list makes, or a stream, "
+            f"by name: {name}=ROWS."
+        )
     if not isinstance(collator, ConversationCollator):
         return rows, None
     return prepare_rows(

@@ -3,9 +3,11 @@
 """Options of TRL and the Trainer that would do nothing here, or harm; `docs/options.md` has the others."""
 
 from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
-from transformers.integrations import get_reporting_integration_callbacks
-from trl import SFTConfig
+
+if TYPE_CHECKING:
+    from trl import SFTConfig
 
 
 _PACKING = "TRL packs no rows with images"
@@ -43,16 +45,29 @@ REFUSED: dict[str, str] = {
 """Why an option cannot be used, and what there is in its place."""
 
 
-def check_refused(args: SFTConfig) -> None:
+def check_flags(given: dict[str, Any]) -> None:
+    """[`check_refused`] of the flags on a command line, as far as it needs no TRL."""
+    for name, value in given.items():
+        if name in REFUSED and str(value).lower() == "true":
+            raise ValueError(_sentence(name))
+
+
+def _sentence(name: str) -> str:
+    return f"{name} cannot be used here: {REFUSED[name]}. Leave it out."
+
+
+def check_refused(args: "SFTConfig") -> None:
     """Raises ValueError, which names it and says why, if one of `REFUSED` is not its default; None is not given."""
     for field in fields(args):
         value = getattr(args, field.name)
         if field.name in REFUSED and value is not None and value != field.default:
-            raise ValueError(f"{field.name} cannot be used here: {REFUSED[field.name]}. Leave it out.")
+            raise ValueError(_sentence(field.name))
 
 
 def check_trackers(names: list[str]) -> None:
     """Raises ValueError if one of `report_to` is unknown or not installed: the Trainer looks when all is loaded."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
     for name in names:
         for callback in get_reporting_integration_callbacks([name]):
             try:

@@ -78,6 +78,7 @@ def test_the_hub_is_asked_once_and_only_of_what_may_be_there(tmp_path):
         assert len(hub.requests) == count
     (unreachable,) = asked([["user/none", None, False]], environment)
     assert unreachable.startswith(f"user/none is no file or folder here, and the Hub ({hub.url}) cannot be asked: ")
+    assert unreachable.endswith(". Check the name and your connection.")
     (offline,) = asked([["user/none", None, False]], environment | {"HF_HUB_OFFLINE": "1"})
     assert offline.startswith("user/none is no file or folder here, and the Hub") and "offline" in offline
     assert asked([["user/model", None, False]], environment) == ["user/model"]

@@ -475,7 +475,7 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
         (ValueError, "The model names no folder to load its processor from", dict(model=unnamed)),
         (ValueError, "formatting_func makes text of rows", dict(formatting_func=str)),
         (TypeError, "train_dataset is a list. Give a Dataset, as Dataset.from_list", dict(train_dataset=[plain(1)])),
-        (TypeError, "train_dataset is a NoneType", dict(train_dataset=None)),
+        (TypeError, "train_dataset is a NoneType.*by name: train_dataset=ROWS", dict(train_dataset=None)),
         (ValueError, "global_batch_size 3 is not a multiple", dict(args=dict(global_batch_size=3))),
     ):
         args = options(tmp_path, **given.pop("args", {}))
