@@ -68,7 +68,7 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
         for folder, missing in passed_over.items():
             console.print(f"Passed over {folder}, which is not complete. It lacks: {'; '.join(missing)}.")
         whence = f"from {found}" if found else f"from the beginning: {output_dir} holds no complete checkpoint"
-        console.print(f"Going on {whence}.")
+        console.print(f"Resuming {whence}.")
     return found
 
 

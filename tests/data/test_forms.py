@@ -211,7 +211,7 @@ def test_align_without_an_image_is_an_error(processor, tmp_path, streaming):
 UNREAD = {
     "column img": {"img": "red.png", **llava("Q", "A")},
     "column image_path": {"image_path": "red", **llava("Q", "A")},
-    "column image": {"image": {"bytes": None, "path": "x"}, **llava("Q", "A")},
+    "column photo": {"photo": {"bytes": None, "path": "x"}, **llava("Q", "A")},
     "column photo_urls": {"photo_urls": ["http://host/red"], **llava("Q", "A")},
     "column seen": {"seen": "https://host/red.JPG?size=3", **llava("Q", "A")},
     "column drawing": {"drawing": f"data:image/png;base64,{'A' * 100}", **llava("Q", "A")},
@@ -246,7 +246,7 @@ def test_bytes_in_a_column_of_another_name(processor, tmp_path):
 
 def test_text_that_only_speaks_of_images_is_no_image(processor, tmp_path, caplog):
     rows = [
-        llava("What does <img src='a.png'> do, and <image></image>?", "It shows a.png."),
+        llava("What does <img src='a.png'> do, and <picture></picture>?", "It shows a.png."),
         llava("Write ![alt](a.png)", "Done.", image_count=0, model="image-1", image_id=7),
     ]
     assert len(read(write_json(tmp_path, rows), processor).train) == 2 and "not read" not in caplog.text

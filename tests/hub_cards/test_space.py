@@ -352,7 +352,7 @@ def test_the_demo_refuses_what_it_cannot_show(tmp_path, files, message):
 def test_nothing_is_written_beside_the_code():
     folder = Path(demo.__file__).parent
     assert {path.name for path in folder.parent.iterdir()} - {"__pycache__"} == {
-        "__init__.py", "app.py", "demo", "requirements.txt", "README.md.jinja",
+        "__init__.py", "app.py", "demo", "local.py", "publish.py", "requirements.txt", "README.md.jinja",
     }  # fmt: skip
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {
         "__init__.py", "asking.py", "figures.py", "measuring.py", "model.py", "page.py", "images.py",
@@ -363,6 +363,6 @@ def test_who_shows_no_page_imports_no_gradio():
     code = (
         "import sys, normalign_llava.hub_cards.{} as _; print(*sorted({{*sys.modules}} & {{'gradio', 'matplotlib'}}))"
     )
-    for module in ("demo", "publish", "cli", "space"):
+    for module in ("space.local", "push.publish", "card.write", "space"):
         command = [sys.executable, "-c", code.format(module)]
         assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "\n", module
