@@ -23,6 +23,9 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 from normalign_llava.assembly.build import build_checkpoint
 
 
+pytestmark = pytest.mark.slow
+
+
 ELSEWHERE = {
     "data.md": "data/test_forms.py",
     "trl.md": "train/test_trl_trainers.py",

@@ -12,6 +12,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
 from normalign_llava.assembly.build import build_checkpoint
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     root = tmp_path_factory.mktemp("remote")

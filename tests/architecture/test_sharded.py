@@ -11,6 +11,9 @@ import tiny
 from paths import HELPERS
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.mark.parametrize("mode", ["dtensor", "zero3"])
 def test_sharded_embeddings_are_gathered(tmp_path, mode):
     if mode == "zero3" and importlib.util.find_spec("deepspeed") is None:

@@ -38,6 +38,9 @@ from normalign_llava.assembly.build import ARMS, build_checkpoint, retrofit_chec
 from normalign_llava.diagnose.load import find, load
 
 
+pytestmark = pytest.mark.slow
+
+
 QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this"}]}]
 
 

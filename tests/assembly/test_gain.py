@@ -33,6 +33,9 @@ from normalign_llava.data.fetch import unpack
 from normalign_llava.quickstart.convert import convert_language
 
 
+pytestmark = pytest.mark.slow
+
+
 NAME = "model.embed_tokens.weight"
 
 

@@ -27,6 +27,9 @@ from normalign_llava.cli import BaseQuantization
 from normalign_llava.train.collator import ConversationCollator
 
 
+pytestmark = pytest.mark.slow
+
+
 LINEARS = r".*\.language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 NORM = "model.multi_modal_projector.norm."
 SAVED_NORM = "base_model.model." + NORM

@@ -25,6 +25,9 @@ from normalign_llava.hub_cards.card.write import is_ours, refresh_card
 from normalign_llava.train.run import main
 
 
+pytestmark = pytest.mark.slow
+
+
 BUILD = "import sys; from normalign_llava import build_checkpoint; build_checkpoint(*sys.argv[1:])"
 
 

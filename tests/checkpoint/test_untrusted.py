@@ -20,6 +20,9 @@ from normalign_llava.data.row_checks import token_lengths
 from normalign_llava.train.run import main as train
 
 
+pytestmark = pytest.mark.slow
+
+
 OPTIONS = ["--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--max_steps", "1", "--bf16", "false"]
 OPTIONS += ["--report_to", "none", "--disable_tqdm", "true"]
 

@@ -29,7 +29,7 @@ from normalign_llava.quickstart.convert import convert_language, convert_vision
 from normalign_llava.train.collator import ConversationCollator
 
 
-pytestmark = pytest.mark.usefixtures("archives")
+pytestmark = [pytest.mark.usefixtures("archives"), pytest.mark.slow]
 
 
 @cache

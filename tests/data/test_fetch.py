@@ -24,6 +24,9 @@ from normalign_llava.data.archives import Part
 from normalign_llava.data.fetch import FetchError, cache_dir, fetch, unpack
 
 
+pytestmark = pytest.mark.slow
+
+
 WHEEL, TARBALL = "tiny_part-1.0-py3-none-any.whl", "tiny-part-1.0.0.tgz"
 
 

@@ -12,6 +12,9 @@ from train_data import gigantic_png, image_bytes, jpeg_of_scans
 from normalign_llava.data.images import ImageRules, open_image
 
 
+pytestmark = pytest.mark.slow
+
+
 LIMIT = 1_000_000
 
 

@@ -22,6 +22,9 @@ from normalign_llava.data.rows import FEATURES, DroppedRows
 from normalign_llava.train.collator import ConversationCollator
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def processor():
     return train_data.processor()

@@ -29,6 +29,9 @@ from normalign_llava.diagnose.report import (
 )
 
 
+pytestmark = pytest.mark.slow
+
+
 def curve(values, spread=0.1):
     return Curve(mean=[float(value) for value in values], std=[float(spread * abs(value)) for value in values])
 

@@ -20,6 +20,9 @@ from normalign_llava.diagnose.measure.probe import probe
 from normalign_llava.diagnose.report import Moments
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.mark.parametrize("family", vlm_families.FAMILIES)
 def test_every_number_equals_the_reference(family):
     model, batch = vlm_families.make(family)

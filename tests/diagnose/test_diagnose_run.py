@@ -27,6 +27,9 @@ from normalign_llava.diagnose import findings, report
 from normalign_llava.diagnose.run import diagnose
 
 
+pytestmark = pytest.mark.slow
+
+
 DOCS = ROOT / "docs" / "report.md"
 
 

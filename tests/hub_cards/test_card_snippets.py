@@ -14,6 +14,9 @@ from normalign_llava.hub_cards.card.write import AdapterBase, render_card
 from normalign_llava.train.model import base_model
 
 
+pytestmark = pytest.mark.slow
+
+
 RUN = """
 import json
 from pathlib import Path

@@ -18,6 +18,9 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkp
 from normalign_llava.hub_cards.push.clean_process import QUESTION, Answer, ask_clean_process, difference
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     root = tmp_path_factory.mktemp("stranger")

@@ -16,6 +16,9 @@ import pytest
 from hub_server import HubServer
 
 
+pytestmark = pytest.mark.slow
+
+
 WEIGHTS = bytes(range(256)) * 4000
 CARD = "---\nlicense: mit\ntags:\n- tiny\nbase_model: acme/base\npipeline_tag: image-text-to-text\n---\n# Tiny\n"
 PREAMBLE = """

@@ -19,6 +19,9 @@ from normalign_llava.hub_cards.card.hand_written import insert_parts, settle
 from normalign_llava.hub_cards.push.manifest import Manifest
 
 
+pytestmark = pytest.mark.slow
+
+
 MANIFEST = "normalign_publication.json"
 MARK, END = "<!-- by hand: notes -->\n", "<!-- end by hand -->"
 

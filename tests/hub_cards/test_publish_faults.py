@@ -14,6 +14,9 @@ from publish_worker import Worker
 from normalign_llava.hub_cards.push.client import Client
 
 
+pytestmark = pytest.mark.slow
+
+
 COMMIT, PUT = r"POST .*/commit/", r"PUT "
 
 

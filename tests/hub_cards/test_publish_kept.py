@@ -11,6 +11,9 @@ from huggingface_hub import ModelCard, ModelCardData
 from publish_worker import Worker
 
 
+pytestmark = pytest.mark.slow
+
+
 HEAD, END = "<!-- by hand: notes -->\n", "<!-- end by hand -->"
 CREATE = "POST /api/repos/create"
 

@@ -26,6 +26,9 @@ from normalign_llava.hub_cards.space.demo.images import open_image
 from normalign_llava.hub_cards.space.local import run_demo
 
 
+pytestmark = pytest.mark.slow
+
+
 TOKENS = 200
 QUESTIONS = [("red", "what color is it?"), ("blue", "is there a circle?"), ("green", "what is in the image?")]
 

@@ -3,10 +3,14 @@
 import subprocess
 import sys
 
+import pytest
 import space_parts
 from browser import chromium, load
 from driving import Driver, insist, until
 from PIL import Image
+
+
+pytestmark = pytest.mark.slow
 
 
 SERVE = """

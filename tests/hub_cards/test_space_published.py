@@ -17,6 +17,9 @@ from packaging.requirements import Requirement
 from normalign_llava.hub_cards.space import GRADIO_VERSION, space_files
 
 
+pytestmark = pytest.mark.slow
+
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # Bars the package, and keeps a list of what the process connects to or looks up beyond this computer.
 SITECUSTOMIZE = """

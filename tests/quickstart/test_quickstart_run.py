@@ -26,6 +26,9 @@ from normalign_llava.quickstart.run import Journal, Settings, first_of_each_kind
 from normalign_llava.quickstart.train import stage
 
 
+pytestmark = pytest.mark.slow
+
+
 STEPS = {"max_steps": 2, "global_batch_size": 4, "per_device_train_batch_size": 2, "save_steps": 1}
 SHORT = Settings(
     stage1=stage("quickstart-align", **STEPS),

@@ -25,6 +25,9 @@ from normalign_llava.quickstart.train import rows_of, stage, train_stage, words
 from normalign_llava.train.run import main
 
 
+pytestmark = pytest.mark.slow
+
+
 COLOURS = ("red", "green", "blue")
 SHORT = {"max_steps": 3, "global_batch_size": 8, "per_device_train_batch_size": 4, "save_steps": 2}
 RECIPES = ("quickstart-align", "quickstart-tune")

@@ -26,6 +26,9 @@ from normalign_llava.serve.answering import Answer
 from normalign_llava.serve.run import _listening
 
 
+pytestmark = pytest.mark.slow
+
+
 IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
 CONTEXT = 256
 

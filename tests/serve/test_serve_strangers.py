@@ -23,6 +23,9 @@ from normalign_llava.serve import serve
 from normalign_llava.serve.answering import MAX_REQUESTS
 
 
+pytestmark = pytest.mark.slow
+
+
 FOREVER = {"messages": HI, "max_tokens": 10**9}
 
 

@@ -23,6 +23,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from normalign_llava.assembly.build import build_checkpoint
 
 
+pytestmark = pytest.mark.slow
+
+
 IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (40, 30), "red")]
 PROMPT = "<image> and <image>, which"
 

@@ -33,6 +33,9 @@ from normalign_llava.train.model import base_model, module_of
 from normalign_llava.train.run import main
 
 
+pytestmark = pytest.mark.slow
+
+
 COLOURS = ("red", "green", "blue", "white")
 SHORT = dict(
     max_steps=2,

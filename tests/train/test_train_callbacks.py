@@ -13,6 +13,9 @@ from normalign_llava.train.callbacks import PARTS
 from normalign_llava.train.model import base_model
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return build(tmp_path_factory.mktemp("parts"))

@@ -31,6 +31,9 @@ from normalign_llava.train.checkpoints import missing_from, newest_complete, wri
 from normalign_llava.train.resume import resolve_resume
 
 
+pytestmark = pytest.mark.slow
+
+
 class SafeTrainer(SFTTrainer):
     def _save_checkpoint(self, model, trial):
         with writing_checkpoint(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", 1):

@@ -24,6 +24,9 @@ from normalign_llava.train.launch import CONFIGS
 from normalign_llava.train.lock import only_run
 
 
+pytestmark = pytest.mark.slow
+
+
 ZERO = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 MODES = ["ddp", "fsdp2", pytest.param("zero2", marks=ZERO), pytest.param("zero3", marks=ZERO)]
 KINDS = {

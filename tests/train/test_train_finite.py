@@ -18,6 +18,9 @@ from normalign_llava.train.checkpoints import missing_from
 from normalign_llava.train.model import base_model, projector_norm
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return training.checkpoint(tmp_path_factory.mktemp("parts"))

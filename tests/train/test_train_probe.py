@@ -19,6 +19,9 @@ from normalign_llava.train.depth_probe import DYNAMICS, CosineProbe, evaluating,
 from normalign_llava.train.model import base_model
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return build(tmp_path_factory.mktemp("parts"))

@@ -22,6 +22,9 @@ from normalign_llava.train.progress import COLUMNS, duration, header, line, seco
 from normalign_llava.train.samples import SampleCallback
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return training.checkpoint(tmp_path_factory.mktemp("checkpoint"))

@@ -18,6 +18,9 @@ from normalign_llava.hub_cards.push.clean_process import ask_clean_process, diff
 from normalign_llava.train.checkpoints import missing_from
 
 
+pytestmark = pytest.mark.slow
+
+
 REPO = "ann/tiny-llava"
 HEAD, END = "<!-- by hand: notes -->\n", "<!-- end by hand -->"
 MODEL = {

@@ -13,6 +13,9 @@ from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.model import base_model, load_model, projector_norm
 
 
+pytestmark = pytest.mark.slow
+
+
 QLORA = dict(use_peft=True, load_in_4bit=True, dtype="bfloat16", lora_dropout=0.0)
 
 

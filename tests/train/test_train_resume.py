@@ -19,6 +19,9 @@ from safetensors.torch import load_file
 from normalign_llava.train.run import main
 
 
+pytestmark = pytest.mark.slow
+
+
 STEPS = 8
 
 

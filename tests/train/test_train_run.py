@@ -19,6 +19,9 @@ from normalign_llava.train.model import arm_of
 from normalign_llava.train.run import main
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")

@@ -16,6 +16,9 @@ from normalign_llava.data.reports import DataReport, SourceReport
 from normalign_llava.train.summary import memory, modules, render, summary
 
 
+pytestmark = pytest.mark.slow
+
+
 RATES = {
     "vision": (2e-6, "stage tune"), "projector": (1e-3, "given"), "norm": (3e-4, "given"), "language": (2e-5, "given")
 }  # fmt: skip

@@ -15,6 +15,9 @@ from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.model import base_model, eval_frozen, module_of, projector_norm
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return training.checkpoint(tmp_path_factory.mktemp("checkpoint"))

@@ -34,6 +34,9 @@ from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.train.model import module_of
 
 
+pytestmark = pytest.mark.slow
+
+
 PAGE = (ROOT / "docs" / "trl.md").read_text()
 COLOURS = ("red", "green", "blue", "white")
 SHORT = dict(
