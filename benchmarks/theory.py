@@ -351,6 +351,7 @@ def write_page(simulation: Mapping[str, Any], folder: Path) -> None:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -363,6 +364,7 @@ def columns(values: Sequence[Sequence[float]], angle: bool = False) -> list[list
 
 
 def degrees(radians: float) -> str:
+    """An angle as the page shows it."""
     return f"{math.degrees(radians):.1f}°"
 
 

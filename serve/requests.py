@@ -30,20 +30,28 @@ class _Part(BaseModel):
 
 
 class TextPart(_Part):
+    """A part of a message that is text."""
+
     type: Literal["text"]
     text: str
 
 
 class ImageURL(_Part):
+    """An image as a `data:` URI, or its address."""
+
     url: str
 
 
 class ImagePart(_Part):
+    """A part of a message that is an image."""
+
     type: Literal["image_url"]
     image_url: ImageURL
 
 
 class Message(_Part):
+    """A turn; content that is one text is read as one part."""
+
     role: Literal["system", "user", "assistant"]
     content: Annotated[
         list[Annotated[TextPart | ImagePart, Field(discriminator="type")]],
@@ -53,6 +61,8 @@ class Message(_Part):
 
 
 class StreamOptions(_Part):
+    """What a stream tells besides the answer."""
+
     include_usage: bool = False
 
 

@@ -178,6 +178,7 @@ def test_the_server_answers_the_page_s_client(world):
                 break
             except httpx.ConnectError:
                 time.sleep(0.2)
+        assert server.poll() is None
         (snippet,) = blocks(DOCS / "serving.md", "python")
         run([sys.executable, "-c", snippet.replace(":8000", f":{port}")], world)
     finally:

@@ -21,21 +21,6 @@ from normalign_llava.hub_cards.push.contents import contents
 PINNED = AdapterBase("user/base", "a" * 40)
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return made.bare(tmp_path_factory.mktemp("card"))
-
-
-@pytest.fixture
-def folder(tmp_path, built):
-    return shutil.copytree(built, tmp_path / built.name)
-
-
-@pytest.fixture
-def full(folder):
-    return made.full(folder)
-
-
 def test_a_bare_checkpoint_has_a_short_and_honest_card(folder):
     (folder / "build.json").unlink()
     card = render_card(folder)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import card_folder as made
@@ -16,21 +15,6 @@ from transformers import LlavaProcessor
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
 from normalign_llava.hub_cards.card.evaluation import Evaluation, Metric
 from normalign_llava.hub_cards.card.write import AdapterBase, render_card, write_card
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return made.bare(tmp_path_factory.mktemp("card"))
-
-
-@pytest.fixture
-def folder(tmp_path, built):
-    return shutil.copytree(built, tmp_path / built.name)
-
-
-@pytest.fixture
-def full(folder):
-    return made.full(folder)
 
 
 def evaluated(folder, *metrics, samples=50, total=50, **changes):

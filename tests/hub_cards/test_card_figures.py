@@ -1,7 +1,6 @@
 """Every figure and sentence of a card, by hand from what `card_folder` writes."""
 
 import json
-import shutil
 
 import card_folder as made
 import pytest
@@ -14,21 +13,6 @@ from diagnosed import diagnosed
 from normalign_llava.hub_cards.card.evaluation import Evaluation, Metric
 from normalign_llava.hub_cards.card.write import render_card
 from normalign_llava.train.run import main
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return made.bare(tmp_path_factory.mktemp("card"))
-
-
-@pytest.fixture
-def folder(tmp_path, built):
-    return shutil.copytree(built, tmp_path / built.name)
-
-
-@pytest.fixture
-def full(folder):
-    return made.full(folder)
 
 
 def limits(folder):

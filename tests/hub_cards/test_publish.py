@@ -27,19 +27,6 @@ MARK, END = "<!-- by hand: notes -->\n", "<!-- end by hand -->"
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory):
-    made = Worker(tmp_path_factory.mktemp("worker"))
-    yield made
-    made.stop()
-
-
-@pytest.fixture
-def hub():
-    with HubServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return training.checkpoint(tmp_path_factory.mktemp("checkpoint"))
 

@@ -6,9 +6,7 @@ import shutil
 
 import pytest
 import training
-from hub_server import HubServer
 from huggingface_hub import ModelCard, ModelCardData
-from publish_worker import Worker
 
 
 pytestmark = pytest.mark.slow
@@ -16,19 +14,6 @@ pytestmark = pytest.mark.slow
 
 HEAD, END = "<!-- by hand: notes -->\n", "<!-- end by hand -->"
 CREATE = "POST /api/repos/create"
-
-
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory):
-    made = Worker(tmp_path_factory.mktemp("worker"))
-    yield made
-    made.stop()
-
-
-@pytest.fixture
-def hub():
-    with HubServer() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

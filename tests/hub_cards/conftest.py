@@ -1,0 +1,39 @@
+import shutil
+
+import card_folder as made
+import pytest
+from hub_server import HubServer
+from publish_worker import Worker
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+    """A process that publishes."""
+    started = Worker(tmp_path_factory.mktemp("worker"))
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def hub():
+    """An empty hub."""
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A checkpoint with nothing but what `build` writes."""
+    return made.bare(tmp_path_factory.mktemp("card"))
+
+
+@pytest.fixture
+def folder(tmp_path, built):
+    """A copy of it."""
+    return shutil.copytree(built, tmp_path / built.name)
+
+
+@pytest.fixture
+def full(folder):
+    """The same with all that a card can show."""
+    return made.full(folder)
