@@ -22,8 +22,7 @@ from ..hub_cards.card.write import AdapterBase, write_card
 from ..hub_cards.push.adapter import Staged
 from ..hub_cards.push.client import Client
 from ..hub_cards.push.publish import Existing, card_in, find_existing, prepare
-from ..hub_cards.push.push import Pushed, push_snapshot
-from ..hub_cards.push.snapshot import take_snapshot
+from ..hub_cards.push.push import Pushed, push_snapshot, take_snapshot
 
 
 logger = logging.getLogger(__name__)

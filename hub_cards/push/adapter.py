@@ -21,7 +21,7 @@ from ..card.facts import read_json
 from ..card.write import AdapterBase
 from .client import Client
 from .contents import CODE
-from .remote import read
+from .repository import read_file
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _with_base(adapter: Path, base: str | None, client: Client | None) -> Staged
             with client.step(f"looking for the base {base}", "Nothing was sent."):
                 info = _info(client, base, revision)
                 revision = str(info.sha)
-                its_config = json.loads(read(client, base, "config.json", revision))
+                its_config = json.loads(read_file(client, base, "config.json", revision))
                 foreign = _foreign_code(client, info, its_config)
         except LookupError as error:
             raise ValueError(f"The adapter's base, {base}, is not on the Hub: {error}. {remedy}") from None
@@ -148,7 +148,7 @@ def _foreign_code(client: Client, info: ModelInfo, config: dict[str, Any]) -> li
     """What names or holds code that loading a base would run here and is not this package's."""
 
     def content(name: str) -> bytes:
-        return read(client, info.id, name, str(info.sha))
+        return read_file(client, info.id, name, str(info.sha))
 
     names = {file.rfilename for file in info.siblings or []}
     package = Path(__file__).resolve().parents[2]

@@ -19,9 +19,8 @@ from .checkpoint_checks import check_checkpoint, check_contents
 from .clean_process import ask_clean_process
 from .client import WAITS, Client
 from .contents import Contents, contents
-from .push import Pushed, check_remote, push_snapshot, with_manifest
-from .remote import Remote, read_remote
-from .snapshot import take_snapshot
+from .push import Pushed, check_remote, push_snapshot, take_snapshot
+from .repository import Repository, read_repository
 from .verify import ask, check_room, snippet, verify
 
 
@@ -52,7 +51,7 @@ class Existing:
         card: Its `README.md`, whoever wrote it.
     """
 
-    remote: Remote | None = None
+    remote: Repository | None = None
     card: str | None = None
 
 
@@ -125,7 +124,7 @@ def publish(
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=None) as stage:
             check_checkpoint(stage.folder)
             sent = prepare(stage, repo_id, revision, Existing(), token or get_token(), notify)
-            files = {file.path: file.size for file in with_manifest(take_snapshot(sent))}
+            files = take_snapshot(sent).sizes
             loaded = check_loading and stage.base is None
             if loaded:
                 notify(LOADING)
@@ -195,7 +194,7 @@ def find_existing(client: Client, repo_id: str, revision: str) -> Existing:
         OSError: The Hub or the connection failed.
     """
     with client.step(f"looking at {repo_id}", "Nothing was sent."):
-        remote = read_remote(client, repo_id, branch=revision)
+        remote = read_repository(client, repo_id, branch=revision)
         if remote is None:
             return Existing()
         card = decoded(remote.read(client, CARD), repo_id) if CARD in remote.files else None
@@ -213,7 +212,6 @@ def prepare(
         existing: What is there. A card that is none of ours is replaced, so [`check_own`] comes before.
         token: Must not be in what is sent.
         notify: Is told warnings.
-
 
     Raises:
         ValueError: The folder is no checkpoint or holds what must not be sent, or a mark of what is written by hand

@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 from ..push.client import Client
 from ..push.contents import Content, Contents
-from ..push.manifest import NAME
-from ..push.push import MADE_WITH, Pushed, push_snapshot
-from ..push.remote import Remote, read_remote
-from ..push.snapshot import take_snapshot
+from ..push.push import MADE_WITH, Pushed, push_snapshot, take_snapshot
+from ..push.repository import MANIFEST, Repository, read_repository
 from . import space_files
 
 
@@ -18,14 +16,14 @@ def space_of(repo_id: str) -> str:
     return f"{repo_id}-demo"
 
 
-def check_space(client: Client, repo_id: str) -> Remote | None:
+def check_space(client: Client, repo_id: str) -> Repository | None:
     """The Space of a model as it is now, None where it is not there.
 
     Raises:
         ValueError: It is something else: it has no manifest of ours, but more than the Hub makes a Space with.
     """
-    existing = read_remote(client, space_of(repo_id), "space")
-    if existing is not None and NAME not in existing.files and existing.files.keys() - MADE_WITH["space"]:
+    existing = read_repository(client, space_of(repo_id), "space")
+    if existing is not None and MANIFEST not in existing.files and existing.files.keys() - MADE_WITH["space"]:
         raise ValueError(
             f"The Space {space_of(repo_id)} is there, and was not published by this package. Rename it, or publish "
             "without --space."

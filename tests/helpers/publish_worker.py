@@ -95,9 +95,8 @@ def _push(folder: Path, repo_id: str, said: list[str], arguments: dict):
     from normalign_llava.checkpoint.find import check_repo_id
     from normalign_llava.hub_cards.push.client import Client
     from normalign_llava.hub_cards.push.contents import Content, Contents
-    from normalign_llava.hub_cards.push.push import push_snapshot
-    from normalign_llava.hub_cards.push.remote import read_remote
-    from normalign_llava.hub_cards.push.snapshot import take_snapshot
+    from normalign_llava.hub_cards.push.push import push_snapshot, take_snapshot
+    from normalign_llava.hub_cards.push.repository import read_repository
 
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     sent = [Content(path.relative_to(folder).as_posix(), path, path.stat().st_size, "record") for path in files]
@@ -110,7 +109,7 @@ def _push(folder: Path, repo_id: str, said: list[str], arguments: dict):
         client.check_card(contents, kind)
         snapshot = take_snapshot(contents)
         with client.step(f"looking at {repo_id}", "Nothing was sent."):
-            before = read_remote(client, repo_id, kind, revision)
+            before = read_repository(client, repo_id, kind, revision)
         return push_snapshot(client, snapshot, repo_id, before=before, notify=said.append, **arguments)
 
 

@@ -16,13 +16,12 @@ from publish_worker import Worker
 from safetensors.torch import load_file, save_file
 
 from normalign_llava.hub_cards.card.hand_written import insert_parts, settle
-from normalign_llava.hub_cards.push.manifest import Manifest
+from normalign_llava.hub_cards.push.repository import MANIFEST, manifest, read_manifest
 
 
 pytestmark = pytest.mark.slow
 
 
-MANIFEST = "normalign_publication.json"
 MARK, END = "<!-- by hand: notes -->\n", "<!-- end by hand -->"
 
 
@@ -64,8 +63,8 @@ def test_what_is_there_afterwards_and_what_a_second_push_sends(worker, hub, tmp_
     repository = hub.repository("ann/m")
     assert set(repository.head().files) == {".gitattributes", MANIFEST, *files}
     assert {name: repository.read(name) for name in files} == files
-    manifest = json.loads(repository.read(MANIFEST))
-    assert manifest["files"] == {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    assert read_manifest(repository.read(MANIFEST)) == hashes
     assert done["changed"] and done["commit"] == repository.head().oid and done["url"] == f"{hub.url}/ann/m"
     assert done["sent_files"] == [*sorted(files), MANIFEST] and not repository.private
     assert done["files"] == {name: len(repository.read(name)) for name in [*files, MANIFEST]}
@@ -116,11 +115,11 @@ def test_a_card_that_the_hub_refuses_is_an_error_before_anything_is_made(worker,
     assert not hub.repositories and not hub.received
 
 
-def test_manifests_of_which_nothing_can_be_said(tmp_path):
-    made = Manifest({"b": "2", "a": "1"})
-    assert Manifest.from_bytes(made.to_bytes()) == made
+def test_a_manifest_that_is_damaged_or_of_another_schema_lists_nothing():
+    files = {"b": "2", "a": "1"}
+    assert read_manifest(manifest(files)) == files
     earlier = b'{"schema_version": 1, "files": {"a": "1", "b": "2"}, "hand_written": {"notes": "3"}}'
-    assert Manifest.from_bytes(earlier) == made
+    assert read_manifest(earlier) == files
     for content in (
         b"",
         b"[]",
@@ -128,7 +127,7 @@ def test_manifests_of_which_nothing_can_be_said(tmp_path):
         b'{"schema_version": 1, "files": ["a"]}',
         b"\xff",
     ):
-        assert Manifest.from_bytes(content) is None
+        assert read_manifest(content) == {}
 
 
 def test_what_a_person_edited_is_not_removed(worker, hub, tmp_path):
@@ -140,7 +139,7 @@ def test_what_a_person_edited_is_not_removed(worker, hub, tmp_path):
     fill(folder, {"b.json": b"{}"})
     assert ask(worker, hub, folder=folder)["done"]["deleted"] == ["LICENSE", "a.json"]
 
-    edit(repository, {MANIFEST: Manifest({name: hashlib.sha256(b"").hexdigest() for name in mine}).to_bytes()})
+    edit(repository, {MANIFEST: manifest({name: hashlib.sha256(b"").hexdigest() for name in mine})})
     fill(folder, {"c.json": b"{}"})
     assert ask(worker, hub, folder=folder)["done"]["deleted"] == []
     assert {name: repository.read(name) for name in mine} == mine
@@ -315,7 +314,7 @@ def test_what_is_wrong_before_anything_is_sent(worker, hub, checkpoint, tmp_path
         (("base", "ann/base"),): "no adapter",
         (("space", True),): "was not published by this package",
         (("space", True), ("create_pr", True)): "leave out --space",
-        (("create_pr", True),): "is not there",
+        (("create_pr", True),): "does not exist",
     }.items():
         said = ask(worker, hub, **{"checkpoint": checkpoint, **dict(arguments)})
         assert said["type"] == "ValueError" and words in said["error"], arguments

@@ -83,7 +83,7 @@ def test_a_repository_that_appears_meanwhile_is_left_alone(worker, hub, checkpoi
     said = worker.answer()
     assert hub.repository("ann/m").head() == before and not hub.received
     if made == "public":
-        assert said["type"] == "ValueError" and "ann/m is there and public" in said["error"]
+        assert said["type"] == "ValueError" and "ann/m exists and is public" in said["error"]
     else:
         assert said["type"] == "OSError" and "Another publisher was faster" in said["error"]
         assert before.oid in said["error"] and "Upload files" in said["error"]
