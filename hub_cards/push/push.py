@@ -100,8 +100,10 @@ def take_snapshot(contents: Contents) -> Snapshot:
     stamps = {each.source: _stamp(each.source) for each in contents.sent if isinstance(each.source, Path)}
     operations = []
     for each in contents.sent:
-        small = isinstance(each.source, Path) and each.size < IN_MEMORY
-        operations.append(CommitOperationAdd(each.path, each.source.read_bytes() if small else each.source))
+        source = each.source
+        if isinstance(source, Path) and each.size < IN_MEMORY:
+            source = source.read_bytes()
+        operations.append(CommitOperationAdd(each.path, source))
     sent = {each.path_in_repo: each.upload_info.sha256.hex() for each in operations}
     snapshot = Snapshot([*operations, CommitOperationAdd(MANIFEST, manifest(sent))], stamps)
     snapshot.check()
