@@ -25,8 +25,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"normalign-llava {__version__}")
         raise typer.Exit()
 
@@ -34,7 +34,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     hide_notices()
@@ -45,8 +45,8 @@ def build(
     *,
     vision: Annotated[str | None, typer.Option(help="Vision encoder: folder or Hub id.")] = None,
     language: Annotated[str | None, typer.Option(help="Causal language model: folder or Hub id.")] = None,
-    from_llava: Annotated[str | None, typer.Option(help="LLaVA checkpoint to retrofit, in place of the two.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    from_llava: Annotated[str | None, typer.Option(help="LLaVA checkpoint to retrofit, instead of the two.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder to create.")],
     arm: Annotated[
         Literal["none", "unit", "aligned", "gwc"],
         typer.Option(
@@ -75,7 +75,8 @@ def build(
         typer.Option(help="Jinja file to use as the chat template.", exists=True, dir_okay=False),
     ] = None,
     dtype: Annotated[
-        Dtype, typer.Option(metavar="DTYPE", help=f"Of all but the norm: auto (the language model's), {DTYPES}.")
+        Dtype,
+        typer.Option(metavar="DTYPE", help=f"Of everything but the norm: auto (the language model's), {DTYPES}."),
     ] = "auto",
 ) -> None:
     """Join a vision encoder and a language model, or retrofit a LLaVA checkpoint, into a checkpoint folder."""
@@ -120,10 +121,10 @@ def build(
     table.add_row("written to", str(output))
     Console().print(table)
     if report.generation_marks:
-        _say_next(output, "build")
+        _print_next_command(output, "build")
 
 
-def _say_next(checkpoint: Path, stage: str | None = None) -> None:
+def _print_next_command(checkpoint: Path, stage: str | None = None) -> None:
     from .train.command import next_command
 
     command = next_command(checkpoint, stage, adapters=False)
@@ -145,7 +146,7 @@ def gain(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure N_text and the gain of a model, reading nothing but its embedding tensor."""
+    """Measure N_text and the gain of a model, reading only its embedding tensor."""
     with errors_for_people():
         from .checkpoint.find import find_model
 
@@ -204,18 +205,18 @@ def train(
 @app.command()
 def merge(
     adapter: Annotated[str, typer.Argument(help="Folder of an adapter that `normalign train` wrote.")],
-    output: Annotated[Path, typer.Option(help="Folder to make.")],
-    base: Annotated[str | None, typer.Option(help="Checkpoint it was trained on, where it has moved.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder to create.")],
+    base: Annotated[str | None, typer.Option(help="Checkpoint that it was trained on, if it has moved.")] = None,
     base_quantization: Annotated[
         BaseQuantization | None,
         typer.Option(
             metavar="KIND",
-            help="How the base was quantized in training, where the adapter does not say: none, nf4, nf4-double, fp4, "
+            help="How the base was quantized in training, if the adapter does not say: none, nf4, nf4-double, fp4, "
             "fp4-double or int8.",
         ),
     ] = None,
     dtype: Annotated[
-        Dtype, typer.Option(metavar="DTYPE", help=f"Of all but the norm: auto (the base's), {DTYPES}.")
+        Dtype, typer.Option(metavar="DTYPE", help=f"Of everything but the norm: auto (the base's), {DTYPES}.")
     ] = "auto",
 ) -> None:
     """Merge a LoRA adapter into its base: a checkpoint folder that needs no PEFT."""
@@ -238,7 +239,7 @@ def merge(
     table.add_row("largest difference of logits", f"{report.difference:.2g}")
     table.add_row("written to", report.output)
     Console().print(table)
-    _say_next(output)
+    _print_next_command(output)
 
 
 @app.command()
@@ -263,7 +264,7 @@ def diagnose(
     ] = None,
     name: Annotated[str | None, typer.Option(help="What to call the model in the report.")] = None,
     against_name: Annotated[str | None, typer.Option(help="What to call the baseline.")] = None,
-    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="How many images at a time.")] = 8,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Images per batch.")] = 8,
     seed: Annotated[int, typer.Option(help="Decides which samples are drawn.")] = 0,
     dtype: Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the checkpoint's), {DTYPES}.")] = "auto",
     load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")] = False,
@@ -350,7 +351,7 @@ def publish(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Publish an adapter as it is, without merging it.")
     ] = False,
-    base: Annotated[str | None, typer.Option(help="The adapter's base, where it has moved: folder or Hub id.")] = None,
+    base: Annotated[str | None, typer.Option(help="The adapter's base, if it has moved: folder or Hub id.")] = None,
     replace_card: Annotated[
         bool, typer.Option("--replace-card", help="Overwrite a card that `normalign card` did not write.")
     ] = False,
@@ -384,7 +385,7 @@ def publish(
             )  # fmt: skip
         except KeyboardInterrupt:
             Console(stderr=True).print(
-                "Stopped. The branch is as it was, or holds all of it. Run it again: it sends the rest, and checks."
+                "Stopped. The branch is unchanged or complete. Run the command again: it sends the rest, and verifies."
             )
             raise typer.Exit(130) from None
     console.print(*(unsent_tables(done, repo_id) if dry_run else [summary(done, repo_id)]), sep="\n", soft_wrap=True)

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Pushing from a training run: the repository that `normalign publish` makes, of a result or of a checkpoint."""
+"""Pushing from a training run what `normalign publish` would push, of the result or of a checkpoint."""
 
 import json
 import logging
@@ -17,34 +17,34 @@ from transformers.utils.hub import PushInProgress
 from trl import SFTTrainer
 
 from ..checkpoint.names import ADAPTER_CONFIG
-from ..hub_cards.card.hand_written import check_own
-from ..hub_cards.card.write import AdapterBase, write_card
+from ..hub_cards.card.hand_written import check_replaceable
+from ..hub_cards.card.write import AdapterBase, card_in, write_card
 from ..hub_cards.push.adapter import Staged
 from ..hub_cards.push.client import Client
-from ..hub_cards.push.publish import Existing, card_in, find_existing, prepare
+from ..hub_cards.push.publish import Existing, find_existing, prepare
 from ..hub_cards.push.push import Pushed, push_snapshot, take_snapshot
 
 
 logger = logging.getLogger(__name__)
 
 STAGING = ".push-"
-"""How the folder beside a checkpoint begins that holds it while it is sent."""
+"""Prefix of the temporary copy of a checkpoint while it is sent."""
 
 SECRET = "training_args.bin"
 """The Trainer's options as a pickle, `hub_token` among them."""
 
 
 class PushingTrainer(SFTTrainer):
-    """[`SFTTrainer`] that pushes what `normalign publish` would: one commit, this package's card, no pickles."""
+    """[`SFTTrainer`] that pushes what `normalign publish` would: one commit, our card, no pickles."""
 
     push_in_progress: PushInProgress | None
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Makes the repository, before training.
+        """Creates the repository, before training.
 
         Raises:
-            ValueError: The token may not push there, or somebody wrote a card of their own there or in `output_dir`.
-                The Trainer takes any repository that is there already, and would find out when all is trained.
+            ValueError: The token may not push there, or the repository or `output_dir` has a card that somebody else
+                wrote. The Trainer itself would find out after training.
             OSError: The Hub or the connection failed.
         """
         if not self.is_world_process_zero():
@@ -52,17 +52,17 @@ class PushingTrainer(SFTTrainer):
         client = Client(token or self.args.hub_token)
         name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
         with client.token_kept():
-            with client.step(f"making {name}", "Nothing was trained."):
+            with client.step(f"creating {name}", "Nothing was trained."):
                 super().init_hf_repo(token=client.token, private=private)
             client.check_account(self.hub_model_id)
             existing = find_existing(client, self.hub_model_id, self.args.hub_revision or "main")
             _check_cards(Path(self.args.output_dir), self.hub_model_id, existing)
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """Writes this package's card beside the model in `output_dir`; before there is one there, nothing.
+        """Writes our card beside the model in `output_dir`, if there is a model.
 
-        TRL's would call it a text-generation model fine-tuned from None. Its arguments are not needed: the card says
-        what lies in the folder, and keeps what was written by hand between its marks.
+        TRL's card would call it a text-generation model fine-tuned from None. Its arguments are ignored: our card is
+        rendered from the folder, and keeps what was written by hand between its marks.
         """
         folder = Path(self.args.output_dir)
         if self.is_world_process_zero() and any((folder / name).exists() for name in (CONFIG_NAME, ADAPTER_CONFIG)):
@@ -77,22 +77,22 @@ class PushingTrainer(SFTTrainer):
         private: bool | None = None,
         **kwargs,
     ):
-        """Saves the model to `output_dir` and pushes what `normalign publish` would send of it, in one commit.
+        """Saves the model to `output_dir` and pushes what `normalign publish` would, in one commit.
 
         Args:
             commit_message: Title of the commit.
-            blocking: Whether to wait until it is pushed.
+            blocking: Wait for the push.
             token: Access token; `hub_token` by default.
             revision: Branch; `hub_revision` by default.
             private: For a new repository; `hub_private_repo` by default.
-            **kwargs: What TRL's cards are told; not needed.
+            **kwargs: Arguments of TRL's card; ignored.
 
         Returns:
-            What was pushed, or its `Future` if not `blocking`; None on other processes than the first.
+            The push, or its `Future` if not `blocking`; None on other processes than the first.
 
         Raises:
-            ValueError: The folder holds what must not be sent, the token may not write to the repository, or the card
-                cannot be brought together with the one there. The model is in `output_dir`.
+            ValueError: The folder holds what must not be sent, the token may not write to the repository, or a card
+                was written by somebody else. The model is in `output_dir`.
             OSError: The Hub or the connection failed, or another publisher was faster. The model is in `output_dir`.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
@@ -114,12 +114,12 @@ class PushingTrainer(SFTTrainer):
         return job.result() if blocking else job
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # As the Trainer does, but of the checkpoint itself: what it copies to output_dir lacks the code.
+        # As the Trainer, but from the checkpoint itself: the Trainer's copies in output_dir lack the code.
         strategy = self.args.hub_strategy
         if not self.is_world_process_zero() or strategy == HubStrategy.END:
             return
-        going_on = self.push_in_progress
-        if going_on is not None and not going_on.is_done() and not self.args.hub_always_push:
+        running = self.push_in_progress
+        if running is not None and not running.is_done() and not self.args.hub_always_push:
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         folder = Path(checkpoint_folder)
@@ -132,14 +132,14 @@ class PushingTrainer(SFTTrainer):
             revision=self.args.hub_revision,
             beside=beside,
         )
-        self.push_in_progress = PushInProgress([*(going_on.jobs if going_on else []), job])
+        self.push_in_progress = PushInProgress([*(running.jobs if running else []), job])
 
 
 def write_run_card(folder: Path, repo_id: str | None) -> None:
-    """Writes the card of a finished run into its folder; what was written by hand there stays.
+    """Writes the card of a finished run into its folder; text written by hand is kept.
 
-    Where that cannot be done, for a card that is not this package's or a damaged record, a warning says so: weights
-    that took days to train lie in that folder, and nothing may stop what comes after.
+    A card that somebody else wrote, or a damaged record, is only a warning: training is done, and the steps that
+    follow must not fail because of a card.
     """
     try:
         write_card(folder, repo_id=repo_id)
@@ -148,20 +148,18 @@ def write_run_card(folder: Path, repo_id: str | None) -> None:
 
 
 def push_folder(folder: Path, repo_id: str, *, message: str, token: str | None, revision: str | None) -> Pushed:
-    """Sends a checkpoint or an adapter with its card, in one commit that also removes what an earlier push left over.
-
-    What was written by hand in the card, in the folder or on the Hub, is kept as `normalign publish` keeps it.
+    """Pushes a checkpoint or an adapter with its card in one commit, as `normalign publish` does.
 
     Args:
-        folder: The checkpoint's folder. Nothing in it is changed.
-        repo_id: Where to.
+        folder: The checkpoint's folder; it is not changed.
+        repo_id: The repository.
         message: Title of the commit.
         token: Access token; by default that of `hf auth login` or HF_TOKEN.
         revision: Branch; None for `main`.
 
     Raises:
-        ValueError: The folder holds what must not be sent, or no model; a card is somebody's own, or was edited both
-            in the folder and on the Hub; or the token may not write there.
+        ValueError: The folder holds what must not be sent, or no model; somebody else wrote the card in the folder or
+            on the Hub; or the token may not write there.
         OSError: The Hub or the connection failed, or another publisher was faster; the message says what stands.
     """
     revision = revision or "main"
@@ -185,7 +183,7 @@ def push_folder(folder: Path, repo_id: str, *, message: str, token: str | None, 
 
 
 def push_result(folder: Path, repo_id: str, *, message: str, token: str | None, revision: str | None) -> Pushed:
-    """[`push_folder`] of the result of training, whose errors also say where it is and how to send it."""
+    """[`push_folder`] of the result of training; its errors also name the folder and the command that sends it."""
     try:
         return push_folder(folder, repo_id, message=message, token=token, revision=revision)
     except (ValueError, OSError) as error:
@@ -194,8 +192,8 @@ def push_result(folder: Path, repo_id: str, *, message: str, token: str | None, 
         words += ["--adapter"] if _stage(folder).base else []
         kind = ValueError if isinstance(error, ValueError) else OSError
         raise kind(
-            f"{error}\nWhat was trained is whole in {folder}. When that is fixed, send it with "
-            f"`{shlex.join(words)}`; nothing is to be trained again."
+            f"{error}\nThe trained model is complete in {folder}. Once that is fixed, send it with "
+            f"`{shlex.join(words)}`; it need not be trained again."
         ) from None
 
 
@@ -205,13 +203,13 @@ def push_checkpoint(
     """[`push_folder`] of a trainer's checkpoint, in the background. A failure is a warning, and training continues.
 
     Args:
-        checkpoint: The folder `checkpoint-N`. Links to its files are sent, so that it may be removed meanwhile.
+        checkpoint: The folder `checkpoint-N`. Links to its files are sent, so it may be removed meanwhile.
         repo_id, message, token, revision: As in `push_folder`.
-        beside: Folder of the repository that the whole checkpoint is sent to as well, to resume from: optimizer and
-            random states are pickles. The one with the Trainer's options stays out, which has the token in it.
+        beside: Folder of the repository to which the whole checkpoint is sent as well, optimizer state included, to
+            resume from; but for `training_args.bin`, which holds the token.
 
     Returns:
-        The job, after those that were begun before.
+        The job. Jobs run one after another.
     """
     staging = checkpoint.with_name(STAGING + checkpoint.name)
     shutil.rmtree(staging, ignore_errors=True)
@@ -222,12 +220,12 @@ def push_checkpoint(
             push_folder(staging, repo_id, message=message, token=token, revision=revision)
             if beside is not None:
                 for path, content in _stage(staging).generated.items():
-                    (staging / path).unlink()  # a link to the checkpoint's own
+                    (staging / path).unlink()  # a link to the checkpoint's file
                     (staging / path).write_bytes(content)
                 replace_folder(
                     staging, repo_id, beside, message=f"{message}, checkpoint", token=token, revision=revision
                 )
-        except Exception as error:  # of a background job nobody else would hear
+        except Exception as error:  # nobody else would see an error of a background job
             logger.warning(f"{checkpoint.name} was not pushed to {repo_id}: {error} Training continues.")
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -238,9 +236,9 @@ def push_checkpoint(
 def replace_folder(
     folder: Path, repo_id: str, place: str, *, message: str, token: str | None, revision: str | None
 ) -> None:
-    """Makes the folder `place` of a repository this one, but for `SECRET`, in one commit.
+    """Replaces the folder `place` of a repository by this one, but for `SECRET`, in one commit.
 
-    `upload_folder` makes several of many files, or where it takes minutes; between them nobody could resume from it.
+    `upload_folder` may make several commits, and between them nobody could resume from it.
     """
     api = HfApi(token=token)
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name != SECRET]
@@ -253,14 +251,16 @@ def replace_folder(
 
 
 def _check_cards(folder: Path, repo_id: str, existing: Existing) -> None:
-    """Raises ValueError if the folder or the repository has a card that somebody wrote themselves."""
+    """Raises ValueError if the folder or the repository has a card that somebody else wrote."""
     keep = "What you want to keep of it goes between the marks of the card that training"
-    check_own(existing.card, repo_id, f"Choose another hub_model_id, or delete README.md there. {keep} pushes.")
-    check_own(card_in(folder), str(folder), f"Move it away. {keep} writes there.")
+    check_replaceable(
+        existing.card, repo_id, f"Choose another hub_model_id, or delete README.md there. {keep} pushes."
+    )
+    check_replaceable(card_in(folder), str(folder), f"Move it away. {keep} writes there.")
 
 
 def _stage(folder: Path) -> Staged:
-    """The folder; of an adapter its base, if that is on the Hub, or else its configuration without a local path."""
+    """The folder; for an adapter with its base on the Hub, or else a configuration without the local path."""
     file = folder / ADAPTER_CONFIG
     if not file.is_file():
         return Staged(folder)
@@ -275,5 +275,5 @@ def _stage(folder: Path) -> Staged:
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without links
+    except OSError:  # a file system without hard links
         shutil.copy2(source, target)

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What an evaluation found: `evaluation/TASK.json` in a checkpoint folder, one file for each task."""
+"""Results of evaluations: `evaluation/TASK.json` in a checkpoint folder, one file per task."""
 
 import json
 import math
@@ -15,20 +15,20 @@ FOLDER = "evaluation"
 """The folder within a checkpoint that holds its evaluations."""
 
 SCHEMA_VERSION = 1
-"""Of `evaluation/TASK.json`; it grows when a field is renamed, removed or given another meaning."""
+"""Of `evaluation/TASK.json`; raised when a field is renamed, removed or changes its meaning."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A result: `value`, its standard error (None where it was not computed), and what chance or a baseline gives.
+    """One result of a task, with its error and references.
 
     Attributes:
         name: Such as "accuracy".
-        value: As a share where it is one: 0.98, not 98.
-        stderr: Standard error over samples.
-        references: What to hold it against, by name: `{"blank image": 0.24, "commonest answer": 0.40}`.
-        subset: The part of the task it belongs to, such as "colour"; None for the whole.
-        samples: How many samples it is over.
+        value: A share as 0.98, not 98.
+        stderr: Standard error over samples; None if not computed.
+        references: Results to compare with, by name: `{"blank image": 0.24, "commonest answer": 0.40}`.
+        subset: Part of the task, such as "colour"; None for the whole.
+        samples: How many samples it is computed from.
     """
 
     name: str
@@ -41,15 +41,14 @@ class Metric:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One task's results, and exactly how they came about.
+    """The results of one task, and how they were obtained.
 
     Attributes:
-        task: Short name, that of the file.
-        title: As people call it.
-        metrics: What was found.
-        samples, total: How many samples were asked, of how many; fewer than all, or none, is a partial run, which a
-            card shows as such.
-        protocol: How it was asked and scored, one sentence each: prompt, decoding, what counts as right.
+        task: Short name, also of the file.
+        title: Full name.
+        metrics: The results.
+        samples, total: How many samples were evaluated, of how many. Fewer than all, or none, is a partial run.
+        protocol: Prompt, decoding and scoring, one sentence each.
         date: ISO 8601.
         versions: Of the packages that evaluated.
     """
@@ -79,7 +78,7 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
     """The evaluations in a checkpoint folder, by name of task.
 
     Raises:
-        ValueError: A file there is of another schema or none, or a result in it is no finite number.
+        ValueError: A file has another schema or none, or a result is not a finite number.
     """
     return [_read(file) for file in sorted((checkpoint / FOLDER).glob("*.json"))]
 
@@ -96,18 +95,22 @@ def _read(file: Path) -> Evaluation:
         _check(evaluation)
         return evaluation
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{file} is no evaluation that can be read: {error}. Evaluate anew, or remove it.") from error
+        raise ValueError(f"{file} is not a valid evaluation: {error}. Evaluate again, or remove it.") from error
 
 
 def _check(evaluation: Evaluation) -> None:
     if not (_is_count(evaluation.samples) and _is_count(evaluation.total) and evaluation.samples <= evaluation.total):
-        raise ValueError(f"{evaluation.samples!r} of {evaluation.total!r} samples cannot be")
+        raise ValueError(f"{evaluation.samples!r} of {evaluation.total!r} samples is impossible")
     for metric in evaluation.metrics:
         for name, value in {"": metric.value, **metric.references}.items():
             if not _is_finite(value):
-                raise ValueError(f"the value of {metric.name} {name and f'for {name} '}is {value!r}, no finite number")
+                raise ValueError(
+                    f"the value of {metric.name} {name and f'for {name} '}is {value!r}, not a finite number"
+                )
         if metric.stderr is not None and not (_is_finite(metric.stderr) and metric.stderr >= 0):
-            raise ValueError(f"the standard error of {metric.name} is {metric.stderr!r}, no finite number from 0 up")
+            raise ValueError(
+                f"the standard error of {metric.name} is {metric.stderr!r}, not a finite number from 0 up"
+            )
         if metric.samples is not None and not _is_count(metric.samples):
             raise ValueError(f"the number of samples of {metric.name} is {metric.samples!r}")
 

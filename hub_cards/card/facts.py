@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a checkpoint folder says of itself: the only source of its card."""
+"""The records of a checkpoint folder: the only source of its card."""
 
 import json
 import re
@@ -25,7 +25,7 @@ LLAVA = "LLaVA checkpoint"
 
 @dataclass(frozen=True)
 class Licence:
-    """A licence as the Hub's metadata has it: its id, and name and link where the id is "other"."""
+    """A licence as in the Hub's metadata: its id, and name and link if the id is "other"."""
 
     license: str
     license_name: str | None = None
@@ -37,13 +37,13 @@ class Licence:
 
 @dataclass(frozen=True)
 class Part:
-    """What the model was put together from, or was trained on.
+    """A model or data set that the model was made from.
 
     Attributes:
         role: "vision encoder", "language model", [`LLAVA`], "base model" or "data".
         name: A Hub id, or a folder's name.
-        hub_id, revision: Where the Hub has it, and the commit.
-        licence: Where it is recorded.
+        hub_id, revision: Its Hub id and commit, if known.
+        licence: None if not recorded.
     """
 
     role: str
@@ -55,22 +55,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that a card is made from; what the folder does not say is None or empty.
+    """Everything that a card is rendered from; None or empty if the folder does not record it.
 
     Attributes:
         name: The folder's.
-        config: None in the folder of an adapter, which has none.
-        adapter: `adapter_config.json`, of an adapter.
+        config: None for an adapter.
+        adapter: `adapter_config.json` of an adapter.
         build: `build.json`.
-        stages: The `training.json` of each stage, the first first; options, learning rates and versions may be empty.
+        stages: The `training.json` of each stage in order; options, learning rates and versions may be empty.
         parts: Vision encoder and language model, or the LLaVA checkpoint that had both.
-        data: What was trained on, each once.
+        data: The training data sets, each once.
         gain: None without the norm.
-        moved: Whether the projector was trained, as far as its weights show it; see [`Weights`].
-        parameters, weight_bytes: Of the safetensors files; of quantized ones, which hold packed weights, 0 parameters.
+        moved: Whether the weights show that the projector was trained; see [`Weights`].
+        parameters, weight_bytes: Of the safetensors files; 0 parameters if quantized, as the weights are packed.
         image_processor: Of `processor_config.json`.
         diagnosis: `diagnostics/report.json`.
-        figures: Of the diagnosis, those whose files are there and that show no sample of the data.
+        figures: Figures of the diagnosis whose files exist and that show no sample of the data.
         evaluations: The folder `evaluation`.
     """
 
@@ -92,7 +92,7 @@ class Facts:
     evaluations: list[Evaluation]
 
     def setting(self, name: str) -> Any:
-        """A field of the configuration; of an adapter, what its training recorded of it."""
+        """A field of the configuration; of an adapter, the value that its training recorded."""
         if self.config is not None:
             return getattr(self.config, name)
         record = self.stages[-1] if self.stages else {}
@@ -100,13 +100,13 @@ class Facts:
 
     @property
     def started_from(self) -> str | None:
-        """The Hub id of the checkpoint that the last stage started from; None for a folder's name."""
-        # A local path is cut to its last part in training.json, so what has an owner is on the Hub.
+        """Hub id of the checkpoint that the last stage started from; None for a folder."""
+        # training.json keeps only the last part of a local path, so a name with an owner is on the Hub.
         return hub_id(self.stages[-1].get("options", {}).get("model_name_or_path")) if self.stages else None
 
 
 def read_facts(checkpoint: Path) -> Facts:
-    """Reads a checkpoint folder, or an adapter's; of its weights the headers and the norm alone.
+    """Reads a checkpoint folder, or an adapter's; of the weights only headers and norm.
 
     Raises:
         ValueError: It is neither, or a file in it cannot be read; the message names the file.
@@ -114,7 +114,7 @@ def read_facts(checkpoint: Path) -> Facts:
     check_folder(checkpoint)
     adapter, plain = read_json(checkpoint / ADAPTER_CONFIG), read_json(checkpoint / "config.json")
     if adapter is None and (kind := (plain or {}).get("model_type")) != NormAlignLlavaConfig.model_type:
-        raise ValueError(f"{checkpoint} is a {kind!r} model. A card is made of NormAlign-LLaVA checkpoints only.")
+        raise ValueError(f"{checkpoint} is a {kind!r} model. Cards are written for NormAlign-LLaVA checkpoints only.")
     check_files(checkpoint)
     with loading(f"The configuration of {checkpoint}"):
         config = NormAlignLlavaConfig.from_pretrained(checkpoint) if adapter is None else None
@@ -149,7 +149,7 @@ def read_facts(checkpoint: Path) -> Facts:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object in `file`, None where there is no such file. Raises ValueError if it holds anything else."""
+    """The JSON object in `file`, None if it does not exist. Raises ValueError if it holds anything else."""
     if not file.is_file():
         return None
     try:
@@ -157,7 +157,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read: {error}. Fix or remove it.") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} is no JSON object. Fix or remove it.")
+        raise ValueError(f"{file} is not a JSON object. Fix or remove it.")
     return content
 
 
@@ -170,26 +170,17 @@ def _parts(file: Path, build: dict[str, Any], config: NormAlignLlavaConfig | Non
     found = []
     licences = build.get("licenses") or {}
     if not isinstance(licences, dict):
-        raise ValueError(f"{file}: its licenses are {licences!r}, no object. Fix or remove it.")
+        raise ValueError(f"{file}: its licenses are {licences!r}, not an object. Fix or remove it.")
     settings = {"vision": config and config.vision_config, "language": config and config.text_config}
     for key, role in (("vision", "vision encoder"), ("language", "language model")):
         licence = _licence(licences.get(key), file)
-        if name := build.get(key):  # a build cuts a folder's path to its name: what has an owner is on the Hub
+        if name := build.get(key):  # build.json keeps only a folder's name: one with an owner is on the Hub
             found.append(Part(role, name, hub_id(name), build.get(f"{key}_revision"), licence))
         elif name := getattr(settings[key], "_name_or_path", ""):
-            # In the configuration "a/b" may be a folder as well, so nothing is linked; no local path is published.
+            # In config.json "a/b" may also be a folder, so it is not linked; of a local path only the name is kept.
             name = name if hub_id(name) and not Path(name).exists() else Path(name).name
             found.append(Part(role, name, licence=licence))
-    return [replace(found[0], role=LLAVA)] if _is_retrofit(build, found) else found
-
-
-def _is_retrofit(build: dict[str, Any], parts: list[Part]) -> bool:
-    """Whether the norm was added to a model that had both parts."""
-    if not parts or "from_llava" in build:
-        return bool(parts and build["from_llava"])
-    # Earlier builds did not say so. Two folders of one name are two parts, one Hub repository is one.
-    first, *others = (replace(part, role="") for part in parts)
-    return first.hub_id is not None and others == [first]
+    return [replace(found[0], role=LLAVA)] if found and build.get("from_llava") else found
 
 
 def _licence(recorded: Any, file: Path) -> Licence | None:
@@ -198,7 +189,7 @@ def _licence(recorded: Any, file: Path) -> Licence | None:
     if isinstance(recorded, dict):
         known = {each.name: recorded.get(each.name) for each in fields(Licence)}
     if not known or not all(value is None or isinstance(value, str) for value in known.values()):
-        raise ValueError(f"{file}: {recorded!r} is no licence, which has its id as `license`. Fix it.")
+        raise ValueError(f"{file}: {recorded!r} is not a licence: an object with its id as `license`. Fix it.")
     return Licence(**known) if known["license"] else None
 
 
@@ -224,17 +215,17 @@ def _data(stages: list[dict[str, Any]]) -> list[Part]:
 
 
 def _diagnosis(file: Path) -> dict[str, Any] | None:
-    """What is published of `report.json`, so that the card speaks of nothing else."""
+    """The part of `report.json` that is published."""
     if not file.is_file():
         return None
     try:
         return json.loads(public_report(file.read_text("utf-8"))[0])
     except ValueError as error:
-        raise ValueError(f"{file}: {error}. Diagnose anew, or remove it.") from error
+        raise ValueError(f"{file}: {error}. Diagnose again, or remove it.") from error
 
 
 def _figures(folder: Path, diagnosis: dict[str, Any] | None) -> list[dict[str, str]]:
-    """Those that are there; a name with a folder in it is none of ours."""
+    """Figures whose files exist. A name with a folder in it was not written by us."""
     return [
         figure
         for figure in (diagnosis or {}).get("figures", [])

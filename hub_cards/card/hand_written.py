@@ -1,53 +1,77 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a card's author wrote by hand: the Hub's text stays, and the folder's is used where the Hub has none."""
+"""What people write in a card: text between the marks of ours, or a whole card of their own."""
+
+import re
+from collections.abc import Sequence
 
 from huggingface_hub import ModelCard
 
-from .write import by_hand, is_ours
+
+SECTIONS = ("introduction", "notes")
+"""The parts of a card that are written by hand."""
+
+_OURS = re.compile(r"^<!-- normalign card, metadata: (.*?) -->\r?$", re.MULTILINE)
+_START, _END = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE), "<!-- end by hand -->"
 
 
-def settle(local: str | None, remote: str | None, repo_id: str) -> dict[str, str]:
-    """What the next card holds of what was written by hand.
+def is_ours(card: str) -> bool:
+    """Whether this package rendered a card."""
+    return _OURS.search(card) is not None
+
+
+def derived_keys(card: str) -> set[str]:
+    """The front matter's keys that this package wrote into a card; all others are the author's."""
+    mark = _OURS.search(card)
+    return set(mark[1].split(", ")) if mark else set()
+
+
+def decode_card(card: bytes, where: str) -> str:
+    """The text of a `README.md`, line ends unchanged. Raises ValueError, which names `where`, if it is not UTF-8."""
+    try:
+        return card.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"README.md of {where} is not text in UTF-8 ({error}). Save it as UTF-8.") from error
+
+
+def by_hand(card: str, where: str = "README.md") -> dict[str, str]:
+    """The parts of a card that were written by hand, by name, byte for byte.
 
     Args:
-        local: README.md of the folder, None without one of ours.
-        remote: README.md of the repository, None without one of ours.
-        repo_id: For the error.
-
-    Returns:
-        Part -> text; empty parts are left out.
+        card: The text.
+        where: The card's name in errors.
 
     Raises:
-        ValueError: A part is damaged.
+        ValueError: A part has no end, comes twice, or has a name other than those of [`SECTIONS`].
     """
-    ours = by_hand(local) if local else {}
-    try:
-        theirs = by_hand(remote) if remote else {}
-    except ValueError as error:
-        raise ValueError(f"In {repo_id}: {error}") from None
-    return {name: text for name in ours | theirs for text in _first(theirs.get(name), ours.get(name))}
+    found: dict[str, str] = {}
+    position = 0
+    while start := _START.search(card, position):
+        name, end = start[1], card.find(_END, start.end())
+        if name not in SECTIONS or name in found:
+            raise ValueError(
+                f"{where} has a part by hand {name!r}, where a card has one of {', '.join(SECTIONS)} each. Move "
+                "its text there."
+            )
+        if end < 0 or _START.search(card, start.end(), end):
+            raise ValueError(f"The part by hand {name!r} of {where} has no end. Put the line {_END} after it.")
+        found[name], position = card[start.end() : end], end
+    return found
 
 
-def _first(*texts: str | None) -> list[str]:
-    return [text for text in texts if text and text.strip()][:1]
+def first_by_hand(cards: Sequence[str]) -> dict[str, str]:
+    """Each part from the first of `cards` in which it is not blank."""
+    parts = [by_hand(card) for card in cards]
+    return {name: next((each[name] for each in parts if each.get(name, "").strip()), "") for name in SECTIONS}
 
 
-def insert_parts(card: str, written: dict[str, str]) -> str:
-    """`card` with these parts in place of its own."""
-    for name, text in written.items():
-        start = card.index(mark := f"<!-- by hand: {name} -->\n") + len(mark)
-        card = card[:start] + text + card[start + len(by_hand(card)[name]) :]
-    return card
-
-
-def check_own(card: str | None, where: str, remedy: str | None) -> None:
-    """Refuses to replace a `README.md` that somebody else wrote. One of nothing but metadata is no one's text.
+def check_replaceable(card: str | None, where: str, remedy: str | None) -> None:
+    """Refuses to replace a `README.md` that somebody else wrote. One that is only metadata may be replaced.
 
     Args:
         card: The text, None without one.
-        where: Whose it is, for the error.
-        remedy: What to do about it, for the error; None: it may be replaced.
+        where: Folder or repository, for the error.
+        remedy: What to do, for the error; None if it may be replaced.
 
     Raises:
         ValueError: Somebody wrote it, and it may not be replaced.

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Names and sentences that others wrote, as text in Markdown: whatever is in them, it is shown and does nothing."""
+"""Names and sentences that others wrote, escaped: Markdown and HTML in them are shown, not rendered."""
 
 import json
 import re
@@ -16,14 +16,14 @@ _ENTITIES = {character: f"&#{ord(character)};" for character in "<>|`\\$"} | {"&
 
 
 def text(value: Any) -> Markup:
-    """`value` on one line, with every character that Markdown or HTML would read as markup made harmless."""
+    """`value` on one line, every character that Markdown or HTML would read as markup escaped."""
     if isinstance(value, Markup):
         return value
     line = " ".join(str(value).split())
     line = "".join(_ENTITIES.get(character, character) for character in line if character.isprintable())
     line = re.sub(r"([*\[\]~])", r"\\\1", line)
-    line = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", line)  # inside a word it is no markup
-    # At its start, a mark makes a heading, a rule or a list of it; a figure, which has no space after it, does not.
+    line = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", line)  # inside a word it is not markup
+    # At the start of a line a mark makes a heading, a rule or a list; a number such as -0.5 does not.
     line = re.sub(r"^(?=[#=]|[+-](?:[\s-]|$))", r"\\", line)
     line = re.sub(r"^(\d+)(?=[.)](?:\s|$))", r"\1\\", line)
     return Markup(line)
@@ -35,7 +35,7 @@ def link(name: str, address: str) -> Markup:
 
 
 def hub_link(name: str, hub_id: str | None, *, revision: str | None = None, kind: str = "") -> Markup:
-    """`name`, linked where the Hub has it (`kind` is "datasets/" for data sets), and the commit where it is known."""
+    """`name`, linked if the Hub has it (`kind` is "datasets/" for data sets), with its commit if known."""
     if hub_id is None:
         return text(name)
     address = f"https://huggingface.co/{kind}{hub_id}"
@@ -44,7 +44,7 @@ def hub_link(name: str, hub_id: str | None, *, revision: str | None = None, kind
 
 
 def literal(value: str) -> Markup:
-    """`value` as a Python string on one line."""
+    """`value` as a Python literal on one line."""
     shown = json.dumps(value, ensure_ascii=False)
     return Markup("".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown))
 
@@ -58,7 +58,7 @@ def yaml_block(content: dict[str, Any]) -> Markup:
 
 
 def table(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Markup:
-    """A table; columns of figures are aligned to the right, and a figure and its error stay on one line."""
+    """A table. Columns of numbers are aligned to the right; a number and its error stay on one line."""
     cells = [[text(cell).replace(" ± ", "\xa0±\xa0") for cell in line] for line in (columns, *rows)]
     figures = [all(re.match(r"[\d–−-]", line[column]) for line in cells[1:]) for column in range(len(columns))]
     cells.insert(1, [Markup("---:" if each else "---") for each in figures])

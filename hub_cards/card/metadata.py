@@ -1,16 +1,13 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What the Hub reads of a card: the front matter of README.md."""
+"""The metadata of a card: the front matter of README.md, which the Hub reads."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import yaml
-from huggingface_hub import (
-    ModelCard,
-    ModelCardData,
-)
+from huggingface_hub import ModelCard, ModelCardData
 
 from .facts import LLAVA, Facts, Licence, Part
 
@@ -19,7 +16,7 @@ TASK = "image-text-to-text"
 TAGS = ["normalign-llava", "llava", "vision-language-model", "custom_code"]
 ADAPTER_TAGS = ["lora"]
 PERMISSIVE = ("mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
-"""Licences whose parts may be passed on together under the last of them, which asks for the most, notices kept."""
+"""Permissive licences, the most demanding last: parts under several of them may be distributed under that one."""
 
 _ORDER = ["license", "license_name", "license_link", "language", "library_name", "pipeline_tag"]
 _ORDER += ["base_model", "base_model_relation", "datasets", "tags"]
@@ -27,7 +24,7 @@ _ORDER += ["base_model", "base_model_relation", "datasets", "tags"]
 
 @dataclass(frozen=True)
 class Terms:
-    """What follows from the licences of all parts: metadata, a sentence, and a warning where none follows."""
+    """The licence that follows from those of all parts: metadata, a sentence, and a warning if none follows."""
 
     metadata: dict[str, str]
     sentence: str
@@ -56,18 +53,18 @@ def terms(parts: Sequence[Part]) -> Terms:
     named = ", ".join(f"{part.name} ({part.licence})" for part in parts)
     return Terms(
         {"license": "other"},
-        "The licences of the parts differ, and none of them covers the whole: the conditions of each hold.",
+        "The licences of the parts differ, and none of them covers the whole: the conditions of each apply.",
         f"The metadata says `license: other`, since the licences of the parts differ: {named}. If one holds for the "
         "whole, write it into the front matter of README.md; it is kept.",
     )
 
 
 def metadata(facts: Facts, base: str | None, parts_terms: Terms) -> dict[str, Any]:
-    """The front matter as far as it follows from `facts`.
+    """The front matter that can be derived from `facts`.
 
     Args:
-        facts: Of the folder.
-        base: Hub id of the model that an adapter belongs to.
+        facts: The folder's.
+        base: Hub id of an adapter's base.
         parts_terms: From [`terms`].
     """
     models, relation = _bases(facts, base)
@@ -88,13 +85,13 @@ def metadata(facts: Facts, base: str | None, parts_terms: Terms) -> dict[str, An
 
 
 def open_keys(facts: Facts, parts_terms: Terms) -> list[str]:
-    """The keys that follow from the folder in part only, so that what the author says of them holds."""
+    """Keys that we can only partly infer; the author's value wins."""
     groups = {"license": bool(parts_terms.warning), "base_model": bool(unlisted(facts))}
     return [key for key in _ORDER for group, is_open in groups.items() if is_open and key.startswith(group)]
 
 
 def unlisted(facts: Facts) -> list[str]:
-    """Names of parts that `base_model` should list and does not, since it is not known that the Hub has them."""
+    """Names of parts that are missing in `base_model`, since they have no known Hub id."""
     if facts.adapter is not None or facts.started_from:
         return []
     return [part.name for part in facts.parts if not part.hub_id]
@@ -103,12 +100,12 @@ def unlisted(facts: Facts) -> list[str]:
 def merged(
     derived: dict[str, Any], kept: Sequence[tuple[dict[str, Any], set[str]]], open_to_author: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """`derived`, and what the author added to earlier cards: keys that were not derived then, and tags.
+    """`derived`, with the keys and tags that the author added to earlier cards.
 
     Args:
         derived: From [`metadata`].
-        kept: Front matter of earlier cards in order of preference, each with the keys that were derived in it.
-        open_to_author: From [`open_keys`]: the author's go before the derived ones.
+        kept: Front matter of earlier cards, the preferred one first, each with the keys that were derived in it.
+        open_to_author: From [`open_keys`]: here the author's value wins.
     """
     result = dict(derived)
     for earlier, derived_then in kept:
@@ -117,38 +114,38 @@ def merged(
             if name in open_to_author and name in theirs and result.get(name) == derived.get(name):
                 result = {key: value for key, value in result.items() if not key.startswith(name)}
         if isinstance(tags := earlier.get("tags"), list):
-            # Those of an adapter's card are none of the author's when it is merged.
+            # The tags of an adapter's card are dropped when it is merged.
             result["tags"] = list(dict.fromkeys([*result["tags"], *(tag for tag in tags if tag not in ADAPTER_TAGS)]))
         result = {**theirs, **result}
     return result
 
 
 def front_matter(content: dict[str, Any]) -> str:
-    """`content` as YAML, in the order that people look for.
+    """`content` as YAML, the most important keys first.
 
     Raises:
-        ValueError: `model-index` has another form than the Hub's.
+        ValueError: `model-index` is not in the Hub's form.
     """
     return ModelCardData(**content).to_yaml(original_order=_ORDER)
 
 
 def read_front_matter(card: str) -> dict[str, Any]:
-    """The front matter of a card. Raises ValueError if it is no YAML, or none that the Hub takes."""
+    """The front matter of a card. Raises ValueError if it is not YAML, or not in a form that the Hub accepts."""
     try:
         return ModelCard(card).data.to_dict()
     except yaml.YAMLError as error:
-        raise ValueError(f"The front matter of README.md is no YAML: {error}. Fix it.") from error
+        raise ValueError(f"The front matter of README.md is not YAML: {error}. Fix it.") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"The front matter of README.md is none that the Hub takes: {error}. Fix it.") from error
+        raise ValueError(f"The Hub does not accept the front matter of README.md: {error}. Fix it.") from error
 
 
 def _is_known(licence: Licence | None) -> bool:
-    """Whether it says what is allowed: two that are called "other" need not be the same."""
+    """Whether it names its conditions: two licences called "other" may differ."""
     return licence is not None and (licence.license not in ("other", "unknown") or licence.license_name is not None)
 
 
 def _bases(facts: Facts, base: str | None) -> tuple[list[str], str | None]:
-    """Base models that the Hub has, and how this one comes from them."""
+    """Base models on the Hub, and the relation of this model to them."""
     if facts.adapter is not None:
         return ([base], "adapter") if base else ([], None)
     if facts.started_from:
@@ -156,7 +153,7 @@ def _bases(facts: Facts, base: str | None) -> tuple[list[str], str | None]:
     found = list(dict.fromkeys(part.hub_id for part in facts.parts if part.hub_id))
     if found and facts.parts[0].role == LLAVA:
         return found, "finetune"
-    # Of two models one; with only one of them on the Hub, the Hub is left to say how they are related.
+    # With only one of the two parts on the Hub, the Hub itself infers the relation.
     return found, "merge" if len(found) > 1 else None
 
 
@@ -166,12 +163,12 @@ def _languages(facts: Facts) -> list[str] | None:
         if source.get("split") == "train":
             language = (source.get("dataset") or {}).get("language")
             if not language:
-                return None  # a list that may lack one would mislead
+                return None  # an incomplete list would mislead
             found += [language] if isinstance(language, str) else language
     return list(dict.fromkeys(found)) or None
 
 
 def licence_of(content: dict[str, Any]) -> Licence | None:
-    """The licence that front matter states."""
+    """The licence stated in front matter."""
     stated = content.get("license")
     return stated and Licence(str(stated), content.get("license_name"), content.get("license_link"))

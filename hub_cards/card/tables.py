@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The tables of a card that say what it is and what was measured. A row of unknown figures is no row."""
+"""The tables of a card about the model and its measurements. Rows without any known figure are left out."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from .training_tables import DASH, Table, count, part_link, run, title, trained_
 
 
 def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
-    """What decides whether to read on: name and value."""
+    """The summary at the top of the card: name and value."""
     tokens, size = visual_tokens(facts), image_size(facts)
     image = " in ".join(each for each in (size, tokens and f"{tokens:,} visual tokens") if each)
     config = facts.config
@@ -29,17 +29,17 @@ def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
         ("Context", context and f"{context:,} tokens"),
         (
             "Trained on",
-            "; ".join(f"{title(facts, stage)}: {said}" for stage in facts.stages if (said := trained_rows(stage))),
+            "; ".join(f"{title(facts, stage)}: {rows}" for stage in facts.stages if (rows := trained_rows(stage))),
         ),
         *((text(evaluation.title), _headline(evaluation)) for evaluation in facts.evaluations),
-        ("Norm of visual tokens", _ratio_said(facts)),
+        ("Norm of visual tokens", _ratio(facts)),
         ("Licence", licence),
     ]
     return [(name, value) for name, value in rows if value]
 
 
 def alignment(facts: Facts) -> Table:
-    """What was measured of the norm, and of the baseline where there is one."""
+    """The measurements of norm and rotation, of this model and of the baseline if there is one."""
     reports, gain = _reports(facts), facts.gain
     columns = [[facts.setting("text_embedding_norm"), *((gain.start, gain.now, gain.bias) if gain else [None] * 3)]]
     for baseline in reports[1:]:
@@ -70,7 +70,7 @@ def alignment(facts: Facts) -> Table:
 
 
 def is_stale(facts: Facts) -> bool:
-    """Whether the diagnosis is of other weights: of another norm, or another gain by more than 1 %."""
+    """Whether the diagnosis was made of other weights: another norm, or a gain that differs by more than 1 %."""
     report: dict[str, Any] = (facts.diagnosis or {}).get("report") or {}
     norm, measured = facts.setting("projector_norm"), (report.get("gain") or {}).get("mean_abs")
     if None not in (norm, report.get("norm")) and norm != report["norm"]:
@@ -79,7 +79,7 @@ def is_stale(facts: Facts) -> bool:
 
 
 def results(evaluation: Evaluation) -> Table:
-    """The results of one task, each beside its references."""
+    """The results of one task, with their references."""
     references = list(dict.fromkeys(name for metric in evaluation.metrics for name in metric.references))
     names = list(dict.fromkeys(metric.name for metric in evaluation.metrics))
     rows = []
@@ -94,17 +94,17 @@ def results(evaluation: Evaluation) -> Table:
 
 
 def visual_tokens(facts: Facts) -> int | None:
-    """How many visual tokens an image becomes."""
+    """Visual tokens per image."""
     if facts.config is not None:
         return facts.config.image_seq_length
     return run(facts.stages[-1]).get("tokens_per_image") if facts.stages else None
 
 
 def image_size(facts: Facts) -> str | None:
-    """What an image is resized or cropped to."""
+    """The size that images are resized or cropped to."""
     processor = facts.image_processor
     size = (processor.get("crop_size") if processor.get("do_center_crop") else None) or processor.get("size")
-    if isinstance(size, int) and size == processor.get("crop_size"):  # one number is a square's
+    if isinstance(size, int) and size == processor.get("crop_size"):  # one number means a square
         size = {"width": size, "height": size}
     if not isinstance(size, dict) or not {"width", "height"} <= size.keys():
         return None
@@ -127,7 +127,7 @@ def _value(metric: Metric, evaluation: Evaluation) -> str:
 
 
 def _figure(value: float | None, evaluation: Evaluation) -> str:
-    """`value` with the decimals that the smallest standard error of the task has, or else four digits."""
+    """`value` with as many decimals as the smallest standard error of the task, or else four digits."""
     if value is None:
         return DASH
     errors = [metric.stderr for metric in evaluation.metrics if metric.stderr]
@@ -136,16 +136,16 @@ def _figure(value: float | None, evaluation: Evaluation) -> str:
     return f"{value:.3f}".replace("-", "−") if abs(value) <= 1 else number(value, 4)
 
 
-def _ratio_said(facts: Facts) -> str | None:
+def _ratio(facts: Facts) -> str | None:
     ratios = [report["interface"].get("ratio") for report in _reports(facts)]
     if not ratios or ratios[0] is None:
         return None
-    said = f"{number(ratios[0], 3)} × that of text embeddings"
-    return said + (f" (baseline {number(ratios[1], 3)} ×)" if len(ratios) > 1 and ratios[1] is not None else "")
+    ratio = f"{number(ratios[0], 3)} × that of text embeddings"
+    return ratio + (f" (baseline {number(ratios[1], 3)} ×)" if len(ratios) > 1 and ratios[1] is not None else "")
 
 
 def _reports(facts: Facts) -> list[dict[str, Any]]:
-    """What was measured of this model, and of the baseline where there is one."""
+    """The report of this model, and that of the baseline if there is one."""
     diagnosis = facts.diagnosis or {}
     return [each for each in (diagnosis.get("report"), diagnosis.get("against")) if each]
 

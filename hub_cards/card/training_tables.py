@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The tables of a card that say how the model was trained. A row of unknown figures is no row."""
+"""The tables of a card about training. Rows without any known figure are left out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def training(facts: Facts) -> Table:
         ("Parameters trained", _parameters),
         ("Learning rate, peak", _rates),
         ("Schedule", _schedule),
-        ("Steps", steps_said),
+        ("Steps", steps_text),
         ("Rows a step: a device × processes × accumulated", _batch),
         ("Rows trained on", trained_rows),
         ("Rows of at most", lambda stage: (longest := stage["options"].get("max_length")) and f"{longest:,} tokens"),
@@ -50,7 +50,7 @@ def training(facts: Facts) -> Table:
 
 
 def data(facts: Facts) -> Table:
-    """What became of every row of every data set."""
+    """How many rows of each data set were found, left out and used."""
     columns = ["data set", "stage", "used for", "rows found", "bad", "too long", "chosen", "images", "median tokens"]
     parts = {part.name: part_link(part) for part in facts.data}
     rows = []
@@ -70,7 +70,7 @@ def data(facts: Facts) -> Table:
 
 
 def part_link(part: Part) -> str:
-    """A part's name, linked where the Hub has it."""
+    """A part's name, linked if the Hub has it."""
     kind = "datasets/" if part.role == "data" else ""
     return hub_link(part.name, part.hub_id, revision=part.revision, kind=kind)
 
@@ -83,21 +83,21 @@ def title(facts: Facts, stage: dict[str, Any]) -> str:
     return f"stage {facts.stages.index(stage) + 1}" + (f" ({name})" if name else "")
 
 
-def steps_said(stage: dict[str, Any]) -> str | None:
+def steps_text(stage: dict[str, Any]) -> str | None:
     """How many optimizer steps a stage took: "3", or "1 of 3"."""
-    said = [f"{each:,}" for each in dict.fromkeys((steps_taken(stage), run(stage).get("steps"))) if each is not None]
-    return " of ".join(said) or None
+    taken_and_planned = dict.fromkeys((steps_taken(stage), run(stage).get("steps")))
+    return " of ".join(f"{each:,}" for each in taken_and_planned if each is not None) or None
 
 
 def steps_taken(stage: dict[str, Any]) -> int | None:
-    """How many optimizer steps a stage took; by an older record, which does not say, those that were planned."""
+    """How many optimizer steps a stage took; older records hold only how many were planned."""
     return stage.get("steps_done", run(stage).get("steps"))
 
 
 def rows_seen(stage: dict[str, Any]) -> int | None:
-    """How many rows a stage trained on, of data with streams at most; None where that is not known.
+    """How many rows a stage trained on, an upper bound if some data were streams; None if unknown.
 
-    They are those of its data or, where it was over before it came to all of them, those of its steps.
+    The rows of its data or, if it ended before it had used them all, those of its steps.
     """
     used = [source.get("used") for source in stage.get("data", ()) if source.get("split") == "train"]
     steps, batch = steps_taken(stage), run(stage).get("batch")
@@ -108,12 +108,12 @@ def rows_seen(stage: dict[str, Any]) -> int | None:
 
 
 def has_streams(stage: dict[str, Any]) -> bool:
-    """Whether some of its training data were streams, whose rows nobody counts."""
+    """Whether some of its training data were streams, whose rows are not counted."""
     return any(source.get("used") is None for source in stage.get("data", ()) if source.get("split") == "train")
 
 
 def trained_rows(stage: dict[str, Any]) -> str | None:
-    """How many rows a stage trained on, as it is said; None where that is not known."""
+    """[`rows_seen`] as text."""
     rows = rows_seen(stage)
     if rows is None:
         return None
@@ -121,7 +121,7 @@ def trained_rows(stage: dict[str, Any]) -> str | None:
 
 
 def count(value: float) -> str:
-    """A number of parameters: "157 M"."""
+    """A count of parameters as text: "157 M"."""
     for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
         if value >= size:
             return f"{number(value / size, 3)}{unit}"
@@ -129,7 +129,7 @@ def count(value: float) -> str:
 
 
 def duration(seconds: float | None) -> str | None:
-    """A time: "42 s", "7.3 min", "5.1 h"."""
+    """A time as text: "42 s", "7.3 min", "5.1 h"."""
     if seconds is None:
         return None
     if seconds < 60:
@@ -138,7 +138,7 @@ def duration(seconds: float | None) -> str | None:
 
 
 def run(stage: dict[str, Any]) -> dict[str, Any]:
-    """What a stage's run was, by `training.json`."""
+    """The field `run` of a stage's `training.json`."""
     return stage.get("run") or {}
 
 

@@ -1,16 +1,16 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a card must not leave unsaid: what was not measured, and how little stands behind what was."""
+"""The limits that a card states: what was not measured, and how much data stands behind what was."""
 
 from .facts import Facts
 from .tables import is_stale
-from .training_tables import has_streams, rows_seen, run, steps_said, steps_taken, title
+from .training_tables import has_streams, rows_seen, run, steps_taken, steps_text, title
 
 
 LLAVA_ROWS = 1_223_000
 """Rows that LLaVA-1.5 was trained on: 558 thousand and 665 thousand."""
 
-STALE = "The diagnosis is of other weights than these: its figures are not this model's."
+STALE = "The diagnosis was made of other weights: its figures are not this model's."
 
 
 def limits(facts: Facts) -> list[str]:
@@ -24,16 +24,16 @@ def _training(facts: Facts) -> list[str]:
     found = []
     seeds = dict.fromkeys(str(stage["options"]["seed"]) for stage in facts.stages if "seed" in stage["options"])
     seed = f", seed {', '.join(seeds)}" if seeds else ""
-    found.append(f"It is one training run{seed}: how much another run would differ was not measured.")
+    found.append(f"This is one training run{seed}: how much another run would differ was not measured.")
     for stage in facts.stages:
         if steps_taken(stage) not in (None, run(stage).get("steps")):
-            found.append(f"Stopped before its end: {title(facts, stage)}, after {steps_said(stage)} steps.")
+            found.append(f"Stopped before its end: {title(facts, stage)}, after {steps_text(stage)} steps.")
     rows, streams = [rows_seen(stage) for stage in facts.stages], any(map(has_streams, facts.stages))
     known = [each for each in rows if each is not None]
     if len(known) == len(rows) and sum(known) < LLAVA_ROWS / 10:
         found.append(
             f"The training recorded here took {'at most ' if streams else ''}{sum(known):,} rows, that of LLaVA-1.5 "
-            f"{LLAVA_ROWS:,}. Expect nothing that is not in them."
+            f"{LLAVA_ROWS:,}. Expect it to know only what is in them."
         )
     if streams:
         found.append("Some of its data were streams, whose rows were not counted.")
@@ -54,8 +54,8 @@ def _evaluation(facts: Facts) -> list[str]:
     for evaluation in facts.evaluations:
         if evaluation.partial:
             found.append(
-                f"{evaluation.title} was asked in part, {evaluation.samples:,} of {evaluation.total:,} samples: not "
-                "to be set beside results on all of them."
+                f"{evaluation.title} was run in part, on {evaluation.samples:,} of {evaluation.total:,} samples: not "
+                "comparable with results on all of them."
             )
     found.append("Bias, safety and made-up answers were not measured.")
     return found

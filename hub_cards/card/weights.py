@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a checkpoint's weights say of it: their size, the gain of the norm, and whether the projector was trained."""
+"""Facts read from a checkpoint's weights: size, gain of the norm, and whether the projector was trained."""
 
 import math
 from collections.abc import Iterable
@@ -19,10 +19,7 @@ PROJECTOR = "multi_modal_projector."
 
 @dataclass(frozen=True)
 class Gain:
-    """The norm after the projector: mean |gain| now and at its start, mean |bias| (None for an RMSNorm).
-
-    `start` is None where it is not known.
-    """
+    """The norm after the projector: mean |gain| and |bias| (None for an RMSNorm), and the gain's start if known."""
 
     now: float
     bias: float | None
@@ -31,13 +28,12 @@ class Gain:
 
 @dataclass(frozen=True)
 class Weights:
-    """What safetensors files hold.
+    """Facts about safetensors files.
 
     Attributes:
         gain: None without the norm.
-        moved: Whether the norm or, without one, the projector is any other than a build makes it; None where that is
-            not known.
-        parameters: How many.
+        moved: Whether the norm (or the projector, if there is none) differs from a newly built one; None if unknown.
+        parameters: Their count.
         size: Of the files, in bytes.
     """
 
@@ -48,7 +44,7 @@ class Weights:
 
 
 def read_weights(files: Iterable[Path], config: NormAlignLlavaConfig | None) -> Weights:
-    """Reads of `files`, those that are there, the headers, the norm and the biases of the projector.
+    """Reads headers, norm and biases of the projector from those of `files` that exist.
 
     Args:
         files: Safetensors files of one checkpoint, or of an adapter.
@@ -73,9 +69,9 @@ def read_weights(files: Iterable[Path], config: NormAlignLlavaConfig | None) -> 
                     elif PROJECTOR in name and name.endswith(".bias"):
                         biases.append(file.get_tensor(name))
         except SafetensorError as error:
-            raise ValueError(f"{path} cannot be read: {error}. Was it cut short? Take another.") from error
+            raise ValueError(f"{path} cannot be read: {error}. Was it cut short? Copy it again.") from error
     if "weight" not in norm:
-        # Without a norm, biases tell: they start from 0.
+        # Without a norm the biases show it: they start from 0.
         moved = any(bool(bias.any()) for bias in biases) if config is not None and biases else None
         return Weights(None, moved, parameters, size)
     gain, bias = norm["weight"], norm.get("bias")

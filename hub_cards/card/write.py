@@ -1,12 +1,11 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The model card: `README.md`, written from what lies in a checkpoint folder and from nothing else.
+"""The model card: `README.md`, rendered from the files of a checkpoint folder and from nothing else.
 
-What its author writes by hand between marked lines, and adds to the front matter, outlasts every new rendering.
+What the author writes between its marks, and adds to the front matter, is kept when it is rendered again.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,10 @@ from markupsafe import Markup
 
 from ...checkpoint.files import finished_file
 from ...checkpoint.loading import loading
+from ...checkpoint.names import CARD
 from ...diagnose.paper import paper_ratios
 from .facts import Facts, Part, read_facts
+from .hand_written import by_hand, check_replaceable, decode_card, derived_keys, first_by_hand, is_ours
 from .markdown import hub_link, link, literal, table, text, yaml_block
 from .metadata import (
     Terms,
@@ -35,15 +36,10 @@ from .training_tables import data, part_link, title, training
 from .unmeasured import limits
 
 
-SECTIONS = ("introduction", "notes")
-"""The parts of a card that are written by hand."""
-
 INLINE = ("interface.png", "rotation.png")
-"""The figures that are shown; all others are folded away."""
+"""The figures shown in full; the others are folded."""
 
-_FIX = "Fix or remove training.json, build.json, or what is in the folders diagnostics and evaluation."
-_OURS = re.compile(r"^<!-- normalign card, metadata: (.*?) -->\r?$", re.MULTILINE)
-_START, _END = re.compile(r"^<!-- by hand: (.*?) -->\r?\n", re.MULTILINE), "<!-- end by hand -->"
+_FIX = "Fix or remove training.json, build.json, or the files in the folders diagnostics and evaluation."
 
 
 @dataclass(frozen=True)
@@ -67,26 +63,28 @@ def render_card(
     *,
     repo_id: str | None = None,
     revision: str = "main",
-    previous: Sequence[str] = (),
+    hub_card: str | None = None,
     adapter: AdapterBase | None = None,
 ) -> Card:
     """Renders the card of a checkpoint folder; nothing is written. The same folder gives the same card.
 
+    What was written by hand is taken from the card on the Hub, and from the folder's where that has none.
+
     Args:
         checkpoint: Folder of a checkpoint or an adapter.
-        repo_id: Where it is to be loaded from; by default the folder itself, ".".
-        revision: Branch of it.
-        previous: Earlier cards whose parts by hand are kept where the folder's own card has none, best first. Those
-            that are not ours are passed over.
+        repo_id: Repository that the card's code loads from; by default the folder itself, ".".
+        revision: Its branch.
+        hub_card: `README.md` on the Hub; ignored if this package did not write it.
         adapter: The base of an adapter. By default the Hub id that its training started from, if it was one.
 
     Raises:
-        ValueError: The folder is no checkpoint, a file in it cannot be read, or a part by hand has no end.
+        ValueError: The folder is not a checkpoint, a file in it cannot be read, or a part by hand has no end.
     """
     with loading(f"What {checkpoint} records of itself", remedy=_FIX):  # of any type, in any field
         facts = read_facts(checkpoint)
-        earlier = [card for card in (_read(checkpoint / "README.md"), *previous) if is_ours(card)]
-        written = [by_hand(card) for card in earlier]
+        earlier = [card for card in (hub_card, card_in(checkpoint)) if card and is_ours(card)]
+        by_hand(hub_card or "", f"README.md of {repo_id} on the Hub")  # for an error that names it
+        hand = first_by_hand(earlier)
         name = " ".join((repo_id or facts.name).rpartition("/")[2].split())
         if facts.adapter is not None and adapter is None and facts.started_from:
             adapter = AdapterBase(facts.started_from, facts.stages[-1].get("model_revision") or "main")
@@ -94,7 +92,7 @@ def render_card(
         follows = terms(licensed)
         derived = metadata(facts, adapter.repo_id if adapter else None, follows)
         to_author = open_keys(facts, follows)
-        content = merged(derived, [(read_front_matter(card), _derived(card)) for card in earlier], to_author)
+        content = merged(derived, [(read_front_matter(card), derived_keys(card)) for card in earlier], to_author)
         stated = licence_of(content)
         by_author = stated is not None and content.get("license") != derived.get("license")
         named = content.get("base_model") != derived.get("base_model")
@@ -128,9 +126,7 @@ def render_card(
             limits=limits(facts),
             licences=licensed,
             licence=f"Its author states: {stated}." if by_author else follows.sentence,
-            hand={
-                key: Markup(next((each[key] for each in written if each.get(key, "").strip()), "")) for key in SECTIONS
-            },
+            hand={name: Markup(text) for name, text in hand.items()},
             part_link=part_link,
             hub_link=hub_link,
             link=link,
@@ -140,7 +136,11 @@ def render_card(
             draw=table,
         )
         ModelCard(rendered)  # the Hub's own reading of it
-        return Card(rendered, _warnings(facts, follows, by_author, named, adapter))
+        warnings = _warnings(facts, follows, by_author, named, adapter)
+        for part, text_here in by_hand(earlier[-1] if earlier else "").items():
+            if text_here.strip() and text_here.strip() != hand[part].strip():
+                warnings.append(f"The {part} written by hand on the Hub stays; that of the folder is not used.")
+        return Card(rendered, warnings)
 
 
 def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = False) -> Card:
@@ -149,75 +149,34 @@ def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = 
     Args:
         checkpoint: Folder of a checkpoint or an adapter.
         repo_id: Where it will be published.
-        replace: Whether to replace a `README.md` that is no card of ours.
+        replace: Replace a `README.md` that this package did not write.
 
     Raises:
-        ValueError: There is one, and `replace` is not set; or as for [`render_card`]. Nothing is written.
-        OSError: The folder cannot be written; the card that was there remains.
+        ValueError: There is such a file and `replace` is not set, or as for [`render_card`]. Nothing is written.
+        OSError: The folder cannot be written; the earlier card remains.
     """
-    existing = _read(checkpoint / "README.md")
-    if existing.strip() and not is_ours(existing) and not replace:
-        raise ValueError(
-            f"{checkpoint / 'README.md'} was not written by `normalign card`. Move it away, or replace it with "
-            "`--replace` (in Python `replace=True`); nothing of it is kept then."
-        )
+    remedy = "Move it away, or replace it with `--replace` (in Python `replace=True`); nothing of it is kept then."
+    check_replaceable(card_in(checkpoint), str(checkpoint), None if replace else remedy)
     card = render_card(checkpoint, repo_id=repo_id)
-    with finished_file(checkpoint / "README.md") as file:
+    with finished_file(checkpoint / CARD) as file:
         file.write_bytes(card.text.encode())
     return card
 
 
 def refresh_card(checkpoint: Path) -> None:
-    """Writes the card anew where there is one of ours: in a merged checkpoint it is the adapter's, or the base's."""
-    if is_ours(_read(checkpoint / "README.md")):
+    """Renders a card of ours again: in a merged checkpoint it is still the adapter's or the base's."""
+    if is_ours(card_in(checkpoint) or ""):
         write_card(checkpoint)
 
 
-def is_ours(card: str) -> bool:
-    """Whether a card was rendered here."""
-    return _OURS.search(card) is not None
-
-
-def decoded(card: bytes, where: str) -> str:
-    """The text of a `README.md`, line ends as they are. Raises ValueError, which names `where`, if it is no UTF-8."""
-    try:
-        return card.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"README.md of {where} is no text in UTF-8 ({error}). Save it as that.") from error
-
-
-def by_hand(card: str) -> dict[str, str]:
-    """The parts of a card that were written by hand, by name, byte for byte.
-
-    Raises:
-        ValueError: A part has no end, comes twice, or has a name that a card does not have.
-    """
-    found: dict[str, str] = {}
-    position = 0
-    while start := _START.search(card, position):
-        name, end = start[1], card.find(_END, start.end())
-        if name not in SECTIONS or name in found:
-            raise ValueError(
-                f"README.md has a part by hand {name!r}, where a card has one of {', '.join(SECTIONS)} each. Move "
-                "what is in it there."
-            )
-        if end < 0 or _START.search(card, start.end(), end):
-            raise ValueError(f"The part by hand {name!r} of README.md has no end. Put the line {_END} after it.")
-        found[name], position = card[start.end() : end], end
-    return found
-
-
-def _read(file: Path) -> str:
-    return decoded(file.read_bytes(), str(file.parent)) if file.is_file() else ""
-
-
-def _derived(card: str) -> set[str]:
-    mark = _OURS.search(card)
-    return set(mark[1].split(", ")) if mark else set()
+def card_in(folder: Path) -> str | None:
+    """`README.md` of a folder, whoever wrote it; None if there is none. Raises ValueError if it is not text."""
+    file = folder / CARD
+    return decode_card(file.read_bytes(), str(folder)) if file.is_file() else None
 
 
 def _licensed(facts: Facts, adapter: AdapterBase | None) -> list[Part]:
-    """All whose licences bear on the model's."""
+    """Everything whose licence bears on the model's."""
     found = [*facts.parts, *facts.data]
     if adapter is not None and not facts.parts:
         found.insert(0, Part("base model", adapter.repo_id, adapter.repo_id))
@@ -236,8 +195,8 @@ def _warnings(facts: Facts, follows: Terms, by_author: bool, named: bool, adapte
         )
     if is_stale(facts):
         found.append(
-            f"diagnostics/report.json is of other weights than {facts.name} has, and the card shows its figures. "
-            "Diagnose anew, or remove the folder diagnostics."
+            f"diagnostics/report.json was measured on other weights than those of {facts.name}, and the card shows "
+            "its figures. Diagnose again, or remove the folder diagnostics."
         )
     if facts.adapter is not None and adapter is None:
         found.append("The adapter's base is not on the Hub, so the card cannot say how others load it.")

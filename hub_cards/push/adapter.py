@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What of an adapter folder is published: the model it makes of its base, or the adapter with its base pinned."""
+"""Publishing an adapter folder: merged into its base, or as an adapter whose base is pinned to a commit."""
 
 import json
 import tempfile
@@ -30,8 +30,8 @@ class Staged:
 
     Attributes:
         folder: The checkpoint's, a merged one in the temporary folder, or the adapter's.
-        generated: Path -> content of files to send in place of the folder's.
-        base: Of an adapter that is published as one.
+        generated: Path -> content of files to send instead of the folder's.
+        base: The base of an adapter that is published as one.
     """
 
     folder: Path
@@ -41,23 +41,23 @@ class Staged:
 
 @contextmanager
 def staged(checkpoint: Path, *, as_adapter: bool, base: str | None, client: Client | None) -> Iterator[Staged]:
-    """What to publish of `checkpoint`; for adapters see [`normalign_llava.hub_cards.publish.publish`].
+    """The folder to publish for `checkpoint`: itself, or an adapter merged into its base.
 
     Args:
         checkpoint: Folder of a checkpoint or an adapter.
-        as_adapter: Publish an adapter as one, in place of merging it.
-        base: The adapter's base, where it is not the one that it names.
-        client: Resolves the base's revision to a commit; None for a dry run, which leaves it as it is.
+        as_adapter: Do not merge an adapter.
+        base: The adapter's base, if it is not the one that it names.
+        client: Resolves the base's revision to a commit; None for a dry run.
 
     Raises:
         ValueError: `as_adapter` or `base` without an adapter; an adapter that cannot be merged; a base that is not on
-            the Hub, comes with other code than this package's, or is not set as the adapter was trained with it.
-        OSError: The base cannot be read, or there is no room for the merged model. Nothing of it is left.
+            the Hub, has other code than this package's, or has other settings than the adapter was trained with.
+        OSError: The base cannot be read, or there is no room for the merged model, which is removed.
     """
     if not (checkpoint / ADAPTER_CONFIG).is_file():
         if as_adapter or base:
             raise ValueError(
-                f"{checkpoint} has no {ADAPTER_CONFIG}, so it is no adapter: leave out --adapter and --base."
+                f"{checkpoint} has no {ADAPTER_CONFIG}, so it is not an adapter: leave out --adapter and --base."
             )
         yield Staged(checkpoint)
     elif as_adapter:
@@ -121,7 +121,7 @@ def _with_base(adapter: Path, base: str | None, client: Client | None) -> Staged
 
 
 def _check_arm(adapter: Path, base: str, config: dict[str, Any]) -> None:
-    """Raises ValueError if training changed settings of the base: PEFT alone would load the base without them."""
+    """Raises ValueError if training changed settings of the base, which PEFT would load unchanged."""
     record = read_json(adapter / TRAINING_RECORD) or {}
     changed = [
         f"{name} {value!r}, not {base_value!r}"
@@ -130,8 +130,8 @@ def _check_arm(adapter: Path, base: str, config: dict[str, Any]) -> None:
     ]
     if changed:
         raise ValueError(
-            f"The adapter was trained with {'; '.join(changed)} as config.json of its base {base} says: as an adapter "
-            "it would be loaded on another model. Publish the merged model, without --adapter."
+            f"The adapter was trained with {'; '.join(changed)} as in config.json of its base {base}: as an adapter "
+            "it would be loaded on a different model. Publish the merged model, without --adapter."
         )
 
 
@@ -141,11 +141,11 @@ def _info(client: Client, repo_id: str, revision: str | None) -> ModelInfo:
     except RevisionNotFoundError:
         raise LookupError(f"it has no revision {revision}") from None
     except RepositoryNotFoundError:
-        raise LookupError("there is no such repository, or the token may not see it") from None
+        raise LookupError("there is no such repository, or the token has no access to it") from None
 
 
 def _foreign_code(client: Client, info: ModelInfo, config: dict[str, Any]) -> list[str]:
-    """What names or holds code that loading a base would run here and is not this package's."""
+    """Files and fields of a base that would run code other than this package's."""
 
     def content(name: str) -> bytes:
         return read_file(client, info.id, name, str(info.sha))

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Whether a checkpoint is fit to be sent, and whether what would be sent may be: before anything is."""
+"""Checks before publishing: does the checkpoint load elsewhere, and may its files be published?"""
 
 import json
 import os
@@ -31,14 +31,14 @@ _SAVE_AGAIN = "Load the checkpoint with this package and save it to another fold
 
 
 def check_contents(contents: Contents, token: str | None) -> None:
-    """Refuses to send tokens, paths of this machine and pickles.
+    """Refuses tokens, paths of this machine and pickles.
 
     Args:
-        contents: What would be sent.
-        token: That of the person who publishes.
+        contents: The files to send.
+        token: The token of the person who publishes.
 
     Raises:
-        ValueError: Some of it is there; the message lists every place. A token is shown as its first 4 characters.
+        ValueError: There are some; the message lists every place. Of a token it shows the first 4 characters.
     """
     _raise(find_private(contents, token), "This must not be published")
 
@@ -46,21 +46,21 @@ def check_contents(contents: Contents, token: str | None) -> None:
 def check_checkpoint(checkpoint: str | os.PathLike) -> None:
     """Refuses a checkpoint that would not load elsewhere, or whose norm is neither aligned nor trained.
 
-    Of a model: `config.json` with model type, architecture and all of `auto_map`; both code files, as this package has
-    them; every tensor, by name and shape; gain and bias finite and in float32; the gain N_text / sqrt(d) of the stored
-    embeddings (1 with `projector_gain_init="one"`), or trained; a processor that writes as many placeholders as there
-    are features; a chat template that takes an image. Of weights only headers, embeddings and norm are read. Of an
-    adapter: its configuration and weights, finite.
+    Checked of a model: model type, architecture and `auto_map` in `config.json`; both code files, identical to this
+    package's; every tensor, by name and shape; gain and bias finite and in float32; the gain N_text / sqrt(d) of the
+    stored embeddings (1 with `projector_gain_init="one"`), or trained; a processor that writes as many placeholders
+    as there are features; a chat template that takes an image. Of weights only headers, embeddings and norm are
+    read. Of an adapter: its configuration, and that its weights are finite.
 
     Args:
         checkpoint: The folder.
 
     Raises:
-        ValueError: Something is wrong; the message lists every fault with its remedy.
+        ValueError: The message lists every fault with its remedy.
     """
     folder = Path(checkpoint)
     adapter = (folder / ADAPTER_CONFIG).exists() or (folder / ADAPTER_WEIGHTS).exists()
-    heading = f"The {'adapter' if adapter else 'checkpoint'} {checkpoint} is not fit to be published"
+    heading = f"The {'adapter' if adapter else 'checkpoint'} {checkpoint} cannot be published"
     try:
         check_files(folder)
     except ValueError as error:
@@ -70,7 +70,7 @@ def check_checkpoint(checkpoint: str | os.PathLike) -> None:
     if not (folder / "config.json").exists() and not list(folder.glob("*.safetensors")):
         inside = ", ".join(sorted(path.name for path in folder.glob("checkpoint-*")))
         hint = f" It has {inside}: name one of them." if inside else ""
-        raise ValueError(f"{checkpoint} is no checkpoint folder: it has neither config.json nor weights.{hint}")
+        raise ValueError(f"{checkpoint} is not a checkpoint folder: it has neither config.json nor weights.{hint}")
     faults = _code_faults(folder)
     content = _read(folder / "config.json", faults)
     faults += _config_faults(content)
@@ -79,7 +79,7 @@ def check_checkpoint(checkpoint: str | os.PathLike) -> None:
             model = (
                 NormAlignLlavaForConditionalGeneration(NormAlignLlavaConfig.from_dict(content)) if content else None
             )
-    except Exception as error:  # whatever the configuration of a part does not allow
+    except Exception as error:  # each part checks its configuration in its own way
         faults.append(f"config.json: no model can be made from it ({error}).")
     else:
         faults += _weight_faults(folder, model) + _processor_faults(folder, model) if model else []
@@ -97,9 +97,9 @@ def _read(file: Path, faults: list[str]) -> dict[str, Any]:
         content = json.loads(file.read_text("utf-8"))
         if isinstance(content, dict):
             return content
-        faults.append(f"{file.name}: no JSON object. {_SAVE_AGAIN}.")
+        faults.append(f"{file.name}: not a JSON object. {_SAVE_AGAIN}.")
     except (OSError, ValueError, RecursionError) as error:
-        faults.append(f"{file.name}: not there, or cannot be read ({error}). {_SAVE_AGAIN}.")
+        faults.append(f"{file.name}: missing or unreadable ({error}). {_SAVE_AGAIN}.")
     return {}
 
 
@@ -109,7 +109,7 @@ def _code_faults(folder: Path) -> list[str]:
         ours = Path(str(module.__file__))
         theirs = folder / ours.name
         if not theirs.is_file() or theirs.read_bytes() != ours.read_bytes():
-            state = "is not this package's" if theirs.exists() else "is not there, and nobody else can load the model"
+            state = "is not this package's" if theirs.exists() else "is missing, so nobody else can load the model"
             faults.append(f"{ours.name} {state}. Copy {ours} to it, or publish with the version that wrote it.")
     return faults
 
@@ -144,12 +144,14 @@ def _weight_faults(folder: Path, model: PreTrainedModel) -> list[str]:
     faults = []
     if missing := sorted(expected.keys() - found.keys() - tied):
         faults.append(f"weights: {_first(missing)} missing. {_SAVE_AGAIN}.")
-    if getattr(model.config, "quantization_config", None) is None:  # quantized ones are stored in shapes of their own
+    if getattr(model.config, "quantization_config", None) is None:  # quantized weights have shapes of their own
         if lost := sorted(found.keys() - expected.keys()):
-            faults.append(f"weights: {_first(lost)} would be dropped without a word: config.json has no place for it.")
+            faults.append(
+                f"weights: {_first(lost)} would be dropped silently: the model of config.json has no such tensor."
+            )
         both = sorted(found.keys() & expected.keys())
         if other := [f"{key} {found[key]} instead of {expected[key]}" for key in both if found[key] != expected[key]]:
-            faults.append(f"weights: not of the shape that config.json says: {_first(other)}. Is it another model's?")
+            faults.append(f"weights: their shapes do not match config.json: {_first(other)}. Is it another model's?")
     return faults + _norm_faults(folder, model, norm)
 
 
@@ -161,7 +163,7 @@ def _norm_faults(folder: Path, model: PreTrainedModel, norm: dict[str, Tensor]) 
     faults = []
     for name, tensor in norm.items():
         if tensor.dtype != torch.float32:
-            faults.append(f"{name} is {tensor.dtype}, in which small updates vanish, not float32. {_SAVE_AGAIN}.")
+            faults.append(f"{name} is {tensor.dtype}, in which small updates are lost, not float32. {_SAVE_AGAIN}.")
         if bad := int((~tensor.isfinite()).sum()):
             faults.append(f"{name} has {bad} values that are NaN or infinite. Train from an earlier checkpoint.")
     gain, config = norm.get(f"{_NORM}weight"), model.config
@@ -173,9 +175,9 @@ def _norm_faults(folder: Path, model: PreTrainedModel, norm: dict[str, Tensor]) 
         return [f"the embeddings cannot be measured: {error}"]
     starts, trainings = [aligned], _trainings(folder)
     if trainings and config.text_embedding_norm:
-        # Training may have moved the embeddings, and left the norm as it was.
+        # Training may have changed the embeddings but not the norm.
         starts.append(initial_gain(config, config.text_embedding_norm))
-    # Elements of a gain that was trained move apart in the first step. Not every trainer leaves a record.
+    # The first step of training moves the elements of a gain apart. Not every trainer leaves a record.
     untrained = bool(trainings) and not any(trainings)
     trained = not untrained and len(gain.unique()) > 1
     if trained or any(bool(((gain - start).abs() <= TOLERANCE * start).all()) for start in starts):
@@ -189,7 +191,7 @@ def _norm_faults(folder: Path, model: PreTrainedModel, norm: dict[str, Tensor]) 
 
 
 def _trainings(folder: Path) -> list[bool]:
-    """Of every training that made the checkpoint, the last one first: was the norm trained? True where none says."""
+    """For each training run of the checkpoint, the last one first: was the norm trained? True if not recorded."""
     trained: list[bool] = []
     record = _read(folder / TRAINING_RECORD, []) if (folder / TRAINING_RECORD).exists() else None
     while isinstance(record, dict):
@@ -205,7 +207,9 @@ def _processor_faults(folder: Path, model: PreTrainedModel) -> list[str]:
         processor = load_processor(str(folder))
         token, ours = processor.image_token_id, model.config.image_token_id
     except Exception as error:  # one fails to load in many ways
-        return [f"the processor does not load ({error}). Save the one of the model that training started from there."]
+        return [
+            f"the processor does not load ({error}). Save there the processor of the model that training started from."
+        ]
     if token != ours:
         return [f"image token: config.json says {ours}, the tokenizer {token}. Save the model's own processor there."]
     faults = [] if processor.tokenizer.padding_side == "left" else [f"tokenizer_config.json: {PADS_RIGHT}"]
@@ -217,9 +221,9 @@ def _processor_faults(folder: Path, model: PreTrainedModel) -> list[str]:
     try:
         places = processor.apply_chat_template(asked, add_generation_prompt=True).count(processor.image_token)
         if places != 1:
-            faults.append(f"chat template: it writes {places} image tokens for one image. Build it anew.")
+            faults.append(f"chat template: it writes {places} image tokens for one image. Build the checkpoint again.")
     except Exception as error:  # any that a template raises
-        faults.append(f"chat template: none, or it takes no image ({error}). Save one with the processor.")
+        faults.append(f"chat template: missing, or it takes no image ({error}). Save one with the processor.")
     return faults
 
 
@@ -227,13 +231,13 @@ def _adapter_faults(folder: Path) -> list[str]:
     faults: list[str] = []
     content = _read(folder / ADAPTER_CONFIG, faults)
     if content and not content.get("peft_type"):
-        faults.append(f"{ADAPTER_CONFIG}: it names no peft_type. Save the adapter with PEFT.")
+        faults.append(f"{ADAPTER_CONFIG}: it has no peft_type. Save the adapter with PEFT.")
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
             names = list(file.keys())
             bad = [name for name in names if not file.get_tensor(name).isfinite().all()]
     except (SafetensorError, OSError) as error:
-        return [*faults, f"{ADAPTER_WEIGHTS}: not there, or cannot be read ({error}). Save the adapter again."]
+        return [*faults, f"{ADAPTER_WEIGHTS}: missing or unreadable ({error}). Save the adapter again."]
     if not names:
         faults.append(f"{ADAPTER_WEIGHTS}: it holds no tensor. Save the adapter again.")
     if bad:

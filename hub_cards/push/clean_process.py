@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Loading a checkpoint as anyone else does: in a fresh process, without this package, with nothing in any cache.
+"""Loading a checkpoint in a clean process: without this package, and with empty caches.
 
 This file is also the script of that process, so it imports nothing of the package.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 
 TOLERANCE = 1e-5
-"""How far logits of the same weights may be apart, as a share of the largest."""
+"""How far logits of the same weights may differ, as a share of the largest."""
 
 MAX_NEW_TOKENS, LOGITS = 8, 32
 QUESTION = "What is in the image?"
@@ -35,19 +35,19 @@ _OF_THIS_MACHINE = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What a checkpoint makes of an image and a question that are always the same.
+    """The answer of a checkpoint to a fixed image and question.
 
     Attributes:
         model: Class of the model, which came with the checkpoint.
-        dtype: Of its weights, as it loads by default.
-        parameters: How many it has.
-        weights: SHA-256 of all of them, by name.
+        dtype: Of the weights, as loaded by default.
+        parameters: Their count.
+        weights: SHA-256 of all parameters and buffers.
         input_ids: The prompt.
         placeholders, features: Image tokens in the prompt, and features of the encoder.
-        logits: The 32 of largest magnitude after the prompt, largest first, with their sign.
-        logits_norm: L2 norm of all of them.
+        logits: The 32 logits of largest magnitude after the prompt, largest first.
+        logits_norm: L2 norm of all logits.
         generated: Greedily generated tokens, at most 8.
-        answers: To the conversations that were asked besides.
+        answers: To the further conversations.
     """
 
     model: str
@@ -73,24 +73,24 @@ def ask_clean_process(
     endpoint: str | None = None,
     asked: Sequence[list[dict[str, Any]]] = (),
 ) -> Answer:
-    """Loads a checkpoint in a fresh process with `trust_remote_code=True`, and asks it about an image, on the CPU.
+    """Loads a checkpoint in a clean process with `trust_remote_code=True`, and asks it about an image, on the CPU.
 
-    The process can import nothing of this package, and starts from an empty cache in the temporary folder, which has
-    to have room for a repository's files. Without `token` no token of this machine is sent. It takes seconds for small
-    models and minutes for large ones.
+    The process cannot import this package, and starts from an empty cache in the temporary folder, which must have
+    room for a repository's files. Without `token` no token of this machine is sent. It takes seconds for small models
+    and minutes for large ones.
 
     Args:
         source: Folder of a checkpoint or, with `base`, of an adapter; or its Hub id.
         revision: Branch, tag or commit, of the code too.
-        base: Folder or Hub id of what the adapter is applied to.
+        base: Folder or Hub id of the adapter's base.
         base_revision: Its branch, tag or commit.
         token: For private repositories.
         endpoint: The Hub's address; by default that of this process.
-        asked: Conversations to answer besides, each up to the user's turn; images as paths.
+        asked: Further conversations to answer, each up to the user's turn; images as paths.
 
     Raises:
-        ValueError: The checkpoint does not load so, or what it computes is wrong; the message ends with what the
-            process said, without the token.
+        ValueError: The checkpoint does not load, or its results are wrong; the message ends with the output of the
+            process, without the token.
         OSError: The temporary folder has no room.
     """
     request: dict[str, Any] = {"source": _name(source, revision), "revision": revision, "asked": list(asked)}
@@ -113,29 +113,29 @@ def ask_clean_process(
         if run.returncode and os.strerror(errno.ENOSPC) in run.stderr:
             raise OSError(f"{tempfile.gettempdir()} has no room to load {source}. Set TMPDIR to a folder that has.")
         if run.returncode or not reply.exists():
-            said = run.stderr[-3000:].strip() or f"It ended with status {run.returncode} and said nothing."
-            said = said.replace(token, "[token]") if token else said
+            output = run.stderr[-3000:].strip() or f"It ended with status {run.returncode} and no output."
+            output = output.replace(token, "[token]") if token else output
             at = f" at {revision}" if revision else ""
-            raise ValueError(f"{source}{at} does not work in a process without this package:\n{said}")
+            raise ValueError(f"{source}{at} does not work in a process without this package:\n{output}")
         return Answer(**json.loads(reply.read_text(encoding="utf-8")))
 
 
 def difference(before: Answer, after: Answer) -> str | None:
-    """What tells two answers apart, in a sentence, or None. Logits may differ by `TOLERANCE`, all else not at all."""
+    """The differences of two answers in a sentence, or None. Logits may differ by `TOLERANCE`, nothing else may."""
     names = ("model", "parameters", "dtype", "input_ids", "placeholders", "features", "weights", "generated")
     old, new = asdict(before), asdict(after)
-    told = [
+    differences = [
         f"{name}: {_short(old[name])} before, {_short(new[name])} after" for name in names if old[name] != new[name]
     ]
     if len(before.logits) != len(after.logits):
-        told.append(f"logits: {len(before.logits)} before, {len(after.logits)} after")
+        differences.append(f"logits: {len(before.logits)} before, {len(after.logits)} after")
     else:
         apart = max(abs(first - second) for first, second in zip(before.logits, after.logits, strict=True))
         if apart > TOLERANCE * (largest := abs(before.logits[0])):
-            told.append(f"logits: up to {apart:.3g} apart, where the largest is {largest:.3g}")
+            differences.append(f"logits: up to {apart:.3g} apart, of at most {largest:.3g}")
         if abs(before.logits_norm - after.logits_norm) > TOLERANCE * before.logits_norm:
-            told.append(f"norm of the logits: {before.logits_norm:.6g} before, {after.logits_norm:.6g} after")
-    return f"It answers otherwise: {'; '.join(told)}." if told else None
+            differences.append(f"norm of the logits: {before.logits_norm:.6g} before, {after.logits_norm:.6g} after")
+    return f"It answers differently: {'; '.join(differences)}." if differences else None
 
 
 def _local(source: str | os.PathLike, revision: str | None) -> bool:
@@ -154,9 +154,11 @@ def _short(value: Any) -> str:
 def main(request: Path, reply: Path) -> None:
     """Loads what `request` names, and writes the answer."""
     here = Path(__file__).resolve().parent
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]  # its names would hide others'
+    sys.path[:] = [
+        entry for entry in sys.path if Path(entry).resolve() != here
+    ]  # its file names would shadow other modules
     sys.modules[_PACKAGE] = None  # type: ignore[assignment]  # an import of it fails from here on
-    sys.excepthook = _say
+    sys.excepthook = _print_last_call
 
     import torch
     from transformers.utils import logging
@@ -170,8 +172,8 @@ def main(request: Path, reply: Path) -> None:
     reply.write_text(json.dumps(asdict(answer)), encoding="utf-8")
 
 
-def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # Where it happened, and what: the calls in between are transformers'.
+def _print_last_call(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    # The calls in between are those of transformers.
     traceback.print_exception(kind, error, trace, limit=-1, chain=False)
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The Hub's client as publishing uses it: asked again where it gives up at once, its errors as sentences, no token."""
+"""The Hub's client for publishing: it retries, turns errors into sentences, and keeps the token out of them."""
 
 import json
 import logging
@@ -42,7 +42,7 @@ class Client:
         api: The client of huggingface_hub.
 
     Raises:
-        ValueError: There is no token, or it cannot be one.
+        ValueError: There is no token, or it has characters that no token has.
     """
 
     def __init__(self, token: str | None = None, *, endpoint: str | None = None, waits: Sequence[float] = WAITS):
@@ -57,20 +57,20 @@ class Client:
         self.api = HfApi(endpoint=endpoint, token=token, library_name="normalign-llava", library_version=__version__)
 
     def retry(self, call: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        """`call(*args, **kwargs)`, again after each of the waits while the error is one that may pass."""
+        """`call(*args, **kwargs)`, repeated after each of the waits while the error is temporary."""
         for wait in self.waits:
             try:
                 return call(*args, **kwargs)
             except Exception as error:
-                if not may_pass(error):
+                if not is_temporary(error):
                     raise
                 self.wait(wait, error)
         return call(*args, **kwargs)
 
     def wait(self, seconds: float, error: Exception) -> None:
-        """Waits before a further try after `error`, and warns that it does."""
+        """Warns of `error`, and waits before the next try."""
         what = f"status {error.response.status_code}" if isinstance(error, HfHubHTTPError) else type(error).__name__
-        logger.warning(f"The Hub did not do as asked ({what}). Asking again in {seconds:g} s.")
+        logger.warning(f"The Hub failed ({what}). Trying again in {seconds:g} s.")
         time.sleep(seconds)
 
     @contextmanager
@@ -79,7 +79,7 @@ class Client:
 
         Args:
             doing: What is done in the block, as "creating user/name".
-            stands: What stands if it fails, and what to do.
+            stands: The state after a failure, and what to do.
 
         Raises:
             OSError: With the sentence.
@@ -94,8 +94,7 @@ class Client:
         """Keeps the token out of whatever error leaves the block, and out of its traceback.
 
         Raises:
-            OSError: An error of the Hub, or one that showed the token, without it.
-            ValueError: The same, where the error was one.
+            OSError, ValueError: In place of an error of the Hub, or of one that showed the token.
         """
         try:
             yield
@@ -114,7 +113,7 @@ class Client:
             ValueError: The token may only read, or the namespace is another's and no pull request is wanted.
             OSError: The Hub does not know the token, or cannot be reached.
         """
-        with self.step("asking whose token it is", "Nothing was sent."):
+        with self.step("checking the token", "Nothing was sent."):
             account = self.retry(self.api.whoami)
         role = account.get("auth", {}).get("accessToken", {}).get("role")
         if role == "read":
@@ -175,15 +174,15 @@ class Client:
         if status == 429:
             return f"The Hub has had too many requests from this account (429) while {doing}. Wait some minutes."
         if status >= 500:
-            return f"The Hub failed while {doing} ({status}), and did so again each time it was asked: {said}"
+            return f"The Hub failed while {doing} ({status}), each time it was asked: {said}"
         return f"The Hub refused {doing} ({status}): {said}"
 
     def _hidden(self, text: str) -> str:
         return text.replace(self.token, "<token>")
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether to ask again after `error`: the connection's, the server's own, or too many requests."""
+def is_temporary(error: Exception) -> bool:
+    """Whether to retry after `error`: of the connection or the server, or too many requests."""
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in (408, 429) or error.response.status_code >= 500
     return isinstance(error, (HTTPError, json.JSONDecodeError))  # JSONDecodeError: a proxy's error page

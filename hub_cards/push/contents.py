@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What of a checkpoint folder is sent: what a list of allowed names has. Everything else is left, with a reason."""
+"""The files of a checkpoint folder that are published: those on a list of names. All others stay, with a reason."""
 
 import json
 import os
@@ -47,7 +47,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     EVALUATION: {"evaluation": ("*.json",)},
     DIAGNOSTICS: {"record": (REPORT,)},
 }
-"""Folder -> kind -> names, as patterns. Weights are those that load, and figures those that `report.json` names."""
+"""Folder -> kind -> patterns of names. Weights are those that load, figures those that `report.json` names."""
 
 _LEFT = {
     "optimizer*": "optimizer state",
@@ -59,18 +59,18 @@ _LEFT = {
     "samples": "answers to samples of the data",
     "dropped_rows.jsonl": "rows of the data",
     PAGE: "it shows images and questions of the data",
-    "*.safetensors": "weights that nothing here loads",
+    "*.safetensors": "weights that this checkpoint does not load",
 }
 _SHOWS_A_SAMPLE = r"(attention|(baseline_)?image)_\d+\.png"
 
 
 @dataclass(frozen=True)
 class Content:
-    """A file that is sent.
+    """A file to send.
 
     Attributes:
-        path: In the repository.
-        source: Where it lies, absolute; or its bytes, where it is not sent as it lies.
+        path: Path in the repository.
+        source: Absolute path on disk; or the bytes to send instead.
         size: In bytes.
         kind: "weights", "adapter", "configuration", "code", "processor", "card", "figure", "record" or "evaluation".
     """
@@ -83,28 +83,28 @@ class Content:
 
 @dataclass(frozen=True)
 class Contents:
-    """What is sent, by path, and what is left: path -> why. A folder that is left whole ends in "/"."""
+    """The files to send, and those that are left: path -> why. The path of a whole folder ends in "/"."""
 
     sent: list[Content]
     left: dict[str, str] = field(default_factory=dict)
 
 
 def contents(checkpoint: str | os.PathLike, generated: Mapping[str, bytes] | None = None) -> Contents:
-    """What of the folder of a checkpoint, or of an adapter, is sent. Nothing is read but indexes and `report.json`.
+    """Chooses the files to send from the folder of a checkpoint or an adapter; reads only indexes and `report.json`.
 
-    The diagnosis is sent without what shows samples of the data: see [`public_report`].
+    The diagnosis is sent without samples of the data: see [`public_report`].
 
     Args:
         checkpoint: The folder.
-        generated: Path in the repository -> bytes of files to send in place of the folder's, or beside them.
+        generated: Path in the repository -> bytes of files to send instead of the folder's, or in addition.
 
     Raises:
-        ValueError: There is no such folder; it has no weights, pickled ones only, two sets of them, or not all shards;
-            a file that would be sent is a link to outside the folder; a path of `generated` is not on the list.
+        ValueError: The folder does not exist; it has no weights, only pickled ones, two sets of them, or not all
+            shards; a file to send is a link to outside the folder; a path of `generated` is not on the list.
     """
     folder, generated = Path(checkpoint), dict(generated or {})
     if not folder.is_dir():
-        raise ValueError(f"{checkpoint} is no folder. Give the folder of a checkpoint or of an adapter.")
+        raise ValueError(f"{checkpoint} is not a folder. Give the folder of a checkpoint or of an adapter.")
     if unknown := [path for path in generated if _kind(path) is None]:
         raise ValueError(f"{unknown[0]} is not on the list of files that are sent. Add its name in contents.py.")
     folder = folder.resolve()
@@ -125,7 +125,7 @@ def contents(checkpoint: str | os.PathLike, generated: Mapping[str, bytes] | Non
         elif relative != f"{DIAGNOSTICS}/{REPORT}":
             sent.append(Content(relative, path, path.stat().st_size, str(kind)))
         elif report is None:
-            left[relative] = "no report of this version that can be read"
+            left[relative] = "not a report that this version can read"
         else:
             generated[relative] = report
     if outside:
@@ -138,15 +138,15 @@ def contents(checkpoint: str | os.PathLike, generated: Mapping[str, bytes] | Non
 
 
 def public_report(text: str) -> tuple[bytes, list[str]]:
-    """`report.json` without questions, images and their maps, in the same schema; and the figures it still names.
+    """`report.json` without questions, images and attention maps, in the same schema; and the figures it still names.
 
-    Of each question's attention the measures stay; `question` is empty, `image` null and `maps` an empty list.
+    The attention of each question keeps its measures; `question` is empty, `image` null and `maps` an empty list.
 
     Args:
         text: `report.json`.
 
     Raises:
-        ValueError: It is of another schema.
+        ValueError: It has another schema.
     """
     try:
         content = json_object(text.encode(), "it")
@@ -159,7 +159,7 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
         content["figures"] = [drawing for drawing in content["figures"] if drawing["file"] in names]
         content["provenance"].pop("first question", None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no report that can be read: {error}") from error
+        raise ValueError(f"not a valid report: {error}") from error
     lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in content.items())
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode(), names
 
@@ -168,7 +168,7 @@ def shards_of(folder: Path) -> list[str]:
     """The files that the index of a folder names.
 
     Raises:
-        ValueError: The index cannot be read, or names a file that is not there.
+        ValueError: The index cannot be read, or names a file that does not exist.
     """
     names = shards(json_object((folder / INDEX).read_bytes(), str(folder / INDEX)), str(folder / INDEX))
     if absent := [name for name in names if not (folder / name).is_file()]:
@@ -180,15 +180,15 @@ def shards_of(folder: Path) -> list[str]:
 
 
 def _weights(folder: Path) -> list[str]:
-    """The files that `from_pretrained` would read, of an adapter none."""
+    """The files of weights that `from_pretrained` would read; none for an adapter."""
     found = [name for name in (WEIGHTS, INDEX, ADAPTER_WEIGHTS) if (folder / name).exists()]
     if len(found) > 1:
         raise ValueError(
-            f"{folder} holds {' and '.join(found)}, weights of two saves. Remove those that are not to be published."
+            f"{folder} holds {' and '.join(found)}, weights of two saves. Remove those that should not be published."
         )
     if not found:
         pickled = [path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLES]
-        hint = f" Of pickled files ({', '.join(pickled)}) nothing is sent: load the model and save it again."
+        hint = f" Pickled files ({', '.join(pickled)}) are not sent: load the model and save it again."
         inside = ", ".join(sorted(path.name for path in folder.glob("checkpoint-*")))
         inside = f" It has {inside}: name one of them." if inside else ""
         raise ValueError(
@@ -205,7 +205,7 @@ def _report(file: Path) -> tuple[bytes | None, list[str]]:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Everything in the folder, and in those of its folders that files are sent from."""
+    """Everything in the folder, and in its subfolders that files are sent from."""
     listed = []
     for path in sorted(folder.iterdir()):
         listed += sorted(path.iterdir()) if path.name in ALLOWED and path.is_dir() else [path]

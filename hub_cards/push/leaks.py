@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What must not be published, looked for in what is sent: tokens, paths of this machine, and pickles."""
+"""A search for what must not be published: tokens, paths of this machine, and pickles."""
 
 import json
 import re
@@ -13,19 +13,19 @@ from ...checkpoint.names import PICKLES
 from .contents import Content, Contents
 
 
-_HUB_TOKEN = r"\b(?:hf|api_org)_(?!(.)\1+\b)[A-Za-z0-9]{30,}\b"  # but no placeholder: hf_xxx...
+_HUB_TOKEN = r"\b(?:hf|api_org)_(?!(.)\1+\b)[A-Za-z0-9]{30,}\b"  # but not a placeholder: hf_xxx...
 _PICKLED = (b"\x80", b"PK")  # how pickles begin, and the zip archives that torch.save puts them in
 
 
 def find_private(contents: Contents, token: str | None) -> list[str]:
-    """Everything in what is sent that must not be, one sentence each: file, line, what it is, what to do.
+    """Everything that must not be published, one sentence each: file, line, what it is, what to do.
 
-    Looked for are the token of the person who publishes and others of the Hub, the person's home folder, the
-    checkpoint's folder and the one above it, and pickles. Of weights nothing but the metadata is read.
+    That is the token of the person who publishes and other tokens of the Hub, the person's home folder, the
+    checkpoint's folder and its parent, and pickles. Of weights only the metadata is read.
 
     Args:
-        contents: What is sent.
-        token: That of the person who publishes.
+        contents: The files to send.
+        token: The token of the person who publishes.
     """
     own = _own_paths(contents)
     return [fault for content in contents.sent for fault in _faults(content, token, own)]
@@ -50,17 +50,17 @@ def _faults(content: Content, token: str | None, own: list[str]) -> Iterator[str
 
 
 def _text(content: Content) -> str:
-    """What of a file may hold a text, bytes that are none replaced.
+    """The text of a file, of weights the metadata; bytes that are not text are replaced.
 
     Raises:
-        ValueError: it is a pickle, or no safetensors file where its name says so.
+        ValueError: It is a pickle, or not the safetensors file that its name says.
     """
     if content.path.endswith(".safetensors") and isinstance(content.source, Path):
         try:
             with safe_open(content.source, "pt") as file:
                 return json.dumps(file.metadata())
         except SafetensorError as error:
-            raise ValueError("no safetensors file (a Git LFS pointer?). Fetch or save it again.") from error
+            raise ValueError("not a safetensors file (a Git LFS pointer?). Fetch or save it again.") from error
     data = content.source if isinstance(content.source, bytes) else content.source.read_bytes()
     if content.path.endswith(PICKLES) or data.startswith(_PICKLED):
         raise ValueError("a pickle, which runs code when it is read. Save it as safetensors.")
@@ -68,12 +68,12 @@ def _text(content: Content) -> str:
 
 
 def _own_paths(contents: Contents) -> list[str]:
-    """The checkpoint's folder and the one above it, and the home: where they are no common name such as "/root"."""
+    """The home folder, the checkpoint's folder and its parent, unless they are as common as "/root"."""
     own = {Path.home(), Path.home().resolve()}
     for content in contents.sent:
         if isinstance(content.source, Path):
             folder = content.source.parents[content.path.count("/")]
             own |= {folder, folder.parent}
     paths = {str(path) for path in own if len(path.parts) > 2}
-    paths |= {json.dumps(path)[1:-1] for path in paths}  # as JSON has letters beyond ASCII
+    paths |= {json.dumps(path)[1:-1] for path in paths}  # as JSON escapes letters beyond ASCII
     return sorted(paths, key=len, reverse=True)

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Publishing: from a checkpoint folder to a Hub repository that anyone can load, by one commit, verified."""
+"""Publishing: a checkpoint folder to a Hub repository in one commit, checked before and loaded after."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from huggingface_hub import get_token
 
 from ...checkpoint.find import check_folder, check_repo_id
 from ...checkpoint.names import CARD
-from ..card.hand_written import check_own, insert_parts, settle
-from ..card.write import by_hand, decoded, is_ours, render_card
+from ..card.hand_written import check_replaceable, decode_card
+from ..card.write import card_in, render_card
 from ..space.publish import check_space, push_space, space_of
 from .adapter import Staged, staged
 from .checkpoint_checks import check_checkpoint, check_contents
@@ -29,12 +29,12 @@ LOADING = "Loading it in a clean process."
 
 @dataclass(frozen=True)
 class Publication(Pushed):
-    """What was published; of a dry run what would be, with no commit.
+    """What was published, or by a dry run would be.
 
     Attributes:
-        space: The Space's page, where one was published.
+        space: Page of the Space, if one was published.
         snippet: Code that loads this commit.
-        left: What of the folder is not sent -> why.
+        left: Files of the folder that are not sent -> why.
     """
 
     space: str | None = None
@@ -44,10 +44,10 @@ class Publication(Pushed):
 
 @dataclass(frozen=True)
 class Existing:
-    """What a publication finds on the Hub.
+    """The repository before publishing.
 
     Attributes:
-        remote: The repository, None where it is not there.
+        remote: None if it does not exist.
         card: Its `README.md`, whoever wrote it.
     """
 
@@ -75,36 +75,33 @@ def publish(
 ) -> Publication:
     """Checks a checkpoint, sends it with its card in one commit, and loads that commit in a clean process.
 
-    It may be run again at any moment, after a failure too: only what the Hub does not have is sent. Model, code,
-    processor, card, figures and results are sent; optimizer states and the like never are. What an earlier publication
-    sent and this one does not is removed in the same commit; what people added on the Hub stays.
+    It may be repeated at any time, also after a failure: only what the Hub does not have is sent. Model, code,
+    processor, card, figures and results are sent, never optimizer states and the like. Files that an earlier
+    publication sent and this one does not are removed in the same commit; files that people added on the Hub stay.
 
     Args:
         checkpoint: Folder of a checkpoint, or of an adapter, which is merged into its base first.
-        repo_id: `"namespace/name"`. The repository is made where it is not there.
+        repo_id: `"namespace/name"`. The repository is created if it does not exist.
         private: For a new repository; None leaves it to the namespace's default.
-        revision: Branch; it is made where it is not there.
+        revision: Branch; created if it does not exist.
         create_pr: Open a pull request against the branch, in anyone's repository.
         space: Publish the demo as well, as the Space `{repo_id}-demo`.
         as_adapter: Publish an adapter as one, with its base pinned to a commit. The base must be on the Hub.
-        base: The adapter's base, where it has moved: a folder or a Hub id.
-        dry_run: Check, and tell what would be sent. Needs neither token nor network, unless an adapter's base does.
-        check_loading: Load the folder before, and the commit after, in a clean process; each takes the memory of the
-            whole model, and the second its room on the disk. All other checks are made in any case.
-        replace_card: Write over a card, there or in the folder, that is none of ours.
+        base: The adapter's base, if it has moved: a folder or a Hub id.
+        dry_run: Check, and list what would be sent. Needs neither token nor network, unless an adapter's base does.
+        check_loading: Load the folder before, and the commit after, in a clean process. Each takes the memory of the
+            whole model, and the second its size on disk. All other checks are made in any case.
+        replace_card: Replace a card, on the Hub or in the folder, that this package did not write.
         token: Access token; by default that of `hf auth login` or HF_TOKEN.
         endpoint: URL of the Hub, by default that of huggingface_hub.
-        waits: Seconds to wait before each further try of what failed.
-        notify: Is told what happens.
-
-    Returns:
-        What was published.
+        waits: Seconds to wait before each retry.
+        notify: Receives messages about the progress.
 
     Raises:
-        ValueError: The checkpoint, the token, the repository or an option is not fit; files changed meanwhile. Nothing
-            was committed.
-        OSError: The Hub, the connection or the disk failed, another publisher was faster, or the commit does not give
-            others what the folder gives. The message says what stands. The token is in no message or traceback.
+        ValueError: The checkpoint, the token, the repository or an option is not valid, or files changed meanwhile.
+            Nothing was committed.
+        OSError: The Hub, the connection or the disk failed, another publisher was faster, or the commit loads
+            differently from the folder. The message says what was done. No message or traceback shows the token.
     """
     checkpoint = Path(checkpoint)
     check_repo_id(repo_id)
@@ -119,7 +116,7 @@ def publish(
         "If you want to keep nothing of it, publish with --replace-card. Else move it away, run `normalign card "
         f"{checkpoint}`, and copy what you want to keep between the marks of the card that this writes."
     )
-    check_own(card_in(checkpoint), str(checkpoint), None if replace_card else remedy)
+    check_replaceable(card_in(checkpoint), str(checkpoint), None if replace_card else remedy)
     if dry_run:
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=None) as stage:
             check_checkpoint(stage.folder)
@@ -151,7 +148,7 @@ def publish(
             "Copy what you want to keep of it between the marks of the card that `normalign card` writes into the "
             "folder, and publish with --replace-card."
         )
-        check_own(existing.card, repo_id, None if replace_card else remedy)
+        check_replaceable(existing.card, repo_id, None if replace_card else remedy)
         token_needed = client.token if private or (remote and (remote.private or remote.gated)) else None
         with staged(checkpoint, as_adapter=as_adapter, base=base, client=client) as stage:
             check_checkpoint(stage.folder)
@@ -170,7 +167,7 @@ def publish(
             )  # fmt: skip
         if before is None:
             notify(
-                f"{repo_id} was not loaded, neither from the folder nor from the Hub: whether others can is not known."
+                f"{repo_id} was not loaded, neither from the folder nor from the Hub: whether others can is unknown."
             )
         else:
             notify(f"Loading {repo_id} in the same way, at {pushed.commit}.")
@@ -180,55 +177,39 @@ def publish(
     return Publication(**vars(pushed), space=page, snippet=code, left=sent.left)
 
 
-def card_in(folder: Path) -> str | None:
-    """README.md of a folder, whoever wrote it. Raises ValueError if it is no text."""
-    file = folder / CARD
-    return decoded(file.read_bytes(), str(folder)) if file.is_file() else None
-
-
 def find_existing(client: Client, repo_id: str, revision: str) -> Existing:
-    """What is on the Hub now.
+    """The repository and its card as they are now.
 
     Raises:
-        ValueError: `revision` is a tag or a commit, or the card there is no text.
+        ValueError: `revision` is a tag or a commit, or the card there is not text.
         OSError: The Hub or the connection failed.
     """
     with client.step(f"looking at {repo_id}", "Nothing was sent."):
         remote = read_repository(client, repo_id, branch=revision)
         if remote is None:
             return Existing()
-        card = decoded(remote.read(client, CARD), repo_id) if CARD in remote.files else None
+        card = decode_card(remote.read(client, CARD), repo_id) if CARD in remote.files else None
     return Existing(remote, card)
 
 
 def prepare(
     stage: Staged, repo_id: str, revision: str, existing: Existing, token: str | None, notify: Callable[[str], object]
 ) -> Contents:
-    """What is sent of a folder, with the card, which keeps what was written by hand on the Hub or else here.
+    """The files to send of a folder, with its card, which keeps what was written by hand on the Hub or else here.
 
     Args:
-        stage: What is published.
-        repo_id, revision: Where.
-        existing: What is there. A card that is none of ours is replaced, so [`check_own`] comes before.
-        token: Must not be in what is sent.
-        notify: Is told warnings.
+        stage: The folder.
+        repo_id, revision: Where it is published.
+        existing: What is there. [`check_replaceable`] has to come first: a card that is not ours is replaced.
+        token: Must not be in any file.
+        notify: Receives warnings.
 
     Raises:
-        ValueError: The folder is no checkpoint or holds what must not be sent, or a mark of what is written by hand
-            is damaged.
+        ValueError: The folder is not a checkpoint or holds what must not be sent, or a mark in a card is damaged.
     """
-    theirs = existing.card if existing.card and is_ours(existing.card) else None
-    here = card_in(stage.folder)
-    written = settle(here, theirs, repo_id)
-    for name, text in by_hand(here or "").items():
-        if text.strip() and text.strip() != written[name].strip():
-            notify(f"Warning: What is written under {name} in {repo_id} stays; that of the folder is not sent.")
-    card = render_card(
-        stage.folder, repo_id=repo_id, revision=revision, previous=[theirs] if theirs else [], adapter=stage.base
-    )
-    text = insert_parts(card.text, written)
+    card = render_card(stage.folder, repo_id=repo_id, revision=revision, hub_card=existing.card, adapter=stage.base)
     for warning in card.warnings:
         notify(f"Warning: {warning}")
-    sent = contents(stage.folder, {CARD: text.encode(), **stage.generated})
+    sent = contents(stage.folder, {CARD: card.text.encode(), **stage.generated})
     check_contents(sent, token)
     return sent

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils.sha import git_hash
 
 from ...checkpoint.names import CARD
-from .client import Client, may_pass
+from .client import Client, is_temporary
 from .contents import Contents
 from .repository import MANIFEST, Repository, manifest, read_repository
 
@@ -165,7 +165,7 @@ def push_snapshot(
         f"Sending {len(additions)} of {len(snapshot.operations)} files, {size / 1e6:.1f} MB, to {repo_id}; "
         f"removing {len(deletions)}."
     )
-    unseen = f"{repo_id} is as it was; what was uploaded is kept there unseen. Publish again to send only the rest."
+    unseen = f"{repo_id} is unchanged; the Hub keeps what was uploaded. Publish again to send only the rest."
     with client.step(f"uploading to {repo_id}", unseen):
         try:
             client.api.preupload_lfs_files(  # retries by itself
@@ -177,7 +177,7 @@ def push_snapshot(
     either = (
         "Look there whether a pull request was opened all the same, before you publish again."
         if create_pr
-        else f"{repo_id} is as it was or, if only the answer was lost, as it is to be. Publish again to send the rest."
+        else f"{repo_id} is unchanged or, if only the answer was lost, complete. Publish again to make sure."
     )
     with client.step(f"committing to {repo_id}", either):
         commit, pull_request = _commit_once(client, snapshot, remote, [*additions, *deletions], message, create_pr)
@@ -271,7 +271,7 @@ def _commit_once(
             return info.oid, info.pr_url
         except Exception as error:
             outrun = isinstance(error, HfHubHTTPError) and error.response.status_code == 412
-            if create_pr or not (outrun or may_pass(error)):
+            if create_pr or not (outrun or is_temporary(error)):
                 raise
             now = read_repository(client, remote.repo_id, remote.kind, remote.branch)
             if now is not None and now.commit != remote.commit:

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""After the push: the commit as others get it, and the code that loads it."""
+"""After the push: the commit is loaded as others load it, and the code that does so."""
 
 import shutil
 import tempfile
@@ -39,7 +39,7 @@ processor = AutoProcessor.from_pretrained("{processor}", revision={processor_com
 def ask(
     client: Client, source: str | Path, revision: str | None, base: AdapterBase | None, token: str | None
 ) -> Answer:
-    """[`ask_clean_process`] about what is published, on the client's Hub; `token` for a private or gated one alone."""
+    """[`ask_clean_process`] on the client's Hub; `token` is only given for a private or gated repository."""
     return ask_clean_process(
         source, revision=revision, base=base.repo_id if base else None,
         base_revision=base.revision if base else None, token=token, endpoint=client.api.endpoint,
@@ -47,27 +47,27 @@ def ask(
 
 
 def check_room(size: int) -> None:
-    """Raises OSError unless the temporary folder has room for `size` bytes, which are loaded there afterwards."""
+    """Raises OSError unless the temporary folder has room for `size` bytes, as the commit is loaded there."""
     folder = tempfile.gettempdir()
     if (free := shutil.disk_usage(folder).free) < size:
         raise OSError(
-            f"{folder} has {free:,} bytes free, and to load there what was published takes {size:,}. Nothing was "
+            f"{folder} has {free:,} bytes free, and loading the published files there takes {size:,}. Nothing was "
             "sent. Set TMPDIR to a folder with room for the model."
         )
 
 
 def verify(client: Client, pushed: Pushed, base: AdapterBase | None, before: Answer) -> None:
-    """Loads what was pushed, and compares.
+    """Loads the commit, and compares it with the folder.
 
     Args:
         client: The client.
-        pushed: What was pushed.
-        base: Of an adapter.
-        before: What the folder answered.
+        pushed: The push.
+        base: The base of an adapter.
+        before: The folder's answer.
 
     Raises:
-        OSError: It does not load, or answers otherwise. It is on the branch all the same; the message names the commit
-            before.
+        OSError: It does not load, or answers differently. It is on the branch nevertheless; the message names the
+            commit before.
     """
     try:
         after = ask(
@@ -80,14 +80,14 @@ def verify(client: Client, pushed: Pushed, base: AdapterBase | None, before: Ans
         found = str(error)
     if found is not None:
         earlier = (
-            f"The commit before it, {pushed.parent}, is there still: load it with `revision`."
+            f"The commit before it, {pushed.parent}, still exists: load it with `revision`."
             if pushed.changed
             else "The commit was there before; nothing was sent."
         )
         raise OSError(
             f"{pushed.repo_id} is at {pushed.commit}, but a clean process gets something else from there than from "
             "the folder. "
-            f"{found} {earlier} Publish again to load it once more; if that fails in the same way, tell us."
+            f"{found} {earlier} Publish again to load it once more; if that fails in the same way, report a bug."
         )
 
 

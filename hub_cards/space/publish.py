@@ -17,22 +17,22 @@ def space_of(repo_id: str) -> str:
 
 
 def check_space(client: Client, repo_id: str) -> Repository | None:
-    """The Space of a model as it is now, None where it is not there.
+    """The Space of a model as it is now, None if it does not exist.
 
     Raises:
-        ValueError: It is something else: it has no manifest of ours, but more than the Hub makes a Space with.
+        ValueError: It was not published by this package: it has files of its own and no manifest of ours.
     """
     existing = read_repository(client, space_of(repo_id), "space")
     if existing is not None and MANIFEST not in existing.files and existing.files.keys() - MADE_WITH["space"]:
         raise ValueError(
-            f"The Space {space_of(repo_id)} is there, and was not published by this package. Rename it, or publish "
+            f"The Space {space_of(repo_id)} exists and was not published by this package. Rename it, or publish "
             "without --space."
         )
     return existing
 
 
 def push_space(client: Client, pushed: Pushed, notify: Callable[[str], object]) -> str:
-    """Publishes the Space of a model that was pushed, at that commit; returns its page.
+    """Publishes the Space of a model, for the pushed commit; returns its page.
 
     A new Space is private if the model is.
 

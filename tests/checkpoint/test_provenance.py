@@ -21,7 +21,8 @@ from paths import ROOT
 from normalign_llava import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.checkpoint.provenance import code_commit, hardware, licence_of, read_beside
-from normalign_llava.hub_cards.card.write import is_ours, refresh_card
+from normalign_llava.hub_cards.card.hand_written import is_ours
+from normalign_llava.hub_cards.card.write import refresh_card
 from normalign_llava.train.run import main
 
 

@@ -14,7 +14,8 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from normalign_llava.hub_cards.card.write import AdapterBase, by_hand, is_ours, render_card, write_card
+from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
+from normalign_llava.hub_cards.card.write import AdapterBase, render_card, write_card
 from normalign_llava.hub_cards.push.contents import contents
 
 
@@ -175,15 +176,27 @@ def test_what_the_author_wrote_is_kept_byte_for_byte(full):
     assert not data(write_card(full)).keys() & {"datasets", "language", "model-index"}
 
 
-def test_earlier_cards_in_order_of_preference(full):
-    def card(introduction, notes):
-        text = render_card(full).text.replace("introduction -->\n", f"introduction -->\n{introduction}")
-        return text.replace("notes -->\n", f"notes -->\n{notes}")
-
-    previous = [card("", "second\n"), "# Of somebody else", card("third\n", "no\n")]
-    assert by_hand(render_card(full, previous=previous).text) == {"introduction": "third\n", "notes": "second\n"}
-    (full / "README.md").write_text(card(" \n", "first\n"))
-    assert by_hand(render_card(full, previous=previous).text) == {"introduction": "third\n", "notes": "first\n"}
+@pytest.mark.parametrize(
+    "here, there, expected",
+    [
+        ("", "", ""),
+        ("mine\n", "", "mine\n"),
+        ("mine\n", " \n", "mine\n"),
+        ("", "theirs\n", "theirs\n"),
+        ("mine\n", "theirs\n", "theirs\n"),
+    ],
+)
+def test_the_text_on_the_hub_is_kept_and_the_folder_s_where_it_has_none(full, here, there, expected):
+    text = render_card(full).text
+    hub_card = text.replace("notes -->\n", f"notes -->\n{there}")
+    (full / "README.md").write_text(text.replace("notes -->\n", f"notes -->\n{here}"))
+    card = render_card(full, hub_card=hub_card)
+    assert by_hand(card.text) == {"introduction": "", "notes": expected}
+    warned = any("notes written by hand on the Hub stays" in each for each in card.warnings)
+    assert warned == (bool(here) and here != expected)
+    assert by_hand(render_card(full, hub_card="# Of somebody else").text)["notes"] == here
+    with pytest.raises(ValueError, match="README.md of ann/m on the Hub has no end"):
+        render_card(full, repo_id="ann/m", hub_card=hub_card.replace("<!-- end by hand -->", ""))
 
 
 @pytest.mark.parametrize("fault", ["end", "name", "twice"])
@@ -213,7 +226,7 @@ def test_a_card_of_others_is_not_written_over(full):
 
 def test_a_card_that_is_no_text_is_named(full):
     (full / "README.md").write_bytes(b"---\nlicense: mit\n---\ncaf\xe9\n")
-    with pytest.raises(ValueError, match=f"README.md of {full} is no text in UTF-8"):
+    with pytest.raises(ValueError, match=f"README.md of {full} is not text in UTF-8"):
         write_card(full, replace=True)
 
 
@@ -292,7 +305,7 @@ def test_a_model_trained_on_from_the_hub_names_what_it_started_from(full):
 
 def test_a_merged_model_takes_over_the_authors_tags_and_not_the_adapters(full):
     adapter = render_card(full).text.replace("- custom_code\n", "- custom_code\n- lora\n- mine\n")
-    assert data(render_card(full, previous=[adapter]))["tags"] == [*data(render_card(full))["tags"], "mine"]
+    assert data(render_card(full, hub_card=adapter))["tags"] == [*data(render_card(full))["tags"], "mine"]
 
 
 def test_packed_weights_are_not_counted(folder):

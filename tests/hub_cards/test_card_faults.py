@@ -67,16 +67,6 @@ def test_a_retrofit_is_one_part(tmp_path):
     assert "How it was trained is not recorded here.\nIt is made from llava." in render_card(tmp_path / "none").text
 
 
-@pytest.mark.parametrize("language, licence, one", [("a/llava", "mit", True), ("a/llava", "gemma", False),
-                                                    ("llava", "mit", False)])  # fmt: skip
-def test_an_older_record_does_not_say_what_was_retrofitted(full, language, licence, one):
-    made.licensed(full, "mit", licence, vision=language, language=language, vision_revision=None)
-    build = json.loads((full / "build.json").read_text())
-    build.pop("from_llava")
-    (full / "build.json").write_text(json.dumps(build))
-    assert ("LLaVA checkpoint" in rows(section(render_card(full), "Licence"))) == one
-
-
 def test_names_in_the_configuration_may_be_paths(folder, tmp_path):
     names(folder, vision_config="outputs/vision", text_config=str(tmp_path))
     card = render_card(folder)
@@ -129,14 +119,14 @@ NAN, INFINITY = float("nan"), float("inf")
 )
 def test_a_result_that_is_no_number_is_named(folder, metric):
     evaluated(folder, Metric("accuracy", 0.5), metric)
-    with pytest.raises(ValueError, match=r"pope.json .* accuracy .*Evaluate anew, or remove it"):
+    with pytest.raises(ValueError, match=r"pope.json .* accuracy .*Evaluate again, or remove it"):
         render_card(folder)
 
 
 @pytest.mark.parametrize("samples, total", [(1, None), (-1, 5), (6, 5), ("1", 2)])
 def test_samples_are_counted(folder, samples, total):
     evaluated(folder, Metric("accuracy", 0.5), samples=samples, total=total)
-    with pytest.raises(ValueError, match=r"pope.json .* samples .*Evaluate anew, or remove it"):
+    with pytest.raises(ValueError, match=r"pope.json .* samples .*Evaluate again, or remove it"):
         render_card(folder)
 
 
@@ -221,15 +211,15 @@ def test_a_run_that_is_not_recorded(full):
     [
         ("1: x", "must be strings"),
         ("- a", "should be a dict"),
-        ("a: [", "no YAML"),
-        ("model-index: a", "none that the Hub takes"),
+        ("a: [", "not YAML"),
+        ("model-index: a", "Hub does not accept"),
     ],
 )
 def test_front_matter_that_is_none_is_named(folder, block, error):
     text = write_card(folder).text
     body = text.partition("---\n")[2].partition("---\n")
     (folder / "README.md").write_text(f"---\n{block}\n---\n{body[2]}")
-    with pytest.raises(ValueError, match=f"README.md .*{error}"):
+    with pytest.raises(ValueError, match=f"(?s)README.md.*{error}|{error}.*README.md"):
         write_card(folder)
 
 

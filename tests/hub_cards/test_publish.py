@@ -15,7 +15,6 @@ from hub_server import HubServer
 from publish_worker import Worker
 from safetensors.torch import load_file, save_file
 
-from normalign_llava.hub_cards.card.hand_written import insert_parts, settle
 from normalign_llava.hub_cards.push.repository import MANIFEST, manifest, read_manifest
 
 
@@ -191,29 +190,8 @@ def test_by_xet(tmp_path):
             worker.stop()
 
 
-# What is written by hand
-
-
 def card(notes):
     return f"---\nlicense: mit\n---\n<!-- normalign card, metadata:  -->\n# Title\n{MARK}{notes}{END}\n"
-
-
-@pytest.mark.parametrize(
-    "here, there, expected",
-    [
-        ("", "", {}),
-        ("mine\n", "", {"notes": "mine\n"}),
-        ("mine\n", " \n", {"notes": "mine\n"}),
-        ("", "theirs\n", {"notes": "theirs\n"}),
-        ("mine\n", "theirs\n", {"notes": "theirs\n"}),
-    ],
-)
-def test_the_text_on_the_hub_is_kept_and_the_folder_s_where_it_has_none(here, there, expected):
-    assert settle(card(here), card(there), "ann/m") == expected
-    assert settle(card(here), None, "ann/m") == ({"notes": here} if here else {})
-    assert insert_parts(card("whatever\n"), expected or {"notes": ""}) == card(expected.get("notes", ""))
-    with pytest.raises(ValueError, match="In ann/m: .*'notes' .* no end"):
-        settle(card(here), card(there).replace(END, ""), "ann/m")
 
 
 # All of it

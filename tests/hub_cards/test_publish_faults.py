@@ -161,7 +161,7 @@ def test_what_the_client_gives_up_leaves_the_branch_and_only_the_rest_is_sent(wo
             requests.append(asked(hub, folder))
         for said in worker.ask({"at_once": requests})["all"]:
             assert said["type"] == "OSError"
-            assert "ann/m is as it was" in said["error"] and "Publish again" in said["error"]
+            assert "ann/m is unchanged" in said["error"] and "Publish again" in said["error"]
         for hub, request, head, (_, request_) in zip(hubs, requests, heads, faults, strict=True):
             assert hub.repository("ann/m").head().oid == head
             assert sum(hub.received.values()) == (0 if request_ else 5000)

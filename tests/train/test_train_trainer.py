@@ -10,7 +10,7 @@ from trl import SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.hub_cards.card.write import by_hand, is_ours
+from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.model import base_model, eval_frozen, module_of, projector_norm
 
