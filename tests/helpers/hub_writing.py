@@ -29,48 +29,9 @@ def create_repository(hub: "HubServer", request: Request) -> Answer:
     return reply({"url": hub.page(kind, repo_id), "name": repo_id})
 
 
-def delete_repository(hub: "HubServer", request: Request) -> Answer:
-    kind, repo_id = _named(request)
-    writable(hub, request, kind, repo_id)
-    del hub.repositories[address(kind, repo_id)]
-    return reply({})
-
-
-def change_settings(hub: "HubServer", request: Request, kind: str, repo_id: str) -> Answer:
-    repository = writable(hub, request, kind, repo_id)
-    if {"private", "visibility"} & request.json().keys():
-        repository.private = _private(request)
-    return reply({"private": repository.private})
-
-
 def create_branch(hub: "HubServer", request: Request, kind: str, repo_id: str, name: str) -> Answer:
     repository = writable(hub, request, kind, repo_id)
     _add(repository.branches, name, repository.resolve(request.json().get("startingPoint", "main")).oid)
-    return reply({})
-
-
-def delete_branch(hub: "HubServer", request: Request, kind: str, repo_id: str, name: str) -> Answer:
-    if name == "main":
-        raise Refusal(403, "Forbidden", "The default branch cannot be deleted")
-    _remove(writable(hub, request, kind, repo_id).branches, name)
-    return reply({})
-
-
-def create_tag(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
-    repository = writable(hub, request, kind, repo_id)
-    _add(repository.tags, request.json()["tag"], repository.resolve(revision).oid)
-    return reply({})
-
-
-def delete_tag(hub: "HubServer", request: Request, kind: str, repo_id: str, name: str) -> Answer:
-    _remove(writable(hub, request, kind, repo_id).tags, name)
-    return reply({})
-
-
-def squash(hub: "HubServer", request: Request, kind: str, repo_id: str, name: str) -> Answer:
-    repository = writable(hub, request, kind, repo_id)
-    files, title = repository.resolve(name).files, request.json()["message"]
-    repository.advance(name, files, title, signed_in(request).name, parent=None)
     return reply({})
 
 
@@ -148,20 +109,6 @@ def commit(hub: "HubServer", request: Request, kind: str, repo_id: str, revision
     if request.asks("create_pr"):
         answered["pullRequestUrl"] = f"{page}/discussions/{branch.removeprefix('refs/pr/')}"
     return reply(answered)
-
-
-def open_pull_request(hub: "HubServer", request: Request, kind: str, repo_id: str) -> Answer:
-    repository = writable(hub, request, kind, repo_id, proposal=True)
-    branch = repository.open_pull_request(repository.head())
-    return reply({"num": int(branch.removeprefix("refs/pr/"))})
-
-
-def pull_request(hub: "HubServer", request: Request, kind: str, repo_id: str, number: str) -> Answer:
-    commit = visible(hub, request, kind, repo_id).resolve(f"refs/pr/{number}")
-    repo = {"name": repo_id, "type": kind}
-    described = {"num": int(number), "title": commit.title, "createdAt": commit.date, "status": "draft", "repo": repo}
-    changes = {"changes": {"base": "refs/heads/main"}, "filesWithConflicts": [], "events": []}
-    return reply({**described, "isPullRequest": True, "author": {"name": commit.author}, **changes})
 
 
 def xet_token(
@@ -247,29 +194,16 @@ def _add(references: dict[str, str], name: str, oid: str) -> None:
     references[name] = oid
 
 
-def _remove(references: dict[str, str], name: str) -> None:
-    if references.pop(name, None) is None:
-        raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {name}")
-
-
 NAME = "(?P<name>[^/]+)"
 LFS = rf"{GIT}\.git"
 WRITING: list[Route] = [
     ("POST", re.compile("/api/repos/create"), create_repository),
-    ("DELETE", re.compile("/api/repos/delete"), delete_repository),
-    ("PUT", re.compile(f"{REPO}/settings"), change_settings),
     ("POST", re.compile(f"{REPO}/branch/{NAME}"), create_branch),
-    ("DELETE", re.compile(f"{REPO}/branch/{NAME}"), delete_branch),
-    ("POST", re.compile(f"{REPO}/tag/{REVISION}"), create_tag),
-    ("DELETE", re.compile(f"{REPO}/tag/{NAME}"), delete_tag),
-    ("POST", re.compile(f"{REPO}/super-squash/{NAME}"), squash),
     ("POST", re.compile("/api/validate-yaml"), validate_yaml),
     ("POST", re.compile(f"{REPO}/preupload/{REVISION}"), preupload),
     ("POST", re.compile(f"{LFS}/info/lfs/objects/batch"), batch),
     ("PUT", re.compile(f"{LFS}/lfs/(?P<sha256>[0-9a-f]{{64}})"), upload),
     ("POST", re.compile(f"{LFS}/info/lfs/objects/verify"), verify),
     ("POST", re.compile(f"{REPO}/commit/{REVISION}"), commit),
-    ("POST", re.compile(f"{REPO}/discussions"), open_pull_request),
-    ("GET", re.compile(f"{REPO}/discussions/(?P<number>[0-9]+)"), pull_request),
     ("GET", re.compile(f"{REPO}/xet-(?P<role>read|write)-token(?:/{REVISION})?"), xet_token),
 ]
