@@ -118,22 +118,10 @@ def publish(
     )
     check_replaceable(card_in(checkpoint), str(checkpoint), None if replace_card else remedy)
     if dry_run:
-        with staged(checkpoint, as_adapter=as_adapter, base=base, client=None) as stage:
-            check_checkpoint(stage.folder)
-            sent = prepare(stage, repo_id, revision, Existing(), token or get_token(), notify)
-            files = take_snapshot(sent).sizes
-            loaded = check_loading and stage.base is None
-            if loaded:
-                notify(LOADING)
-                ask_clean_process(stage.folder)
-        unloaded = "as --no-verify asks" if not check_loading else "its base is on the Hub"
-        notify("It passed the checks." if loaded else f"It passed the other checks, but was not loaded: {unloaded}.")
+        done = _dry_run(checkpoint, repo_id, revision, as_adapter, base, check_loading, token or get_token(), notify)
         if space:
-            notify(
-                f"The Space {space_of(repo_id)} would be published too, with the demo's program and the model's name."
-            )
-        pushed = Pushed(repo_id, "", "", "", revision, False, False, files, list(files), sum(files.values()))
-        return Publication(**vars(pushed), left=sent.left)
+            notify(f"The Space {space_of(repo_id)} would be published too.")
+        return done
 
     client = Client(token, endpoint=endpoint, waits=waits)
     with client.token_kept():
@@ -175,6 +163,32 @@ def publish(
         page = push_space(client, pushed, notify) if space else None
     code = snippet(repo_id, pushed.commit, stage.base, "processor_config.json" in pushed.files)
     return Publication(**vars(pushed), space=page, snippet=code, left=sent.left)
+
+
+def _dry_run(
+    checkpoint: Path,
+    repo_id: str,
+    revision: str,
+    as_adapter: bool,
+    base: str | None,
+    check_loading: bool,
+    token: str | None,
+    notify: Callable[[str], object],
+) -> Publication:
+    with staged(checkpoint, as_adapter=as_adapter, base=base, client=None) as stage:
+        check_checkpoint(stage.folder)
+        sent = prepare(stage, repo_id, revision, Existing(), token, notify)
+        files = take_snapshot(sent).sizes
+        if check_loading and stage.base is None:
+            notify(LOADING)
+            ask_clean_process(stage.folder)
+            notify("It passed the checks.")
+        else:
+            reason = "its base is on the Hub" if check_loading else "as --no-verify asks"
+            notify(f"It passed the other checks, but was not loaded: {reason}.")
+    return Publication(
+        repo_id, "", "", "", revision, False, False, files, list(files), sum(files.values()), left=sent.left
+    )
 
 
 def find_existing(client: Client, repo_id: str, revision: str) -> Existing:

@@ -8,7 +8,7 @@ from threading import Event, Lock
 from typing import Literal
 
 
-Kind = Literal["error", "close", "half", "lost", "truncated"] | int
+Kind = Literal["error", "close", "half", "lost"] | int
 
 
 @dataclass
@@ -18,7 +18,6 @@ class Fault:
     Attributes:
         kind: "error" (status 500) or another status as a number, "close" (the connection ends), "half" (it ends when
             half of the body is read): nothing is done. "lost": done, but the connection ends without an answer.
-            "truncated": the answer announces its whole length, and ends half way.
         request: Regular expression, searched in `"METHOD /path"`.
     """
 
