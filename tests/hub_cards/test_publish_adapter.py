@@ -13,7 +13,6 @@ import pytest
 import train_data
 import training
 import yaml
-from hub_server import HubServer
 from publish_worker import Worker
 
 from normalign_llava.hub_cards.push.contents import CODE
@@ -71,12 +70,6 @@ def worker(folder, **variables):
         made.stop()
 
 
-@pytest.fixture
-def hub():
-    with HubServer() as server:
-        yield server
-
-
 def request(hub, adapter, **arguments):
     arguments = {"token": hub.token("ann"), "endpoint": hub.url, "waits": [0, 0], **arguments}
     return {"checkpoint": str(adapter), "repo_id": "ann/m", "arguments": arguments}
@@ -105,7 +98,7 @@ def test_as_an_adapter_with_its_base_pinned(hub, base, adapter, tmp_path):
     (unfit / "chat_template.jinja").write_text("no image")
     with worker(tmp_path, HF_ENDPOINT=hub.url) as process:
         said = process.ask(request(hub, unfit, dry_run=True))
-        assert said["type"] == "ValueError" and f"The checkpoint {unfit}, merged, is not fit" in said["error"]
+        assert said["type"] == "ValueError" and f"The checkpoint {unfit}, merged, cannot be published" in said["error"]
         assert "normalign-merged" not in said["error"]
         said = process.ask(request(hub, adapter, as_adapter=True))
         assert said["type"] == "ValueError" and "Publish the base first" in said["error"]

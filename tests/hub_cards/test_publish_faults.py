@@ -21,23 +21,10 @@ COMMIT, PUT = r"POST .*/commit/", r"PUT "
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory):
-    made = Worker(tmp_path_factory.mktemp("worker"))
-    yield made
-    made.stop()
-
-
-@pytest.fixture(scope="module")
 def second(tmp_path_factory):
     made = Worker(tmp_path_factory.mktemp("second"))
     yield made
     made.stop()
-
-
-@pytest.fixture
-def hub():
-    with HubServer() as server:
-        yield server
 
 
 @pytest.fixture
@@ -134,7 +121,7 @@ def test_what_fails_each_time_is_a_sentence_and_the_branch_is_as_it_was(worker, 
     said = worker.ask(request)
     assert said["type"] == "OSError" and "\n" not in said["error"]
     assert status is None or f"({status})" in said["error"]
-    waited = worker.log.read_text()[logged:].count(f"(status {status}). Asking again" if status else "Asking again in")
+    waited = worker.log.read_text()[logged:].count(f"(status {status}). Trying again" if status else "Trying again in")
     assert waited == len(request["arguments"]["waits"])
     if before:
         assert hub.repository("ann/m").head().oid == before
