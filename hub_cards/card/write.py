@@ -139,7 +139,7 @@ def render_card(
         warnings = _warnings(facts, follows, by_author, named, adapter)
         for part, text_here in by_hand(earlier[-1] if earlier else "").items():
             if text_here.strip() and text_here.strip() != hand[part].strip():
-                warnings.append(f"The {part} written by hand on the Hub stays; that of the folder is not used.")
+                warnings.append(f"The part {part!r} written by hand on the Hub stays; that of the folder is not used.")
         return Card(rendered, warnings)
 
 

@@ -192,7 +192,7 @@ def test_the_text_on_the_hub_is_kept_and_the_folder_s_where_it_has_none(full, he
     (full / "README.md").write_text(text.replace("notes -->\n", f"notes -->\n{here}"))
     card = render_card(full, hub_card=hub_card)
     assert by_hand(card.text) == {"introduction": "", "notes": expected}
-    warned = any("notes written by hand on the Hub stays" in each for each in card.warnings)
+    warned = any("'notes' written by hand on the Hub stays" in each for each in card.warnings)
     assert warned == (bool(here) and here != expected)
     assert by_hand(render_card(full, hub_card="# Of somebody else").text)["notes"] == here
     with pytest.raises(ValueError, match="README.md of ann/m on the Hub has no end"):

@@ -219,11 +219,11 @@ def test_publish_from_the_check_to_the_snippet(worker, hub, checkpoint, tmp_path
     text = repository.read("README.md").decode().replace(MARK, f"{MARK}Seen on the Hub.\n")
     edited = edit(repository, {"notes.txt": b"mine", "README.md": text.encode()})
     received = sum(hub.received.values())
-    done = ask(worker, hub, checkpoint=checkpoint)["done"]
+    done = ask(worker, hub, checkpoint=checkpoint, check_loading=False)["done"]
     assert repository.head().parent == edited.oid and done["sent_files"] == [MANIFEST]
     assert repository.read("README.md").decode() == text and repository.read("notes.txt") == b"mine"
     assert sum(hub.received.values()) == received
-    assert not ask(worker, hub, checkpoint=checkpoint)["done"]["changed"]
+    assert not ask(worker, hub, checkpoint=checkpoint, check_loading=False)["done"]["changed"]
     assert repository.read("README.md").decode() == text
 
     code = f"import sys\nsys.modules['normalign_llava'] = None\n{done['snippet']}\nprint(type(model))"
@@ -277,7 +277,8 @@ def test_a_card_of_someone_else_and_a_commit_that_strangers_cannot_load(worker, 
     assert repository.head() == before == repository.commits("refs/pr/1")[1] and "config.json" in commit.files
     assert said["type"] == "OSError" and commit.oid in said["error"] and before.oid in said["error"]
     hub.faults.clear()
-    done = ask(worker, hub, checkpoint=checkpoint, repo_id="bob/m", create_pr=True, replace_card=True)["done"]
+    options = {"create_pr": True, "replace_card": True, "check_loading": False}
+    done = ask(worker, hub, checkpoint=checkpoint, repo_id="bob/m", **options)["done"]
     assert done["commit"] == repository.head("refs/pr/2").oid and repository.head() == before
     assert done["pull_request"].endswith("/bob/m/discussions/2")
 

@@ -335,7 +335,7 @@ def test_what_was_written_by_hand_outlasts_pushes(hub, tmp_path, parts):
     (folder / "README.md").write_text(repository.read("README.md").decode().replace("the web", "the folder"))
     edit(repository, "From the web.", "From the web, later.")
     status, errors = push()
-    assert status == 0 and f"What is written under notes in {REPO} stays" in errors
+    assert status == 0 and "'notes' written by hand on the Hub stays" in errors
     assert by_hand(repository.read("README.md").decode())["notes"] == "From the web, later.\n"
 
     (folder / "README.md").unlink()
