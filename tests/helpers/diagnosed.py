@@ -2,7 +2,7 @@
 
 import math
 
-from normalign_llava.diagnose.measure.theory import next_norm, rotation_angle
+from normalign_llava.diagnose.measure.theory import rotation_angle
 from normalign_llava.diagnose.report import (
     Attention,
     Curve,
@@ -79,7 +79,7 @@ def _depth(entry: dict[str, float]) -> Depth:
         size = update * (1 + layer / 10)
         for kind, states in norms.items():
             rotation[kind].append(rotation_angle(states[-1], size, angle))
-            states.append(next_norm(states[-1], size, angle))
+            states.append(math.hypot(size * math.sin(angle), states[-1] + size * math.cos(angle)))
     sizes, angles = [update * (1 + layer / 10) for layer in range(LAYERS)], [angle] * LAYERS
     mean = {kind: sum(values[:-1]) / (LAYERS - 1) for kind, values in rotation.items()}
 
