@@ -388,7 +388,7 @@ def test_the_documentation_s_example_runs(compared, root, monkeypatch, capsys):
     exec(compile(example, str(DOCS), "exec"), {})
     ratio, printed = compared[0].against.interface.ratio, capsys.readouterr().out.splitlines()
     assert printed[0] == f"none/model: visual tokens enter at {ratio:.3g} x the norm of text"
-    assert len(printed) == 6 and printed[5].startswith("  layer 2: they turn at ")
+    assert len(printed) == 6 and printed[5].startswith("  layer 2: they rotate ")
 
 
 def test_diagnosing_imports_no_trl():
