@@ -333,7 +333,7 @@ def test_layers_without_attention_are_left_out():
 
 def test_errors_say_what_to_do():
     model, batch = tiny.model(), tiny.inputs()
-    with pytest.raises(ValueError, match="2 sequences.*one question at a time"):
+    with pytest.raises(ValueError, match="2 sequences.*one question"):
         ask(model, tiny.inputs(batch=2))
     with pytest.raises(ValueError, match="no visual token.*97"):
         ask(model, tiny.inputs(images=0))

@@ -67,9 +67,9 @@ def test_a_folder_of_images_without_questions(tmp_path):
     assert any("(train/blue.png)" in name for name in found) and not any(str(tmp_path) in name for name in found)
 
 
-def test_too_few_samples_are_all_taken_and_it_is_said(tmp_path, caplog):
+def test_too_few_samples_are_all_used_with_a_warning(tmp_path, caplog):
     assert len(load_samples(str(image_folder(tmp_path / "mine")), 100).samples) == 3
-    assert "100 samples were asked for, and mine gives 3" in caplog.text
+    assert "mine has only 3 of the 100 samples" in caplog.text
 
 
 def test_the_seed_decides_which_are_drawn(tmp_path):
@@ -208,14 +208,14 @@ def test_the_built_in_images(caplog):
     assert names == list(drawn(load_samples(None, 40))) != list(drawn(load_samples(None, 40, seed=1)))
     assert {name.split(" (")[0] for name in names} == {"shape", "colour", "yes/no", "emoji"}
     assert not any("/" in name.split(" (")[1] for name in names)
-    assert len(load_samples(None, 1000).samples) == 340 and "gives 340: all of them are taken" in caplog.text
+    assert len(load_samples(None, 1000).samples) == 340 and "only 340" in caplog.text
 
 
 def test_the_built_in_images_without_a_connection(tmp_path, monkeypatch):
     monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path))
     for name, value in {"CONFIG_FILE": "/dev/null", "INDEX_URL": "http://127.0.0.1:9", "RETRIES": "0"}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
-    with pytest.raises(FetchError, match="are not here and cannot be fetched; data of your own need no .* easy-vqa"):
+    with pytest.raises(FetchError, match="cannot be fetched.*--data.* easy-vqa"):
         load_samples(None, 2)
 
 
@@ -246,6 +246,7 @@ def hub_data(folder: Path, name: str, files: dict[str, list], configs: list) -> 
     return folder / name
 
 
+@pytest.mark.slow
 def test_the_hub_and_the_benchmarks_of_the_paper(tmp_path):
     numbered = [{"question": f"{i}?"} for i in range(9)]
     choices = [{**row, "hint": "nan", "A": "yes", "B": "no", "C": "nan", "D": "nan"} for row in numbered]
@@ -346,15 +347,13 @@ def test_errors_of_the_processor_name_the_sample(checkpoint):
     processor = AutoProcessor.from_pretrained(checkpoint)
     with pytest.raises(ValueError, match="batch size is 0"):
         list(batches(processor, samples("Fine?"), 0))
-    with pytest.raises(ValueError, match="No model inputs can be made of row 1: .*"):
+    with pytest.raises(ValueError, match="fails for row 1: .*"):
         list(batches(processor, samples("Fine?", "Is <image> <image> one?", "Fine?"), 3))
     processor.tokenizer.model_max_length = 60
-    with pytest.raises(
-        ValueError, match="made of row 2: its 1.. tokens are more than the 60 that the tokenizer allows"
-    ):
+    with pytest.raises(ValueError, match="fails for row 2: its 1.. tokens are more than the 60"):
         list(batches(processor, samples("Fine?", "Fine?", "Too long? " * 12), 3))
     processor.chat_template, processor.image_token = None, None
-    with pytest.raises(ValueError, match="LlavaProcessor has neither a chat template nor an image token"):
+    with pytest.raises(ValueError, match="LlavaProcessor has neither"):
         list(batches(processor, samples("Fine?"), 1))
 
 

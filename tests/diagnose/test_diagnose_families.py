@@ -184,23 +184,22 @@ def test_models_that_look_at_images_by_cross_attention_are_refused():
     with pytest.raises(ValueError, match="MllamaForConditionalGeneration") as error:
         find_parts(model)
     message = str(error.value)
-    assert "config.image_token_id, get_image_features, get_decoder().layers and get_decoder().norm" in message
-    assert "not found: get_image_features." in message and "cross-attention" in message
+    assert "Not found: get_image_features." in message and "cross-attention" in message
 
 
 @pytest.mark.parametrize("cls", [LlamaForCausalLM, LlamaModel])
 def test_text_models_are_refused(cls):
-    with pytest.raises(ValueError, match=f"{cls.__name__} .*not found: config.image_token_id, get_image_features"):
+    with pytest.raises(ValueError, match=f"{cls.__name__} .*Not found: config.image_token_id, get_image_features"):
         find_parts(cls(tiny.text_config(cls=LlamaConfig)))
 
 
 def test_encoders_are_refused():
-    with pytest.raises(ValueError, match="CLIPVisionModel .*not found: config.image_token_id, get_image_features"):
+    with pytest.raises(ValueError, match="CLIPVisionModel .*Not found: config.image_token_id, get_image_features"):
         find_parts(CLIPVisionModel(tiny.vision_config()))
 
 
 def test_modules_that_are_no_models_are_refused():
-    with pytest.raises(ValueError, match="Linear is no model of transformers"):
+    with pytest.raises(ValueError, match="Linear is not a model of transformers"):
         find_parts(nn.Linear(2, 2))
 
 
