@@ -110,32 +110,16 @@ def test_the_json_of_llava(tmp_path):
     assert drawn(load_samples(str(path.parent), 3)) == drawn(load_samples(str(path), 3))
 
 
-def test_questions_are_found_in_any_known_column(tmp_path):
-    parts = [{"type": "image"}, {"type": "text", "text": "In parts?"}, {"type": "image"}]
+def test_a_row_gives_its_first_image_and_question(tmp_path):
     rows = [
-        {"question": "Asked?", "text": "not this"},
         {"messages": [{"role": "system", "content": "no"}, {"role": "user", "content": "<image>First?<image>"}]},
-        {"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "no"}], "text": "no"},
-        {"prompt": [{"role": "user", "content": "Prompted?"}], "completion": "no"},
-        {"prompt": "Plainly?"},
-        {"text": "A caption."},
         {"question": "Which?", "hint": "Look.", "A": "a cat", "B": "a dog", "C": "nan", "D": "nan", "answer": "A"},
-        {"question": "Which?", "hint": "nan", "A": "a cat", "B": "a dog"},
-        {},
+        {"text": "A caption."},
     ]
     train_data.write_json(tmp_path / "mine", [{**row, "images": ["red.png", "blue.png"]} for row in rows])
     found = load_samples(str(tmp_path / "mine"), 9).samples
-    assert [sample.question for sample in sorted(found, key=lambda sample: sample.name)] == [
-        "Asked?",
-        "First?",
-        "In parts?",
-        "Prompted?",
-        "Plainly?",
-        PROMPT,
-        "Look.\nWhich?\nA. a cat\nB. a dog",
-        "Which?\nA. a cat\nB. a dog",
-        PROMPT,
-    ]
+    questions = [sample.question for sample in sorted(found, key=lambda sample: sample.name)]
+    assert questions == ["First?", "Look.\nWhich?\nA. a cat\nB. a dog", PROMPT]
     assert all("red.png" in sample.name for sample in found)
 
 
@@ -149,12 +133,7 @@ def test_images_of_any_mode_become_rgb(tmp_path):
 def test_bad_data_are_named_before_any_work(tmp_path):
     folder = image_folder(tmp_path / "mine")
     (folder / "train" / "green.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"The image of metadata.jsonl, row 1 \(train/green.png\) cannot .*identify"):
-        load_samples(str(folder), 3)
-    (folder / "train" / "green.png").unlink()
-    with pytest.raises(
-        ValueError, match=r"metadata.jsonl, row 1 \(train/green.png\) cannot .*no such image in image_fol"
-    ):
+    with pytest.raises(ValueError, match=r"metadata.jsonl, row 1 \(train/green.png\) cannot .*identify"):
         load_samples(str(folder), 3)
     (folder / "metadata.jsonl").write_text('{"question": "no file?"}')
     with pytest.raises(ValueError, match="mine has no row with an image"):
@@ -162,36 +141,34 @@ def test_bad_data_are_named_before_any_work(tmp_path):
     with pytest.raises(ValueError, match="no file in .*mine has 'test' in its name: metadata.jsonl"):
         load_samples(f"{folder}:test", 3)
     (folder / "metadata.jsonl").unlink()
-    with pytest.raises(ValueError, match="it is a folder of images, and has no splits. Name a folder in it"):
+    with pytest.raises(ValueError, match="a folder of images, and has no splits"):
         load_samples(f"{folder}:test", 3)
-    (tmp_path / "json").mkdir()
-    (tmp_path / "json" / "link.png").symlink_to(folder / "test_red.png")
-    for rows, message in (
-        ([{"image": "link.png", "question": "?"}], r"link.png: the image is a link that leaves image_folder"),
-        ([{"image": "red.png", "title": "red"}], r"row 0 \(red.png\) cannot .* form is not known. .* image, title"),
-        ([{"img": "red.png", "question": "?"}], r"what looks like an image is not read: column img \(1 rows\)"),
-        ([{"image": "/etc/x.png", "question": "?"}], r"row 0 \(x.png\) cannot .*/etc/x.png leaves image_folder"),
-        ([{"image": {"path": "file:///etc/x.png"}, "question": "?"}], "is an address, and nothing is fetched"),
-        ([{"image": "red.png", "question": " "}], r"row 0 \(red.png\) has no question"),
-        ([llava("Q", "A")], "data.json has no row with an image"),
-        (
-            [{"image": 3, "question": "?"}],
-            "data.json, row 0 cannot be used: an image must be a path, bytes, or .* got 3",
-        ),
-        (["text"], "data.json, row 0 cannot be used: a row must be a mapping from column to value, got 'text'"),
-    ):
-        path = train_data.write_json(tmp_path / "json", rows)
-        with pytest.raises(ValueError, match=message):
-            load_samples(str(path), 1)
 
 
-@pytest.mark.parametrize("count", [0, -3])
-def test_a_count_that_is_not_positive(count):
-    with pytest.raises(ValueError, match=f"number of samples is {count}; it must be at least 1"):
-        load_samples(None, count)
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"image": "red.png", "title": "red"}, r"row 0 \(red.png\) cannot .* form is not known. .* image, title"),
+        ({"img": "red.png", "question": "?"}, r"what looks like an image is not read: column img \(1 rows\)"),
+        ({"image": "/etc/x.png", "question": "?"}, r"row 0 \(x.png\) cannot .*/etc/x.png leaves image_folder"),
+        ({"image": {"path": "file:///etc/x.png"}, "question": "?"}, "is an address, and nothing is fetched"),
+        ({"image": "red.png", "question": " "}, r"row 0 \(red.png\) has no question"),
+        (llava("Q", "A"), "data.json has no row with an image"),
+        ({"image": 3, "question": "?"}, "data.json, row 0 cannot be used: an image must be .* got 3"),
+    ],
+)
+def test_bad_rows_are_named(row, message, tmp_path):
+    path = train_data.write_json(tmp_path / "json", [row])
+    with pytest.raises(ValueError, match=message):
+        load_samples(str(path), 1)
 
 
-def test_data_that_are_not_there(tmp_path):
+def test_a_count_that_is_not_positive():
+    with pytest.raises(ValueError, match="number of samples is 0; it must be at least 1"):
+        load_samples(None, 0)
+
+
+def test_data_that_does_not_exist(tmp_path):
     with pytest.raises(ValueError, match="nobody/nothing is no file or folder here. The data set nobody/nothing"):
         load_samples("nobody/nothing", 1)
     with pytest.raises(ValueError, match="no data file .*none.json"):

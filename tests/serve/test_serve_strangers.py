@@ -76,6 +76,13 @@ def test_after_all_these_the_server_answers(server):
     assert server.requests == 0 and server.ask()
 
 
+def test_a_foreign_host_name_is_refused(server):
+    for path in ("/models", "/chat/completions"):
+        answer = httpx.get(server.url + path, headers={"Host": "evil.example:8000"})
+        assert answer.status_code == 400 and "host" in answer.text
+    assert httpx.get(f"{server.url}/models", headers={"Host": "localhost:1"}).status_code == 200
+
+
 def test_images_beyond_the_limit_are_counted_together(server):
     image = packed(png((6000, 5000), "1"))
     both = shown(image)
@@ -181,7 +188,7 @@ def test_addresses_are_fetched_only_where_that_is_allowed(server, checkpoint, tm
     with website() as (web, address):
         for scheme in ("http", "HTTP"):
             url = f"{address.replace('http', scheme)}/black.png"
-            refused(server.post(shown(url)), "fetches no addresses", "data:image/png;base64")
+            refused(server.post(shown(url)), "fetches no URLs", "data:image/png;base64")
         assert web.visits == []
         with served(checkpoint, tmp_path, allow_urls=True) as fetching:
             black = fetching.post(shown(f"{address}/black.png")).json()["choices"]
