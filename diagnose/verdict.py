@@ -145,7 +145,7 @@ def _how_much(report: Report) -> str:
     assert rotation is not None
     near, less = is_equal(rotation, EQUAL_ROTATION), "less" if rotation < 1 else "more"
     if same_rotation(report):
-        return "as much as text" if near else f"{less} than text by no more than two standard errors"
+        return "as much as text" if near else f"{less} than text, but within two standard errors"
     return f"{'slightly ' if near else ''}{less} than text"
 
 
@@ -158,8 +158,8 @@ def _compared(report: Report, against: Report) -> str:
     for name, new, old in pairs:
         if new is not None and old is not None:
             shown, before = number(new, 2), number(old, 2)
-            told = f"{shown} in both" if shown == before else f"{shown} instead of {before} ({change(new, old)} 1)"
-            ratios.append(f"the ratio of {name} is {told}")
+            values = f"{shown} in both" if shown == before else f"{shown} instead of {before} ({change(new, old)} 1)"
+            ratios.append(f"the ratio of {name} is {values}")
     if ratios:
         return f"Compared with {against.model}, {' and '.join(ratios)}."
     for what, ours, theirs in (

@@ -42,7 +42,6 @@ class InterfaceProbe:
                 handles.append(self._parts.norm.register_forward_pre_hook(self._before_norm))
         inner = self._parts.inner
         original = inner.get_image_features  # a method, so hooks do not see its output
-        of_instance = vars(inner).get("get_image_features")
 
         @functools.wraps(original)
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -55,8 +54,6 @@ class InterfaceProbe:
             yield
         finally:
             del inner.get_image_features
-            if of_instance is not None:
-                inner.get_image_features = of_instance
             for handle in handles:
                 handle.remove()
 

@@ -100,16 +100,6 @@ def test_a_data_set_saved_to_disk_and_its_splits(tmp_path):
         load_samples(f"{tmp_path / 'two'}:validation", 1)
 
 
-def test_the_json_of_llava(tmp_path):
-    path = train_data.write_json(tmp_path / "llava", train_data.mixed_rows())
-    assert drawn(load_samples(str(path), 3)) == {
-        "data.json, row 0 (green.png)": "Which colour?",
-        "data.json, row 2 (red.png)": "What is this?",
-        "data.json, row 3 (sub/blue.png)": "Which colour?",
-    }
-    assert drawn(load_samples(str(path.parent), 3)) == drawn(load_samples(str(path), 3))
-
-
 def test_a_row_gives_its_first_image_and_question(tmp_path):
     rows = [
         {"messages": [{"role": "system", "content": "no"}, {"role": "user", "content": "<image>First?<image>"}]},

@@ -23,6 +23,9 @@ from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.run import main
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")

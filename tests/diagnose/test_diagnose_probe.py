@@ -255,23 +255,6 @@ def test_rows_that_are_more_than_scaled_have_no_n_text():
     assert "N_text" in report.left_out[0]
 
 
-def test_batches_may_come_from_the_model_itself():
-    model, batch = vlm_families.make("llava_next")
-    expected = probe(model, [batch, batch])
-    original = model.model.get_image_features
-    model.model.get_image_features = lambda *args, **kwargs: original(*args, **kwargs)
-    own = model.model.get_image_features
-
-    def batches():
-        for _ in range(2):
-            model(**batch)
-            probe(model, [batch])
-            yield batch
-
-    assert probe(model, batches()) == expected
-    assert model.model.get_image_features is own
-
-
 @pytest.mark.parametrize(
     ("batches_of", "message"),
     [

@@ -53,7 +53,7 @@ def test_numbers_have_significant_digits(value, digits, written):
         (1.2501, 0.9, None, r"\(1.1 × that of the text in the data\)", "is the problem .* less"),
         (37.0, 0.945, 0.004, "rotate 0.945 ± 0.004 ×", "is the problem .* slightly less"),
         (37.0, 0.945, 0.04, "rotate 0.94 ± 0.04 ×", "half of the problem .* as much as text"),
-        (37.0, 0.8, 0.2, "rotate 0.8 ± 0.2 ×", "half of the problem .* no more than two standard errors"),
+        (37.0, 0.8, 0.2, "rotate 0.8 ± 0.2 ×", "half of the problem .* within two standard errors"),
         (1.0, 1.03, 0.01, "rotate 1.03 ± 0.01 ×", "not the problem .* slightly more than text"),
     ],
 )
