@@ -1,9 +1,9 @@
-"""What the compensated norm costs: forward plus backward, side by side with torch's LayerNorm and the hook form.
+"""What the compensated norm costs: forward and backward, compared with torch's LayerNorm and the hook form.
 
     python benchmarks/norm.py [--device cuda] [--json results.json]
 
-Prints ratios of times taken in turns within one run, and bytes kept for backward; then the time of `from_pretrained`
-relative to stock LLaVA's, for a checkpoint with the norm and for one whose norm has to be aligned.
+Prints ratios of times, and of bytes kept for backward; then the time of `from_pretrained` relative to stock LLaVA's,
+for a checkpoint with the norm and for one whose norm has to be aligned.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def compare_norms(width: int, tokens: int, rounds: int, device: str, dtype: torc
     ratios: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(rounds):
         times = {}
-        for name in random.sample(list(forms), len(forms)):  # whichever runs first finds other memory warm
+        for name in random.sample(list(forms), len(forms)):  # the first finds the memory in another state
             times[name] = seconds(lambda norm=forms[name]: step(norm, x, upstream), device)
         for name, value in times.items():
             ratios[name].append(value / times["RMSNorm" if "RMS" in name else "LayerNorm"])

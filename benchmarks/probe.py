@@ -1,12 +1,11 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What measuring costs: `diagnose.probe` against the bare forward pass, side by side on the quickstart's real parts.
+"""What measuring costs: `diagnose.probe` compared with the bare forward pass, on the quickstart's real parts.
 
     python benchmarks/probe.py [--device cuda] [--batches 16] [--rounds 7] [--json results.json]
 
-Both run the base model over the same batches of 4 sequences of 64 tokens, 16 of them visual, without head. In turns:
-the bare passes; the passes with all hooks; `probe` as a user calls it, which reads every row of the embedding matrix
-first. On a CPU it is the process's CPU time that is compared, on a GPU the time until it is idle.
+In turns, on the same batches of 4 sequences of 64 tokens, 16 of them visual: the base model alone; with all hooks; and
+`probe`, which also reads every row of the embedding matrix first. Compares CPU times, or times until a GPU is idle.
 """
 
 import argparse
@@ -35,7 +34,7 @@ SEQUENCES, TOKENS, VISUAL, PIXELS = 4, 64, 16, 56
 
 
 def seconds(function: Callable[[], object], device: str) -> float:
-    """CPU time of a call on a CPU; on a GPU, the time until it has finished."""
+    """CPU time of a call or, on a GPU, the time until it is idle."""
     if device == "cpu":
         start = time.process_time()
         function()

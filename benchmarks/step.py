@@ -1,16 +1,15 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a training step costs: ours against stock LLaVA with TRL's own `SFTTrainer`, same parts, rows and rates.
+"""What a training step costs: ours and stock LLaVA with TRL's `SFTTrainer`, with the same parts, rows and options.
 
     python benchmarks/step.py [--device cuda] [--parts 1b] [--train projector|lora|all] [--output results.json]
 
-Each variant trains in a process of its own, and the processes take their steps in turns: times are compared that were
-taken of the same batch one after the other, while peak memory stays that of a training run alone. A step is everything
-from one `on_step_begin` to the next: collating, forward, backward, optimizer, callbacks, logging. With TRL's default
-every tenth is logged, and measured by our callback; those are also shown by themselves.
+Each variant trains in its own process, and the processes take turns step by step, so that times of the same batch are
+compared. A step is everything from one `on_step_begin` to the next: collating, forward, backward, optimizer, callbacks
+and logging. Every tenth step is logged, and measured by our callback; these are shown separately.
 
-Without a GPU, our trainer sends only the answers through the language model's head, and TRL's sends every position. At
-equal work is the variant "all scored", whose head sees every position as well.
+On a CPU, our trainer computes logits of the answers only, and TRL's of every position; the variant "all scored" does
+so too, for a comparison at equal work.
 """
 
 import argparse
@@ -88,9 +87,8 @@ def random_parts(folder: Path, rows: int) -> None:
     rng = random.Random(0)
     data = []
     for _ in range(rows):
-        words = ["".join(rng.choices("etaoin", k=5)) for _ in range(rng.randint(20, 60))]
         user = [{"type": "image"}, {"type": "text", "text": "what is in the image?"}]
-        answer = [{"type": "text", "text": " ".join(words)}]
+        answer = [{"type": "text", "text": " ".join(rng.choices("etaoin", k=rng.randint(120, 360)))}]
         messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
         image = Image.frombytes("RGB", (384, 384), rng.randbytes(3 * 384**2))
         data.append({"images": [{"bytes": png(image)}], "messages": messages})
@@ -114,7 +112,7 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
     from normalign_llava.train.trainer import NormAlignTrainer
 
     class AllScoredTrainer(NormAlignTrainer):
-        """Ours with TRL's own loss on a CPU too."""
+        """Ours with TRL's loss on a CPU, too."""
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             eval_frozen(base_model(self.accelerator.unwrap_model(model)))
@@ -138,8 +136,9 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
         disable_tqdm=True,
         seed=0,
     )
-    frozen = {"vision_learning_rate": 0.0} | ({"language_learning_rate": 0.0} if options.train == "projector" else {})
-    frozen = {} if options.train == "all" else frozen
+    frozen = {} if options.train == "all" else {"vision_learning_rate": 0.0}
+    if options.train == "projector":
+        frozen["language_learning_rate"] = 0.0
     ours = NormAlignConfig(**shared, **frozen, arm="none" if variant == NO_NORM else None)
     model_args = ModelArguments(model_name_or_path=checkpoint, use_peft=options.train == "lora", lora_dropout=0.0)
     rates, adapter = ours.rates(model_args.use_peft), get_peft_config(model_args)
@@ -166,7 +165,7 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
 
 
 def train(variant: str, folder: Path, options: argparse.Namespace, steps: int, turns) -> None:
-    """Trains in this process; each step waits for a word from `turns`, to which its seconds are sent."""
+    """Trains in this process: each step sends the seconds of the one before to the pipe `turns`, and waits for it."""
     from transformers import TrainerCallback, logging
 
     logging.set_verbosity_error()
@@ -197,15 +196,15 @@ def train(variant: str, folder: Path, options: argparse.Namespace, steps: int, t
 
 
 def run(folder: Path, variants: list[str], options: argparse.Namespace, steps: int) -> tuple[dict, dict]:
-    """All variants in turns: the seconds of every step, and what each process says at its end."""
+    """Trains all variants in turns: the seconds of every step, and the last message of each process."""
     spawn = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
     for variant in variants:
         pipes[variant], theirs = spawn.Pipe()
         processes.append(spawn.Process(target=train, args=(variant, folder, options, steps, theirs), daemon=True))
         processes[-1].start()
-        theirs.close()  # so that a process that fails is noticed
-        pipes[variant].recv()  # one loads after the other, and waits at its first step
+        theirs.close()  # so that recv raises if the process fails
+        pipes[variant].recv()  # models are loaded one after the other
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     for _ in track(range(steps), description=", ".join(variants)):
         for variant in random.sample(variants, len(variants)):
@@ -220,7 +219,7 @@ def run(folder: Path, variants: list[str], options: argparse.Namespace, steps: i
 
 
 def compare(runs: list[dict[str, list[float]]], variant: str, reference: str) -> dict[str, Any]:
-    """Ratios of times over the same batch, as medians over steps and runs."""
+    """Ratios of times of the same batch: medians over steps and runs."""
     plain, logged = [], []
     for seconds in runs:
         for number, (ours, theirs) in enumerate(zip(seconds[variant], seconds[reference], strict=True), start=1):
@@ -260,8 +259,8 @@ def main() -> None:
         for _ in range(options.repeats):
             seconds, ends = run(Path(name), variants, options, WARM_UP + options.steps)
             runs.append(seconds)
-        # glibc keeps freed memory, more or less as it happens. With a fixed threshold the peak is what was in use;
-        # since that costs time, peaks are taken by themselves, up to the first logged step.
+        # glibc keeps some freed memory. With a fixed threshold the peak is what was in use; since that takes time,
+        # peaks are measured in separate runs, up to the first logged step.
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
         for _ in range(options.repeats):
             for variant in variants:

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Images with questions, from wherever they are, and the model inputs made of them."""
+"""Images with questions, and the model inputs made of them."""
 
 import logging
 import random
@@ -33,16 +33,16 @@ BENCHMARKS = {
     "pope": DataSource("lmms-lab/POPE", split="test"),
     "mmstar": DataSource("Lin-Chen/MMStar", split="val"),
 }
-"""Where the paper's images come from: 1,000 of these three (RQ1). Which ones, it does not say."""
+"""The sources of the paper's 1,000 images (RQ1); it does not say which images."""
 
 PAPER = "paper"
 """Name of the three benchmarks together, in equal parts."""
 
 BUILT_IN = "easy-VQA and emoji"
-"""Name of the built-in images, which are those that the quickstart holds out."""
+"""Name of the built-in images, which the quickstart holds out."""
 
 STREAMED_ROWS, BENCHMARK_ROWS = 1_000, 10_000
-"""How many rows of a data set on the Hub are read, from its first, to draw samples from; of a benchmark, all."""
+"""Samples are drawn from the first so many rows of a data set on the Hub; from all rows of a benchmark."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class Samples:
 
 
 def load_samples(data: str | None, count: int, *, seed: int = 0, image_folder: str | None = None) -> Samples:
-    """Draws questions with images. Every image is decoded once, so that a bad one is known before any long work.
+    """Draws questions with images. Every image is decoded once, so that a bad one is found before any long work.
 
     Args:
         data: None for the built-in images; `"mmbench"`, `"pope"`, `"mmstar"` or `"paper"` for the benchmarks; or data
             of your own, in any form that can be trained on, or without answers: see docs/data.md. `DATA:SPLIT` or
-            `DATA:CONFIG:SPLIT` names a split other than `train`. Of several images in a row the first counts, with
-            the first user turn. Rows without an image are passed over.
-        count: How many; where there are fewer, all are taken, and a warning says so.
-        seed: Decides which. Those of a data set on the Hub come from its first `STREAMED_ROWS` rows.
+            `DATA:CONFIG:SPLIT` names a split other than `train`. Of a row, the first image and the first user turn
+            are used. Rows without an image are skipped.
+        count: How many samples; if there are fewer, all, with a warning.
+        seed: Decides which samples are drawn.
         image_folder: Folder that image paths start from and may not leave; by default that of the data.
 
     Raises:
@@ -94,26 +94,26 @@ def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: in
     """Model inputs of `samples`, in order, padded on the left: each question after its image, as a user's turn.
 
     Args:
-        processor: Of a vision-language model. Its chat template is used, with the generation prompt; where it has
-            none, the text is the image token, a line break and the question. A tokenizer without a padding token is
-            given its end-of-sequence token for one.
+        processor: Of a vision-language model. Its chat template is used, with the generation prompt; without one,
+            the text is the image token, a line break and the question. A tokenizer without a padding token gets its
+            end-of-sequence token.
         samples: What to ask.
         batch_size: How many at a time; the last batch may be smaller.
 
     Raises:
-        ValueError: The processor fails at a sample, which is named, or has neither chat template nor image token.
+        ValueError: The processor fails for a sample, or has neither chat template nor image token.
     """
     tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     image_token = getattr(processor, "image_token", None)
     if not processor.chat_template and not isinstance(image_token, str):
-        raise ValueError(f"{type(processor).__name__} has neither a chat template nor an image token. Give it one.")
+        raise ValueError(f"{type(processor).__name__} has neither a chat template nor an image token. Add one.")
     for batch in _batched(samples, batch_size):
         try:
             inputs = _inputs(processor, batch)
-        except Exception as error:  # processors fail in their own ways, and none of them says at which sample
-            raise ValueError(_blame(processor, batch, error)) from error
+        except Exception as error:  # processors raise anything, and never say for which sample
+            raise ValueError(_failure(processor, batch, error)) from error
         yield inputs
 
 
@@ -158,13 +158,13 @@ def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Ten
     return {name: value for name, value in inputs.items() if name != "labels"}  # PaliGemma's makes labels too
 
 
-def _blame(processor: ProcessorMixin, batch: Sequence[Sample], error: Exception) -> str:
+def _failure(processor: ProcessorMixin, batch: Sequence[Sample], error: Exception) -> str:
     for sample in batch:
         try:
             _inputs(processor, [sample])
         except Exception as alone:
-            return f"No model inputs can be made of {sample.name}: {alone}"
-    return f"No model inputs can be made of {'; '.join(sample.name for sample in batch)} together: {error}"
+            return f"The processor fails for {sample.name}: {alone}"
+    return f"The processor fails for {'; '.join(sample.name for sample in batch)} together: {error}"
 
 
 def _built_in(rng: random.Random) -> list[Sample]:
@@ -172,7 +172,7 @@ def _built_in(rng: random.Random) -> list[Sample]:
         questions = held_out(per_kind=100, emoji_count=40)
     except FetchError as error:
         raise FetchError(
-            f"The built-in images are not here and cannot be fetched; data of your own need no fetching. {error}"
+            f"The built-in images cannot be fetched. Use data of your own with --data. {error}"
         ) from error
     rng.shuffle(questions)
     return [
@@ -182,8 +182,8 @@ def _built_in(rng: random.Random) -> list[Sample]:
 
 
 def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Iterable[tuple[str, int, Any]]:
-    """Name of the data, number and content of the rows, in random order; of a stream, of its first `limit` rows."""
-    if isinstance(source.data, Dataset):  # rows that are not drawn are not read
+    """File name, number and content of the rows, in random order; of a stream, of its first `limit` rows."""
+    if isinstance(source.data, Dataset):  # so that only the rows drawn are read
         order = rng.sample(range(len(source.data)), len(source.data))
         drawn = replace(source, data=source.data.select(order))
         return ((label, row, raw) for row, (_, _, raw) in zip(order, drawn, strict=True))
@@ -224,7 +224,7 @@ def _take(label: str, candidates: Iterable[Sample], count: int) -> list[Sample]:
             samples.append(sample)
             progress.advance(bar)
     if not samples:
-        raise ValueError(f"{label} has no row with an image. docs/data.md has the forms in which images are read.")
+        raise ValueError(f"{label} has no row with an image. docs/data.md lists the forms in which images are read.")
     if len(samples) < count:
-        logger.warning(f"{count:,} samples were asked for, and {label} gives {len(samples):,}: all of them are taken.")
+        logger.warning(f"{label} has only {len(samples):,} of the {count:,} samples asked for; all are used.")
     return samples

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Loading what is to be diagnosed, having found out from its configuration what it is."""
+"""Finding out from its configuration what kind of model a folder or Hub id is, and loading it."""
 
 import inspect
 from contextlib import nullcontext
@@ -43,16 +43,17 @@ Kind = Literal["vision-language model", "vision encoder", "language model"]
 
 @dataclass(frozen=True)
 class Found:
-    """What a folder or Hub id holds, known from everything but its weights.
+    """What is known of a folder or Hub id before its weights are loaded.
 
     Attributes:
-        kind: What it is.
+        kind: The kind of model.
         name: Folder or Hub id, without the folders above it.
-        source: What it is loaded from.
+        source: Folder, file or Hub id to load it from.
         processor: Of a vision-language model.
         image_processor: Of a vision encoder.
-        cls, config: What loads it; None for a language model, whose embedding tensor alone is read, from its file.
-        remote: Whether it runs code that came with it.
+        cls, config: Class that loads it, and configuration; None for a language model, of which only the embedding
+            tensor is read.
+        remote: Whether it runs code from the checkpoint.
     """
 
     kind: Kind
@@ -68,15 +69,15 @@ class Found:
 def find(model: str, *, trust_remote_code: bool = False) -> Found:
     """Finds out what `model` is, and loads its processor.
 
-    Of CLIP, SigLIP and their like, which have a text tower beside the vision tower, the vision tower is meant.
+    Models with a vision and a text tower, such as CLIP and SigLIP, are taken for their vision tower.
 
     Args:
-        model: Folder or Hub id; a single file, such as a GGUF file, is taken for a language model.
-        trust_remote_code: Run model code that comes with the checkpoint, where transformers has none for it.
+        model: Folder or Hub id; a single file, such as a GGUF file, is a language model.
+        trust_remote_code: Run code from the checkpoint if transformers does not have its architecture.
 
     Raises:
-        ValueError: It is not there, is an adapter, needs remote code that is not trusted, is none of the three kinds,
-            or lacks its processor.
+        ValueError: It does not exist, is an adapter, needs remote code that is not trusted, is of none of the three
+            kinds, or lacks its processor.
     """
     source = find_model(model)
     path = Path(source)
@@ -89,7 +90,7 @@ def find(model: str, *, trust_remote_code: bool = False) -> Found:
     if remote and not trust_remote_code:
         raise ValueError(
             f"{name} is a {stored.get('model_type')!r} model, which transformers does not know; it comes with code of "
-            "its own. Read that code, and if you trust it, pass --trust-remote-code."
+            "its own. Read that code, and pass --trust-remote-code if you trust it."
         )
     trust = bool(remote)
     with tower_alone(), loading(f"The configuration of {source}"):
@@ -105,14 +106,14 @@ def find(model: str, *, trust_remote_code: bool = False) -> Found:
     processor = load_preprocessor(AutoProcessor, source, trust_remote_code=trust)
     if not isinstance(processor, ProcessorMixin):
         raise ValueError(
-            f"{name} has a tokenizer and no processor for images. Save that of the model it was made from beside it: "
+            f"{name} has a tokenizer but no processor for images. Save the processor of its base model in its folder: "
             "`AutoProcessor.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
         )
     return Found(kind, name, source, processor, None, cls, config, trust)
 
 
 def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False) -> PreTrainedModel:
-    """Loads the weights of a vision-language model or a vision encoder, in eval mode, on a GPU where there is one.
+    """Loads the weights of a vision-language model or a vision encoder, in eval mode, on a GPU if there is one.
 
     Args:
         found: What `find` gave.
@@ -146,11 +147,11 @@ def _stored_config(source: str) -> dict[str, Any]:
         raise ValueError(
             f"{source} is an adapter. Merge it first (`normalign merge {source} --output DIR`), then diagnose DIR."
         )
-    raise ValueError(f"{source} has no config.json, and so is no model of transformers.")
+    raise ValueError(f"{source} has no config.json, so it is not a model of transformers.")
 
 
 def _kind(name: str, config: PreTrainedConfig) -> tuple[Kind, Any, PreTrainedConfig]:
-    """What a model of transformers is, the class that loads it, and that class's configuration."""
+    """The kind of a model of transformers, the class that loads it, and that class's configuration."""
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return "vision-language model", AutoModelForImageTextToText, config
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -161,14 +162,13 @@ def _kind(name: str, config: PreTrainedConfig) -> tuple[Kind, Any, PreTrainedCon
     if "pixel_values" in inputs and "input_ids" not in inputs:
         return "vision encoder", cls, tower
     raise ValueError(
-        f"{name} is a {config.model_type!r} model: no vision-language model (AutoModelForImageTextToText), no vision "
-        "encoder (AutoModel with pixel_values alone) and no causal language model (AutoModelForCausalLM). Name one of "
-        "these."
+        f"{name} is a {config.model_type!r} model. Give a vision-language model (AutoModelForImageTextToText), a "
+        "vision encoder (AutoModel with pixel_values alone) or a causal language model (AutoModelForCausalLM)."
     )
 
 
 def _remote_kind(name: str, config: PreTrainedConfig, remote: dict) -> tuple[Kind, Any, PreTrainedConfig]:
-    """The same for a model with code of its own, from the Auto classes that its `auto_map` names."""
+    """The same for a model with remote code, from the Auto classes in its `auto_map`."""
     classes = [cls for cls in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel) if cls.__name__ in remote]
     if not classes:
         raise ValueError(f"{name} has code of its own for {', '.join(remote)} only, which loads no model.")

@@ -7,19 +7,19 @@ from typing import Any
 
 
 SCHEMA_VERSION = 1
-"""Of `report.json`; it grows when a field is renamed, removed or given another meaning, not when one is added."""
+"""Of `report.json`; it grows when a field is renamed, removed or changes its meaning, not when one is added."""
 
 REPORT, PAGE = "report.json", "report.html"
-"""The numbers and the page, in the folder that a diagnosis writes."""
+"""Files in the folder that a diagnosis writes: the numbers and the page."""
 
 KINDS = ("visual", "text", "special", "newline", "indicator")
-"""What a position of the sequence may hold. Padding is none of them.
+"""The kinds of token; padding is none of them.
 
 - `visual`: features of an image, at the image token's positions.
-- `text`: attended tokens that are none of the others.
+- `text`: all other attended tokens.
 - `special`: the tokenizer's special tokens, and the boundary tokens that the configuration names.
 - `newline`: rows at image positions that are the learned end of a row of patches (LLaVA-NeXT, LLaVA-OneVision).
-- `indicator`: Ovis' visual indicators, which stand around an image.
+- `indicator`: Ovis' visual indicators, before and after an image.
 """
 
 
@@ -42,22 +42,22 @@ class Curve:
 
 @dataclass(frozen=True)
 class Interface:
-    """L2 norms where vision meets language (tables 1 to 3); None is what this model or these data do not have.
+    """L2 norms from the encoder to the decoder (tables 1 to 3); None for what this model or these data do not have.
 
-    "As received" is the input of the first decoder layer, after every scaling on the way there.
+    "As received" means at the input of the first decoder layer, after every scaling.
 
     Attributes:
         encoder_output: Rows of the encoder's `last_hidden_state`, class token included.
         projector_input, projector_output: Rows that enter and leave the projector. The input of a visual embedding
             table is a probability vector, whose norm means nothing: there `projector_input` is None.
-        norm_input: Rows that enter the norm at the projector's end, where it has one (this package's models).
+        norm_input: Rows that enter the norm at the end of the projector of this package's models.
         visual, text, special, newline, indicator: Tokens in the data as received, by kind (`KINDS`).
         text_raw: Rows of the embedding matrix for the `text` tokens in the data, as stored.
         vocabulary_raw: Rows of the embedding matrix as stored: all that are not zero, without the image token's and
             the padding that repeats it.
         vocabulary: The same as received: `scale * vocabulary_raw`. Its mean is N_text (eq. 11).
-        scale: Norm of text tokens as received over that of their rows as stored; 1 where nothing scales them. None
-            where the one is no multiple of the other; `vocabulary` and `ratio` then are None too.
+        scale: Norm of text tokens as received over that of their rows as stored; 1 if nothing scales them. None if the
+            ratio differs between tokens; `vocabulary` and `ratio` are then None too.
         visual_table, indicator_table: Rows of the visual embedding table (Ovis, table 3).
         ratio: `visual.mean / vocabulary.mean`: 1 is aligned.
         ratio_data: `visual.mean / text.mean`.
@@ -84,7 +84,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Depth:
-    """What the decoder's L layers do to tokens of each kind; a kind that the data lack is no key.
+    """What the decoder's L layers do to tokens, by kind; kinds that do not occur in the data are no keys.
 
     State l (0 to L) is the input of layer l + 1; state L is the last layer's output, before the final norm. Layers are
     counted from 1. An update is a layer's output minus its own input.
@@ -98,11 +98,11 @@ class Depth:
         rotation: Effective rotation angle of each layer's update (eqs. 8, 13), radians, L values.
         update_norm: L2 norm of the updates, L values.
         log_norm, log_update: Natural logarithm of the norms of states (L + 1 values) and of updates (L values). The
-            exponential of their means is the geometric mean, which a few tokens of huge norm (attention sinks) move
+            exponential of their means is the geometric mean, which a few tokens of huge norm (attention sinks) affect
             little.
         update_angle: Angle between a state and its update, radians, L values; NaN for a layer that changes nothing.
         asymmetry: Mean rotation of visual over mean rotation of text tokens, over layers 1 to L - 1; below 1 visual
-            tokens turn more slowly. None without either kind.
+            tokens rotate less. None if either kind is missing.
         asymmetry_error: Its standard error, from its spread over batches; None with fewer than two.
     """
 
@@ -140,13 +140,13 @@ class EmbeddingTable:
 
 @dataclass(frozen=True)
 class Gain:
-    """The norm after the projector: its gain and bias now, and how far they are from their start (table 5).
+    """Gain and bias of the norm after the projector, and how far they are from their start (table 5).
 
     Attributes:
         l2: L2 norm of the gain.
         mean_abs: Mean of |gain|.
         bias_mean_abs: Mean of |bias|; None for an RMSNorm, which has none.
-        start: What every element of the gain started from: N_text / sqrt(d), or 1.
+        start: The value that every element of the gain started from: N_text / sqrt(d), or 1.
         distance: L2 norm of gain - start.
         bias_distance: L2 norm of the bias, which started from 0.
     """
@@ -176,15 +176,15 @@ class Attention:
 
     Attributes:
         question: The question that was asked.
-        image: PNG file beside `report.json` of the image as the model was shown it; None if it was not kept.
-        grid: Rows and columns of the image's visual tokens; None where they form no single grid (tiles), and then
-            `maps` are by token order, one row.
+        image: PNG file beside `report.json` of the image as the model received it; None if it was not kept.
+        grid: Rows and columns of the image's visual tokens; None if they form no single grid (tiles): `maps` then have
+            one row, in token order.
         maps: `[layer][row][column]`: share of the attention to the image that falls on each visual token; each
-            layer sums to 1. Kept of the questions that are drawn, empty for the others.
+            layer sums to 1. Empty for questions that are not drawn.
         image_share: Share of all attention that falls on the image, by layer.
         entropy: Entropy of each layer's map over that of an even one: 1 is even, 0 is one token.
-        layers: Numbers, from 1, of the layers that `maps` and the lists belong to: those whose attention map reaches
-            the image, in most models all.
+        layers: Numbers, from 1, of the layers that `maps` and the lists belong to: those that see the whole image, in
+            most models all.
         bottom_bias: By layer, attention on the bottom third of the grid over what an even map has there: 1 is no bias.
             None without a grid.
     """
@@ -201,14 +201,14 @@ class Attention:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was measured of one model.
+    """The measurements of one model.
 
     Attributes:
         model: Folder or Hub id, without the folders above it.
         model_type: The configuration's `model_type`.
         dtype: Of the decoder's weights, such as "bfloat16" or "4-bit".
-        hidden_size: d of the language model (of the encoder, where there is no language model).
-        projector: Name of the projector's module; None if this family's is not known.
+        hidden_size: d of the language model, or of the encoder if there is none.
+        projector: Name of the projector's module; None if it is not known for this family.
         data: Name of the data.
         samples: How many questions with images were asked.
         tokens: How many tokens of each kind were measured.
@@ -249,8 +249,8 @@ class Drawing:
     Attributes:
         file: Name of the PNG file.
         title: A few words.
-        caption: What is seen, and which figure or table of the paper it belongs to.
-        section: Where it belongs: "interface", "depth", "embeddings", "gain", "dynamics", "attention" or "theory".
+        caption: What it shows, and which figure or table of the paper it corresponds to.
+        section: Section of the page: "interface", "depth", "embeddings", "dynamics", "attention" or "theory".
     """
 
     file: str

@@ -4,9 +4,9 @@
 
 import json
 import math
-import os
 import platform
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,13 +42,16 @@ from .verdict import verdict
 FOLDER = "diagnostics"
 """The folder within a checkpoint that holds its report."""
 
+PACKAGES = ("normalign-llava", "torch", "transformers", "datasets", "pillow")
+"""The packages whose versions are recorded."""
+
 QUESTIONS, QUESTIONS_DRAWN = 16, 4
-"""Of how many samples, the first, attention is measured; and of how many it is drawn."""
+"""Attention is measured on the first so many samples, and drawn for the first so many."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found, and the folder that holds it."""
+    """The reports of a model and its baseline, the verdict, and the folder that was written."""
 
     report: Report
     against: Report | None
@@ -74,54 +77,64 @@ def diagnose(
 ) -> Diagnosis:
     """Measures `model`, and `against` on the same images, and writes `report.json`, `report.html` and the figures.
 
-    A vision-language model is measured whole. Of a vision encoder alone, the norms it gives are measured; of a
-    language model alone, its embedding matrix; the report says what was left out. `against` may be a language model:
-    then the embedding matrices are compared, as of a base and its descendant (tables 6 to 8).
+    Of a vision encoder alone, the norms of its output are measured; of a language model alone, its embedding matrix;
+    the report says what was left out. `against` may be a language model: then the embedding matrices are compared, as
+    of a base and its descendant (tables 6 to 8).
 
     Args:
         model: Folder or Hub id.
-        against: Of the baseline.
+        against: Folder or Hub id of the baseline.
         data: Where images and questions come from: see [`~normalign_llava.diagnose.data.load_samples`].
         image_folder: Folder that image paths in the data start from; by default that of the data.
-        samples: How many.
-        output: Folder to write; by default `diagnostics` in the folder of `model`, or for a Hub id
-            `diagnostics/ID` here. What an earlier diagnosis wrote there is replaced when this one is complete.
+        samples: How many samples to draw.
+        output: Folder to write; by default `diagnostics` in the folder of `model`, or `diagnostics/ID` in the working
+            directory for a Hub id. An earlier diagnosis in it is replaced once this one is complete.
         batch_size: How many images at a time.
         seed: Decides which samples are drawn.
         dtype: "float32", "bfloat16", "float16", or "auto", the checkpoint's own.
         load_in_4bit: Quantize both to 4 bits with bitsandbytes.
-        trust_remote_code: Run model code that comes with a checkpoint, where transformers has none for it.
-        name: What to call the model in the report; by default the last part of its folder, or the Hub id.
-        against_name: The same for the baseline.
+        trust_remote_code: Run code that comes with a checkpoint of an architecture that transformers does not have.
+        name: Name of the model in the report; by default the last part of its folder, or the Hub id.
+        against_name: Name of the baseline.
 
     Raises:
-        ValueError: Models, data or options cannot be used; before anything is measured, where it can be known by then.
+        ValueError: Models, data or options cannot be used.
         OSError: The folder cannot be written.
     """
     torch_dtype(dtype)  # for its error
     if batch_size < 1:
         raise ValueError(f"The batch size is {batch_size}; it must be at least 1.")
-    found = [find(each, trust_remote_code=trust_remote_code) for each in (model, against) if each is not None]
     if load_in_4bit and find_spec("bitsandbytes") is None:
-        raise ModuleNotFoundError("Quantizing to 4 bits takes bitsandbytes, which is not installed")
+        raise ModuleNotFoundError("Quantizing to 4 bits needs bitsandbytes, which is not installed")
+    found = [find(each, trust_remote_code=trust_remote_code) for each in (model, against) if each is not None]
     if data is not None and all(each.kind == "language model" for each in found):
-        raise ValueError(f"Of {found[0].name}, a language model alone, no images are shown. Leave {data!r} out.")
+        raise ValueError(f"{found[0].name} is a language model alone, which takes no images. Leave {data!r} out.")
     if load_in_4bit and (alone := [each.name for each in found if each.kind == "vision encoder"]):
         raise ValueError(f"{', '.join(alone)} has no language model to quantize. Leave --load-in-4bit out.")
     folder = _folder(model, output)
-    names = _names(found, name, against_name)
     with replaced_folder(folder, _written) as staging:
-        seen = _Seen(staging, batch_size, seed, dtype, load_in_4bit)
         drawn = None
         if any(each.kind != "language model" for each in found):
             drawn = load_samples(data, samples, seed=seed, image_folder=image_folder)
-        reports = [
-            seen.report(each, called, drawn, prefix)
-            for each, called, prefix in zip(found, names, ("", "baseline_"), strict=False)
-        ]
-        report, baseline = reports[0], reports[1] if against is not None else None
+        measure = partial(
+            _measure, drawn=drawn, folder=staging, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit
+        )
+        names = _names(found, name, against_name)
+        report = measure(found[0], names[0], prefix="")
+        baseline = measure(found[1], names[1], prefix="baseline_") if against is not None else None
         drawings = draw(report, baseline, staging)
-        provenance = seen.provenance(samples) | _revisions(found)
+        provenance = {
+            "samples asked for": str(samples),
+            "precision asked for": "4-bit" if load_in_4bit else dtype,
+            "seed of the sample": str(seed),
+            "batch size": str(batch_size),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "Python": platform.python_version(),
+            **{package: version(package) for package in PACKAGES},
+        }
+        for each in found:
+            if commit := getattr(each.config, "_commit_hash", None):
+                provenance[f"revision of {each.name}"] = commit
         if drawn is not None:
             provenance["first question"] = drawn.samples[0].question
         conclusion = verdict(report, baseline)
@@ -139,93 +152,75 @@ def diagnose(
     return Diagnosis(report, baseline, conclusion, folder)
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """How both models are measured."""
-
-    folder: Path
-    batch_size: int
-    seed: int
-    dtype: str
-    load_in_4bit: bool
-
-    def report(self, found: Found, name: str, drawn: Samples | None, prefix: str) -> Report:
-        if found.kind == "language model" or drawn is None:
-            report = probe_language(found.source)
-            return replace(report, model=name, embeddings=report.embeddings and replace(report.embeddings, model=name))
-        trained = Path(found.source)
-        dynamics, training = (read_dynamics(trained), read_training_log(trained)) if trained.is_dir() else ([], {})
-        model = load(found, dtype=self.dtype, load_in_4bit=self.load_in_4bit)
-        total = math.ceil(len(drawn.samples) / self.batch_size)
-        if found.image_processor is not None:
-            made = image_batches(found.image_processor, drawn.samples, self.batch_size)
-            return probe_encoder(
-                model, track(made, escape(escaped(name)), total=total, console=Console()), name=name, data=drawn.name
-            )
-        processor = found.processor
-        assert processor is not None
-        made = batches(processor, drawn.samples, self.batch_size)
-        report = probe(
-            model,
-            track(made, escape(escaped(name)), total=total, console=Console()),
-            tokenizer=processor.tokenizer,
-            name=name,
-            data=drawn.name,
-        )
-        attention, left_out = self._attention(model, processor, drawn.samples[:QUESTIONS], prefix)
-        return replace(
-            report,
-            embeddings=embedding_table_of(model, processor.tokenizer, name=name),
-            gain=gain_of(model),
-            dynamics=dynamics,
-            training=training,
-            attention=attention,
-            left_out=[*report.left_out, *left_out],
-        )
-
-    def _attention(
-        self, model: PreTrainedModel, processor: ProcessorMixin, samples: list[Sample], prefix: str
-    ) -> tuple[list[Attention], list[str]]:
-        measured: list[Attention] = []
-        special = tokenizer_ids(processor.tokenizer)
-        for number, sample in enumerate(track(samples, "attention", console=Console()), 1):
-            (inputs,) = batches(processor, [sample], 1)
-            try:
-                found = attention_maps(model, inputs, question=sample.question, special_ids=special)
-            except (ValueError, RuntimeError) as error:  # out of memory, for one: maps take heads * tokens^2 numbers
-                return measured, [f"Attention, from question {number} on: {str(error).partition(chr(10))[0]}"]
-            if number > QUESTIONS_DRAWN:
-                measured.append(replace(found, maps=[]))
-                continue
-            file = f"{prefix}image_{number}.png"
-            shown_image(processor, inputs, sample.image).save(self.folder / file)
-            measured.append(replace(found, image=file))
-        return measured, []
-
-    def provenance(self, samples: int) -> dict[str, str]:
-        packages = ("normalign-llava", "torch", "transformers", "datasets", "pillow")
-        return {
-            "samples asked for": str(samples),
-            "precision asked for": "4-bit" if self.load_in_4bit else self.dtype,
-            "seed of the sample": str(self.seed),
-            "batch size": str(self.batch_size),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-            "Python": platform.python_version(),
-            **{package: version(package) for package in packages},
-        }
+def _measure(
+    found: Found,
+    name: str,
+    *,
+    drawn: Samples | None,
+    folder: Path,
+    prefix: str,
+    batch_size: int,
+    dtype: str,
+    load_in_4bit: bool,
+) -> Report:
+    """The report of one model; the images that attention is drawn on are written into `folder`."""
+    if found.kind == "language model" or drawn is None:
+        report = probe_language(found.source)
+        return replace(report, model=name, embeddings=report.embeddings and replace(report.embeddings, model=name))
+    checkpoint = Path(found.source)
+    dynamics, training = read_dynamics(checkpoint), read_training_log(checkpoint)  # both for their errors, too
+    model = load(found, dtype=dtype, load_in_4bit=load_in_4bit)
+    progress = partial(
+        track,
+        description=escape(escaped(name)),
+        total=math.ceil(len(drawn.samples) / batch_size),
+        console=Console(),
+    )
+    if found.image_processor is not None:
+        inputs = image_batches(found.image_processor, drawn.samples, batch_size)
+        return probe_encoder(model, progress(inputs), name=name, data=drawn.name)
+    processor = found.processor
+    assert processor is not None
+    inputs = batches(processor, drawn.samples, batch_size)
+    report = probe(model, progress(inputs), tokenizer=processor.tokenizer, name=name, data=drawn.name)
+    attention, left_out = _attention(model, processor, drawn.samples[:QUESTIONS], folder, prefix)
+    return replace(
+        report,
+        embeddings=embedding_table_of(model, processor.tokenizer, name=name),
+        gain=gain_of(model),
+        dynamics=dynamics,
+        training=training,
+        attention=attention,
+        left_out=[*report.left_out, *left_out],
+    )
 
 
-def _revisions(found: list[Found]) -> dict[str, str]:
-    """Commits of what came from the Hub."""
-    commits = {each.name: getattr(each.config, "_commit_hash", None) for each in found}
-    return {f"revision of {name}": commit for name, commit in commits.items() if commit}
+def _attention(
+    model: PreTrainedModel, processor: ProcessorMixin, samples: list[Sample], folder: Path, prefix: str
+) -> tuple[list[Attention], list[str]]:
+    """Attention for each sample, and a sentence if it could not be measured for all."""
+    measured: list[Attention] = []
+    special = tokenizer_ids(processor.tokenizer)
+    for number, sample in enumerate(track(samples, "attention", console=Console()), 1):
+        (inputs,) = batches(processor, [sample], 1)
+        try:
+            found = attention_maps(model, inputs, question=sample.question, special_ids=special)
+        except (ValueError, RuntimeError) as error:  # such as out of memory: a map has heads * tokens^2 numbers
+            return measured, [f"Attention, from question {number} on: {str(error).partition(chr(10))[0]}"]
+        if number > QUESTIONS_DRAWN:
+            measured.append(replace(found, maps=[]))
+            continue
+        file = f"{prefix}image_{number}.png"
+        shown_image(processor, inputs, sample.image).save(folder / file)
+        measured.append(replace(found, image=file))
+    return measured, []
 
 
 def shown_image(processor: ProcessorMixin, inputs: dict[str, Tensor], image: Image.Image) -> Image.Image:
-    """The image as the model was shown it, cropped and resized; `image` itself where that cannot be told.
+    """The image as the model received it, cropped and resized; `image` itself if that cannot be told.
 
-    It can be where `pixel_values` are one image, `(1, 3, height, width)`, which the image processor has scaled to
-    0 to 1 and normalised by a mean and deviation that it names.
+    It can be told from `pixel_values` of one image, `(1, 3, height, width)`, that the image processor has scaled to 0
+    to 1 and normalised by a mean and deviation that it names.
     """
     pixels = inputs.get("pixel_values")
     names = ("image_mean", "image_std", "do_normalize", "do_rescale")
@@ -246,21 +241,18 @@ def _folder(model: str, output: str | Path | None) -> Path:
 
 
 def _written(folder: Path) -> set[str]:
-    """Files of the diagnosis in `folder`; none if there is none."""
+    """Names of the files of the diagnosis in `folder`; empty if there is none."""
     try:
         content = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-        asked = [each for report in (content["report"], content["against"]) if report for each in report["attention"]]
-        return {
-            REPORT,
-            PAGE,
-            *(each["image"] for each in asked if each["image"]),
-            *(each["file"] for each in content["figures"]),
-        }
+        reports = filter(None, (content["report"], content["against"]))
+        images = {each["image"] for report in reports for each in report["attention"] if each["image"]}
+        return {REPORT, PAGE, *images, *(each["file"] for each in content["figures"])}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
 
 
 def _names(found: list[Found], *given: str | None) -> list[str]:
+    """The given names, or those of the models; told apart by the folder above, or "(baseline)", if they are equal."""
     names = [name or each.name for each, name in zip(found, given, strict=False)]
     if len(set(names)) == len(names):
         return names
@@ -269,14 +261,14 @@ def _names(found: list[Found], *given: str | None) -> list[str]:
 
 
 def _longer_name(found: Found) -> str:
-    """With the folder above, such as baseline/model; not with a home, which is called after a person."""
+    """With the folder above, such as baseline/model, unless that is the home folder: it has a person's name."""
     path = Path(found.source).resolve()
-    nameless = (Path(os.path.expanduser("~")).resolve(), Path(path.anchor))
-    return f"{path.parent.name}/{found.name}" if path.exists() and path.parent not in nameless else found.name
+    above = path.parent.name
+    return f"{above}/{found.name}" if path.exists() and above and path.parent != Path.home().resolve() else found.name
 
 
 def _json(content: dict[str, Any]) -> str:
-    """A line for each key: attention maps, a number to a line, would fill thousands."""
+    """One line for each key, since attention maps with one number per line would fill thousands."""
     lines = (
         f"{json.dumps(key)}: {json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)}"
         for key, value in content.items()
@@ -285,7 +277,7 @@ def _json(content: dict[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null."""
+    """`value` with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Answers from the model, one at a time, each until it is complete or nobody waits for it."""
+"""Generating answers, one at a time, in the order of the requests."""
 
 import asyncio
 import logging
@@ -21,54 +21,54 @@ from .requests import ChatRequest
 
 
 MAX_REQUESTS = 16
-"""How many requests may be under way; to more, the server says that it is busy."""
+"""Requests that may be in progress; others are refused."""
 GREEDY = 1e-5
-"""Temperatures below this are taken for 0: logits divided by them may be infinite."""
+"""Temperatures below this mean greedy decoding: logits divided by them may be infinite."""
 
 
-class Place:
-    """What one request takes of the few that may be under way."""
+class Slot:
+    """One of the `MAX_REQUESTS` slots for requests in progress."""
 
     answer: "Answer | None" = None
 
 
 class Answering:
-    """Answers requests in the order in which they came."""
+    """Answers requests in the order of their arrival."""
 
     def __init__(self, model: PreTrainedModel, processor: LlavaProcessor):
         self._model, self._processor = model, processor
         self._context = model.config.get_text_config().max_position_embeddings
-        # One thread each: a tokenizer is not made for several, and the memory is for one answer.
+        # One thread each: tokenizers are not thread-safe, and the memory is for one answer.
         self._preparing, self._generating = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._places, self._closed = list[Place](), False
+        self._slots, self._closed = list[Slot](), False
 
     @property
     def requests(self) -> int:
-        """How many requests arrive, wait or are being answered."""
-        self._places = [place for place in self._places if not (place.answer and place.answer.work.done())]
-        return len(self._places)
+        """Number of requests that arrive, wait or are being answered."""
+        self._slots = [slot for slot in self._slots if not (slot.answer and slot.answer.work.done())]
+        return len(self._slots)
 
     @contextmanager
-    def place(self) -> Iterator[Place]:
-        """The place of a request, which it has until it is refused or its answer has ended.
+    def slot(self) -> Iterator[Slot]:
+        """A slot for a request, freed when the request is refused or its answer has ended.
 
         Raises:
-            HTTPException: Too many requests are under way (503).
+            HTTPException: Too many requests are in progress (503).
         """
         if self.requests >= MAX_REQUESTS:
             raise HTTPException(503, f"The server is busy with {MAX_REQUESTS} requests. Try again later.")
-        self._places.append(place := Place())
+        self._slots.append(slot := Slot())
         try:
-            yield place
+            yield slot
         finally:
-            if place.answer is None:
-                self._places.remove(place)
+            if slot.answer is None:
+                self._slots.remove(slot)
 
-    async def start(self, place: Place, request: ChatRequest, images: list[bytes]) -> "Answer":
-        """The answer to a request, which begins as soon as those before it have ended.
+    async def start(self, slot: Slot, request: ChatRequest, images: list[bytes]) -> "Answer":
+        """Queues a request, and returns its answer to be read while it is generated.
 
         Raises:
-            HTTPException: What [`make_prompt`] raises.
+            HTTPException: As [`make_prompt`].
         """
         loop = asyncio.get_running_loop()
         prompt: BatchFeature = await loop.run_in_executor(
@@ -78,17 +78,17 @@ class Answering:
         answer = Answer(length, request.stop, self._ends, self._decode, loop)
         settings = _settings(request, self._context - length)
         answer.work = self._generating.submit(self._generate, prompt, settings, request.seed, answer)
-        place.answer = answer
+        slot.answer = answer
         if self._closed:
             self.close()
         return answer
 
     def close(self) -> None:
-        """Ends all answers with an error, those that begin later too."""
+        """Ends all answers with an error, including later ones."""
         self._closed = True
-        for answer in [place.answer for place in self._places if place.answer]:
+        for answer in [slot.answer for slot in self._slots if slot.answer]:
             answer.fail(HTTPException(503, "The server was stopped."))
-            answer.leave()
+            answer.cancel()
 
     def _generate(self, prompt: BatchFeature, settings: dict[str, Any], seed: int | None, answer: "Answer") -> None:
         try:
@@ -99,7 +99,7 @@ class Answering:
                 streamer=answer,
                 stopping_criteria=StoppingCriteriaList([answer]),
             )
-        except Exception as error:  # whatever it is, this request is told and the next one is answered
+        except Exception as error:  # of any kind: this request gets an error, and the next one is answered
             logging.getLogger(__name__).exception("An answer failed.")
             answer.fail(HTTPException(500, f"The model failed: {type(error).__name__}: {str(error)[:300]}"))
 
@@ -112,19 +112,19 @@ class Answering:
 
 
 class Answer(BaseStreamer, StoppingCriteria):
-    """One answer: written by the thread that generates, and read by the event loop as `async for piece in answer`.
+    """An answer that the generating thread writes, and the event loop reads as `async for piece in answer`.
 
     Args:
         prompt_tokens: Length of the prompt.
         stops: Texts before which the answer ends.
-        ends: Whether a token ends an answer.
-        decode: Gives the text of tokens.
+        ends: Returns whether a token ends an answer.
+        decode: Returns the text of tokens.
         loop: The event loop of the reader.
 
     Attributes:
-        work: What becomes of the answer.
-        prompt_tokens, tokens: How many tokens the prompt and the answer have, the one that ends it included.
-        finish_reason: Of a complete answer, `"stop"`, or `"length"` where there was no room for more.
+        work: The call of `generate`.
+        prompt_tokens, tokens: Length of the prompt, and of the answer with the token that ends it.
+        finish_reason: Of a complete answer: `"stop"`, or `"length"` if there was no room for more.
     """
 
     work: Future
@@ -140,8 +140,8 @@ class Answer(BaseStreamer, StoppingCriteria):
         self.prompt_tokens, self.tokens, self.finish_reason = prompt_tokens, 0, "length"
         self._stops, self._ends, self._decode, self._loop = stops, ends, decode, loop
         self._queue: asyncio.Queue[str | HTTPException | None] = asyncio.Queue()
-        self._over, self._at_prompt = Event(), True
-        self._ids, self._read = list[int](), 0  # the first so many only help to decode the others
+        self._stopped, self._at_prompt = Event(), True
+        self._ids, self._read = list[int](), 0  # the first `_read` ids are written, and only help to decode the others
         self._held = ""
 
     async def __aiter__(self) -> AsyncIterator[str]:
@@ -150,13 +150,13 @@ class Answer(BaseStreamer, StoppingCriteria):
                 raise piece
             yield piece
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         """Ends the answer at its next token, or before it begins."""
-        self._over.set()
+        self._stopped.set()
         self.work.cancel()
 
     def put(self, value: Tensor) -> None:
-        """Takes the prompt, then each token `(1,)`."""
+        """Called by `generate` with the prompt, then with each token `(1,)`."""
         if self._at_prompt:
             self._at_prompt = False
             return
@@ -165,12 +165,12 @@ class Answer(BaseStreamer, StoppingCriteria):
         if self._ends(self._ids[-1]):
             self.finish_reason = "stop"
         text = self._decode_new()
-        if text and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # of a character in several tokens there is more
+        if text and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character of several tokens is incomplete
             self._ids, self._read = self._ids[self._read :], len(self._ids) - self._read
             self._write(text)
 
     def end(self) -> None:
-        """Ends the text."""
+        """Called by `generate` at its end."""
         self._write(self._decode_new(), last=True)
         self._send(None)
 
@@ -179,22 +179,22 @@ class Answer(BaseStreamer, StoppingCriteria):
         self._send(error)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        """Whether to stop: `(1,)`."""
-        return torch.full((len(input_ids),), self._over.is_set(), device=input_ids.device, dtype=torch.bool)
+        """Called by `generate` after each token: whether to stop, `(1,)`."""
+        return torch.full((len(input_ids),), self._stopped.is_set(), device=input_ids.device, dtype=torch.bool)
 
     def _decode_new(self) -> str:
         return self._decode(self._ids)[len(self._decode(self._ids[: self._read])) :]
 
     def _write(self, text: str, *, last: bool = False) -> None:
-        if self._over.is_set():
+        if self._stopped.is_set():
             return
         self._held += text
         if found := [at for stop in self._stops if (at := self._held.find(stop)) >= 0]:
             self._send(self._held[: min(found)])
             self.finish_reason = "stop"
-            self._over.set()
+            self._stopped.set()
             return
-        # What may become a stop text is held back.
+        # An end that may become a stop text is held back.
         starts = (stop[:length] for stop in self._stops for length in range(1, len(stop)))
         held = 0 if last else max((len(start) for start in starts if self._held.endswith(start)), default=0)
         ready = len(self._held) - held

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The addresses that the server answers, in OpenAI's words."""
+"""The server's routes, as in OpenAI's API."""
 
 import asyncio
 import json
@@ -17,21 +17,23 @@ import anyio
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .answering import Answer, Answering, Place
+from .answering import Answer, Answering, Slot
 from .requests import MAX_IMAGE_BYTES, ChatRequest, parse_request, read_images
 
 
 MAX_BODY_BYTES = 2 * MAX_IMAGE_BYTES
-READING = 30
+READ_TIMEOUT = 30
 """Seconds in which a request must have begun, and in which its body must have arrived."""
-LEAVING = 3
-"""Seconds after which a server that is stopped does not wait for slow clients any more."""
+STOP_TIMEOUT = 3
+"""Seconds that a stopped server waits for slow clients."""
 Result = TypeVar("Result")
 
 
@@ -41,8 +43,8 @@ def run_server(listener: socket.socket, answering: Answering, name: str, *, allo
     Args:
         listener: Bound to the address to serve.
         answering: Answers the requests.
-        name: What requests call the model.
-        allow_urls: Whether to fetch images from the addresses that requests name.
+        name: Name of the model in requests.
+        allow_urls: Whether to fetch images from URLs in requests.
     """
 
     class Server(uvicorn.Server):
@@ -50,38 +52,40 @@ def run_server(listener: socket.socket, answering: Answering, name: str, *, allo
             answering.close()
             await super().shutdown(sockets)
 
-    with suppress(ValueError):  # only a process's main thread gets signals
-        # uvicorn ends with the signal that it got. Python's own handler would wait for a prompt that is being read.
+    with suppress(ValueError):  # outside the main thread
+        # uvicorn re-raises the signal when it ends. Python's own handler would wait until the prompt has been read.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     settings: dict[str, Any] = {
         "log_level": "warning",
         "lifespan": "off",
         "ws": "none",
-        "timeout_graceful_shutdown": LEAVING,
+        "timeout_graceful_shutdown": STOP_TIMEOUT,
     }
-    app = _build_app(answering, name, allow_urls)
+    # A page in the user's browser may reach this machine under a name of its own (DNS rebinding).
+    local = listener.getsockname()[0] == "127.0.0.1"
+    app = _build_app(answering, name, allow_urls, hosts=["127.0.0.1", "localhost"] if local else ["*"])
     Server(uvicorn.Config(app, http=_Connection, **settings)).run(sockets=[listener])
 
 
 class _Connection(H11Protocol):
-    """A connection, closed when no request is under way on it for `READING` to twice as many seconds.
+    """A connection that is closed if it has no request in progress for one to two times `READ_TIMEOUT`.
 
-    uvicorn waits without end for the rest of a request's head, and for that of a body that was refused. h11, unlike
-    httptools, limits the length of a head.
+    uvicorn has no timeout for the head of a request, nor for a body that was refused. h11, unlike httptools, limits
+    the length of a head.
     """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.loop.call_later(READING, self._close_if_idle, None)
+        self.loop.call_later(READ_TIMEOUT, self._close_if_idle, None)
 
     def _close_if_idle(self, earlier: Any) -> None:
         if self.cycle is earlier and (earlier is None or earlier.response_complete):
             self.transport.close()
         if not self.transport.is_closing():
-            self.loop.call_later(READING, self._close_if_idle, self.cycle)
+            self.loop.call_later(READ_TIMEOUT, self._close_if_idle, self.cycle)
 
 
-def _build_app(answering: Answering, name: str, allow_urls: bool) -> Starlette:
+def _build_app(answering: Answering, name: str, allow_urls: bool, hosts: list[str]) -> Starlette:
     created = int(time.time())
 
     async def health(request: Request) -> Response:
@@ -92,24 +96,24 @@ def _build_app(answering: Answering, name: str, allow_urls: bool) -> Starlette:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def chat(request: Request) -> Response:
-        with answering.place() as place:
+        with answering.slot() as slot:
             asked = parse_request(await _body(request))
             if asked.model not in (None, name):
                 raise HTTPException(404, f"There is no model {asked.model[:200]!r} here. Ask for {name!r}.")
-            answer = await _while_connected(request, prepare(place, asked))
+            answer = await _while_connected(request, prepare(slot, asked))
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
         if asked.stream:
             return _Stream(asked, answer, head)
         try:
             text = await _while_connected(request, _whole(answer))
         finally:
-            answer.leave()
+            answer.cancel()
         message = {"role": "assistant", "content": text}
         choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason}
         return JSONResponse({**head, "object": "chat.completion", "choices": [choice], "usage": _usage(answer)})
 
-    async def prepare(place: Place, asked: ChatRequest) -> Answer:
-        return await answering.start(place, asked, await read_images(asked, allow_urls=allow_urls))
+    async def prepare(slot: Slot, asked: ChatRequest) -> Answer:
+        return await answering.start(slot, asked, await read_images(asked, allow_urls=allow_urls))
 
     return Starlette(
         routes=[
@@ -117,12 +121,13 @@ def _build_app(answering: Answering, name: str, allow_urls: bool) -> Starlette:
             Route("/v1/models", models),
             Route("/v1/chat/completions", chat, methods=["POST"]),
         ],
-        exception_handlers={HTTPException: _refuse, ClientDisconnect: _left, Exception: _fail},
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+        exception_handlers={HTTPException: _refuse, ClientDisconnect: _disconnected, Exception: _fail},
     )
 
 
 class _Stream(StreamingResponse):
-    """An answer as server-sent events, which ends when the client leaves."""
+    """An answer as server-sent events; it is cancelled when the client disconnects."""
 
     def __init__(self, asked: ChatRequest, answer: Answer, head: dict[str, Any]):
         self._answer = answer
@@ -133,7 +138,7 @@ class _Stream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._answer.leave()
+            self._answer.cancel()
 
 
 async def _events(answer: Answer, head: dict[str, Any], with_usage: bool) -> AsyncIterator[str]:
@@ -169,34 +174,34 @@ def _usage(answer: Answer) -> dict[str, int]:
 
 
 async def _body(request: Request) -> bytes:
-    # What a page in the user's browser can send to this machine without asking first is none of these types.
+    # Other sites' pages in the user's browser cannot send this type without asking first (CORS).
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "The body must be JSON, with the header Content-Type: application/json.")
     body = bytearray()
     try:
-        with anyio.fail_after(READING):
+        with anyio.fail_after(READ_TIMEOUT):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
                     raise HTTPException(413, f"The request has more than {MAX_BODY_BYTES:,} bytes.")
     except TimeoutError:
-        raise HTTPException(408, f"The request did not arrive within {READING} seconds.") from None
+        raise HTTPException(408, f"The request did not arrive within {READ_TIMEOUT} seconds.") from None
     return bytes(body)
 
 
 async def _while_connected(request: Request, coroutine: Coroutine[Any, Any, Result]) -> Result:
-    work, leaving = asyncio.create_task(coroutine), asyncio.create_task(_leaving(request))
+    work, disconnect = asyncio.create_task(coroutine), asyncio.create_task(_disconnect(request))
     try:
-        await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             raise ClientDisconnect
         return work.result()
     finally:
         work.cancel()
-        leaving.cancel()
+        disconnect.cancel()
 
 
-async def _leaving(request: Request) -> None:
+async def _disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -208,13 +213,13 @@ def _error(status: int, message: str) -> dict[str, Any]:
 
 async def _refuse(request: Request, error: Any) -> Response:
     status, message = error.status_code, error.detail
-    if message == HTTPStatus(status).phrase:  # the router's
+    if message == HTTPStatus(status).phrase:  # from the router
         message = "This server has POST /v1/chat/completions, GET /v1/models and GET /health."
     return JSONResponse(_error(status, message), status_code=status, headers=error.headers)
 
 
-async def _left(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+async def _disconnected(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # which nobody reads
 
 
 async def _fail(request: Request, error: Exception) -> Response:

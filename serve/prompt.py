@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""From a request's messages to what the model reads, refused before it costs memory or minutes."""
+"""Turning a request's messages into inputs of the model; what is too large is refused first."""
 
 import io
 from typing import Any
@@ -15,19 +15,19 @@ from .requests import ChatRequest, TextPart
 
 
 MAX_PIXELS = 50_000_000
-"""Of all images of a request together."""
+"""Limit of all images of a request together."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_CHARACTERS = 20
-"""Per token of the context. Text has about four. What is longer by this measure is not tokenized: it takes memory."""
+"""Limit per token of the context; text has about four. Longer prompts are not even tokenized, which takes memory."""
 
 
 def make_prompt(request: ChatRequest, encoded: list[bytes], processor: LlavaProcessor, context: int) -> BatchFeature:
-    """What `generate` takes: `input_ids` `(1, tokens)`, `attention_mask`, and `pixel_values` if there are images.
+    """Inputs of `generate`: `input_ids` `(1, tokens)`, `attention_mask`, and `pixel_values` if there are images.
 
     Args:
-        request: Its messages are put into the processor's chat template.
+        request: Its messages are rendered by the processor's chat template.
         encoded: The images' files, in the order of the messages.
-        context: How many tokens the model reads, answer included.
+        context: The model's context in tokens, answer included.
 
     Raises:
         HTTPException: An image cannot be read, the template refuses the messages, or there is no room for an answer
@@ -54,8 +54,8 @@ def make_prompt(request: ChatRequest, encoded: list[bytes], processor: LlavaProc
         raise HTTPException(400, f"The chat template refuses the messages: {str(error)[:200]}.") from error
     token = processor.image_token
     if (found := text.count(token)) != len(images):
-        what = f"The prompt has {found} times {token}, for {len(images)} images"
-        raise HTTPException(400, f"{what}. It stands for an image: leave it out of texts.")
+        what = f"The prompt has {token} {found} times for {len(images)} images"
+        raise HTTPException(400, f"{what}. Leave it out of texts: it stands for an image.")
     prompt = processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
@@ -79,9 +79,9 @@ def _open(data: bytes, number: int, max_pixels: int) -> tuple[int, Image.Image]:
             pixels = opened.width * opened.height
     except Image.DecompressionBombError:
         raise HTTPException(400, f"Image {number} has more than {MAX_PIXELS:,} pixels. Make it smaller.") from None
-    # Decoders of broken files raise whatever their own code stumbles over.
+    # Decoders raise anything for broken files.
     except Exception:
-        raise HTTPException(400, f"Image {number} is no {', '.join(FORMATS)} that can be read.") from None
+        raise HTTPException(400, f"Image {number} cannot be read. Send one of {', '.join(FORMATS)}.") from None
     try:
         return pixels, open_image({"path": f"Image {number}", "bytes": data}, max_pixels)
     except ValueError as error:

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a request may say. All else is refused by name: the answer would not be what was asked for."""
+"""The fields of a request. Others are refused by name, if they would change the answer."""
 
 import reprlib
 from typing import Annotated, Literal
@@ -15,17 +15,16 @@ from ..data.images import ImageRules, short
 
 MAX_IMAGE_BYTES = 20 * 2**20
 MAX_MARKS = 100_000
-"""Commas and opening brackets in a request. Text with more of them is longer than contexts are; 40 MB of nothing else
-would take half a minute to parse."""
+"""Commas and opening brackets in a request: 40 MB of them would take half a minute to parse."""
 FETCHING = 10
-"""Seconds in which all addresses of one request must have answered."""
+"""Seconds in which all image URLs of a request must have answered."""
 AS_DATA = "Send the image as data:image/png;base64,... ."
 WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-"""Fields of OpenAI's that no answer depends on."""
+"""Fields of OpenAI's API that do not change the answer."""
 
 
 class _Part(BaseModel):
-    # A string stays a string and a number a number. What messages say beyond this (`name`, `refusal`) is not read.
+    # Types are not converted. Other fields of messages (`name`, `refusal`) are ignored.
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
@@ -37,7 +36,7 @@ class TextPart(_Part):
 
 
 class ImageURL(_Part):
-    """An image as a `data:` URI, or its address."""
+    """The URL of an image, `data:` or http."""
 
     url: str
 
@@ -50,7 +49,7 @@ class ImagePart(_Part):
 
 
 class Message(_Part):
-    """A turn; content that is one text is read as one part."""
+    """A turn; a string as content is one text part."""
 
     role: Literal["system", "user", "assistant"]
     content: Annotated[
@@ -61,17 +60,17 @@ class Message(_Part):
 
 
 class StreamOptions(_Part):
-    """What a stream tells besides the answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
 
 
-# 1e9 is a whole number in JSON, and no int.
+# JSON's 1e9 is a whole number, but not an int.
 Count = Annotated[float, Field(ge=1, multiple_of=1)]
 
 
 class ChatRequest(_Part):
-    """The fields of OpenAI's chat completions that the server acts on; its documentation says what each means."""
+    """The supported fields of OpenAI's chat completions, with the meaning that its documentation gives them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -96,7 +95,7 @@ def parse_request(body: bytes) -> ChatRequest:
     """Reads the body of a request.
 
     Raises:
-        HTTPException: It is no JSON, of another form, or asks for something that the server does not do (400).
+        HTTPException: It is not JSON, has another form, or asks for something unsupported (400).
     """
     if sum(map(body.count, (b",", b"[", b"{"))) > MAX_MARKS:
         raise HTTPException(400, f"The request has more than {MAX_MARKS:,} commas and brackets. Shorten it.")
@@ -117,14 +116,14 @@ async def read_images(request: ChatRequest, *, allow_urls: bool) -> list[bytes]:
     """The images of a request, encoded, in the order of its messages.
 
     Raises:
-        HTTPException: One is not sent as data, is not base64, or its address cannot be fetched (400).
+        HTTPException: One is not a `data:` URL that can be decoded, or its http URL cannot be fetched (400).
     """
     urls = [part.image_url.url for message in request.messages for part in message.content if part.type != "text"]
     try:
         with anyio.fail_after(FETCHING):
             return [await _read_image(url, allow_urls) for url in urls]
     except TimeoutError:
-        raise HTTPException(400, f"The images' addresses did not answer within {FETCHING} seconds.") from None
+        raise HTTPException(400, f"The image URLs did not answer within {FETCHING} seconds.") from None
 
 
 async def _read_image(url: str, allow_urls: bool) -> bytes:
@@ -136,12 +135,12 @@ async def _read_image(url: str, allow_urls: bool) -> bytes:
     if not url.lower().startswith(("http://", "https://")):
         raise HTTPException(400, f"The server opens no files: {short(url)}. {AS_DATA}")
     if not allow_urls:
-        raise HTTPException(400, f"The server fetches no addresses. {AS_DATA}")
+        raise HTTPException(400, f"The server fetches no URLs (see --allow-urls). {AS_DATA}")
     return await _fetch(url)
 
 
 async def _fetch(url: str) -> bytes:
-    # Redirections are not followed, and what is sent packed is not unpacked: it may be large.
+    # Redirections are not followed, and nothing is decompressed: it may be large.
     try:
         image = bytearray()
         async with (
@@ -149,7 +148,7 @@ async def _fetch(url: str) -> bytes:
             client.stream("GET", url, headers={"Accept-Encoding": "identity"}) as response,
         ):
             if response.status_code != 200:
-                raise HTTPException(400, f"The address {url[:200]} answered with status {response.status_code}.")
+                raise HTTPException(400, f"{url[:200]} answered with status {response.status_code}.")
             async for chunk in response.aiter_raw():
                 image += chunk
                 if len(image) > MAX_IMAGE_BYTES:
@@ -157,6 +156,6 @@ async def _fetch(url: str) -> bytes:
         return bytes(image)
     except HTTPException:
         raise
-    # Addresses that are none fail at many places: port 99999 with an OverflowError in an ExceptionGroup.
+    # Malformed URLs raise anything: port 99999 an OverflowError in an ExceptionGroup.
     except Exception as error:
-        raise HTTPException(400, f"The address {url[:200]} cannot be fetched: {str(error)[:200]}.") from None
+        raise HTTPException(400, f"{url[:200]} cannot be fetched: {str(error)[:200]}.") from None

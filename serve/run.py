@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""A checkpoint is checked and loaded, and a server started for it."""
+"""Checking and loading a checkpoint, and starting a server for it."""
 
 import os
 import socket
@@ -35,33 +35,32 @@ def serve(
     quantization: str | None = None,
     allow_urls: bool = False,
 ) -> None:
-    """Answers `/v1/chat/completions` from a checkpoint until it is interrupted.
+    """Serves `/v1/chat/completions` from a checkpoint until interrupted.
 
-    The classes are the installed package's: no code that came with the checkpoint is run. Prints the address and the
-    name that requests give as `model`.
+    Runs no code from the checkpoint. Prints the address, and the model's name for requests.
 
     Args:
         checkpoint: Folder or Hub id.
-        host: Address to listen on. The server asks for no key: who reaches it may use the model.
+        host: Address to listen on. The server asks for no key: anyone who can reach it can use the model.
         port: Port to listen on; 0 takes a free one.
         revision: Branch, tag or commit on the Hub.
         dtype: `"float32"`, `"bfloat16"`, `"float16"` or `"auto"`, the checkpoint's. The norm stays float32.
         device: `"cpu"`, `"cuda:0"`, or `"auto"`, as `device_map` of `from_pretrained`.
         quantization: `"bnb-4bit"` or `"bnb-8bit"`, by bitsandbytes.
-        allow_urls: Whether to fetch images from the http addresses that requests name, this network's included.
-            Without it images come as `data:` alone. Files of this machine are never opened.
+        allow_urls: Whether to fetch images from http URLs in requests, also in this network. Otherwise images must be
+            `data:` URLs. Files of this machine are never opened.
 
     Raises:
         ImportError: The extra `serve` is not installed.
-        ValueError: The checkpoint is not there, is no NormAlign-LLaVA or has no chat template, or an option is not
-            allowed.
-        OSError: The address cannot be listened on.
+        ValueError: The checkpoint does not exist, is of another architecture or has no chat template, or an option is
+            unknown.
+        OSError: The server cannot listen on the address.
     """
     try:
         from .answering import Answering
         from .app import run_server
     except ModuleNotFoundError as error:
-        raise ImportError(f"Serving needs packages that are not here. {install('serve')}") from error
+        raise ImportError(f"Serving needs packages that are not installed. {install('serve')}") from error
     if quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization must be 'bnb-4bit' or 'bnb-8bit', got {quantization!r}.")
     checkpoint, settings = find_checkpoint(checkpoint, revision), QUANTIZATIONS[quantization]
@@ -100,7 +99,7 @@ def _load_processor(checkpoint: str, revision: str | None) -> LlavaProcessor:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    # Before the model is loaded, so that a port in use costs no minutes; two may bind to one until either listens.
+    # Before the model is loaded, so that a port in use is found at once; two may bind to one until either listens.
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -108,5 +107,5 @@ def _listening(host: str, port: int) -> socket.socket:
         listener.listen()
     except OSError as error:
         listener.close()
-        raise OSError(f"{host}:{port} cannot be listened on: {error.strerror}. Choose another --port.") from error
+        raise OSError(f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --port.") from error
     return listener

@@ -8,18 +8,17 @@ from ..report import Drawing, Report
 from .attention import attention_figures
 from .depth import depth_figures, predicted
 from .dynamics import dynamics, training
-from .interface import embeddings, interface, paper_interface
+from .interface import embeddings, interface
 from .style import Sketch, save, shown
 
 
 def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
-    """Draws everything that the reports hold, and leaves out what they do not.
+    """Draws everything that the reports hold.
 
     Args:
         report: Of the model in question.
         against: Of the baseline, drawn on the same axes.
-        output: Folder for the PNG files, 7.5 inches wide at 150 dots per inch; the images that the attention is on
-            lie there.
+        output: Folder for the PNG files; the images that attention is drawn on are read from it.
 
     Returns:
         The figures in reading order.
@@ -30,7 +29,6 @@ def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
     models = shown(report, against)
     sketches: list[Sketch | None] = [
         interface(models),
-        paper_interface(models),
         *depth_figures(models),
         embeddings(models),
         dynamics(models),

@@ -12,18 +12,18 @@ from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.ticker import MaxNLocator
 
 from ..report import Drawing, DynamicsStep
-from .depth import LAYER, MODALITIES
+from .depth import MODALITIES
 from .style import COLORS, Shown, Sketch, layer_axis, legend, new_figure, tidy
 
 
 def dynamics(models: Sequence[Shown]) -> Sketch | None:
-    """Cosines between layers over training (figure 5); None if none were recorded."""
+    """Cosine similarity between layers over training (figure 5); None if none was recorded."""
     recorded = [model for model in models if model.report.dynamics]
     if not recorded:
         return None
-    figure = new_figure(0.9 + 2.5 * len(recorded), "How cosine similarity between layers moves during training")
+    figure = new_figure(0.9 + 2.5 * len(recorded), "Cosine similarity between layers during training")
     steps = [entry.step for model in recorded for entry in model.report.dynamics]
-    # The brightest yellow of viridis is lost on white paper.
+    # The brightest yellow of viridis cannot be seen on white.
     colors = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)))
     scale = ScalarMappable(Normalize(min(steps), max(max(steps), min(steps) + 1)), colors)
     grid = figure.subplots(len(recorded), 2, squeeze=False, sharex=True, sharey=True)
@@ -32,7 +32,7 @@ def dynamics(models: Sequence[Shown]) -> Sketch | None:
             fill_dynamics(axes, model.report.dynamics, kind, scale)
             tidy(
                 axes,
-                LAYER if model is recorded[-1] else "",
+                "layer" if model is recorded[-1] else "",
                 "cosine similarity" if kind == "visual" else "",
                 f"{kind}, {model.label}",
             )
@@ -51,11 +51,11 @@ LOGGED = (
     ("mean |gain|", {"gain/mean_abs": "visual"}),
     ("mean |bias|", {"bias/mean_abs": "visual"}),
 )
-"""The panels of `training`: what each shows, and the logged curves in it with the kind whose style they have."""
+"""The panels of `training`: title, and the logged curves in it with the kind of token whose style they have."""
 
 
 def training(models: Sequence[Shown]) -> Sketch | None:
-    """What `normalign train` logged of norms, gain and bias, over steps; None where nothing was."""
+    """What `normalign train` logged of norms, gain and bias, over steps; None if nothing was."""
     panels = [
         (label, curves)
         for label, curves in LOGGED
@@ -63,7 +63,7 @@ def training(models: Sequence[Shown]) -> Sketch | None:
     ]
     if not panels:
         return None
-    figure = new_figure(3.0, "Norms of tokens, gain and bias in the course of training")
+    figure = new_figure(3.0, "Norms of tokens, gain and bias during training")
     row = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (label, curves) in zip(row, panels, strict=True):
         for model in models:
@@ -80,7 +80,7 @@ def training(models: Sequence[Shown]) -> Sketch | None:
         "Means over the tokens of each logged step as they enter the first decoder layer, and means over the elements "
         "of the norm's gain and bias after it."
     )
-    return Sketch(figure, Drawing("training.png", "The course of training", caption, "dynamics"))
+    return Sketch(figure, Drawing("training.png", "Norms and gain during training", caption, "dynamics"))
 
 
 def fill_dynamics(axes: Axes, recorded: Sequence[DynamicsStep], kind: str, scale: ScalarMappable) -> None:

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""How every figure looks: colours, marks, labels, and how it is written.
+"""The style of the figures: colours, markers, labels, legends, and writing them as PNG.
 
 Colours are Okabe and Ito's, which colour-blind readers can tell apart. In grey print, kinds of token differ by marker
 and lightness, and a baseline by dashes and hollow markers.
@@ -35,15 +35,15 @@ MUTED = "#808080"
 
 @dataclass(frozen=True)
 class Shown:
-    """A model in the figures: its report, its name in legends, and whether it is what the other is compared with."""
+    """A model in the figures: its report, its label in legends, and whether it is the baseline."""
 
     report: Report
     label: str
     baseline: bool
 
     def line(self, kind: str) -> dict[str, Any]:
-        """How matplotlib draws a curve of this model's tokens of `kind`."""
-        # Wide under narrow: where curves lie on each other, all of them can be seen.
+        """matplotlib's options for a curve of this model's tokens of `kind`."""
+        # Wide under narrow, so that curves that coincide can all be seen.
         width, size = (2.4, 5.5) if kind == "visual" else (1.5, 4.0)
         return {
             "color": COLORS[kind],
@@ -58,24 +58,22 @@ class Shown:
 
 @dataclass(frozen=True)
 class Sketch:
-    """A figure that is not yet written, and what is said of it."""
+    """A figure that is not yet written, with its file name, title and caption."""
 
     figure: Figure
     drawing: Drawing
 
 
 def shown(report: Report, against: Report | None) -> list[Shown]:
-    """The models in the order in which the paper draws them: baseline first."""
+    """The models in the paper's order, baseline first, with names that fit and that matplotlib can draw."""
     ours = Shown(report, elide(printable(report.model), 30), False)
-    return (
-        [ours]
-        if against is None
-        else [Shown(against, f"{elide(printable(against.model), 30)} (baseline)", True), ours]
-    )
+    if against is None:
+        return [ours]
+    return [Shown(against, f"{elide(printable(against.model), 30)} (baseline)", True), ours]
 
 
 def printable(text: str) -> str:
-    """`text` as matplotlib can draw it: what its font lacks is escaped, and so are dollars, which begin a formula."""
+    """`text` with escapes for characters that matplotlib's font lacks, and for dollars, which begin a formula."""
     font = get_font(findfont(FontProperties()))
     drawn = (c if c.isprintable() and font.get_char_index(ord(c)) else ascii(c)[1:-1] for c in text)
     return "".join(drawn).replace("$", r"\$")
@@ -104,7 +102,7 @@ def new_figure(height: float, title: str) -> Figure:
 
 
 def tidy(axes: Axes, x: str, y: str, title: str | None = None) -> None:
-    """Labels `axes` and takes away what carries nothing."""
+    """Labels `axes`, and removes two spines and lightens the grid."""
     axes.set_xlabel(x, fontsize=9.5)
     axes.set_ylabel(y, fontsize=9.5)
     if title is not None:
@@ -116,7 +114,7 @@ def tidy(axes: Axes, x: str, y: str, title: str | None = None) -> None:
 
 
 def compare(models: Sequence[Shown], values: Sequence[float | None], sentence: str, unit: str = "") -> str | None:
-    """A title: `sentence` with {} for the model's value, then the baseline's. None if the model has no value."""
+    """`sentence` with the model's value for {}, then the baseline's in parentheses; None if the model has no value."""
     given = {m.baseline: number(value) + unit for m, value in zip(models, values, strict=True) if value is not None}
     if False not in given:
         return None
@@ -150,14 +148,14 @@ def scale_y(axes: Axes, values: Sequence[float]) -> float:
 
 
 def legend(figure: Figure, axes: Axes, columns: int) -> None:
-    """A legend of what `axes` shows, below the figure, where it hides nothing; one column for each model."""
+    """A legend of what `axes` shows, below the figure."""
     figure.legend(
         *axes.get_legend_handles_labels(), loc="outside lower left", ncols=columns, fontsize=9, frameon=False
     )
 
 
 def save(sketch: Sketch, output: Path) -> Drawing:
-    """Writes the figure into the folder `output`; a file of its name is whole at any time."""
+    """Writes the figure into the folder `output`, atomically."""
     with finished_file(output / sketch.drawing.file) as partial:
         sketch.figure.savefig(partial, format="png", dpi=DPI)
     return sketch.drawing

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Where the text tokens after an image look (appendix G), with one layer's attention map alive at a time."""
+"""Where the text tokens after an image look (appendix G), with one layer's attention map in memory at a time."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,29 +26,27 @@ def attention_maps(
 ) -> Attention:
     """Attention from the text after an image to the image, for every layer, of one question.
 
-    A row of an attention map is what one position attends to. The rows averaged, over heads too, are those of the
-    `text` positions (`report.KINDS`) after the last visual token: the question, and what the chat template puts behind
-    it. Several images are taken together, in token order; so are the tiles of one image, with the newline rows
-    that some families put at image positions.
+    Averaged over heads and over the `text` positions (`report.KINDS`) after the last visual token: the question, and
+    what the chat template puts behind it. Several images, or the tiles of one, are taken together in token order.
 
     Layers without an attention map (linear attention), and layers whose mask hides a part of the image from some of
-    that text (a sliding window, chunks), say nothing of where text looks and are left out of the result.
+    that text (a sliding window, chunks), are left out of the result.
 
-    The decoder alone runs with eager attention, which costs `heads * tokens^2` numbers for one layer; afterwards its
-    implementation is what it was, also after an error. The head is not run.
+    Only the decoder is switched to eager attention, which takes `heads * tokens^2` numbers for one layer, and back
+    afterwards. The head is not run.
 
     Args:
         model: A vision-language model of transformers, in any precision, quantized, offloaded or with PEFT adapters.
         batch: Inputs of its forward pass for one sequence. Labels are ignored.
-        question: What was asked, for the result.
-        special_ids: Ids of special tokens, besides those that the configuration names; none of them is text.
+        question: The question, for the result.
+        special_ids: Ids of special tokens, in addition to those in the configuration.
 
     Returns:
-        The maps, with a grid where the visual tokens are the cells of one image (`image_grid`).
+        The maps, with a grid if the visual tokens are the cells of one image (`image_grid`).
 
     Raises:
-        ValueError: The model cannot be read (`find_parts`), the batch has not one sequence, it has no visual token or
-            no text after the last one, no layer gives a map, or a map is NaN.
+        ValueError: The model cannot be read (`find_parts`), the batch has several sequences, no visual token or no
+            text after the last one, no layer gives a map, or a map is NaN.
     """
     parts = find_parts(model)
     inputs = model_inputs(parts, batch)
@@ -62,7 +60,7 @@ def attention_maps(
             if sees_all(kwargs.get("attention_mask"), asking, visual):
                 row = output[1][0][:, asking].mean((0, 1), dtype=torch.float32)[visual]
                 received[number] = row.cpu().double()
-            return output[0], None, *output[2:]  # without the map, which the layer would keep until its end
+            return output[0], None, *output[2:]  # without the map, which the layer would keep in memory
 
         return reduce
 
@@ -82,7 +80,7 @@ def attention_maps(
             "reaches the whole image: looked at the second output of each layer's self_attn under eager attention."
         )
     shares = [row.sum().item() for row in received.values()]
-    # Learned queries are no places in the image, even where their number is a square.
+    # Learned queries are not places in the image, even if their number is a square.
     grid = None if parts.model.config.model_type in RESAMPLED else image_grid(inputs, len(visual))
     maps = [(row / share).reshape(grid or (1, -1)) for row, share in zip(received.values(), shares, strict=True)]
     return Attention(
@@ -100,7 +98,7 @@ def attention_maps(
 def sees_all(mask: Tensor | None, asking: Tensor, visual: Tensor) -> bool:
     """Whether a layer's mask lets every position of `asking` attend to every one of `visual`.
 
-    Asked of the mask, because families say in different places, or nowhere, which of their layers have a window.
+    Read from the mask, because families configure windows in different places, or not at all.
 
     Args:
         mask: What eager attention adds to its scores, `(1, 1, tokens, tokens)`; None hides nothing.
@@ -110,15 +108,15 @@ def sees_all(mask: Tensor | None, asking: Tensor, visual: Tensor) -> bool:
 
 
 def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None:
-    """Rows and columns of an image's visual tokens, which have the ratio of its height to its width.
+    """Rows and columns of an image's visual tokens, by the ratio of its height to its width.
 
     Args:
-        inputs: Of the forward pass: `image_grid_thw` in families that read images of any size, else `pixel_values`.
+        inputs: Inputs of the forward pass: `image_grid_thw` in families with images of any size, else `pixel_values`.
         tokens: How many visual tokens there are.
 
     Returns:
-        None where there are several images or tiles, or tokens that are no part of the image (class token,
-        registers, newline rows).
+        None for several images or tiles, or with tokens that are not part of the image (class token, registers,
+        newline rows).
     """
     patches, pixels = inputs.get("image_grid_thw"), inputs.get("pixel_values")
     if patches is not None:
@@ -134,14 +132,14 @@ def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None
 
 
 def relative_entropy(shares: Tensor) -> float:
-    """Entropy of shares that sum to 1 over that of as many even ones: 1 is even, 0 is all on one. One alone is 1."""
+    """Entropy of shares that sum to 1, relative to even ones: 1 is even (or a single share), 0 is all on one."""
     return 1.0 if shares.numel() == 1 else torch.special.entr(shares).sum().item() / math.log(shares.numel())
 
 
 def bottom_bias(shares: Tensor) -> float:
-    """What lies in the bottom third of shares `(rows, columns)` that sum to 1, over 1/3: between 0 and 3, even is 1.
+    """Sum of the bottom third of shares `(rows, columns)` that sum to 1, over 1/3: from 0 to 3, even is 1.
 
-    Where three does not divide the number of rows, the row at the edge counts in part.
+    If three does not divide the number of rows, the row at the edge counts in part.
     """
     rows = len(shares)
     weights = (torch.arange(1, rows + 1, dtype=shares.dtype) - 2 * rows / 3).clamp(0, 1)  # of each row, in that third
@@ -151,7 +149,7 @@ def bottom_bias(shares: Tensor) -> float:
 def _positions(parts: Parts, inputs: Mapping[str, Any], special_ids: Iterable[int]) -> tuple[Tensor, Tensor]:
     ids, config = inputs["input_ids"], parts.model.config
     if len(ids) != 1:
-        raise ValueError(f"The batch has {len(ids)} sequences; attention maps are of one. Ask one question at a time.")
+        raise ValueError(f"The batch has {len(ids)} sequences. Measure attention for one question at a time.")
     kinds = token_kinds(ids, inputs.get("attention_mask"), config, boundary_ids(config) | set(special_ids))
     visual, text = (kinds[KINDS.index(kind)].nonzero().flatten().cpu() for kind in ("visual", "text"))
     if not len(visual):
@@ -162,15 +160,14 @@ def _positions(parts: Parts, inputs: Mapping[str, Any], special_ids: Iterable[in
     asking = text[text > visual[-1]]
     if not len(asking):
         raise ValueError(
-            "No text comes after the image, only special tokens or padding, so nothing in the sequence can look at "
-            "it. Put the question after the image."
+            "No text comes after the image, only special tokens or padding. Put the question after the image."
         )
     return visual, asking
 
 
 @contextmanager
 def _eager(decoder: PreTrainedModel) -> Iterator[None]:
-    # By the decoder, not by the name that its configuration has in the model's: families name it differently.
+    # Through the decoder: families name its configuration within the model's differently.
     before = decoder.config._attn_implementation
     try:
         decoder.set_attn_implementation("eager")

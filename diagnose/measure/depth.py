@@ -18,11 +18,11 @@ _QUANTITIES = ("norm", "rotation", "update_norm", "update_angle", "log_norm", "l
 
 
 class DepthProbe:
-    """Hooks on the layers of a decoder that keep running moments: one state is held at a time, no layer's output.
+    """Hooks on a decoder's layers that keep running moments; only one state is kept in memory.
 
     Args:
         layers: The decoder's layers.
-        final_norm: The norm after them, if what it gives is to be measured.
+        final_norm: The norm after them, if its output is to be measured.
     """
 
     def __init__(self, layers: nn.ModuleList, final_norm: nn.Module | None = None):
@@ -32,10 +32,10 @@ class DepthProbe:
         self._last, self._final = RunningMoments(len(KINDS), 2), RunningMoments(len(KINDS))
         self._expected: Callable[[], Tensor] | None = None
         self._masks: Tensor | None = None
-        self._state: Tensor | None = None  # what entered the layer before, widened, and its norms
+        self._state: Tensor | None = None  # input of the previous layer, in float64, and its norms
         self._norms: Tensor | None = None
         self._at_end = False
-        self._turned: Tensor | float = 0.0  # by the layers so far, mean rotation of each kind in this pass
+        self._rotated: Tensor | float = 0.0  # sum over the layers so far of each kind's mean rotation in this pass
         self._ratios = RunningMoments()  # of visual to text rotation, one for each pass
 
     @contextmanager
@@ -43,8 +43,8 @@ class DepthProbe:
         """Measures every forward pass within.
 
         Args:
-            masks: Gives the masks of the kinds, `(len(KINDS), batch * tokens)`, of the pass that is under way. It is
-                called once a pass, when the decoder runs: where newlines stand is known only by then.
+            masks: Returns the masks of the kinds, `(len(KINDS), batch * tokens)`, of the current pass. Called once a
+                pass, when the decoder runs: the positions of newlines are known only by then.
         """
         self._expected = masks
         handles = [
@@ -62,7 +62,7 @@ class DepthProbe:
                 handle.remove()
 
     def result(self) -> Depth:
-        """What was measured.
+        """Curves of all quantities, and the asymmetry.
 
         Raises:
             ValueError: Hidden states are NaN or infinite, or all tokens of a kind are zero.
@@ -103,7 +103,7 @@ class DepthProbe:
         def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             if number == 0:
                 assert self._expected is not None
-                self._masks, self._turned = self._expected(), 0.0
+                self._masks, self._rotated = self._expected(), 0.0
             after = output[0] if isinstance(output, tuple) else output
             before = args[0] if args else kwargs["hidden_states"]
             wide = widest(after.device)
@@ -117,13 +117,13 @@ class DepthProbe:
             if number:
                 self._add_cosine(number - 1, before, norm)
             self._add_update(number, before, norm, after - before)
-            if number == len(self._layers) - 2:  # as in the asymmetry, without the last layer
+            if number == len(self._layers) - 2:  # the asymmetry leaves the last layer out
                 self._add_ratio()
             self._state, self._norms = before, norm
             if number == len(self._layers) - 1:
                 norm = after.norm(dim=-1)
                 self._last.add(
-                    torch.stack([norm, norm.log()]), _where(self._masks, torch.ones_like(norm) > 0, norm > 0)
+                    torch.stack([norm, norm.log()]), _defined(self._masks, torch.ones_like(norm) > 0, norm > 0)
                 )
                 self._add_cosine(number, after, norm)
                 self._state, self._norms, self._at_end = None, None, True
@@ -145,14 +145,14 @@ class DepthProbe:
         angle = torch.atan2(across, along)
         always, exists, moves = torch.ones_like(norm) > 0, norm > 0, size > 0
         turns = exists & (torch.hypot(across, norm + along) > 0)
-        masks = _where(self._masks, always, turns, always, exists & moves, exists, moves)
+        masks = _defined(self._masks, always, turns, always, exists & moves, exists, moves)
         means = self._layers[number].add(torch.stack([norm, rotation, size, angle, norm.log(), size.log()]), masks)
-        turned = self._turned.to(means.device) if isinstance(self._turned, Tensor) else self._turned
-        self._turned = turned + means[:, _QUANTITIES.index("rotation")]
+        rotated = self._rotated.to(means.device) if isinstance(self._rotated, Tensor) else self._rotated
+        self._rotated = rotated + means[:, _QUANTITIES.index("rotation")]
 
     def _add_ratio(self) -> None:
-        assert isinstance(self._turned, Tensor)
-        ratio = self._turned[KINDS.index("visual")] / self._turned[KINDS.index("text")]
+        assert isinstance(self._rotated, Tensor)
+        ratio = self._rotated[KINDS.index("visual")] / self._rotated[KINDS.index("text")]
         self._ratios.add(ratio.view(1), ratio.isfinite().view(1))
 
     def _after_final_norm(self, norm: nn.Module, args: tuple, output: Tensor) -> None:
@@ -171,8 +171,8 @@ def _rows(states: Tensor) -> Tensor:
     return states.detach().reshape(-1, states.shape[-1])
 
 
-def _where(masks: Tensor, *defined: Tensor) -> Tensor:
-    """Masks `(kinds, quantities, n)`: `masks`, where each quantity is defined."""
+def _defined(masks: Tensor, *defined: Tensor) -> Tensor:
+    """Masks `(kinds, quantities, n)`: `masks`, restricted to tokens for which each quantity is defined."""
     defined_by_quantity = torch.stack(defined)
     return masks.to(defined_by_quantity.device).unsqueeze(1) & defined_by_quantity
 
@@ -184,15 +184,15 @@ def _curve(values: list[Moments | None], name: str, kind: str) -> Curve:
             continue
         if value is None:
             raise _Undefined(
-                f"All {kind} tokens are zero {where}, so that they have no direction ({name}). Has the projector been "
-                "trained, and were its weights loaded?"
+                f"All {kind} tokens are zero {where}, so they have no direction ({name}). Check that the projector's "
+                "weights were trained and loaded."
             )
         if not all(torch.tensor([value.mean, value.std]).isfinite()):
             raise ValueError(
                 f"The {kind} tokens' hidden states are NaN or infinite {where} ({name}). Load the model in bfloat16 "
                 "or float32, and check its weights."
             )
-    # A layer that changes nothing has an update without direction.
+    # The update of a layer that changes nothing has no direction.
     return Curve(
         [math.nan if value is None else value.mean for value in values],
         [math.nan if value is None else value.std for value in values],
@@ -200,7 +200,7 @@ def _curve(values: list[Moments | None], name: str, kind: str) -> Curve:
 
 
 def _asymmetry(rotation: dict[str, Curve]) -> float | None:
-    # The last layer prepares the prediction rather than the next layer's input, and does not count.
+    # The last layer prepares the prediction rather than the next layer's input, and is left out.
     if len(next(iter(rotation.values()), Curve([], [])).mean) < 2 or not {"visual", "text"} <= rotation.keys():
         return None
     return sum(rotation["visual"].mean[:-1]) / sum(rotation["text"].mean[:-1])

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What training recorded of itself, read back from the folder it left (appendix F, figure 5)."""
+"""Reading what training recorded in its output folder (appendix F, figure 5)."""
 
 from pathlib import Path
 
@@ -10,20 +10,20 @@ from ..report import DynamicsStep
 
 
 TrainingLog = dict[str, list[tuple[int, float]]]
-"""What was logged, by name: pairs of optimizer step and value, in order."""
+"""Logged values by name: pairs of optimizer step and value, in order."""
 
 
 def read_dynamics(folder: str | Path) -> list[DynamicsStep]:
-    """Inter-layer cosines by step, as they were measured on one fixed batch during training.
+    """Inter-layer cosines by step, measured on one fixed batch during training.
 
     Args:
-        folder: What `normalign train` or `normalign merge` wrote.
+        folder: Output of `normalign train` or `normalign merge`.
 
     Returns:
-        A record for each step measured, in order; none, if nothing was recorded.
+        A record for each step measured, in order; empty if nothing was recorded.
 
     Raises:
-        ValueError: A line is no such record; it is named.
+        ValueError: A line is not such a record.
     """
     file = Path(folder) / DYNAMICS
     if not file.is_file():
@@ -36,25 +36,25 @@ def read_dynamics(folder: str | Path) -> list[DynamicsStep]:
             steps.append(DynamicsStep(step=int(record["step"]), visual=visual, text=text))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
-                f"Line {number} of {file} is no record of a step, its visual and its text cosines "
+                f"Line {number} of {file} is not a record of step, visual and text cosines "
                 f"({type(error).__name__}: {error}). Remove the line or the file."
             ) from error
     return steps
 
 
 def read_training_log(folder: str | Path) -> TrainingLog:
-    """Every number that was logged during training, over optimizer steps: `norm/visual`, `gain/mean_abs`, `loss`, ...
+    """Every number logged during training, over optimizer steps: `norm/visual`, `gain/mean_abs`, `loss`, ...
 
-    `cosine/visual` and `cosine/text` are means over the layers; `read_dynamics` has the layers, and every step.
+    `cosine/visual` and `cosine/text` are means over the layers; `read_dynamics` has each layer.
 
     Args:
-        folder: What `normalign train` or `normalign merge` wrote.
+        folder: Output of `normalign train` or `normalign merge`.
 
     Returns:
-        The curves, `TrainingLog`; values may be NaN or infinite where training was. Empty, if there is no log.
+        The curves; values may be NaN or infinite. Empty if there is no log.
 
     Raises:
-        ValueError: The file is no state of the Trainer.
+        ValueError: The file is not a state of the Trainer.
     """
     file = Path(folder) / STATE
     if not file.is_file():
@@ -68,7 +68,7 @@ def read_training_log(folder: str | Path) -> TrainingLog:
                     curves.setdefault(name, []).append((step, float(value)))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{file} is no state of the Trainer with a log_history ({type(error).__name__}: {error}). Remove it, or "
-            "bring it whole from where the model was trained."
+            f"{file} is not a state of the Trainer with a log_history ({type(error).__name__}: {error}). Remove it "
+            "or copy it again from where the model was trained."
         ) from error
     return curves

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Norms of token embeddings: a base language model and its vision-language descendant (appendix C, tables 6 to 8)."""
+"""Norms of token embeddings: of a base language model and its vision-language descendant (tables 6 to 8)."""
 
 from pathlib import Path
 
@@ -15,16 +15,16 @@ from ..report import EmbeddingTable, Interface, Moments, Report, TopToken
 def embedding_table_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str, top: int = 10
 ) -> EmbeddingTable:
-    """The table of a model in memory, sharded and offloaded ones too.
+    """The table of a model in memory, which may be sharded or offloaded.
 
     Args:
-        model: A language model or a vision-language model, whose image token's row then does not count.
-        tokenizer: Gives the texts of the tokens; without it they are None.
-        name: What to call the model.
-        top: How many tokens of largest norm to name.
+        model: A language model, or a vision-language model, whose image token's row is left out.
+        tokenizer: For the texts of the tokens; without it they are None.
+        name: Name of the model.
+        top: How many tokens of largest norm to list.
 
     Raises:
-        ValueError: The embeddings are quantized or on meta, rows that count are NaN or infinite, or none counts.
+        ValueError: The embeddings are quantized or on meta, have rows that are NaN or infinite, or no row that counts.
     """
     embeddings = model.get_input_embeddings()
     with align_module_device(embeddings):
@@ -48,16 +48,16 @@ def embedding_table_of(
 
 
 def probe_language(model: str | Path, *, top: int = 10) -> Report:
-    """What can be said of a language model alone: norms of its embeddings, as stored and as its decoder receives them.
+    """Norms of the embeddings of a language model alone, as stored and as its decoder receives them.
 
     Args:
         model: Folder, weight file or Hub repository, as [`~normalign_llava.assembly.gain.embedding_statistics`]
             takes it.
-        top: How many tokens of largest norm to name.
+        top: How many tokens of largest norm to list.
 
     Returns:
-        The report: `embeddings`, and of `interface` `vocabulary_raw`, `vocabulary` and `scale`; `left_out` says what a
-        report of a vision-language model has besides.
+        The report, with `embeddings`, and of `interface` `vocabulary_raw`, `vocabulary` and `scale`; the rest is named
+        in `left_out`.
 
     Raises:
         ValueError: What [`~normalign_llava.assembly.gain.embedding_statistics`] raises.
@@ -69,16 +69,15 @@ def probe_language(model: str | Path, *, top: int = 10) -> Report:
     left_out = [
         "Visual tokens, the projector and the ratio of visual to text norms were not measured: a language model alone "
         "has none of them.",
-        "Norms and rotation in depth and attention were not measured: of the weights only the token embeddings were "
-        "read.",
+        "Norms and rotation in depth, and attention, were not measured: only the token embeddings were read.",
     ]
     if statistics.model_type is None:
         left_out.append(
-            "Whether the decoder scales embeddings is not known, since there is no configuration that transformers "
-            "knows; that it does not was assumed."
+            "It was assumed that the decoder does not scale embeddings: there is no configuration that transformers "
+            "knows."
         )
     if table.top and all(token.text is None for token in table.top):
-        left_out.append("The tokens of largest norm are named by id alone: no tokenizer was found.")
+        left_out.append("Texts of the tokens of largest norm: no tokenizer was found.")
     return Report(
         model=table.model,
         model_type=statistics.model_type or "unknown",

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""A vision encoder alone: the norms of what it gives (RQ1, table 1)."""
+"""A vision encoder alone: the norms of its output (RQ1, table 1)."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -29,24 +29,23 @@ def probe_encoder(
 ) -> Report:
     """Measures the L2 norms of an encoder's output: the rows of `last_hidden_state`, in one pass over `batches`.
 
-    Class token and registers are among the rows; padding, where images have different numbers of patches (SigLIP 2
-    NaFlex), is not. Of all these, CLIP alone does not apply its final norm to them. Memory does not grow with the
-    number of batches.
+    Class token and registers are included; the padding of images with fewer patches (SigLIP 2 NaFlex) is not. All but
+    CLIP apply their final norm to them. Memory does not grow with the number of batches.
 
     Args:
         model: CLIP, SigLIP, SigLIP 2, DINOv2, ViT, Kimi's encoder, or another of transformers' with a
-            `last_hidden_state` of shape `(batch, tokens, d)`, or `(tokens, d)` where images are put one after the
-            other; of a model with a text tower beside it, its `vision_model` is measured.
+            `last_hidden_state` of shape `(batch, tokens, d)`, or `(tokens, d)` for all images one after the other;
+            of a model with a text tower too, its `vision_model` is measured.
         batches: Inputs of its forward pass, as its image processor makes them: `pixel_values` and whatever else the
             family needs.
-        name: What to call the model; by default the last part of the folder or Hub id it came from.
-        data: What to call the data.
+        name: Name of the model; by default the last part of its folder or Hub id.
+        data: Name of the data.
 
     Returns:
         The report, with `interface.encoder_output` filled and the rest named in `left_out`.
 
     Raises:
-        ValueError: There is no batch, the model gives no such output, or its output is NaN or infinite.
+        ValueError: There is no batch, the model has no such output, or its output is NaN or infinite.
     """
     name = name or Path(model.config.name_or_path).name or model.config.model_type
     encoder = model.vision_model if getattr(model.config, "vision_config", None) is not None else model
@@ -82,9 +81,9 @@ def _inputs(encoder: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, 
         raise ValueError(f"A batch has no pixel_values; it has {', '.join(batch) or 'nothing'}.")
     inputs = {}
     for key, value in batch.items():
-        if encoder.device.type != "meta":  # offloaded: accelerate's hooks move what comes
+        if encoder.device.type != "meta":  # otherwise offloaded: accelerate's hooks move the inputs
             value = value.to(encoder.device)
-        # Image processors name the grid for the whole model, encoders for themselves.
+        # Image processors use the whole model's name for the grid, encoders their own.
         inputs["grid_thw" if key == "image_grid_thw" else key] = (
             value.to(encoder.dtype) if value.is_floating_point() else value
         )
@@ -97,7 +96,7 @@ def _rows(name: str, output: object, mask: Tensor | None) -> Tensor:
     if not isinstance(rows, Tensor) or rows.dim() not in (2, 3):
         shape = f" of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else ""
         raise ValueError(
-            f"{name} has {'a' if shape else 'no'} last_hidden_state{shape}; one of shape (batch, tokens, d) or "
-            "(tokens, d) is looked for, as vision transformers have it."
+            f"{name} has {'a' if shape else 'no'} last_hidden_state{shape}; a vision transformer's has shape "
+            "(batch, tokens, d) or (tokens, d)."
         )
     return rows.flatten(0, -2) if mask is None else rows[mask.bool()]

@@ -1,9 +1,9 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Where a vision-language model of transformers keeps what is measured.
+"""The modules of vision-language models of transformers that are measured.
 
-Found by what transformers promises of every family: `config.image_token_id`, `get_image_features`, and a decoder with
-`layers` and `norm`. Where the projector lies no convention says; `PROJECTORS` does.
+Found by conventions of transformers: `config.image_token_id`, `get_image_features`, and a decoder with `layers` and
+`norm`. There is no convention for the projector's name; `PROJECTORS` has it by family.
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,13 @@ PROJECTORS = {
     "lighton_ocr": "vision_projection",
     "ovis2": "visual_embeddings_table",
 }
-"""The projector's module within the base model, by `model_type`; elsewhere it is `multi_modal_projector`."""
-
+"""The projector's module within the base model, by `model_type`; for others `multi_modal_projector`."""
 
 RESAMPLED = {"aria", "idefics2"}
-"""Families, by `model_type`, whose visual tokens are learned queries: none of them is a place in the image."""
+"""Families, by `model_type`, whose visual tokens are learned queries, without a place in the image."""
 
-UNREADABLE = {"hunyuan_vl": "its projector puts learned rows among the visual tokens, which nothing tells from them"}
-"""Families that would be measured wrong, by `model_type`, and why."""
+UNREADABLE = {"hunyuan_vl": "its projector puts learned rows among the visual tokens, which cannot be told apart"}
+"""Families that would be measured wrongly, by `model_type`, and why."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,14 @@ class Parts:
 
     Attributes:
         model: The model, without adapters around it.
-        inner: Its base model, whose forward puts image features among the text embeddings.
+        inner: Its base model, whose forward merges image features and text embeddings.
         image_token: Id of the tokens whose embeddings the image features replace.
         decoder: The language model without its head.
         layers: The decoder's layers.
         final_norm: The norm after them.
         embeddings: The token embedding.
-        projector_name, projector: Name in `model` and module of the projector; None where this family's is not known.
-        norm: The norm at the projector's end, of this package's models; None elsewhere.
+        projector_name, projector: Name in `model` and module of the projector; None if not known for this family.
+        norm: The norm at the end of the projector of this package's models; None for others.
     """
 
     model: PreTrainedModel
@@ -62,7 +61,7 @@ class Parts:
 
 
 def decoder_layers(decoder: PreTrainedModel) -> nn.ModuleList:
-    """A language model's layers, which not every family calls `layers`."""
+    """A language model's layers, whatever their name."""
     count = decoder.config.get_text_config().num_hidden_layers
     lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
     return next(layers for layers in lists if len(layers) == count)
@@ -72,17 +71,17 @@ def find_parts(model: nn.Module) -> Parts:
     """The parts of `model`, with or without PEFT adapters.
 
     Raises:
-        ValueError: It is no model of transformers whose image features stand in the decoder's sequence; the message
-            says what was looked for and not found.
+        ValueError: It is not a model of transformers with image features in the decoder's sequence; the message says
+            what was looked for and not found.
     """
     if not isinstance(model, PreTrainedModel):
         peft = getattr(model, "get_base_model", None)
         if peft is None:
             raise ValueError(
-                f"{type(model).__name__} is no model of transformers (PreTrainedModel). Load it with them."
+                f"{type(model).__name__} is not a model of transformers (PreTrainedModel). Load it with transformers."
             )
         if model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]
-            raise ValueError("Prompt tuning adds tokens that are no part of the batch. Measure the model without it.")
+            raise ValueError("Prompt tuning adds tokens that are not in the batch. Measure the model without it.")
         return find_parts(peft())
     if model.config.model_type in UNREADABLE:
         raise ValueError(f"{type(model).__name__} cannot be read: {UNREADABLE[model.config.model_type]}.")
@@ -102,10 +101,9 @@ def find_parts(model: nn.Module) -> Parts:
     ]
     if missing or image_token is None or not isinstance(layers, nn.ModuleList) or final_norm is None:
         raise ValueError(
-            f"{type(model).__name__} ({model.config.model_type}) cannot be read: looked for config.image_token_id, "
-            "get_image_features, get_decoder().layers and get_decoder().norm, as in every vision-language model whose "
-            f"visual tokens stand in the decoder's sequence; not found: {', '.join(missing)}. Its visual "
-            "tokens are kept in another way, or it has none (cross-attention, a language model alone)."
+            f"{type(model).__name__} ({model.config.model_type}) cannot be read. Not found: {', '.join(missing)}. "
+            "Only models with visual tokens in the decoder's sequence can be measured: none with cross-attention, and "
+            "no language model alone."
         )
     prefix = "" if inner is model else f"{model.base_model_prefix}."
     name = PROJECTORS.get(model.config.model_type, "multi_modal_projector")

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What training made of the norm after the projector (table 5)."""
+"""Gain and bias of the norm after the projector, and what training changed (table 5)."""
 
 import torch
 from accelerate.utils import align_module_device
@@ -16,17 +16,17 @@ from .embeddings import embedding_table_of
 
 @torch.no_grad()
 def gain_of(model: PreTrainedModel) -> Gain | None:
-    """Size of gain and bias, and their distance from the start, in float64; sharded and offloaded models are read too.
+    """Size of gain and bias, and their distance from the start, in float64; of sharded and offloaded models, too.
 
     Args:
-        model: A vision-language model, without PEFT's wrapper around it; of a projector trained with adapters, the
-            trained copy is measured.
+        model: A vision-language model, without PEFT's wrapper. If PEFT trains a copy of the projector, that copy is
+            measured.
 
     Returns:
-        The gain; None for a model of another architecture, and for one without the norm.
+        The gain; None for a model of another architecture or without the norm.
 
     Raises:
-        ValueError: The configuration does not say N_text, and the embeddings cannot be measured for it.
+        ValueError: The configuration lacks N_text, and the embeddings cannot be measured.
     """
     if model.config.model_type != NormAlignLlavaConfig.model_type:
         return None
@@ -35,7 +35,7 @@ def gain_of(model: PreTrainedModel) -> Gain | None:
         return None
     start = _start(model)
     with align_module_device(norm), _gathered(*norm.parameters()) as (gain, *rest):
-        # As the gain stores it: else a gain that never moved would be at some distance.
+        # Rounded as the gain is, so that a gain that never moved has distance 0.
         stored = torch.tensor(start, dtype=gain.dtype).double()
         gain = gain.detach().cpu().double()
         bias = rest[0].detach().cpu().double() if rest else None  # an RMSNorm has none
@@ -50,8 +50,8 @@ def gain_of(model: PreTrainedModel) -> Gain | None:
 
 
 def _start(model: PreTrainedModel) -> float:
-    """What every element of the gain started from (eq. 11), as the configuration says."""
-    n_text = model.config.text_embedding_norm  # of the embeddings as they were then
+    """The initial value of the gain (eq. 11), from the configuration."""
+    n_text = model.config.text_embedding_norm  # of the initial embeddings
     if n_text is None:
         scale_text, scale_all = embedding_scales(model.config.text_config)
         n_text = scale_text * scale_all * embedding_table_of(model, name="", top=0).mean

@@ -20,11 +20,7 @@ from .moments import RunningMoments, widest
 
 
 class InterfaceProbe:
-    """Hooks on encoder and projector that keep running moments of the norms of rows.
-
-    Args:
-        parts: The model's parts.
-    """
+    """Hooks on encoder and projector that keep running moments of the norms of rows."""
 
     def __init__(self, parts: Parts):
         self._parts = parts
@@ -34,7 +30,7 @@ class InterfaceProbe:
         with align_module_device(parts.embeddings):
             self._row_norms = embedding_row_norms(parts.embeddings.weight)  # type: ignore[arg-type]
         self.newline: Tensor | None = None
-        """For each image token of the last forward pass in order, whether it is a learned newline."""
+        """For each image token of the last forward pass, in order, whether it is a learned newline."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -45,8 +41,7 @@ class InterfaceProbe:
             if self._parts.norm is not None:
                 handles.append(self._parts.norm.register_forward_pre_hook(self._before_norm))
         inner = self._parts.inner
-        original = inner.get_image_features  # a method, which no hook reaches
-        of_instance = vars(inner).get("get_image_features")
+        original = inner.get_image_features  # a method, so hooks do not see its output
 
         @functools.wraps(original)
         def measured(*args: Any, **kwargs: Any) -> Any:
@@ -59,17 +54,15 @@ class InterfaceProbe:
             yield
         finally:
             del inner.get_image_features
-            if of_instance is not None:
-                inner.get_image_features = of_instance
             for handle in handles:
                 handle.remove()
 
     def add_text(self, ids: Tensor) -> None:
-        """Counts the rows of the embedding matrix of text tokens `(n,)`."""
+        """Adds the norms of the embedding rows of text tokens `(n,)`."""
         self._moments["text_raw"].add(self._row_norms[ids.cpu()])
 
     def result(self, received: dict[str, Moments]) -> Interface:
-        """What was measured, with the norms that the decoder received, by kind."""
+        """The norms at all stages, given those that the decoder received, by kind."""
         found = {name: moments.result() for name, moments in self._moments.items()}
         raw = RunningMoments()
         raw.add(self._row_norms[counted_rows(self._row_norms, self._parts.image_token)])
@@ -77,7 +70,7 @@ class InterfaceProbe:
         scale: float | None = self._expected_scale()
         if text and text_raw and text_raw.mean:
             scale = text.mean / text_raw.mean
-            # Where something else than a factor lies between rows and decoder, the deviation does not scale along.
+            # If more than a factor lies between rows and decoder, the deviation does not scale with the mean.
             scale = scale if abs(text.std - scale * text_raw.std) <= 0.01 * text.mean else None
         vocabulary = None
         if stored is not None and scale is not None:
@@ -121,8 +114,8 @@ class InterfaceProbe:
             return
         if output.pooler_output is None:
             raise ValueError(
-                f"get_image_features of {type(self._parts.inner).__name__} has no pooler_output, by which learned "
-                "rows at image positions are told from the image's. This family cannot be measured."
+                f"get_image_features of {type(self._parts.inner).__name__} has no pooler_output, which is needed to "
+                "tell learned rows from the image's. This family cannot be measured."
             )
         rows = torch.cat([each.reshape(-1, each.shape[-1]) for each in output.pooler_output])
         same = [(rows == row.to(rows.device, rows.dtype)).all(-1) for row in learned if len(row) == rows.shape[-1]]
@@ -130,7 +123,7 @@ class InterfaceProbe:
 
     def _at_projector(self, projector: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
         features = args[0] if args else next(iter(kwargs.values()))
-        if not features.is_floating_point():  # Ovis looks its indicators up in the same table
+        if not features.is_floating_point():  # Ovis reads its indicators from the same table
             return
         if self._table is None:
             self._add("projector_input", features)

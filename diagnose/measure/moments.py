@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Mean and standard deviation of values that come in parts, in memory that does not grow with them."""
+"""Running mean and standard deviation, in constant memory."""
 
 import math
 
@@ -11,18 +11,18 @@ from ..report import Moments
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """The widest float that `device` computes with: float64, but on Apple's GPUs."""
+    """The widest float that `device` has: float64, except on Apple's GPUs."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 class RunningMoments:
-    """Moments of values by group, merged part by part (Chan, Golub and LeVeque's update), in the widest float.
+    """Running moments of values by group (Chan, Golub and LeVeque's update), in the widest float.
 
-    Nothing is read back until `result`, so that a GPU is not waited for.
+    Nothing is copied from a GPU until `results`, so that it does not have to be waited for.
 
     Args:
-        groups: How many groups there are.
-        quantities: How many values each token has; each has moments of its own.
+        groups: Number of groups.
+        quantities: Number of values that each token has, each with its own moments.
     """
 
     def __init__(self, groups: int = 1, quantities: int = 1):
@@ -30,12 +30,12 @@ class RunningMoments:
         self._state: tuple[Tensor, Tensor, Tensor] | None = None  # count, mean, sum of squared distances from the mean
 
     def add(self, values: Tensor, masks: Tensor | None = None) -> Tensor:
-        """Takes values in, and returns their means alone, `(groups, quantities)`, NaN where there is none.
+        """Adds values, and returns the means of these alone, `(groups, quantities)`, NaN without values.
 
         Args:
             values: `(n,)`, or `(quantities, n)`.
-            masks: Which of them belong to each group, boolean, `(n,)` or `(groups, n)`, or `(groups, quantities, n)`;
-                all, where it is left out. Values outside every group may be anything.
+            masks: Which values belong to each group: boolean, `(n,)`, `(groups, n)` or `(groups, quantities, n)`;
+                default all. Values outside every group may be NaN.
         """
         groups, quantities = self._shape
         values = values.detach().to(widest(values.device)).reshape(1, quantities, -1)
@@ -63,7 +63,7 @@ class RunningMoments:
         return means
 
     def results(self) -> list[list[Moments | None]]:
-        """Moments by group and quantity; None where no value came."""
+        """Moments by group and quantity; None without values."""
         groups, quantities = self._shape
         if self._state is None:
             return [[None] * quantities for _ in range(groups)]

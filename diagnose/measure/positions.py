@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What every position of a sequence holds: `report.KINDS`."""
+"""The kind of every token of a sequence: `report.KINDS`."""
 
 from collections.abc import Iterable
 
@@ -15,9 +15,9 @@ _ENDINGS = ("_token_id", "_token_ids", "_token_index")
 
 
 def boundary_ids(config: PreTrainedConfig) -> set[int]:
-    """Ids that a configuration and its text configuration name: starts and ends of vision, of a sequence, padding.
+    """Ids in a configuration and its text configuration: starts and ends of vision, of a sequence, padding.
 
-    The image token and Ovis' visual indicators, which stand for visual features, are not among them.
+    Without the image token and Ovis' visual indicators, which stand for visual features.
     """
     found: set[int] = set()
     for part in (config, config.get_text_config()):
@@ -28,7 +28,7 @@ def boundary_ids(config: PreTrainedConfig) -> set[int]:
 
 
 def tokenizer_ids(tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
-    """Ids of a tokenizer's special tokens; those added later and marked as special too."""
+    """Ids of a tokenizer's special tokens, including those added later."""
     if tokenizer is None:
         return set()
     added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -36,11 +36,11 @@ def tokenizer_ids(tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
 
 
 def token_positions(ids: Tensor, attention_mask: Tensor | None, image_token: int) -> dict[str, Tensor]:
-    """Where `"visual"` tokens are and where all others, `"text"`: masks `(batch, tokens)`. Padding is neither.
+    """Masks `(batch, tokens)` of `"visual"` tokens and of all others, `"text"`. Padding is neither.
 
     Args:
         ids: Token ids `(batch, tokens)`, image tokens expanded.
-        attention_mask: `(batch, tokens)`, 0 at padding; None where there is none.
+        attention_mask: `(batch, tokens)`, 0 at padding, or None.
         image_token: Id of the image token.
     """
     image = ids == image_token
@@ -57,12 +57,12 @@ def token_kinds(
     special: Iterable[int],
     newline: Tensor | None = None,
 ) -> Tensor:
-    """Masks `(len(KINDS), batch * tokens)`, boolean, one row for each kind; a position is in one of them or in none.
+    """Boolean masks `(len(KINDS), batch * tokens)`; a position is in one of them or, if it is padding, in none.
 
     Args:
         ids: Token ids `(batch, tokens)`, image tokens expanded.
-        attention_mask: `(batch, tokens)`, 0 at padding; None where there is none.
-        config: The model's; names the image token and Ovis' indicators.
+        attention_mask: `(batch, tokens)`, 0 at padding, or None.
+        config: The model's, with the image token and Ovis' indicators.
         special: Ids that are neither text nor visual.
         newline: For each image token in order, whether its row is a learned newline.
     """

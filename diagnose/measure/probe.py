@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The measurements of one vision-language model: `probe(model, batches) -> Report`."""
+"""Measuring a vision-language model: `probe(model, batches) -> Report`."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,23 +28,23 @@ def probe(
 ) -> Report:
     """Measures norms at the interface and rotation in depth (RQ1 to RQ4, figures 1 to 4), in one pass over `batches`.
 
-    Memory does not grow with the number of batches or of layers. The model is left as it was found. Its head is not
-    run. Hooks are on it while it runs: not to be used from two threads at once.
+    Memory does not grow with the number of batches or of layers. The model is unchanged afterwards; its head is not
+    run. Uses hooks, so not from two threads at once.
 
     Args:
         model: A vision-language model of transformers, in any precision, quantized, offloaded or with PEFT adapters.
         batches: Inputs of its forward pass: `input_ids` `(batch, tokens)` with image tokens expanded,
             `attention_mask`, `pixel_values` and whatever else the family needs. Labels are ignored.
-        tokenizer: Tells special tokens from text, besides those that the configuration names; or the processor.
-        name: What to call the model; by default the last part of the folder or Hub id it came from.
-        data: What to call the data.
+        tokenizer: Names special tokens, in addition to the configuration; or the processor.
+        name: Name of the model; by default the last part of its folder or Hub id.
+        data: Name of the data.
 
     Returns:
         The report, with `interface` and `depth` filled.
 
     Raises:
-        ValueError: The model cannot be read (`find_parts`), there is no batch, a batch has no `input_ids` or no token
-            is visual in all of them, or hidden states are NaN or infinite.
+        ValueError: The model cannot be read (`find_parts`), there is no batch, a batch has no `input_ids`, no batch
+            has a visual token, or hidden states are NaN or infinite.
     """
     if isinstance(batches, Mapping):
         raise ValueError("batches is one mapping. Give a list of batches, or any iterable of them.")
@@ -79,11 +79,11 @@ def probe(
     config, found = parts.model.config, interface.result(depth.norm_received())
     left_out = []
     if parts.projector is None:
-        left_out.append(f"The projector: where models of type {config.model_type!r} keep it is not known.")
+        left_out.append(f"The projector: its module in models of type {config.model_type!r} is not known.")
     if found.scale is None:
         left_out.append(
-            "N_text and what follows from it: the norms of text tokens are no multiple of those of their rows in the "
-            "embedding matrix, as with an adapter on it, or with position embeddings."
+            "N_text and what depends on it: the norms of text tokens are not proportional to those of their rows in "
+            "the embedding matrix, because of an adapter on it, or of position embeddings."
         )
     return Report(
         model=name or Path(config.name_or_path).name or config.model_type,
@@ -102,7 +102,7 @@ def probe(
 
 
 def decoder_dtype(parts: Parts) -> str:
-    """Of the decoder's weights: "float32", "bfloat16", ..., "4-bit" or "8-bit"."""
+    """Precision of the decoder's weights: "float32", "bfloat16", ..., "4-bit" or "8-bit"."""
     classes = {type(module).__name__ for module in parts.decoder.modules()}
     for name, bits in (("Linear4bit", "4-bit"), ("Linear8bitLt", "8-bit")):
         if name in classes:
@@ -111,14 +111,14 @@ def decoder_dtype(parts: Parts) -> str:
 
 
 def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A batch without labels, on the model's device and in its precision.
+    """The batch without labels, on the model's device and in its precision.
 
     Raises:
-        ValueError: It is no mapping with `input_ids`, its mask is not `(batch, tokens)`, or it has video or sound.
+        ValueError: It is not a mapping with `input_ids`, its mask is not `(batch, tokens)`, or it has video or sound.
     """
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         keys = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise ValueError(f"A batch has no input_ids, which tell image tokens from text; it has {keys}.")
+        raise ValueError(f"A batch must have input_ids, to tell image tokens from text; it has {keys}.")
     mask = batch.get("attention_mask")
     if mask is not None and mask.dim() != 2:
         raise ValueError(f"attention_mask has shape {tuple(mask.shape)}. Give (batch, tokens), 1 where attended.")
@@ -126,7 +126,7 @@ def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         raise ValueError(
             f"A batch has {' and '.join(others)}. Tokens of video and sound are not measured: give images."
         )
-    device = parts.model.device  # "meta" if offloaded: then accelerate's hooks move what comes
+    device = parts.model.device  # "meta" if offloaded: then accelerate's hooks move the inputs
     inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in ("labels", "use_cache")}
     for name, value in inputs.items():
         if isinstance(value, Tensor):
@@ -137,7 +137,7 @@ def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each module is in the mode that it was in."""
+    """Evaluation mode without gradients; afterwards each module is in its earlier mode."""
     modes = {module: module.training for module in model.modules()}
     try:
         with torch.no_grad():

@@ -2,69 +2,48 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """`report.html`: all that a diagnosis found in one file, for a person."""
 
-import struct
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from PIL import Image
 
 from ...checkpoint.files import finished_file
 from ..findings import findings
 from ..paper import paper_ratios
 from ..report import PAGE, Drawing, Report
 from ..verdict import asymmetry, entry_ratio, number, verdict
-from .appendix import attention_tables, dynamics_tables, embedding_tables, gain_tables
-from .tables import Table, depth_tables, interface_tables, model_table, theory_tables, vocabulary_tables
+from .tables import (
+    attention_tables,
+    depth_tables,
+    embedding_tables,
+    gain_tables,
+    interface_tables,
+    model_table,
+    theory_tables,
+)
 
 
 SECTIONS = {
     "interface": (
         "At the interface",
         "Tokens between the vision encoder and the first decoder layer (RQ1, RQ2).",
+        interface_tables,
     ),
-    "vocabulary": ("Visual vocabulary", "A visual embedding table takes the place of a projector (RQ4)."),
-    "depth": ("In depth", "What the decoder's layers do to visual and to text tokens (RQ3, section 3)."),
-    "embeddings": ("Embedding matrices", "The language models' text embeddings, as stored (appendix C)."),
-    "gain": ("Gain", "The norm after the projector, and how far training has taken it (section 5.3)."),
-    "dynamics": ("Training dynamics", "Inter-layer cosines recorded during training (appendix F)."),
-    "attention": ("Attention", "Where the text after an image looks in it (appendix G)."),
-    "theory": ("Theory", "What the norms predict of the rotation (section 3.1)."),
+    "depth": ("In depth", "What the decoder's layers do to visual and to text tokens (RQ3, section 3).", depth_tables),
+    "embeddings": (
+        "Embedding matrices",
+        "The language models' text embeddings, as stored (appendix C).",
+        embedding_tables,
+    ),
+    "gain": ("Gain", "The norm after the projector, and what training changed (section 5.3).", gain_tables),
+    "dynamics": ("Training dynamics", "Inter-layer cosines recorded during training (appendix F).", None),
+    "attention": ("Attention", "Where the text after an image looks in it (appendix G).", attention_tables),
+    "theory": ("Theory", "What the norms predict of the rotation (section 3.1).", theory_tables),
 }
-"""Title and subject of each section by its id, in reading order; all but "vocabulary" are `Drawing.section`."""
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A number in large type: the model's, the baseline's, and what the paper has of it."""
-
-    title: str
-    value: str
-    baseline: str | None
-    paper: str | None
-
-
-@dataclass(frozen=True)
-class Image:
-    """A drawing as the page holds it."""
-
-    title: str
-    caption: str
-    source: str
-    width: int
-    height: int
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page that has something to show."""
-
-    id: str
-    title: str
-    subject: str
-    tables: list[Table]
-    images: list[Image]
+"""`Drawing.section`: the section's title, subject and tables, in reading order."""
 
 
 def write_page(
@@ -75,23 +54,18 @@ def write_page(
     *,
     provenance: Mapping[str, str],
 ) -> Path:
-    """Writes `report.html` into `folder`: one file that needs no other and asks for nothing.
+    """Writes `report.html` into `folder`, with style and figures inside.
 
     Args:
         report: Of the model in question.
         against: Of the baseline.
-        drawings: The figures, whose files lie in `folder`.
-        folder: Where `report.html` appears, whole or not at all.
+        drawings: The figures, whose files are in `folder`.
+        folder: Where `report.html` is written, atomically.
         provenance: Where the numbers come from: names and versions, in reading order.
 
     Raises:
         OSError: A figure cannot be read, or the page cannot be written.
-        ValueError: A drawing belongs to no section, or its file is no PNG.
     """
-    if unknown := [drawing for drawing in drawings if drawing.section not in SECTIONS]:
-        raise ValueError(
-            f"{unknown[0].file} is of section {unknown[0].section!r}. Choose one of {', '.join(SECTIONS)}."
-        )
     models = [report] if against is None else [against, report]
     claims = findings(report, against)
     if all(claim.outcome == "does not apply" for claim in claims):  # a vision encoder or a language model alone
@@ -119,51 +93,34 @@ def write_page(
     return path
 
 
-def _sections(models: Sequence[Report], drawings: Sequence[Drawing], folder: Path) -> list[Section]:
-    tables = {
-        "interface": interface_tables(models),
-        "vocabulary": vocabulary_tables(models),
-        "depth": depth_tables(models),
-        "embeddings": embedding_tables(models),
-        "gain": gain_tables(models),
-        "dynamics": dynamics_tables(models),
-        "attention": attention_tables(models),
-        "theory": theory_tables(models),
-    }
-    sections = [
-        Section(
-            id,
-            title,
-            subject,
-            [table for table in tables[id] if table.rows],
-            [_image(drawing, folder) for drawing in drawings if drawing.section == id],
-        )
-        for id, (title, subject) in SECTIONS.items()
-    ]
-    return [section for section in sections if section.tables or section.images]
+def _sections(models: list[Report], drawings: Sequence[Drawing], folder: Path) -> list[dict[str, Any]]:
+    """The sections that have something to show."""
+    sections = []
+    for id, (title, subject, tables_of) in SECTIONS.items():
+        tables = [table for table in tables_of(models) if table.rows] if tables_of else []
+        images = [_image(drawing, folder) for drawing in drawings if drawing.section == id]
+        if tables or images:
+            sections.append({"id": id, "title": title, "subject": subject, "tables": tables, "images": images})
+    return sections
 
 
-def _image(drawing: Drawing, folder: Path) -> Image:
-    data = (folder / drawing.file).read_bytes()
-    if data[:8] != b"\x89PNG\r\n\x1a\n":
-        raise ValueError(f"{drawing.file} is no PNG file. Draw it again.")
-    width, height = struct.unpack(">II", data[16:24])
-    source = f"data:image/png;base64,{b64encode(data).decode()}"
-    return Image(drawing.title, drawing.caption, source, width, height)
+def _image(drawing: Drawing, folder: Path) -> dict[str, Any]:
+    path = folder / drawing.file
+    with Image.open(path) as image:
+        width, height = image.size
+    source = f"data:image/png;base64,{b64encode(path.read_bytes()).decode()}"
+    return {"title": drawing.title, "caption": drawing.caption, "source": source, "width": width, "height": height}
 
 
-def _measures(report: Report, against: Report | None) -> list[Measure]:
+def _measures(report: Report, against: Report | None) -> list[dict[str, Any]]:
+    """The numbers in large type: the model's, the baseline's, and the range in the paper."""
     low, high = (number(limit(paper_ratios().values()), 2) for limit in (min, max))
-    ratios = [
-        (
-            "Norm of visual tokens over that of text",
-            entry_ratio,
-            f"the paper's models {low} to {high}",
-        ),
-        ("Rate of visual tokens over that of text", asymmetry, None),
-    ]
-    return [
-        Measure(title, number(value, 3), number(ratio(against), 3) if against else None, paper)
-        for title, ratio, paper in ratios
-        if (value := ratio(report)) is not None
-    ]
+    measures = []
+    for title, ratio, paper in (
+        ("Norm of visual tokens / norm of text", entry_ratio, f"the paper's models {low} to {high}"),
+        ("Rotation of visual tokens / rotation of text", asymmetry, None),
+    ):
+        if (value := ratio(report)) is not None:
+            baseline = number(ratio(against), 3) if against else None
+            measures.append({"title": title, "value": number(value, 3), "baseline": baseline, "paper": paper})
+    return measures

@@ -175,15 +175,6 @@ def test_a_model_is_left_as_it_was_after_an_error(training):
     assert not any(layer.self_attn._forward_hooks for layer in model.get_decoder().layers)
 
 
-def test_an_implementation_chosen_before_is_chosen_after():
-    model = tiny.model()
-    model.set_attn_implementation({"text_config": "flex_attention", "vision_config": "eager"})
-    ask(model, tiny.inputs())
-    assert model.config.text_config._attn_implementation == "flex_attention"
-    assert model.config.vision_config._attn_implementation == "eager"
-    assert model.config._attn_implementation == "sdpa"
-
-
 def test_queries_that_are_zero_look_everywhere_evenly():
     model, batch = tiny.model(), tiny.inputs(text=3)
     for layer in model.get_decoder().layers:
@@ -222,12 +213,9 @@ def test_bottom_bias_of_given_maps(rows):
     assert bottom_bias(bottom) == pytest.approx(min(rows, 3))
     if rows > 1:
         assert bottom_bias(bottom.flip(0)) == 0.0
-
-
-def test_bottom_bias_counts_a_row_at_the_edge_in_part():
-    weights = [3 * w for w in (0, 0, 1 / 3, 1)]  # of four rows, the bottom third is a row and a third
-    for row, weight in enumerate(weights):
-        assert bottom_bias(torch.eye(4, dtype=torch.float64)[row][:, None]) == pytest.approx(weight, abs=1e-12)
+    if rows == 4:  # the bottom third is a row and a third
+        weights = [bottom_bias(row[:, None]) for row in torch.eye(4, dtype=torch.float64)]
+        assert weights == pytest.approx([0, 0, 1, 3], abs=1e-12)
 
 
 def test_relative_entropy_of_given_maps():
@@ -333,7 +321,7 @@ def test_layers_without_attention_are_left_out():
 
 def test_errors_say_what_to_do():
     model, batch = tiny.model(), tiny.inputs()
-    with pytest.raises(ValueError, match="2 sequences.*one question at a time"):
+    with pytest.raises(ValueError, match="2 sequences.*one question"):
         ask(model, tiny.inputs(batch=2))
     with pytest.raises(ValueError, match="no visual token.*97"):
         ask(model, tiny.inputs(images=0))

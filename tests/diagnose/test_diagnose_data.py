@@ -67,9 +67,9 @@ def test_a_folder_of_images_without_questions(tmp_path):
     assert any("(train/blue.png)" in name for name in found) and not any(str(tmp_path) in name for name in found)
 
 
-def test_too_few_samples_are_all_taken_and_it_is_said(tmp_path, caplog):
+def test_too_few_samples_are_all_used_with_a_warning(tmp_path, caplog):
     assert len(load_samples(str(image_folder(tmp_path / "mine")), 100).samples) == 3
-    assert "100 samples were asked for, and mine gives 3" in caplog.text
+    assert "mine has only 3 of the 100 samples" in caplog.text
 
 
 def test_the_seed_decides_which_are_drawn(tmp_path):
@@ -100,42 +100,16 @@ def test_a_data_set_saved_to_disk_and_its_splits(tmp_path):
         load_samples(f"{tmp_path / 'two'}:validation", 1)
 
 
-def test_the_json_of_llava(tmp_path):
-    path = train_data.write_json(tmp_path / "llava", train_data.mixed_rows())
-    assert drawn(load_samples(str(path), 3)) == {
-        "data.json, row 0 (green.png)": "Which colour?",
-        "data.json, row 2 (red.png)": "What is this?",
-        "data.json, row 3 (sub/blue.png)": "Which colour?",
-    }
-    assert drawn(load_samples(str(path.parent), 3)) == drawn(load_samples(str(path), 3))
-
-
-def test_questions_are_found_in_any_known_column(tmp_path):
-    parts = [{"type": "image"}, {"type": "text", "text": "In parts?"}, {"type": "image"}]
+def test_a_row_gives_its_first_image_and_question(tmp_path):
     rows = [
-        {"question": "Asked?", "text": "not this"},
         {"messages": [{"role": "system", "content": "no"}, {"role": "user", "content": "<image>First?<image>"}]},
-        {"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "no"}], "text": "no"},
-        {"prompt": [{"role": "user", "content": "Prompted?"}], "completion": "no"},
-        {"prompt": "Plainly?"},
-        {"text": "A caption."},
         {"question": "Which?", "hint": "Look.", "A": "a cat", "B": "a dog", "C": "nan", "D": "nan", "answer": "A"},
-        {"question": "Which?", "hint": "nan", "A": "a cat", "B": "a dog"},
-        {},
+        {"text": "A caption."},
     ]
     train_data.write_json(tmp_path / "mine", [{**row, "images": ["red.png", "blue.png"]} for row in rows])
     found = load_samples(str(tmp_path / "mine"), 9).samples
-    assert [sample.question for sample in sorted(found, key=lambda sample: sample.name)] == [
-        "Asked?",
-        "First?",
-        "In parts?",
-        "Prompted?",
-        "Plainly?",
-        PROMPT,
-        "Look.\nWhich?\nA. a cat\nB. a dog",
-        "Which?\nA. a cat\nB. a dog",
-        PROMPT,
-    ]
+    questions = [sample.question for sample in sorted(found, key=lambda sample: sample.name)]
+    assert questions == ["First?", "Look.\nWhich?\nA. a cat\nB. a dog", PROMPT]
     assert all("red.png" in sample.name for sample in found)
 
 
@@ -149,12 +123,7 @@ def test_images_of_any_mode_become_rgb(tmp_path):
 def test_bad_data_are_named_before_any_work(tmp_path):
     folder = image_folder(tmp_path / "mine")
     (folder / "train" / "green.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"The image of metadata.jsonl, row 1 \(train/green.png\) cannot .*identify"):
-        load_samples(str(folder), 3)
-    (folder / "train" / "green.png").unlink()
-    with pytest.raises(
-        ValueError, match=r"metadata.jsonl, row 1 \(train/green.png\) cannot .*no such image in image_fol"
-    ):
+    with pytest.raises(ValueError, match=r"metadata.jsonl, row 1 \(train/green.png\) cannot .*identify"):
         load_samples(str(folder), 3)
     (folder / "metadata.jsonl").write_text('{"question": "no file?"}')
     with pytest.raises(ValueError, match="mine has no row with an image"):
@@ -162,36 +131,34 @@ def test_bad_data_are_named_before_any_work(tmp_path):
     with pytest.raises(ValueError, match="no file in .*mine has 'test' in its name: metadata.jsonl"):
         load_samples(f"{folder}:test", 3)
     (folder / "metadata.jsonl").unlink()
-    with pytest.raises(ValueError, match="it is a folder of images, and has no splits. Name a folder in it"):
+    with pytest.raises(ValueError, match="a folder of images, and has no splits"):
         load_samples(f"{folder}:test", 3)
-    (tmp_path / "json").mkdir()
-    (tmp_path / "json" / "link.png").symlink_to(folder / "test_red.png")
-    for rows, message in (
-        ([{"image": "link.png", "question": "?"}], r"link.png: the image is a link that leaves image_folder"),
-        ([{"image": "red.png", "title": "red"}], r"row 0 \(red.png\) cannot .* form is not known. .* image, title"),
-        ([{"img": "red.png", "question": "?"}], r"what looks like an image is not read: column img \(1 rows\)"),
-        ([{"image": "/etc/x.png", "question": "?"}], r"row 0 \(x.png\) cannot .*/etc/x.png leaves image_folder"),
-        ([{"image": {"path": "file:///etc/x.png"}, "question": "?"}], "is an address, and nothing is fetched"),
-        ([{"image": "red.png", "question": " "}], r"row 0 \(red.png\) has no question"),
-        ([llava("Q", "A")], "data.json has no row with an image"),
-        (
-            [{"image": 3, "question": "?"}],
-            "data.json, row 0 cannot be used: an image must be a path, bytes, or .* got 3",
-        ),
-        (["text"], "data.json, row 0 cannot be used: a row must be a mapping from column to value, got 'text'"),
-    ):
-        path = train_data.write_json(tmp_path / "json", rows)
-        with pytest.raises(ValueError, match=message):
-            load_samples(str(path), 1)
 
 
-@pytest.mark.parametrize("count", [0, -3])
-def test_a_count_that_is_not_positive(count):
-    with pytest.raises(ValueError, match=f"number of samples is {count}; it must be at least 1"):
-        load_samples(None, count)
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"image": "red.png", "title": "red"}, r"row 0 \(red.png\) cannot .* form is not known. .* image, title"),
+        ({"img": "red.png", "question": "?"}, r"what looks like an image is not read: column img \(1 rows\)"),
+        ({"image": "/etc/x.png", "question": "?"}, r"row 0 \(x.png\) cannot .*/etc/x.png leaves image_folder"),
+        ({"image": {"path": "file:///etc/x.png"}, "question": "?"}, "is an address, and nothing is fetched"),
+        ({"image": "red.png", "question": " "}, r"row 0 \(red.png\) has no question"),
+        (llava("Q", "A"), "data.json has no row with an image"),
+        ({"image": 3, "question": "?"}, "data.json, row 0 cannot be used: an image must be .* got 3"),
+    ],
+)
+def test_bad_rows_are_named(row, message, tmp_path):
+    path = train_data.write_json(tmp_path / "json", [row])
+    with pytest.raises(ValueError, match=message):
+        load_samples(str(path), 1)
 
 
-def test_data_that_are_not_there(tmp_path):
+def test_a_count_that_is_not_positive():
+    with pytest.raises(ValueError, match="number of samples is 0; it must be at least 1"):
+        load_samples(None, 0)
+
+
+def test_data_that_does_not_exist(tmp_path):
     with pytest.raises(ValueError, match="nobody/nothing is no file or folder here. The data set nobody/nothing"):
         load_samples("nobody/nothing", 1)
     with pytest.raises(ValueError, match="no data file .*none.json"):
@@ -208,14 +175,14 @@ def test_the_built_in_images(caplog):
     assert names == list(drawn(load_samples(None, 40))) != list(drawn(load_samples(None, 40, seed=1)))
     assert {name.split(" (")[0] for name in names} == {"shape", "colour", "yes/no", "emoji"}
     assert not any("/" in name.split(" (")[1] for name in names)
-    assert len(load_samples(None, 1000).samples) == 340 and "gives 340: all of them are taken" in caplog.text
+    assert len(load_samples(None, 1000).samples) == 340 and "only 340" in caplog.text
 
 
 def test_the_built_in_images_without_a_connection(tmp_path, monkeypatch):
     monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path))
     for name, value in {"CONFIG_FILE": "/dev/null", "INDEX_URL": "http://127.0.0.1:9", "RETRIES": "0"}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
-    with pytest.raises(FetchError, match="are not here and cannot be fetched; data of your own need no .* easy-vqa"):
+    with pytest.raises(FetchError, match="cannot be fetched.*--data.* easy-vqa"):
         load_samples(None, 2)
 
 
@@ -246,6 +213,7 @@ def hub_data(folder: Path, name: str, files: dict[str, list], configs: list) -> 
     return folder / name
 
 
+@pytest.mark.slow
 def test_the_hub_and_the_benchmarks_of_the_paper(tmp_path):
     numbered = [{"question": f"{i}?"} for i in range(9)]
     choices = [{**row, "hint": "nan", "A": "yes", "B": "no", "C": "nan", "D": "nan"} for row in numbered]
@@ -346,15 +314,13 @@ def test_errors_of_the_processor_name_the_sample(checkpoint):
     processor = AutoProcessor.from_pretrained(checkpoint)
     with pytest.raises(ValueError, match="batch size is 0"):
         list(batches(processor, samples("Fine?"), 0))
-    with pytest.raises(ValueError, match="No model inputs can be made of row 1: .*"):
+    with pytest.raises(ValueError, match="fails for row 1: .*"):
         list(batches(processor, samples("Fine?", "Is <image> <image> one?", "Fine?"), 3))
     processor.tokenizer.model_max_length = 60
-    with pytest.raises(
-        ValueError, match="made of row 2: its 1.. tokens are more than the 60 that the tokenizer allows"
-    ):
+    with pytest.raises(ValueError, match="fails for row 2: its 1.. tokens are more than the 60"):
         list(batches(processor, samples("Fine?", "Fine?", "Too long? " * 12), 3))
     processor.chat_template, processor.image_token = None, None
-    with pytest.raises(ValueError, match="LlavaProcessor has neither a chat template nor an image token"):
+    with pytest.raises(ValueError, match="LlavaProcessor has neither"):
         list(batches(processor, samples("Fine?"), 1))
 
 

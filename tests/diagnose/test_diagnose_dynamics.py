@@ -23,6 +23,9 @@ from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.run import main
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parts")
@@ -151,14 +154,14 @@ def test_a_batch_without_images_leaves_an_empty_curve(tmp_path):
 def test_a_line_that_is_no_record_is_named(tmp_path, line, said):
     good = '{"step": 1, "visual": [0.1], "text": [0.2]}'
     (tmp_path / DYNAMICS).write_text(f"{good}\n{line}\n")
-    with pytest.raises(ValueError, match=rf"Line 2 of .*{DYNAMICS} is no record.*{said}.*Remove the line"):
+    with pytest.raises(ValueError, match=rf"Line 2 of .*{DYNAMICS} is not a record.*{said}.*Remove the line"):
         read_dynamics(tmp_path)
 
 
 @pytest.mark.parametrize("text", ['{"log_history": [{"step"', "[]", '{"log_history": [[1]]}', '{"log_history": [{}]}'])
 def test_a_state_that_is_none_is_named(tmp_path, text):
     (tmp_path / STATE).write_text(text)
-    with pytest.raises(ValueError, match=f"{STATE} is no state of the Trainer.*Remove it"):
+    with pytest.raises(ValueError, match=f"{STATE} is not a state of the Trainer.*Remove it"):
         read_training_log(tmp_path)
 
 

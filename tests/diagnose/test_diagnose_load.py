@@ -147,12 +147,12 @@ def test_remote_code_that_loads_no_model(tmp_path):
         find(str(tmp_path), trust_remote_code=True)
 
 
-def test_what_is_not_there(tmp_path):
+def test_what_does_not_exist(tmp_path):
     with pytest.raises(ValueError, match="nobody/nothing is no file or folder here, and the Hub"):
         find("nobody/nothing")
     with pytest.raises(ValueError, match="nothing is no file or folder here. Check the path"):
         find(str(tmp_path / "nothing"))
-    with pytest.raises(ValueError, match="has no config.json, and so is no model of transformers"):
+    with pytest.raises(ValueError, match="has no config.json"):
         find(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json is no JSON"):
@@ -171,6 +171,7 @@ for name in ("user/adapter", "user/none"):
 """
 
 
+@pytest.mark.slow
 def test_models_of_the_hub(tmp_path):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
@@ -186,7 +187,7 @@ def test_models_of_the_hub(tmp_path):
 
 def test_models_of_another_kind(tmp_path):
     T5Model(T5Config(vocab_size=9, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a 't5' model: no vision-language model .* Name one of these"):
+    with pytest.raises(ValueError, match="is a 't5' model. Give a vision-language model"):
         find(str(tmp_path))
 
 
@@ -199,7 +200,7 @@ def test_a_vision_language_model_without_its_processor(tmp_path, monkeypatch):
     folder.mkdir()
     remote(folder, "AutoModelForImageTextToText")
     tiny_parts.tokenizer().save_pretrained(folder)
-    with pytest.raises(ValueError, match="has a tokenizer and no processor for images. .*save_pretrained"):
+    with pytest.raises(ValueError, match="no processor for images. .*save_pretrained"):
         find(str(folder), trust_remote_code=True)
 
 

@@ -1,7 +1,8 @@
 import dataclasses
+import math
 import re
 from html.parser import HTMLParser
-from pathlib import Path
+from statistics import fmean
 
 import pytest
 from browser import chromium, load
@@ -9,7 +10,6 @@ from diagnosed import diagnosed
 from PIL import Image
 
 from normalign_llava.diagnose.findings import findings
-from normalign_llava.diagnose.page import write as page_module
 from normalign_llava.diagnose.page.write import write_page
 from normalign_llava.diagnose.report import (
     Attention,
@@ -85,36 +85,34 @@ def test_opens_with_the_verdict(tmp_path):
 
 
 def test_every_number_appears(tmp_path):
-    page = written(tmp_path, diagnosed(1.02, "layer_norm", "with-norm"), diagnosed())
-    cells = set(page.cells)
-    interface = {"71.78", "13.95", "1,088", "28.71", "39.96", "45.58", "12.34", "5.678", "0.02130", "0.001234", "713"}
-    ratios = {"37.00", "1.020", "32.38", "0.8927", "1.000"}
-    depth = {"55.50", "8.625", "33.69", "97.4°", "0.9997", "1.28°", "42.8°", "0.9900", "output", "30"}
-    tables = {"0.6908", "0.1610", "49,152", "2.459", "' token0'", "1009"}
-    gain = {"2.281", "0.04000", "0.01520", "0.01970", "0.8765", "0.4321"}
-    others = {"0.9245", "0.9345", "1,000", "4 × 4", "0.1800", "0.9300", "1.070", "1.610"}
-    for expected in (interface, ratios, depth, tables, gain, others):
-        assert expected <= cells, expected - cells
+    report = diagnosed(1.02, "layer_norm", "with-norm", left_out=["Attention: it takes images."])
+    page = written(tmp_path, report, diagnosed())
+    rotation = f"{math.degrees(fmean(report.depth.rotation['text'].mean[:-1])):.1f}°"
+    for section, expected in {
+        "interface": {"71.78 ± 13.95", "28.71 ± 16.87", "39.96 ± 45.58", "12.34 ± 5.678", "3.240 ± 0.001234"},
+        "ratios": {"37.00", "1.020", "32.38", "0.8927", "1.000"},
+        "depth": {"55.50", "8.625", "33.69", "97.4°", rotation},
+        "embeddings": {"0.6908", "0.1610", "49,152"},
+        "gain": {"2.281", "0.04000", "0.01520", "0.01970", "0.8765", "0.4321"},
+        "attention": {"0.180", "0.930", "1.07", "1.61"},
+        "data": {"bfloat16", "576", "easy-VQA, held out", "64", "1,024", "30"},
+    }.items():
+        assert expected <= set(page.cells), (section, expected - set(page.cells))
+    assert "Attention: it takes images." in page.text
+    assert "transformers 5.23.0 Data set easy-VQA at 1a2b3c" in page.text
 
 
 def test_the_papers_rows_stand_beside(tmp_path):
-    report = diagnosed(embeddings=diagnosed().embeddings, gain=diagnosed(1.0, "layer_norm").gain, norm="layer_norm")
+    report = diagnosed(gain=diagnosed(1.0, "layer_norm").gain, norm="layer_norm")
     interface = dataclasses.replace(
         report.interface, visual_table=Moments(63.21, 0.7654, 9), indicator_table=Moments(5.4321, 0.5, 5)
     )
-    cells = set(written(tmp_path, dataclasses.replace(report, interface=interface)).cells)
+    cells = set(written(tmp_path, dataclasses.replace(report, interface=interface, attention=[])).cells)
     assert {"3,484.24 ± 3,882.82", "4.58 ± 2.03", "66.1", "59.37 ± 106.08", "1.38"} <= cells  # tables 1, 2
     assert {"63.21 ± 0.7654", "5.432 ± 0.5000", "64.00 ± 0.71", "1.38 ± 0.32"} <= cells  # table 3
     assert {"53.2500", "0.9609", "2.2812", "0.0400"} <= cells  # table 5
     assert {"0.8031", "0.8965", "0.1588"} <= cells  # table 6
-
-
-def test_provenance_and_what_was_left_out(tmp_path):
-    page = written(tmp_path, diagnosed(left_out=["Attention: it takes images."], attention=[]))
-    assert "Left out What was not measured, and why. Attention: it takes images." in page.text
-    assert "transformers 5.23.0 Data set easy-VQA at 1a2b3c" in page.text
-    assert {"bfloat16", "576", "easy-VQA, held out", "64", "1,024", "30"} <= set(page.cells)
-    assert "attention" not in page.values("id") and "Where the text after an image looks" not in page.text
+    assert "Where the text after an image looks" not in cells  # a section with nothing in it
 
 
 def test_an_encoder_alone(tmp_path):
@@ -127,7 +125,7 @@ def test_an_encoder_alone(tmp_path):
     assert "71.78 ± 13.97" in page.cells and "In depth" not in page.text and "img" not in page.tags
 
 
-def test_asks_for_nothing_and_leads_nowhere(tmp_path):
+def test_the_page_loads_and_links_to_nothing_outside(tmp_path):
     page = written(tmp_path, *hostile())
     assert all(link.startswith("#") or link == "data:," for link in page.values("href"))
     assert {link[1:] for link in page.values("href") if link[0] == "#"} <= set(page.values("id"))
@@ -141,50 +139,26 @@ def test_asks_for_nothing_and_leads_nowhere(tmp_path):
     ]
 
 
-def test_words_of_others_are_text(tmp_path):
+def test_text_of_models_and_data_is_escaped(tmp_path):
     page = written(tmp_path, *hostile())
-    assert not {"script", "iframe", "a onerror"} & set(page.tags) and page.tags.count("img") == 2
+    assert not {"script", "iframe"} & set(page.tags) and page.tags.count("img") == 2
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
-    assert page.text.count(HOSTILE) >= 4
-    assert repr(HOSTILE) in page.cells
+    assert page.text.count(HOSTILE) >= 3
 
 
-def test_tables_are_for_everyone(tmp_path):
+def test_tables_are_accessible(tmp_path):
     page = written(tmp_path, diagnosed(1.0, "layer_norm", "ours"), diagnosed())
-    assert page.tags.count("caption") == page.tags.count("table") == page.tags.count("thead") > 10
+    assert page.tags.count("caption") == page.tags.count("table") == page.tags.count("thead") > 7
     scopes = page.values("scope")
-    assert len(scopes) == page.tags.count("th") and {"row", "col", "colgroup", "rowgroup"} == set(scopes)
+    assert len(scopes) == page.tags.count("th") and {"row", "col", "rowgroup"} == set(scopes)
     assert page.values("lang") == ["en"] and "" not in page.values("alt")
     assert page.values("tabindex").count("0") == page.values("role").count("region") == page.tags.count("table") + 2
 
 
-@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_contrast(scheme):
-    css = (Path(page_module.__file__).parent / "templates" / "report.css").read_text(encoding="utf-8")
-    block = re.findall(r":root \{(.*?)\}", css, re.DOTALL)[scheme]
-    colours = dict(re.findall(r"--(\w+): #([0-9a-f]+);", block))
-
-    def luminance(colour: str) -> float:
-        colour = colour if len(colour) == 6 else "".join(2 * digit for digit in colour)
-        linear = [int(colour[place : place + 2], 16) / 255 for place in (0, 2, 4)]
-        linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in linear]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    page = luminance(colours["page"])
-    for name in ("ink", "muted", "accent", "contrary"):
-        low, high = sorted((page, luminance(colours[name])))
-        assert (high + 0.05) / (low + 0.05) >= 4.5, name  # WCAG 2, level AA
-
-
-def test_errors_come_before_anything_is_written(tmp_path):
-    with pytest.raises(ValueError, match="x.png is of section 'nowhere'. Choose one of interface, "):
-        write_page(diagnosed(), None, [Drawing("x.png", "", "", "nowhere")], tmp_path, provenance={})
+def test_a_figure_that_is_missing_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="x.png"):
         write_page(diagnosed(), None, [Drawing("x.png", "", "", "depth")], tmp_path, provenance={})
-    (tmp_path / "x.png").write_bytes(b"GIF89a")
-    with pytest.raises(ValueError, match="x.png is no PNG file"):
-        write_page(diagnosed(), None, [Drawing("x.png", "", "", "depth")], tmp_path, provenance={})
-    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_in_a_browser(tmp_path):
@@ -196,6 +170,3 @@ def test_in_a_browser(tmp_path):
             assert page.console == [] and page.failed == [] and page.undecoded == []
             assert page.requests == [(tmp_path / "report.html").as_uri()]
             assert page.scroll_width <= page.client_width
-            browser.execute_script("document.querySelectorAll('details').forEach(each => each.open = true)")
-            width_when_open = browser.execute_script("return document.documentElement.scrollWidth")
-            assert width_when_open <= page.client_width

@@ -147,7 +147,7 @@ def test_memory_does_not_grow_with_batches():
     def batches():
         import gc
 
-        for _ in range(6):
+        for _ in range(3):
             yield {name: value.clone() for name, value in batch.items()}
             gc.collect()
             alive.append(sum(each.numel() for each in gc.get_objects() if type(each) is torch.Tensor))
@@ -255,44 +255,26 @@ def test_rows_that_are_more_than_scaled_have_no_n_text():
     assert "N_text" in report.left_out[0]
 
 
-def test_batches_may_come_from_the_model_itself():
-    model, batch = vlm_families.make("llava_next")
-    expected = probe(model, [batch, batch])
-    original = model.model.get_image_features
-    model.model.get_image_features = lambda *args, **kwargs: original(*args, **kwargs)
-    own = model.model.get_image_features
-
-    def batches():
-        for _ in range(2):
-            model(**batch)
-            probe(model, [batch])
-            yield batch
-
-    assert probe(model, batches()) == expected
-    assert model.model.get_image_features is own
-
-
-def test_refusals_name_the_remedy():
+@pytest.mark.parametrize(
+    ("batches_of", "message"),
+    [
+        (lambda batch: [], "no batch"),
+        (lambda batch: [{"pixel_values": batch["pixel_values"]}], "input_ids.*pixel_values"),
+        (lambda batch: batch, "Give a list of batches"),
+        (lambda batch: [[1, 2]], "input_ids.*list"),
+        (lambda batch: [{**batch, "attention_mask": torch.ones(2, 1, 4, 4)}], r"shape \(2, 1, 4, 4\)"),
+        (lambda batch: [{**batch, "pixel_values_videos": batch["pixel_values"]}], "pixel_values_videos"),
+        (lambda batch: [{"input_ids": torch.tensor([[1, 5, 6]])}], "visual token.*97"),
+    ],
+)
+def test_batches_that_cannot_be_measured_are_refused(batches_of, message):
     model, batch = vlm_families.make("llava")
-    with pytest.raises(ValueError, match="no batch"):
-        probe(model, [])
-    with pytest.raises(ValueError, match="input_ids.*pixel_values"):
-        probe(model, [{"pixel_values": batch["pixel_values"]}])
-    with pytest.raises(ValueError, match="Give a list of batches"):
-        probe(model, batch)
-    with pytest.raises(ValueError, match="input_ids.*list"):
-        probe(model, [[1, 2]])
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 1, 4, 4\)"):
-        probe(model, [{**batch, "attention_mask": torch.ones(2, 1, 4, 4)}])
-    with pytest.raises(ValueError, match="pixel_values_videos"):
-        probe(model, [{**batch, "pixel_values_videos": batch["pixel_values"]}])
-    with pytest.raises(ValueError, match="Prompt tuning"):
-        tuned = get_peft_model(
-            vlm_families.make("llava")[0], PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-        )
-        probe(tuned, [batch])
-    with pytest.raises(ValueError, match="visual token.*97"):
-        probe(model, [{"input_ids": torch.tensor([[1, 5, 6]])}])
+    with pytest.raises(ValueError, match=message):
+        probe(model, batches_of(batch))
+
+
+def test_models_that_cannot_be_measured_are_refused():
+    model, batch = vlm_families.make("llava")
     with torch.no_grad():
         model.model.multi_modal_projector.linear_2.weight.zero_()
         model.model.multi_modal_projector.linear_2.bias.zero_()
@@ -302,6 +284,9 @@ def test_refusals_name_the_remedy():
         model.model.multi_modal_projector.linear_2.bias[0] = math.inf
     with pytest.raises(ValueError, match="visual.*NaN or infinite.*layer 1"):
         probe(model, [batch])
+    tuned = get_peft_model(model, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="Prompt tuning"):
+        probe(tuned, [batch])
 
 
 def tokenizer():
@@ -338,47 +323,42 @@ def close(found: Moments, values, rel=1e-6):
 
 def reference(model, batches):
     """For each kind the tokens, each a dict of lists over layers, from all states kept and plain formulas on each."""
-    inputs, outputs, finals, tokens = {}, {}, [], {}
+    tokens = {}
     newline = dict(model.base_model.named_parameters(recurse=False)).get("image_newline")
+    if newline is not None:
+        newline = newline.detach().double() * getattr(model.config.text_config, "embedding_multiplier", 1)
     for batch in batches:
-        handles = [model.get_decoder().norm.register_forward_hook(lambda m, a, out: finals.append(out.double()))]
-        for number, layer in enumerate(model_layers(model)):
+        inputs, outputs, finals = [], [], []
 
-            def keep(module, args, out, number=number):
-                inputs[number], outputs[number] = (
-                    args[0].double(),
-                    (out[0] if isinstance(out, tuple) else out).double(),
-                )
+        def keep(module, args, out, inputs=inputs, outputs=outputs):
+            inputs.append(args[0].double())
+            outputs.append((out[0] if isinstance(out, tuple) else out).double())
 
-            handles.append(layer.register_forward_hook(keep))
+        handles = [layer.register_forward_hook(keep) for layer in model_layers(model)]
+        norm = model.get_decoder().norm
+        handles.append(norm.register_forward_hook(lambda m, a, out, finals=finals: finals.append(out.double())))
         with torch.no_grad():
             model(**batch)
-            raw = (
-                None
-                if newline is None
-                else newline.double() * getattr(model.config.text_config, "embedding_multiplier", 1)
-            )
         for handle in handles:
             handle.remove()
-        depth = len(inputs)
-        for place in (batch["attention_mask"] > 0).nonzero().tolist():
-            row, column = place
-            states = [inputs[number][row, column] for number in range(depth)] + [outputs[depth - 1][row, column]]
-            updates = [outputs[number][row, column] - inputs[number][row, column] for number in range(depth)]
+        for row, column in (batch["attention_mask"] > 0).nonzero().tolist():
+            before = [state[row, column] for state in inputs]
+            after = [state[row, column] for state in outputs]
+            states, updates = [*before, after[-1]], [b - a for a, b in zip(before, after, strict=True)]
             token = {
                 "norm": [state.norm().item() for state in states],
-                "cosine": [cosine(states[number], states[number + 1]) for number in range(depth)],
-                "rotation": [math.acos(cosine(states[n], states[n] + updates[n])) for n in range(depth)],
+                "cosine": [cosine(a, b) for a, b in zip(states, states[1:], strict=False)],
+                "rotation": [math.acos(cosine(a, b)) for a, b in zip(before, after, strict=True)],
                 "update_norm": [update.norm().item() for update in updates],
-                "update_angle": [math.acos(cosine(states[n], updates[n])) for n in range(depth)],
-                "log_norm": [math.log(state.norm().item()) for state in states],
-                "log_update": [math.log(update.norm().item()) for update in updates],
+                "update_angle": [math.acos(cosine(a, u)) for a, u in zip(before, updates, strict=True)],
                 "final_norm": finals[-1][row, column].norm().item(),
             }
+            token["log_norm"] = [math.log(norm) for norm in token["norm"]]
+            token["log_update"] = [math.log(norm) for norm in token["update_norm"]]
             number = batch["input_ids"][row, column].item()
             kind = "text" if number in WORDS else "indicator" if number in INDICATORS else "special"
             if number == IMAGE:
-                kind = "newline" if raw is not None and torch.allclose(states[0], raw) else "visual"
+                kind = "newline" if newline is not None and torch.allclose(states[0], newline) else "visual"
             tokens.setdefault(kind, []).append(token)
     return tokens
 

@@ -2,7 +2,9 @@
 
 import math
 
-from normalign_llava.diagnose.measure.theory import next_norm, rotation_angle
+import numpy as np
+
+from normalign_llava.diagnose.measure.theory import rotation_angle
 from normalign_llava.diagnose.report import (
     Attention,
     Curve,
@@ -17,13 +19,14 @@ from normalign_llava.diagnose.report import (
 )
 
 
-LAYERS = 30
 TEXT = 1.08
 
 
-def diagnosed(ratio: float = 37.0, norm: str | None = "none", model: str = "llava-baseline", **changes) -> Report:
-    """A report of a model of 30 layers whose visual tokens enter at `ratio` times the norm of text."""
-    depth = _depth({"visual": ratio * TEXT, "text": TEXT, "special": 3 * TEXT})
+def diagnosed(
+    ratio: float = 37.0, norm: str | None = "none", model: str = "llava-baseline", layers: int = 30, **changes
+) -> Report:
+    """A report of a model whose visual tokens enter at `ratio` times the norm of text."""
+    depth = depth_of({"visual": ratio * TEXT, "text": TEXT, "special": 3 * TEXT}, layers)
     visual = Moments(ratio * TEXT, 45.58 if norm == "none" else 0.0213, 1024)
     aligned = norm not in (None, "none")
     values = dict(
@@ -60,28 +63,28 @@ def diagnosed(ratio: float = 37.0, norm: str | None = "none", model: str = "llav
         ),
         gain=Gain(2.2812, 0.04, 0.0152, 0.0197, 0.8765, 0.4321) if aligned else None,
         dynamics=[
-            DynamicsStep(step, [0.91 + step / 1e5 + layer / 1000 for layer in range(LAYERS)], [0.7] * LAYERS)
+            DynamicsStep(step, [0.91 + step / 1e5 + layer / 1000 for layer in range(layers)], [0.7] * layers)
             for step in (0, 100, 1000)
         ],
-        attention=[_attention("What shape is in the image?", 1.61 if norm == "none" else 1.07)],
+        attention=[attention_of("What shape is in the image?", layers, bottom=1.61 if norm == "none" else 1.07)],
         left_out=["Visual embedding tables: this model has none."],
         norm=norm,
     )
     return Report(**{**values, **changes})
 
 
-def _depth(entry: dict[str, float]) -> Depth:
+def depth_of(entry: dict[str, float], layers: int = 30) -> Depth:
     """Every layer adds an update of one size at one angle, so that rotation follows from the norm alone (eq. 13)."""
     update, angle = 0.9, 1.7
     norms = {kind: [norm] for kind, norm in entry.items()}
     rotation: dict[str, list[float]] = {kind: [] for kind in entry}
-    for layer in range(LAYERS):
+    for layer in range(layers):
         size = update * (1 + layer / 10)
         for kind, states in norms.items():
             rotation[kind].append(rotation_angle(states[-1], size, angle))
-            states.append(next_norm(states[-1], size, angle))
-    sizes, angles = [update * (1 + layer / 10) for layer in range(LAYERS)], [angle] * LAYERS
-    mean = {kind: sum(values[:-1]) / (LAYERS - 1) for kind, values in rotation.items()}
+            states.append(math.hypot(size * math.sin(angle), states[-1] + size * math.cos(angle)))
+    sizes, angles = [update * (1 + layer / 10) for layer in range(layers)], [angle] * layers
+    mean = {kind: sum(values[:-1]) / (layers - 1) for kind, values in rotation.items()}
 
     def curve(values: list[float]) -> Curve:
         return Curve(list(values), [value / 10 for value in values])
@@ -95,12 +98,23 @@ def _depth(entry: dict[str, float]) -> Depth:
         update_angle={kind: curve(angles) for kind in entry},
         log_norm={kind: curve([math.log(value) for value in values]) for kind, values in norms.items()},
         log_update={kind: curve([math.log(size) for size in sizes]) for kind in entry},
-        asymmetry=mean["visual"] / mean["text"],
+        asymmetry=mean["visual"] / mean["text"] if "text" in mean else None,
         asymmetry_error=None,
     )
 
 
-def _attention(question: str, bottom: float) -> Attention:
-    even = [[1 / 16] * 4] * 4
-    curves = [0.18] * LAYERS, [0.93] * LAYERS, [bottom] * LAYERS
-    return Attention(question, None, (4, 4), [even] * LAYERS, *curves, list(range(1, LAYERS + 1)))
+def attention_of(question: str, layers: int, grid=(4, 4), image=None, bottom=1.0, sharp=0.0) -> Attention:
+    """Even maps or, with `sharp`, a spot that moves down by layer; without a grid, of 16 tokens in a row."""
+    rows, columns = grid or (1, 16)
+    y, x = np.mgrid[:rows, :columns]
+    maps = [np.exp(-sharp * ((y / rows - layer / layers) ** 2 + (x / columns - 0.4) ** 2)) for layer in range(layers)]
+    return Attention(
+        question=question,
+        image=image,
+        grid=grid,
+        maps=[(each / each.sum()).tolist() for each in maps],
+        image_share=[0.18] * layers,
+        entropy=[0.93] * layers,
+        bottom_bias=None if grid is None else [bottom] * layers,
+        layers=list(range(1, layers + 1)),
+    )

@@ -78,7 +78,7 @@ BODIES = {
     "a field of a name with 10,000 letters": (said(*HI, **{"a" * 10**4: 1}), "is not supported"),
     "another model": (said(*HI, model="another/model"), "another/model"),
     "a model that is a number": (said(*HI, model=5), "model", "got 5"),
-    "the image's token in a text": (said({"role": "user", "content": "<image>"}), "<image>", "leave it out"),
+    "the image's token in a text": (said({"role": "user", "content": "<image>"}), "<image>", "Leave it out"),
     "the token in two halves": (
         said({"role": "user", "content": [{"type": "text", "text": "<ima"}, {"type": "text", "text": "ge>"}]}),
         "<image>",
