@@ -137,7 +137,7 @@ def _second(report: Report) -> str:
         finding = "This is the problem the paper describes: visual tokens are larger than text"
     else:
         finding = "This is half of the problem the paper describes: visual tokens are larger than text"
-    return f"{finding}." if rotation is None else f"{finding}, and they rotate {_how_much(report)}."
+    return f"{finding}." if rotation is None else f"{finding}, and the visual tokens rotate {_how_much(report)}."
 
 
 def _how_much(report: Report) -> str:
