@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a run shows of its modules while it trains: token norms, gain, gradients, updates, clipping, Adam's epsilon."""
+"""What a run shows of its modules while it trains: token norms, gain, gradients, updates, clipping."""
 
 import math
 from itertools import accumulate
@@ -30,9 +30,8 @@ RATIOS = (
     "norm/visual",
     "norm/text",
     *(f"update_ratio/{part}" for part in PARTS),
-    *(f"adam/eps_share/{part}" for part in PARTS),
 )
-"""The figures that are ratios of two sums, which are taken over processes."""
+"""The figures that are ratios of two sums over all processes."""
 
 
 class Measurements(TrainerCallback):
@@ -47,14 +46,11 @@ class Measurements(TrainerCallback):
     - `grad_norm/PART`: L2 norm of the gradients of one of `PARTS`, before clipping.
     - `update_ratio/PART`: ||w after the step - w before|| / ||w before||, over a sample of at most `SAMPLE` elements.
       Not there while all of them are zero, as the bias is at first.
-    - `adam/eps_share/PART`: of the sampled elements that have had a gradient, the share for which epsilon is larger
-      than a tenth of sqrt(v_hat), the second moment after bias correction: those whose steps epsilon shortens by more
-      than 9 %. Optimizer states in 8 bits are left out.
     - `clip/share`: share of the optimizer steps since the last log whose gradients global clipping cut.
 
-    A part that is frozen has no entry. DeepSpeed's engine keeps gradients and optimizer states to itself and steps
-    before the Trainer does: with it there are no gradient norms, update ratios and epsilon shares. The steps measured
-    are those of `logging_steps` and `logging_first_step`; `logging_strategy="epoch"` has none.
+    A part that is frozen has no entry. DeepSpeed keeps the gradients to itself and steps before the Trainer does: with
+    it there are no gradient norms and update ratios. The steps measured are those of `logging_steps` and
+    `logging_first_step`; `logging_strategy="epoch"` has none.
 
     Args:
         args: The trainer's arguments.
@@ -146,13 +142,11 @@ class Measurements(TrainerCallback):
             self._before[part] = _copy(_sample(parameters))
         self._total_norm = None
 
-    def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
-        """Compares the sample with what it was, and epsilon with the second moments."""
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        """Compares the sample of the weights with what it was."""
         for part, parameters in (_trained_parts(model) if self._before else {}).items():
             before, after = self._before.pop(part), _copy(_sample(parameters))
             self._add(f"update_ratio/{part}", (after - before).square().sum(), before.square().sum())
-            if counts := _epsilon_counts(parameters, optimizer):
-                self._add(f"adam/eps_share/{part}", *counts)
 
     def _clip_factor(self):
         # What torch's clipping divides the gradients by.
@@ -236,20 +230,3 @@ def _copy(views: list[Tensor]) -> Tensor:
 def _full_norm(gradient: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _epsilon_counts(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor] | None:
-    # Sampled elements for which 10 epsilon > sqrt(v_hat) > 0, and for which v_hat > 0.
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    seconds, scales = [], []
-    for parameter in parameters:
-        group, state = groups.get(parameter, {}), optimizer.state.get(parameter, {})
-        second = state.get("exp_avg_sq", state.get("state2"))  # torch's name, and bitsandbytes'
-        # torchao's states are tensors of classes of their own.
-        if "betas" in group and second is not None and type(_local(second)) is Tensor and second.is_floating_point():
-            seconds.append(second)
-            scales.append((10 * group["eps"]) ** 2 * (1 - group["betas"][1] ** state["step"]))
-    if not seconds:
-        return None
-    scaled = torch.cat([view.float() / scale for view, scale in zip(_sample(seconds), scales, strict=True)])
-    return ((scaled > 0) & (scaled < 1)).sum(), (scaled > 0).sum()

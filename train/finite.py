@@ -146,7 +146,7 @@ class FiniteCheck(TrainerCallback):
                 f"{len(self._damaged)} tensors of the model were not finite when they were loaded, first "
                 f"{self._damaged[0]}: train from a checkpoint that is not damaged."
             )
-        last, _ = newest_complete(self.args.output_dir, self.args.world_size)
+        last = newest_complete(self.args.output_dir, self.args.world_size)
         there = f"The last complete checkpoint is {last}." if last else "There is no complete checkpoint yet."
         return f"{there} Start again with lower learning rates{skip}."
 

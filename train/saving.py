@@ -81,8 +81,12 @@ class SavingTrainer(PushingTrainer):
         freeze(self.model, self.rates)
 
     def _save_checkpoint(self, model, trial) -> None:
-        # A save that fails says what to do and leaves no half-written folder behind.
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         with writing_checkpoint(folder, self.args.world_size):
-            self.accelerator.wait_for_everyone()  # the first process removes what an earlier run left there
+            self.accelerator.wait_for_everyone()  # until the first process has removed an earlier folder
             super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir) -> None:
+        # The first process writes trainer_state.json next, which marks the checkpoint as complete for all.
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
