@@ -15,11 +15,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, TrainingArguments
+from transformers import TrainingArguments
 
 from ..data.reports import DataReport
 from ..data.rows import DroppedRows
-from .model import base_model, module_of
+from .model import module_of
 
 
 ROWS = {
@@ -56,10 +56,6 @@ def summary(
         "processes": args.world_size,
         "accumulation": args.gradient_accumulation_steps,
     }
-    used = [source for source in report.sources if source.split == "train"]
-    longest = max((source.longest or 0 for source in used), default=0) or args.max_length or 2048
-    kept = sum(source.kept or 0 for source in used)
-    images = sum(source.images or 0 for source in used) / kept if kept else 1.0
     return {
         "modules": modules(model, rates),
         "data": [{**source, "dropped": len(source["dropped"])} for source in report.to_dict()["sources"]],
@@ -70,7 +66,7 @@ def summary(
         "schedule": str(args.lr_scheduler_type.value),
         "optimizer": str(args.optim.value),
         "autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else None,
-        "memory": memory(model, args, tokens=longest, images=images),
+        "memory": memory(model, args),
     }
 
 
@@ -100,26 +96,19 @@ def modules(model: nn.Module, rates: dict[str, tuple[float, str]]) -> list[dict[
     return [row for row in found.values() if row["parameters"]]
 
 
-def memory(model: nn.Module, args: TrainingArguments, *, tokens: int, images: float) -> dict[str, int]:
-    """An estimate of the bytes that training takes on each device, by what takes them, and `"total"`.
+def memory(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer states on each device, and `"total"`. Activations come on top.
 
-    `weights`, `gradients` and `optimizer` are counted, tensor by tensor: parameters with the constants of 4-bit and
-    8-bit quantization, and buffers; a gradient in the dtype of each trained parameter, twice under DDP, which keeps a
-    copy in buckets; AdamW's two states in that dtype, or in bitsandbytes' 32 or 8 bits. FSDP divides all three by the
-    number of processes, ZeRO-1 the last, ZeRO-2 the last two, ZeRO-3 all; DeepSpeed in half precision has 2 bytes of
-    weight and of gradient and 12 of optimizer for each trained parameter. States of paged optimizers count although
-    they may lie in the CPU's memory.
-
-    `activations` is rough: for each of the B x T tokens of a batch, each layer of width d with a feed-forward width m
-    keeps 10 d + 4 m numbers, or d with gradient checkpointing, which then computes one layer anew. The language model
-    counts, a trained vision tower, the head's logits for 256 positions at a time and, with autocast, half-precision
-    copies of float32 weights. Attention is taken to be SDPA or FlashAttention.
+    They are counted tensor by tensor: parameters with the constants of 4-bit and 8-bit quantization, and buffers; a
+    gradient in the dtype of each trained parameter, twice under DDP, which keeps a copy in buckets; AdamW's two states
+    in that dtype, or in bitsandbytes' 32 or 8 bits. Under autocast, weights include half-precision copies of float32
+    matrices. FSDP divides all by the number of processes, ZeRO-1 the states, ZeRO-2 gradients and states, ZeRO-3 all;
+    DeepSpeed in half precision has 2 bytes of weight and of gradient and 12 of states for each trained parameter.
+    States of paged optimizers count although they may lie in the CPU's memory.
 
     Args:
         model: The model, as in [`summary`].
         args: The trainer's arguments.
-        tokens: Length T of the longest row.
-        images: Images in a row on average.
     """
     state = AcceleratorState()
     deepspeed = state.distributed_type == DistributedType.DEEPSPEED
@@ -137,17 +126,16 @@ def memory(model: nn.Module, args: TrainingArguments, *, tokens: int, images: fl
             gradients += bytes_
             state_bytes = 12 * _count(parameter) if deepspeed and half else 0
             optimizer += state_bytes or _optimizer_bytes(args.optim.value, parameter, parameter in embeddings)
-        if half and not deepspeed and parameter.dtype == torch.float32 and parameter.dim() > 1:
+        if half and not deepspeed and not sharded and parameter.dtype == torch.float32 and parameter.dim() > 1:
             copies += 2 * parameter.numel() if trained or not args.gradient_checkpointing else 0
     weights += sum(buffer.nbytes for buffer in model.buffers())
     if state.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         gradients *= 2
     world = args.world_size
     found = {
-        "weights": weights // (world if sharded or stage == 3 else 1),
+        "weights": weights // (world if sharded or stage == 3 else 1) + copies,
         "gradients": gradients // (world if sharded or stage >= 2 else 1),
         "optimizer": optimizer // (world if sharded or stage >= 1 else 1),
-        "activations": _activations(model, args, tokens, images) + copies,
     }
     return {**found, "total": sum(found.values())}
 
@@ -209,7 +197,7 @@ def _facts_table(facts: dict[str, Any]) -> Table:
         "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up; {facts['schedule']} schedule",
         "Optimizer": facts["optimizer"],
         "Precision": f"{facts['autocast']} autocast" if facts["autocast"] else "that of the weights",
-        "Memory": f"about {_gib(used['total'])} on each device, estimated: {parts}",
+        "Memory": f"{_gib(used['total'])} on each device ({parts}), and activations",
     }.items():
         table.add_row(name, Text(value))
     return table
@@ -251,21 +239,3 @@ def _optimizer_bytes(name: str, parameter: Tensor, embedding: bool) -> int:
     if "8bit" in name or "32bit" in name:
         return states * 4 * count
     return states * count * parameter.element_size()
-
-
-def _activations(model: nn.Module, args: TrainingArguments, tokens: int, images: float) -> int:
-    base = base_model(model)
-    text, vision = base.config.get_text_config(), base.config.vision_config
-    size = 2 if args.bf16 or args.fp16 or base.dtype != torch.float32 else 4
-    rows = args.per_device_train_batch_size
-    found = rows * tokens * _layers(text, args.gradient_checkpointing)
-    if any(parameter.requires_grad for parameter in base.model.vision_tower.parameters()):
-        patches = (vision.image_size // vision.patch_size) ** 2
-        found += rows * images * patches * _layers(vision, args.gradient_checkpointing)
-    return round(size * found + 3 * 4 * 256 * text.vocab_size)
-
-
-def _layers(config: PreTrainedConfig, checkpointing: bool) -> int:
-    whole = 10 * config.hidden_size + 4 * config.intermediate_size
-    layers = config.num_hidden_layers
-    return layers * config.hidden_size + whole if checkpointing else layers * whole

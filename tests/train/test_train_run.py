@@ -69,7 +69,7 @@ def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path,
     assert f"projector {linears:,} {linears:,} 100 %" in shown
     assert "4 rows = 2 per device x 1 process(es) x 2 accumulation step(s)" in shown
     assert "stage align arm gwc" in shown and "seed 5" in shown and "weight_decay 0.0" in shown
-    assert "frozen" in shown and "data.json" in shown and "estimated" in shown
+    assert "frozen" in shown and "data.json" in shown and "on each device" in shown
     assert record["learning_rates"] == {"vision": 0.0, "projector": 1e-3, "norm": 1e-3, "language": 0.0}
     assert record["options"]["seed"] == 5
     assert record["options"]["warmup_steps"] == 0.03
@@ -194,7 +194,7 @@ def test_held_out_loss_examples_and_curves(tmp_path, parts):
     assert [entry["step"] for entry in history if "eval_loss" in entry] == [1, 2]
     examples = json.loads((output / "samples" / "step-2.json").read_text())
     assert len(examples) == 2 and {"question", "answer", "truth", "images"} <= examples[0].keys()
-    assert (output / "samples" / "step-1.png").exists()
+    assert (output / "samples" / "step-1.json").exists()
     lines = [json.loads(line) for line in (output / "dynamics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 2]
     assert len(lines[0]["visual"]) == 2
