@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a run is about to do, shown before its first step and kept beside its checkpoint."""
+"""What a run will train, printed before its first step and kept in `training.json`."""
 
 import math
 from collections import Counter
@@ -29,13 +29,13 @@ ROWS = {
     "language": "language model",
     "adapters": "adapters",
 }
-"""The modules of the table, by the name of their learning rate; adapters have the language model's."""
+"""Rows of the table, by module; adapters have the language model's learning rate."""
 
 
 def summary(
     model: nn.Module,
     args: TrainingArguments,
-    rates: dict[str, tuple[float, str]],
+    learning_rates: dict[str, tuple[float, str]],
     report: DataReport,
     *,
     steps: int,
@@ -44,10 +44,10 @@ def summary(
     """The facts of a run as JSON: modules, data, batch, steps, precision, and memory on each device.
 
     Args:
-        model: The model as it will be trained: adapters attached, what is frozen frozen. Not sharded yet by FSDP.
-        args: The trainer's arguments, after the trainer was made with them.
-        rates: Peak learning rate of each module and where it comes from, as `args.explained_rates` gives them.
-        report: What became of the data.
+        model: The model to train, with adapters attached and modules frozen, not yet sharded by FSDP.
+        args: The trainer's arguments, after the trainer was created.
+        learning_rates: What `args.explained_learning_rates` returns.
+        report: How many rows were used and dropped.
         steps: Optimizer steps of the whole run.
         tokens_per_image: Length of an image in tokens.
     """
@@ -57,7 +57,7 @@ def summary(
         "accumulation": args.gradient_accumulation_steps,
     }
     return {
-        "modules": modules(model, rates),
+        "modules": modules(model, learning_rates),
         "data": [{**source, "dropped": len(source["dropped"])} for source in report.to_dict()["sources"]],
         "tokens_per_image": tokens_per_image,
         "batch": {"rows": math.prod(batch.values()), **batch},
@@ -70,26 +70,26 @@ def summary(
     }
 
 
-def modules(model: nn.Module, rates: dict[str, tuple[float, str]]) -> list[dict[str, Any]]:
-    """Parameters of each module, how many of them are trained, their dtypes, learning rate, and what has set it.
+def modules(model: nn.Module, learning_rates: dict[str, tuple[float, str]]) -> list[dict[str, Any]]:
+    """Parameters of each module, how many are trained, their dtypes, the learning rate, and what set it.
 
-    A 4-bit weight counts as the parameters it stands for. The untrained copies that PEFT keeps of modules trained in
-    full do not count.
+    A 4-bit weight counts as the parameters it represents. PEFT's untrained copies of modules that are trained in full
+    do not count.
     """
     empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0, "set_by": ""}
     found = {key: {"module": name, **empty, "dtypes": Counter()} for key, name in ROWS.items()}
     for name, parameter in model.named_parameters():
         if ".original_module." in name:
             continue
-        rate, origin = rates[module_of(name)]
+        learning_rate, origin = learning_rates[module_of(name)]
         row = found["adapters" if ".lora_" in name else module_of(name)]
         count = _count(parameter)
         row["parameters"] += count
         row["dtypes"][_dtype(parameter)] += count
         if parameter.requires_grad:
             row["trained"] += count
-            row["learning_rate"] = rate
-        if parameter.requires_grad or not rate:
+            row["learning_rate"] = learning_rate
+        if parameter.requires_grad or not learning_rate:
             row["set_by"] = origin
     for row in found.values():
         row["dtypes"] = [dtype for dtype, _ in row["dtypes"].most_common()]
@@ -146,7 +146,7 @@ def render(facts: dict[str, Any]) -> Group:
 
 
 def render_dropped(dropped: DroppedRows) -> list[str]:
-    """Lines that say how many rows were dropped, and the first of them; none if none was."""
+    """Lines with the number of dropped rows and the first of them; none if none was dropped."""
     rows = dropped.read()
     count = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
     shown = "" if len(rows) <= 5 else " The first:"
@@ -159,8 +159,8 @@ def _modules_table(rows: list[dict[str, Any]]) -> Table:
         table.add_column(title, justify="left" if title in ("", "dtype", "set by") else "right")
     total = {name: sum(row[name] for row in rows) for name in ("parameters", "trained")}
     for row in rows:
-        rate = f"{row['learning_rate']:g}" if row["trained"] else "frozen"
-        table.add_row(row["module"], *_counts(row), " + ".join(row["dtypes"]), rate, row["set_by"])
+        learning_rate = f"{row['learning_rate']:g}" if row["trained"] else "frozen"
+        table.add_row(row["module"], *_counts(row), " + ".join(row["dtypes"]), learning_rate, row["set_by"])
     table.add_section()
     table.add_row("all", *_counts(total))
     return table

@@ -28,7 +28,7 @@ import normalign_llava
 from normalign_llava import NormAlignConfig, NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.inputs import own_config
+from normalign_llava.train.inputs import normalign_config
 from normalign_llava.train.model import base_model, module_of
 from normalign_llava.train.run import main
 
@@ -230,7 +230,7 @@ def test_every_option_of_trl_arrives(tmp_path):
         "router_aux_loss_coef": 0.0,
     }
     theirs = [field for field in fields(SFTConfig) if field.init and field.name not in decided]
-    ours = own_config(given, "model")
+    ours = normalign_config(given, "model")
     assert isinstance(ours, NormAlignConfig) and ours is not given
     for field in theirs:
         assert getattr(ours, field.name) == getattr(given, field.name), field.name
@@ -239,8 +239,10 @@ def test_every_option_of_trl_arrives(tmp_path):
     for name in ("device", "world_size", "n_gpu", "mixed_precision", "fsdp_plugin_args", "deepspeed_plugin"):
         assert getattr(ours, name) == getattr(given, name), name
     assert ours.hub_token == "secret" and sum(isinstance(getattr(given, f.name), simple) for f in theirs) > 100
-    assert ours.rates(use_peft=False) == dict.fromkeys(("vision", "projector", "norm", "language"), 2e-5)
-    assert own_config(TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=3e-4), "").learning_rate == 3e-4
+    assert ours.learning_rates(use_peft=False) == dict.fromkeys(("vision", "projector", "norm", "language"), 2e-5)
+    assert (
+        normalign_config(TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=3e-4), "").learning_rate == 3e-4
+    )
 
 
 def test_what_an_sftconfig_asks_for_and_cannot_be_is_said(tmp_path, checkpoint, caplog):
@@ -281,7 +283,7 @@ def test_a_stream_trains_as_the_same_rows_in_memory(tmp_path, checkpoint):
         trainer.train()
         ends.append(weights(trainer.model))
     assert same(*ends)
-    with pytest.raises(ValueError, match="no length. Say how long to train with max_steps"):
+    with pytest.raises(ValueError, match="no length. Set max_steps"):
         NormAlignTrainer(str(checkpoint), options(tmp_path, max_steps=-1), train_dataset=data)
     with pytest.raises(ValueError, match="group_by_length needs data in memory"):
         args = options(tmp_path, train_sampling_strategy="group_by_length")
@@ -335,7 +337,10 @@ def test_adapters_that_cannot_be_are_refused_by_name(tmp_path, checkpoint, model
         (PrefixTuningConfig(num_virtual_tokens=2), "peft_config is a PrefixTuningConfig. Give a LoraConfig"),
         (LoraConfig(target_modules=["fc1"]), "target_modules names fc1, but the language model's linear layers are"),
         (LoraConfig(target_modules=r".*\.fc\d"), r"target_modules names .* the language model's linear layers are"),
-        (LoraConfig(target_modules="all-linear", modules_to_save=["norm"]), "modules_to_save names norm: in the"),
+        (
+            LoraConfig(target_modules="all-linear", modules_to_save=["norm"]),
+            "modules_to_save names norm: it is in the",
+        ),
     ]
     for adapters, message in refused:
         with pytest.raises(ValueError, match=message):
@@ -418,7 +423,7 @@ def test_callbacks_and_an_optimizer_of_ones_own(tmp_path, model, checkpoint):
         callbacks=[counted],
         optimizers=(optimizer, schedule),
     )
-    assert trainer.rates == {"norm": 1e-2, "projector": 1e-1, "vision": 0.0, "language": 0.0}
+    assert trainer.learning_rates == {"norm": 1e-2, "projector": 1e-1, "vision": 0.0, "language": 0.0}
     before = weights(trainer.model)
     trainer.train()
     assert counted.steps == 2
@@ -472,11 +477,11 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
     unnamed = copy.deepcopy(model)
     unnamed.name_or_path = ""
     for kind, message, given in (
-        (ValueError, "is a 'llava' model. Make a NormAlign-LLaVA checkpoint", dict(model=stock)),
+        (ValueError, "is a 'llava' model. Build a NormAlign-LLaVA checkpoint", dict(model=stock)),
         (ValueError, "is of arm 'gwc'. To train it as arm 'unit', give its path", dict(args=dict(arm="unit"))),
         (ValueError, "reads no images. Give a LlavaProcessor", dict(processing_class=processor.tokenizer)),
         (ValueError, "The model names no folder to load its processor from", dict(model=unnamed)),
-        (ValueError, "formatting_func makes text of rows", dict(formatting_func=str)),
+        (ValueError, "formatting_func turns rows into text", dict(formatting_func=str)),
         (TypeError, "train_dataset is a list. Give a Dataset, as Dataset.from_list", dict(train_dataset=[plain(1)])),
         (TypeError, "train_dataset is a NoneType.*by name: train_dataset=ROWS", dict(train_dataset=None)),
         (ValueError, "global_batch_size 3 is not a multiple", dict(args=dict(global_batch_size=3))),

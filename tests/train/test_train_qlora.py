@@ -79,7 +79,7 @@ def test_gain_and_bias_move_at_2e_6_where_stock_trl_moves_them_by_exactly_nothin
         train_dataset=training.rows(),
         processing_class=processor,
         data_collator=ConversationCollator(processor),
-        peft_config=language_adapter(get_peft_config(model_args), model, args.rates(use_peft=True)),
+        peft_config=language_adapter(get_peft_config(model_args), model, args.learning_rates(use_peft=True)),
     )
     gain, _ = gain_and_bias(stock.model)
     stock.train()

@@ -203,7 +203,7 @@ def test_held_out_loss_examples_and_curves(tmp_path, parts):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(model_name_or_path="{parts}/language"), "is a 'llama' model. Make a NormAlign-LLaVA checkpoint"),
+        (dict(model_name_or_path="{parts}/language"), "is a 'llama' model. Build a NormAlign-LLaVA checkpoint"),
         (dict(global_batch_size=3), "3 is not a multiple of per_device_train_batch_size 2"),
         (dict(dataset_name="{parts}/nowhere.json"), "nowhere.json"),
         (dict(eval_strategy="steps"), "eval_dataset_name or test_split_size"),

@@ -280,7 +280,7 @@ def test_label_smoothing_and_compilation_with_adapters_train(tmp_path, checkpoin
 
 
 def test_modules_to_save_are_the_language_models(tmp_path, checkpoint):
-    for name, message in (("linear_1", "have learning rates of their own"), ("nowhere", "no module")):
+    for name, message in (("linear_1", "have learning rates of their own"), ("nowhere", "no such module")):
         with pytest.raises(ValueError, match=f"modules_to_save names {name}.*{message}"):
             training.trainer(tmp_path, checkpoint, use_peft=True, lora_modules_to_save=[name])
     saved = training.trainer(
