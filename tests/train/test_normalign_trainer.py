@@ -14,6 +14,7 @@ import training
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from PIL import Image
+from training import SHORT, moved, weights
 from transformers import (
     AutoProcessor,
     BitsAndBytesConfig,
@@ -37,17 +38,6 @@ pytestmark = pytest.mark.slow
 
 
 COLOURS = ("red", "green", "blue", "white")
-SHORT = dict(
-    max_steps=2,
-    per_device_train_batch_size=2,
-    learning_rate=1e-3,
-    bf16=False,
-    gradient_checkpointing=False,
-    logging_steps=1,
-    save_strategy="no",
-    report_to="none",
-    disable_tqdm=True,
-)
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +77,6 @@ def options(folder, **kwargs) -> NormAlignConfig:
     return NormAlignConfig(str(folder), **{**SHORT, **kwargs})
 
 
-def weights(model) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def moved(trainer, before: dict[str, torch.Tensor]) -> set[str]:
-    return {name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])}
-
-
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
@@ -113,25 +95,18 @@ def test_it_takes_what_sfttrainer_takes_in_the_same_order():
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
 
 
-@pytest.mark.parametrize("kind", [messages, prompt, plain])
-def test_rows_in_memory_a_path_and_no_processor(tmp_path, checkpoint, kind):
-    trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=rows(kind))
-    before = weights(trainer.model)
-    trainer.train()
-    names = moved(trainer, before)
-    assert {module_of(name) for name in names} == {"vision", "projector", "norm", "language"}
-    unread = ("encoder.layers.2.", "post_layernorm", "position_embedding", "position_ids")
-    assert {name for name in before.keys() - names if not any(part in name for part in unread)} == set()
-
-
-def test_the_forms_of_rows_are_the_same_rows(tmp_path, checkpoint):
+def test_rows_of_every_form_are_the_same_rows_and_train_every_module(tmp_path, checkpoint):
     batches = []
     for kind in (messages, prompt, plain):
         trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=rows(kind))
         batches.append(trainer.data_collator([trainer.train_dataset[i] for i in range(4)]))
-    for batch in batches[1:]:
-        assert same(batch, batches[0])
-    assert len(batches[0]["pixel_values"]) == 4
+    assert all(same(batch, batches[0]) for batch in batches[1:]) and len(batches[0]["pixel_values"]) == 4
+    before = weights(trainer.model)
+    trainer.train()
+    names = moved(before, trainer.model)
+    assert {module_of(name) for name in names} == {"vision", "projector", "norm", "language"}
+    unread = ("encoder.layers.2.", "post_layernorm", "position_embedding", "position_ids")
+    assert {name for name in before.keys() - names if not any(part in name for part in unread)} == set()
 
 
 def test_a_path_a_model_and_trls_options_train_to_the_same_weights(tmp_path, checkpoint, model):
@@ -156,7 +131,7 @@ def test_without_options_it_trains_on_a_cpu_by_trls_defaults(tmp_path, checkpoin
     assert (trainer.args.output_dir, trainer.args.learning_rate, trainer.args.bf16) == ("model-SFT", 2e-5, True)
     before = weights(trainer.model)
     trainer.train()
-    assert {module_of(name) for name in moved(trainer, before)} == {"vision", "projector", "norm", "language"}
+    assert {module_of(name) for name in moved(before, trainer.model)} == {"vision", "projector", "norm", "language"}
 
 
 def test_the_command_line_and_python_end_with_the_same_weights_and_record(tmp_path, checkpoint):
@@ -245,7 +220,7 @@ def test_every_option_of_trl_arrives(tmp_path):
     )
 
 
-def test_what_an_sftconfig_asks_for_and_cannot_be_is_said(tmp_path, checkpoint, caplog):
+def test_what_an_sftconfig_may_not_set_is_refused_or_warned_of(tmp_path, checkpoint, caplog):
     for name in ("packing", "padding_free"):
         with pytest.raises(ValueError, match=f"{name} cannot be used here"):
             NormAlignTrainer(str(checkpoint), SFTConfig(str(tmp_path), **SHORT, **{name: True}), train_dataset=rows())
@@ -312,7 +287,7 @@ def test_adapters_of_the_users_own_stay_on_the_language_model(
     assert adapters == kept
     before = weights(trainer.model)
     trainer.train()
-    names = moved(trainer, before)
+    names = moved(before, trainer.model)
     adapted = {name.split(".lora_")[0] for name in before if ".lora_" in name}
     assert all(".language_model.layers." in name for name in adapted)
     assert {name.rpartition(".")[2] for name in adapted} == targets
@@ -324,6 +299,7 @@ def test_adapters_of_the_users_own_stay_on_the_language_model(
     assert (f"names {reaches} linear layers of the vision tower and the projector" in caplog.text) == (reaches > 0)
     trainer.save_model()
     assert json.loads((tmp_path / "training.json").read_text())["quantization"] is None
+    assert str(checkpoint) not in (tmp_path / "README.md").read_text()  # PEFT's card would name the base by its path
     merge_adapter(tmp_path, tmp_path / "merged")
     merged = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "merged")
     inputs = trainer.data_collator([trainer.train_dataset[0]])
@@ -337,14 +313,15 @@ def test_adapters_that_cannot_be_are_refused_by_name(tmp_path, checkpoint, model
         (PrefixTuningConfig(num_virtual_tokens=2), "peft_config is a PrefixTuningConfig. Give a LoraConfig"),
         (LoraConfig(target_modules=["fc1"]), "target_modules names fc1, but the language model's linear layers are"),
         (LoraConfig(target_modules=r".*\.fc\d"), r"target_modules names .* the language model's linear layers are"),
-        (
-            LoraConfig(target_modules="all-linear", modules_to_save=["norm"]),
-            "modules_to_save names norm: it is in the",
-        ),
+        (LoraConfig(modules_to_save=["norm"]), "modules_to_save names norm: .* have learning rates of their own"),
+        (LoraConfig(modules_to_save=["nowhere"]), "modules_to_save names nowhere: there is no such module"),
     ]
     for adapters, message in refused:
         with pytest.raises(ValueError, match=message):
             NormAlignTrainer(model, options(tmp_path), train_dataset=rows(), peft_config=adapters)
+    frozen = options(tmp_path, language_learning_rate=0.0)
+    with pytest.raises(ValueError, match="put on the language model, but its learning rate is 0"):
+        NormAlignTrainer(model, frozen, train_dataset=rows(), peft_config=ALL_LINEAR)
     with pytest.raises(ValueError, match="has adapters. Give it without them and peft_config, or merge them first"):
         NormAlignTrainer(get_peft_model(model, ALL_LINEAR), options(tmp_path), train_dataset=rows())
 
@@ -428,7 +405,7 @@ def test_callbacks_and_an_optimizer_of_ones_own(tmp_path, model, checkpoint):
     trainer.train()
     assert counted.steps == 2
     expected = {f"norm.{name}" for name in ("weight", "bias")} | {"linear_1.weight"}
-    assert moved(trainer, before) == {f"model.multi_modal_projector.{name}" for name in expected}
+    assert moved(before, trainer.model) == {f"model.multi_modal_projector.{name}" for name in expected}
     by_module = options(tmp_path, norm_learning_rate=1e-3)
     for bad, args, adapters, message in (
         (optimizer, by_module, None, "norm_learning_rate cannot be used with optimizers"),
@@ -439,7 +416,7 @@ def test_callbacks_and_an_optimizer_of_ones_own(tmp_path, model, checkpoint):
             NormAlignTrainer(model, args, train_dataset=rows(), optimizers=(bad, None), peft_config=adapters)
 
 
-def test_an_optimizer_class_has_the_rates_by_module(tmp_path, checkpoint):
+def test_an_optimizer_class_gets_the_learning_rates_by_module(tmp_path, checkpoint):
     trainer = NormAlignTrainer(
         str(checkpoint),
         options(tmp_path, norm_learning_rate=1e-4),

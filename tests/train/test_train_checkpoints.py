@@ -277,7 +277,7 @@ def test_death_in_the_middle_of_a_file_leaves_a_checkpoint_that_is_skipped(untra
     assert resolve_resume("last", output, 1) == output / "checkpoint-2" and loads(output / "checkpoint-2")
 
 
-def test_a_kill_while_saving_leaves_what_is_judged_rightly(untrained, tmp_path):
+def test_after_a_kill_while_saving_complete_checkpoints_are_those_that_load(untrained, tmp_path):
     process = start("run", untrained, tmp_path)
     while process.poll() is None and not (tmp_path / "checkpoint-6" / "model.safetensors").exists():
         time.sleep(0.0005)

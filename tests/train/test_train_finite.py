@@ -88,7 +88,7 @@ def test_damaged_weights_stop_the_first_step_and_the_module_is_named(make, weigh
         assert torch.equal(value.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
 
 
-def test_the_head_is_told_from_the_decoder(tmp_path):
+def test_the_head_is_distinguished_from_the_decoder(tmp_path):
     untied = training.checkpoint(tmp_path / "untied", tied=False)
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(untied)
     with torch.no_grad():
@@ -216,7 +216,7 @@ def test_gradients_that_no_scale_helps_stop_fp16_too(half):
     assert said.startswith("Step 5 has values that are not finite")
 
 
-def test_what_can_be_told(tmp_path):
+def test_bad_values_of_bad_steps_are_refused(tmp_path):
     with pytest.raises(ValueError, match="bad_steps must be one of 'stop', 'skip', got 'on'"):
         training.arguments(tmp_path, bad_steps="on")
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}))

@@ -89,11 +89,10 @@ def test_the_probe_writes_a_line_for_each_step(checkpoint, tmp_path, kwargs):
     assert probe.collect() == {}
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_training_is_bitwise_the_same_with_and_without(checkpoint, tmp_path, rank):
-    plain = make_trainer(checkpoint, tmp_path, rank=rank, dropout=0.3)
+def test_training_is_bitwise_the_same_with_and_without(checkpoint, tmp_path):
+    plain = make_trainer(checkpoint, tmp_path, rank=2, dropout=0.3)
     plain.train()
-    trainer, _ = probed(checkpoint, tmp_path, steps=(0, 1, 2), rank=rank, dropout=0.3)
+    trainer, _ = probed(checkpoint, tmp_path, steps=(0, 1, 2), rank=2, dropout=0.3)
     trainer.train()
     assert [entry["loss"] for entry in logs(plain)] == [entry["loss"] for entry in logs(trainer)]
     weights = trainer.model.state_dict()

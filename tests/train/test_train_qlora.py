@@ -104,8 +104,7 @@ def test_a_4_bit_step_after_generating_and_evaluating_has_the_same_gradients(tmp
         assert torch.equal(gradient, gradients[1][name]), name
 
 
-@pytest.mark.parametrize("option", ["use_dora", "use_rslora"])
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(("option", "quantized"), [("use_dora", True), ("use_rslora", False)])
 def test_dora_and_rslora_pass_through(tmp_path, checkpoint, option, quantized):
     trainer = training.trainer(tmp_path, checkpoint, **{**QLORA, "load_in_4bit": quantized}, **{option: True})
     before = copy.deepcopy({n: p for n, p in trainer.model.named_parameters() if p.requires_grad})

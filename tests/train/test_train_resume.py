@@ -237,7 +237,7 @@ def test_a_run_begins_again_only_as_resumed_and_what_does_not_change_it_may_chan
     assert (out / "checkpoint-3").exists() and (out / "checkpoint-4").exists()
 
 
-def test_a_stream_needs_to_be_told_how_long(tmp_path, parts):
+def test_a_stream_needs_max_steps(tmp_path, parts):
     file = recipe(tmp_path / "run", parts, max_steps=-1, dataset_streaming=True)
     with pytest.raises(ValueError, match="no length. Set max_steps"):
         main([str(file), "--output_dir", str(tmp_path / "out")])

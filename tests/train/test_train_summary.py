@@ -43,7 +43,7 @@ def elements(model, *pieces: str) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if any(piece in name for piece in pieces))
 
 
-def test_full_tuning_trains_every_parameter_at_its_modules_rate(checkpoint, tmp_path):
+def test_full_tuning_trains_every_parameter_at_its_modules_learning_rate(checkpoint, tmp_path):
     model = make_trainer(checkpoint, tmp_path, frozen=("vision_tower",)).model
     rows = table(model, {**RATES, "vision": (0.0, "stage align")})
     assert list(rows) == ["vision tower", "projector", "norm", "language model"]
