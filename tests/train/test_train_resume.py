@@ -234,7 +234,7 @@ def test_a_run_begins_again_only_as_resumed_and_what_does_not_change_it_may_chan
     with pytest.raises(ValueError, match="holds an earlier run or a model.*--resume_from_checkpoint"):
         main([str(file), "--output_dir", str(out)])
     main([str(file), "--output_dir", str(out), "--resume_from_checkpoint", "--save_steps", "1"])
-    assert (out / "checkpoint-3").exists() and (out / "checkpoint-4").exists()
+    assert (out / "checkpoint-4").exists()
 
 
 def test_a_stream_needs_max_steps(tmp_path, parts):
