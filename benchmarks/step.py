@@ -141,7 +141,7 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
         frozen["language_learning_rate"] = 0.0
     ours = NormAlignConfig(**shared, **frozen, arm="none" if variant == NO_NORM else None)
     model_args = ModelArguments(model_name_or_path=checkpoint, use_peft=options.train == "lora", lora_dropout=0.0)
-    rates, adapter = ours.rates(model_args.use_peft), get_peft_config(model_args)
+    rates, adapter = ours.learning_rates(model_args.use_peft), get_peft_config(model_args)
     processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)
     if variant == STOCK:
         model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)

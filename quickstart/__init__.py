@@ -1,8 +1,7 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""`normalign quickstart`: a first checkpoint from real parts, with no account and no GPU.
+"""`normalign quickstart`: a first checkpoint from real parts, without an account or a GPU.
 
-`convert` turns two of the fetched archives into Hugging Face model folders, `train` runs two recipes of the training
-room, `evaluate` asks held-out questions, `results` keeps the scores in the checkpoint, `display` shows it all, and
-`run` strings them together.
+`convert` turns two of the fetched archives into Hugging Face model folders, `train` runs two recipes, `evaluate` asks
+held-out questions, `results` writes the scores into the checkpoint, `display` prints, and `run` does all in order.
 """

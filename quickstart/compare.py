@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The quickstart's last part: the same model without the norm, and both diagnosed on the same held-out images."""
+"""The quickstart's diagnosis, against the same model without the norm."""
 
 import json
 from pathlib import Path
@@ -11,14 +11,14 @@ from ..diagnose.run import FOLDER, diagnose
 
 
 OURS, BASELINE = "quickstart", "quickstart-no-norm"
-"""What the models are called in the reports."""
+"""Names of the models in the reports."""
 
 
 def diagnose_once(checkpoint: Path, name: str, baseline: Path | None, baseline_name: str, samples: int) -> Path:
-    """Diagnoses a checkpoint, against a baseline where there is one, unless that has been done.
+    """Diagnoses a checkpoint, against a baseline if one is given, unless that is done already.
 
     Returns:
-        The page, in the checkpoint's folder.
+        The page in the checkpoint's folder.
     """
     folder = checkpoint / FOLDER
     if not (folder / REPORT).exists() or (baseline is not None and read_report(checkpoint)["against"] is None):
@@ -28,5 +28,5 @@ def diagnose_once(checkpoint: Path, name: str, baseline: Path | None, baseline_n
 
 
 def read_report(checkpoint: Path) -> dict[str, Any]:
-    """What a diagnosis wrote into a checkpoint's folder."""
+    """The report of a checkpoint's diagnosis."""
     return json.loads((checkpoint / FOLDER / REPORT).read_text(encoding="utf-8"))

@@ -1,9 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The two pre-trained parts, from the formats they are shipped in to Hugging Face model folders.
-
-Each conversion runs once; its folder appears in the cache whole or not at all.
-"""
+"""Converts the two pre-trained parts to Hugging Face model folders, once; an unfinished folder never appears."""
 
 from pathlib import Path
 
@@ -27,7 +24,7 @@ ENCODER = "backbone."
 
 
 def convert_language(cache: Path | None = None) -> Path:
-    """SmolLM2-135M-Instruct from its 4-bit GGUF file to a float32 folder with model and tokenizer."""
+    """SmolLM2-135M-Instruct, from its 4-bit GGUF file to a float32 folder with model and tokenizer."""
     cache = cache or cache_dir()
     target = cache / "models" / LANGUAGE_FOLDER
     if target.exists():
@@ -37,7 +34,7 @@ def convert_language(cache: Path | None = None) -> Path:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
     )
-    # The weights are plain float32 tensors by now, yet save_pretrained would ask the GGUF quantizer for leave.
+    # The weights are float32 tensors by now, but save_pretrained would refuse because of the GGUF quantizer.
     del model.hf_quantizer, model.quantization_method
     model.config.__dict__.pop("quantization_config", None)
     model.config.__dict__.pop("_model_name_or_path", None)
@@ -50,14 +47,14 @@ def convert_language(cache: Path | None = None) -> Path:
 def convert_vision(image_size: int, cache: Path | None = None) -> Path:
     """The DINOv2-small encoder of a saliency model, from ONNX to a `Dinov2Model` folder with an image processor.
 
-    The encoder was fine-tuned together with the saliency decoder, which is left out: it is no stock DINOv2.
+    The encoder was fine-tuned with the saliency decoder, which is left out, so it is not stock DINOv2.
 
     Args:
-        image_size: Side of the square the image processor makes, in pixels; a multiple of the patch size, 14.
-        cache: Where the archive lies and the folder goes.
+        image_size: Side of the image processor's square in pixels; a multiple of the patch size, 14.
+        cache: Folder of the archive and the result.
 
     Returns:
-        The folder. Its tensors have the names of the `facebook/dinov2-small` checkpoint.
+        The folder. Its tensors are named as in `facebook/dinov2-small`.
     """
     cache = cache or cache_dir()
     target = cache / "models" / f"{VISION_FOLDER}-{image_size}px"
@@ -90,7 +87,7 @@ def convert_vision(image_size: int, cache: Path | None = None) -> Path:
 
 
 def described(folder: Path, part: Part) -> Path:
-    """`folder`, with a card that names the licence of the archive that it was made from."""
+    """`folder`, with a card that names the licence of its archive."""
     if not (card := folder / "README.md").exists():
         about = f"{part.about}. Converted from {part.name} {part.version}."
         card.write_text(f"---\nlicense: {part.licence.lower()}\n---\n\n{about}\n", encoding="utf-8")
@@ -100,9 +97,9 @@ def described(folder: Path, part: Part) -> Path:
 def encoder_tensors(graph_file: onnx.ModelProto) -> dict[str, torch.Tensor]:
     """The encoder's tensors under their checkpoint names.
 
-    The exporter kept the names of biases, norms and the patch embedding. It folded each linear weight,
-    transposed, into an anonymous constant, whose name follows from the node that uses it, and it split the position
-    embedding into the class token's row, to be concatenated, and the patches' rows, to be reshaped and resampled.
+    The exporter kept the names of biases, norms and the patch embedding. It turned each linear weight, transposed,
+    into an unnamed constant, whose name follows from the node that uses it, and split the position embedding into the
+    class token's row, which is concatenated, and the patches' rows, which are reshaped and resampled.
     """
     graph = graph_file.graph
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a quickstart run shows: its parts, its images and its results."""
+"""What a quickstart run prints and draws: its parts, images and results."""
 
 import os
 import platform
@@ -26,7 +26,7 @@ TARGET_MARGIN = 0.15
 
 
 def print_parts(console: Console, parts: Sequence[Part]) -> None:
-    """Prints what the run is made of."""
+    """Prints the packages that the run uses."""
     table = Table(title="Parts", title_justify="left")
     for column in ("package", "version", "licence", "what it is"):
         table.add_column(column)
@@ -63,7 +63,7 @@ def draw_images(answered: Sequence[tuple[Question, str]], output: Path, columns:
 
 
 def print_results(console: Console, results: dict[str, Any], output: Path, pages: Sequence[Path]) -> None:
-    """Prints accuracy by kind beside its controls, the time of each step, what fell short, and the verdicts."""
+    """Prints accuracy by kind beside its controls, the time of each step, missed targets, and the verdicts."""
     table = Table(title="Held-out accuracy", title_justify="left")
     table.add_column("kind")
     before, after, baseline = results["before"], results["after"], results["baseline"]
@@ -92,7 +92,7 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
     for line in shortfalls(results):
         console.print(f"[yellow]{line}")
     same = "the same answers" if results["reloaded_answers_identical"] else "[red]other answers"
-    console.print(f"Reloaded in a fresh process from its own code: {same} to {results['reloaded_answers']} questions.")
+    console.print(f"Reloaded in a clean process from its own code: {same} to {results['reloaded_answers']} questions.")
     for name, sentences in results["verdicts"].items():
         console.print(f"Report on {name}: {' '.join(sentences)}", highlight=False, markup=False)
     console.print(f"Checkpoint: {output / 'model'}\nModel card: {output / 'model' / 'README.md'}")
@@ -102,30 +102,30 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
 
 
 def shortfalls(results: dict[str, Any]) -> list[str]:
-    """Sentences on where the trained model stays below the targets; empty if nowhere."""
+    """A sentence for each target that the trained model misses."""
     accuracy, blank = results["after"]["accuracy"], results["after"]["blank"]
     lines = []
     if accuracy[OVERALL] < TARGET_ACCURACY:
-        lines.append(f"Below target: easy-VQA accuracy {accuracy[OVERALL]:.2f}, wanted {TARGET_ACCURACY:.2f}.")
+        lines.append(f"Below target: easy-VQA accuracy is {accuracy[OVERALL]:.2f}, expected {TARGET_ACCURACY:.2f}.")
     for kind in KINDS:
         margin = accuracy[kind] - blank[kind]
         if margin < TARGET_MARGIN:
             lines.append(
-                f"Below target: {kind} is {100 * margin:.0f} points above the blank image, wanted "
+                f"Below target: {kind} is {100 * margin:.0f} points above the blank image, expected "
                 f"{100 * TARGET_MARGIN:.0f}."
             )
     return lines
 
 
 def peak_rss_gib() -> float:
-    """Largest resident memory this process or a finished child of it ever had, in GiB."""
+    """Largest resident memory of this process and its finished children, in GiB."""
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
     used = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return max(used) * unit / 2**30
 
 
 def versions() -> dict[str, Any]:
-    """Versions of what the figures depend on, and the processor."""
+    """Versions that the results depend on, and the processor."""
     packages = ("torch", "transformers", "trl", "peft", "datasets", "accelerate")
     return {
         "python": platform.python_version(),

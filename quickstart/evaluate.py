@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Asking a checkpoint the held-out questions, with their images and with a blank one."""
+"""Asks a checkpoint the held-out questions, with their images and with a blank one."""
 
 import json
 from collections import Counter, defaultdict
@@ -38,7 +38,7 @@ def answer(
         processor: Its processor.
         asked: Pairs of a question and an image.
         label: Shown beside the progress bar.
-        bf16: Multiply in bfloat16.
+        bf16: Whether to multiply in bfloat16.
 
     Returns:
         The answers, without surrounding white space.
@@ -69,8 +69,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Answers `questions` with their images and with a blank one, and scores both by kind.
 
-    An answer counts if its part after the last comma is the true one, letter case aside. The blank image shows what
-    the question alone gives away: its answer depends on the wording only, so each wording is asked once.
+    An answer is right if its part after the last comma is the true one, letter case aside. The blank image shows what
+    the question alone tells: its answer depends on the wording only, so each wording is asked once.
 
     Returns:
         `"accuracy"`, `"blank"` and `"majority"` (the share of the commonest true answer), each by kind; `"count"` by
@@ -107,17 +107,17 @@ def score(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, fl
 
 
 def is_right(question: Question, given: str) -> bool:
-    """Whether `given` ends in the true answer: all of it, or its part after the last comma."""
+    """Whether the part of `given` after its last comma is the true answer."""
     return given.lower().rsplit(", ", 1)[-1] == question.answer
 
 
 def majority(questions: Sequence[Question]) -> dict[str, float]:
-    """Share of the commonest true answer by kind: what always giving one answer is worth."""
+    """Share of the commonest true answer by kind, which is the accuracy of always giving it."""
     truths = {kind: Counter(questions[n].answer for n in numbers) for kind, numbers in positions(questions).items()}
     return {kind: max(counts.values()) / counts.total() for kind, counts in truths.items()}
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes `content` to `path`, which appears whole or not at all."""
+    """Writes `content` to `path` atomically."""
     with finished_file(path) as partial:
         partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

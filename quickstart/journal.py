@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a quickstart run has done so far, so that a stopped run resumes as it began."""
+"""The journal of a quickstart run, so that a stopped run resumes as it began."""
 
 import json
 import time
@@ -16,11 +16,11 @@ from .train import bfloat16_pays
 
 
 class Journal:
-    """What a run in one folder has done so far, kept in `journal.json`.
+    """Settings and finished steps of a run, kept in its folder's `journal.json`.
 
     Attributes:
-        bf16: Whether this run multiplies in bfloat16; decided once, so that a resumed run does as it did before.
-        steps: Seconds and peak memory of each finished step; seconds before an interruption do not count.
+        bf16: Whether this run multiplies in bfloat16; decided once, so that a resumed run does the same.
+        steps: Seconds and peak memory of each finished step, without the seconds before an interruption.
 
     Raises:
         ValueError: The folder holds a run with other settings.
@@ -43,7 +43,7 @@ class Journal:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Times a step. One that was finished by an earlier run keeps the time it took then."""
+        """Times a step. One that an earlier run has finished keeps its time."""
         start = time.perf_counter()
         yield
         self.steps.setdefault(
@@ -52,5 +52,5 @@ class Journal:
         self.write()
 
     def write(self) -> None:
-        """Writes the file, whole."""
+        """Writes the file."""
         write_json(self.path, {"settings": self.settings, "bf16": self.bf16, "steps": self.steps})

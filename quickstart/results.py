@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The quickstart's evaluation as the checkpoint keeps it, in `evaluation/`."""
+"""Writes the quickstart's evaluation into the checkpoint's `evaluation/`."""
 
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,12 +31,12 @@ def write_evaluations(
 
     Args:
         checkpoint: Folder of the trained model.
-        after, before, baseline: What [`evaluate`] found of the trained model, of the same before training, and of the
-            same trained without the norm, where it was.
-        total: Questions in easy-VQA's test split, of which those asked are a part.
-        seed: That drew them.
-        bf16: Whether products were in bfloat16.
-        asked: When the trained model was asked, in seconds since the epoch.
+        after, before, baseline: Results of [`evaluate`] of the trained model, of the untrained one, and of the one
+            trained without the norm, if there is one.
+        total: Questions in easy-VQA's test split, from which those asked were drawn.
+        seed: Seed of that draw.
+        bf16: Whether the models multiplied in bfloat16.
+        asked: When the trained model was evaluated, in seconds since the epoch.
     """
     references = {
         "blank image": after["blank"],
@@ -48,7 +48,7 @@ def write_evaluations(
     def metric(kind: str, subset: str | None = None) -> Metric:
         value, count = after["accuracy"][kind], after["count"][kind]
         given = {name: accuracy[kind] for name, accuracy in references.items()}
-        error = (value * (1 - value) / count) ** 0.5 or None  # at 0 and 1 the formula knows no error
+        error = (value * (1 - value) / count) ** 0.5 or None  # at 0 and 1 the formula does not apply
         return Metric("accuracy", value, error, references=given, subset=subset, samples=count)
 
     about: dict[str, Any] = {

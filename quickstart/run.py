@@ -1,9 +1,9 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The quickstart from start to end: fetch, convert, build, ask, train twice, merge, ask again, reload, diagnose.
+"""The whole quickstart: fetch, convert, build, evaluate, train twice, merge, evaluate, reload, diagnose.
 
-Every step leaves a finished artefact that appears whole or not at all, and is skipped where its artefact lies already:
-a stopped run is resumed when it is started again.
+Every step writes its result atomically and is skipped if the result exists, so that a stopped run is resumed by
+starting it again.
 """
 
 import json
@@ -39,7 +39,7 @@ RECIPES = {"stage1": "quickstart-align", "stage2": "quickstart-tune"}
 
 @dataclass(frozen=True)
 class Settings:
-    """What a quickstart run is made of.
+    """Settings of a quickstart run.
 
     Attributes:
         image_size: Side of the images in pixels; 14 pixels make one visual token.
@@ -50,8 +50,8 @@ class Settings:
         emoji_share: Share of training rows about emoji.
         per_kind: Held-out easy-VQA questions of each kind; even.
         shown_per_kind: Questions of each kind in the image, which are also those asked again after reloading.
-        diagnosed: Held-out images that norms and rotation are measured on.
-        seed: Of all data, held-out questions included, and of the projector; the recipes have seeds of their own.
+        diagnosed: Held-out images for the diagnosis.
+        seed: Seed of the data, the held-out questions and the projector; the recipes have seeds of their own.
     """
 
     image_size: int = 56
@@ -85,11 +85,11 @@ def run_quickstart(
     The baseline is the same model without the norm. It is trained through stage 1, and both are compared there.
 
     Args:
-        output: Folder for everything the run makes; the trained checkpoint is `output/model`.
+        output: Folder of the run; the trained checkpoint is `output/model`.
         settings: The run's settings; the README's figures belong to the defaults.
         full_baseline: Train the baseline through stage 2 as well, evaluate it, and compare the finished models too.
         cache: Folder of archives and converted parts, `fetch.cache_dir()` by default.
-        console: Where tables go.
+        console: Where tables are printed.
 
     Returns:
         What `output/results.json` holds.
@@ -100,7 +100,7 @@ def run_quickstart(
     """
     settings, cache, console = settings or Settings(), cache or cache_dir(), console or Console()
     journal = Journal(output, settings)
-    for unfinished in output.glob(".*"):  # what a killed run was writing
+    for unfinished in output.glob(".*"):  # of a killed run
         if unfinished.is_dir():
             shutil.rmtree(unfinished)
     untrained, model, data = output / "untrained", output / "model", output / "data"
@@ -187,7 +187,7 @@ def run_quickstart(
 
 
 def build(vision: Path, language: Path, output: Path, settings: Settings, *, arm: str) -> None:
-    """Assembles an untrained checkpoint: arm "gwc" has the norm and its gradient compensation, "none" no norm."""
+    """Builds an untrained checkpoint: arm "gwc" has the norm and its gradient compensation, "none" no norm."""
     if output.exists():
         return
     layer = settings.feature_layer if isinstance(settings.feature_layer, int) else list(settings.feature_layer)
@@ -196,7 +196,7 @@ def build(vision: Path, language: Path, output: Path, settings: Settings, *, arm
 
 
 def write_data(output: Path, settings: Settings, cache: Path) -> None:
-    """Writes the conversations of both stages, which share none."""
+    """Writes the conversations of both stages, which have none in common."""
     if output.exists():
         return
     first, second = rows_of(settings.stage1), rows_of(settings.stage2)
@@ -207,7 +207,7 @@ def write_data(output: Path, settings: Settings, cache: Path) -> None:
 
 
 def evaluate_once(checkpoint: Path, questions: list[Question], output: Path, bf16: bool) -> dict[str, Any]:
-    """The evaluation of `checkpoint`, read from `output` if it is there, else done and written."""
+    """The evaluation of `checkpoint`, read from `output` if that exists, otherwise written there."""
     if not output.exists():
         model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
         model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -219,7 +219,7 @@ def evaluate_once(checkpoint: Path, questions: list[Question], output: Path, bf1
 
 
 def first_of_each_kind(questions: list[Question], count: int) -> list[int]:
-    """Positions of the first `count` questions of each kind: none is picked for its answer."""
+    """Positions of the first `count` questions of each kind, whatever the answers."""
     kinds: dict[str, list[int]] = {}
     for position, question in enumerate(questions):
         kinds.setdefault(question.kind, []).append(position)
@@ -227,7 +227,7 @@ def first_of_each_kind(questions: list[Question], count: int) -> list[int]:
 
 
 def reload_elsewhere(checkpoint: Path, questions: list[Question], folder: Path) -> tuple[list[str], list[str]]:
-    """Answers given by the installed package, and by the checkpoint's own code in a process without the package."""
+    """Answers by the installed package, and by the checkpoint's own code in a process without the package."""
     asked = []
     for number, question in enumerate(questions):
         image = folder.resolve() / "images" / f"{number}.png"

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The quickstart's two training stages: recipes of the training room, run as `normalign train` would."""
+"""The quickstart's two training stages: the package's recipes, run as `normalign train` would."""
 
 import shutil
 import time
@@ -16,31 +16,31 @@ from ..train.run import train
 
 
 def stage(recipe: str, **changes: Any) -> dict[str, Any]:
-    """The options that a recipe of the package sets, with changes: what `normalign train RECIPE --option value` does.
+    """The options that one of the package's recipes sets, with changes, as in `normalign train RECIPE --option value`.
 
     Args:
         recipe: Name of the recipe.
-        **changes: Options in place of the recipe's.
+        **changes: Options that override the recipe's.
     """
     return {**read_recipe(recipe_file(recipe)), **changes}
 
 
 def rows_of(options: dict[str, Any]) -> int:
-    """Conversations that make one pass of a stage."""
+    """Conversations in one pass of a stage."""
     return options["max_steps"] * options["global_batch_size"]
 
 
 def train_stage(options: dict[str, Any], checkpoint: Path, data: Path, output: Path, *, bf16: bool = False) -> None:
-    """Trains `checkpoint` and leaves the trained checkpoint, or the adapter, in `output`.
+    """Trains `checkpoint` and writes the trained checkpoint, or the adapter, to `output`.
 
-    `output` appears whole or not at all. Until then the run lies beside it, and is resumed where it was stopped.
+    Until it is finished the run is in a folder beside `output`, from which a stopped run is resumed.
 
     Args:
         options: A recipe's options, from [`stage`].
         checkpoint: Folder of model and processor.
         data: Folder of a saved data set.
         output: Folder of the result.
-        bf16: Multiply in bfloat16; trained parameters, gain and bias among them, stay float32.
+        bf16: Whether to multiply in bfloat16; trained parameters stay float32.
     """
     run = output.with_name(output.name + "-trainer")
     if not output.exists():
@@ -56,7 +56,7 @@ def train_stage(options: dict[str, Any], checkpoint: Path, data: Path, output: P
 
 
 def words(options: dict[str, Any]) -> list[str]:
-    """Options as they stand on a command line."""
+    """Options as a command line."""
     found = []
     for name, value in options.items():
         found += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
@@ -66,7 +66,7 @@ def words(options: dict[str, Any]) -> list[str]:
 def bfloat16_pays() -> bool:
     """Whether this machine multiplies bfloat16 matrices at least twice as fast as float32 ones.
 
-    Processors with AVX512-BF16 or AMX do, by a factor of three and more; others emulate it and lose.
+    Processors with AVX512-BF16 or AMX do, three times and more; others emulate it and are slower.
     """
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported()
@@ -74,7 +74,7 @@ def bfloat16_pays() -> bool:
 
 
 def best_seconds(dtype: torch.dtype, repeats: int = 10) -> float:
-    """Shortest time of a product of the size that training is made of."""
+    """Shortest time of a matrix product of a size that is common in training."""
     x, weight = torch.randn(1024, 576, dtype=dtype), torch.randn(1536, 576, dtype=dtype)
     seconds = []
     for _ in range(repeats):

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a training run can be told: TRL's options under TRL's names, and ours, in YAML and on the command line."""
+"""Options of a training run, in YAML and on the command line: TRL's under TRL's names, and ours."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,14 +28,14 @@ STAGES: dict[str, dict[str, Any]] = {
         "per_device_train_batch_size": 1,
     },
 }
-"""What the paper's two stages set (appendix E) where nothing else is said."""
+"""Defaults of the paper's two stages (appendix E)."""
 
 ADAPTERS: dict[str, float] = {
     "learning_rate": 2e-4,
     "projector_learning_rate": 2e-5,
     "norm_learning_rate": 2e-5,
 }
-"""What stage `tune` sets in place of its own where adapters are trained: LLaVA-1.5's learning rates for LoRA."""
+"""Learning rates of stage `tune` with adapters: LLaVA-1.5's for LoRA."""
 
 BOTH_STAGES: dict[str, Any] = {
     "num_train_epochs": 1.0,
@@ -44,14 +44,14 @@ BOTH_STAGES: dict[str, Any] = {
     "weight_decay": 0.0,
     "seed": 42,
 }
-"""What the stages share."""
+"""Defaults of both stages."""
 
 
 @dataclass
 class NormAlignConfig(SFTConfig):
-    """TRL's `SFTConfig`, with the stage, the arm, a learning rate for each module, and what is shown on the way.
+    """TRL's `SFTConfig`, with the stage, the arm, a learning rate for each module, samples and probes.
 
-    `max_length` drops longer rows; nothing is truncated. Labels are on assistant turns alone.
+    Rows longer than `max_length` are dropped, never truncated. Labels are on assistant turns alone.
 
     Raises:
         ValueError: a learning rate is negative, nothing is trained, or an option would put image tokens into the
@@ -60,10 +60,10 @@ class NormAlignConfig(SFTConfig):
 
     stage: Literal["align", "tune"] | None = field(
         default=None,
-        metadata={"help": "The paper's stage, which decides what is not given: align (projector, norm), tune (all)."},
+        metadata={"help": "The paper's stage, which sets defaults: align (projector, norm) or tune (everything)."},
     )
     arm: Literal["none", "unit", "aligned", "gwc"] | None = field(
-        default=None, metadata={"help": "Arm to train, where it is not what the checkpoint was built as."}
+        default=None, metadata={"help": "Arm to train, if it is not the one the checkpoint was built as."}
     )
     global_batch_size: int | None = field(
         default=None,
@@ -87,8 +87,8 @@ class NormAlignConfig(SFTConfig):
     learning_rate: float = field(  # type: ignore[assignment]
         default=None,
         metadata={
-            "help": "Learning rate of what has none of its own. Default: the stage's; of tune with use_peft 2e-4 for "
-            "adapters, 2e-5 for projector and norm."
+            "help": "Learning rate of modules that have none of their own. Default: the stage's; for tune with "
+            "use_peft 2e-4 for adapters, 2e-5 for projector and norm."
         },
     )
     per_device_train_batch_size: int = field(default=None, metadata={"help": "Rows in a forward pass."})  # type: ignore[assignment]
@@ -97,28 +97,27 @@ class NormAlignConfig(SFTConfig):
     warmup_steps: float = field(  # type: ignore[assignment]
         default=None, metadata={"help": "Steps of linear warm-up, or their share of all steps if below 1."}
     )
-    weight_decay: float = field(default=None, metadata={"help": "Of weights; never of gain, biases, norms."})  # type: ignore[assignment]
-    seed: int = field(default=None, metadata={"help": "Of everything drawn."})  # type: ignore[assignment]
+    weight_decay: float = field(default=None, metadata={"help": "Weight decay; never of gain, biases, norms."})  # type: ignore[assignment]
+    seed: int = field(default=None, metadata={"help": "Random seed."})  # type: ignore[assignment]
     router_aux_loss_coef: float | None = field(default=0.0, metadata={"help": "Always 0 here."})
     max_length: int | None = field(
         default=2048, metadata={"help": "Rows with more tokens, image tokens included, are dropped and counted."}
     )
-    assistant_only_loss: bool = field(
-        default=True, metadata={"help": "Always true here: the loss is on what the model has to say."}
-    )
+    assistant_only_loss: bool = field(default=True, metadata={"help": "Always true here: the loss is on the answers."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Always false here: the collator needs all."})
     use_cpu: bool | None = field(  # type: ignore[assignment]
         default=None,
         metadata={
             "nargs": "?",
             "const": True,
-            "help": "Whether to train on the CPU. Default: where there is no accelerator.",
+            "help": "Whether to train on the CPU. Default: if there is no accelerator.",
         },
     )
     sample_count: int = field(
-        default=4, metadata={"help": "Held-out examples answered at each evaluation, and written with their images."}
+        default=4,
+        metadata={"help": "Held-out examples to answer at each evaluation, in samples/."},
     )
-    sample_max_new_tokens: int = field(default=64, metadata={"help": "Longest answer of such an example, in tokens."})
+    sample_max_new_tokens: int = field(default=64, metadata={"help": "Longest answer of these, in tokens."})
     probe_steps: list[int] | None = field(
         default=None, metadata={"help": "Steps at which inter-layer cosines are recorded on a fixed batch (figure 5)."}
     )
@@ -126,8 +125,8 @@ class NormAlignConfig(SFTConfig):
     bad_steps: Literal["stop", "skip"] = field(
         default="stop",
         metadata={
-            "help": "At a step whose loss or gradients are not finite: stop and name the module they came from, or go "
-            "on without taking the step."
+            "help": "If a step's loss or gradients are not finite: stop and name the module they came from, or skip "
+            "the step."
         },
     )
     resume_from_checkpoint: str | None = field(
@@ -143,59 +142,57 @@ class NormAlignConfig(SFTConfig):
         check_choice(self, "stage", (None, *CHOICES["stage"]))
         check_choice(self, "arm", (None, *CHOICES["arm"]))
         self.learning_rate_is_given = self.learning_rate is not None
-        decided = {**BOTH_STAGES, **STAGES[self.stage]} if self.stage else {}
+        defaults = {**BOTH_STAGES, **STAGES[self.stage]} if self.stage else {}
         for name in ("learning_rate", "per_device_train_batch_size", "global_batch_size", *BOTH_STAGES):
             if getattr(self, name) is None:
                 default = SFTConfig.__dataclass_fields__[name].default if name != "global_batch_size" else None
-                setattr(self, name, decided.get(name, default))
+                setattr(self, name, defaults.get(name, default))
         self.use_cpu = not torch.accelerator.is_available() if self.use_cpu is None else self.use_cpu
         super().__post_init__()
         check_refused(self)
         check_trackers(self.report_to)
         if self.do_eval and self.eval_strategy == "no":
-            raise ValueError("do_eval alone evaluates nothing. Say when with eval_strategy.")
+            raise ValueError("do_eval alone evaluates nothing. Set eval_strategy.")
         check_choice(self, "bad_steps", CHOICES["bad_steps"])
         if self.bad_steps == "skip" and self.deepspeed_plugin is not None:
-            raise ValueError(
-                "bad_steps cannot be 'skip' with DeepSpeed, which takes its steps by itself. Leave it out."
-            )
-        # It hides such steps from the log, and waits for the device in every batch.
+            raise ValueError("bad_steps cannot be 'skip' with DeepSpeed, which takes the steps itself. Leave it out.")
+        # The filter hides steps that are not finite from the log, and waits for the device at every batch.
         self.logging_nan_inf_filter = self.bad_steps == "skip"
         self.hub_token = self.hub_token and self.hub_token.strip()  # a block of YAML ends in a line break
         self.probe_steps = None if self.probe_steps is None else [int(step) for step in _as_list(self.probe_steps)]
-        rates = self.rates(use_peft=False)
-        for module, rate in rates.items():
-            if rate < 0:
-                raise ValueError(f"{module}_learning_rate must not be negative, got {rate}.")
-        if not any(rates.values()):
-            raise ValueError("Every learning rate is 0, so nothing would be trained. Give some module a rate.")
+        learning_rates = self.learning_rates(use_peft=False)
+        for module, learning_rate in learning_rates.items():
+            if learning_rate < 0:
+                raise ValueError(f"{module}_learning_rate must not be negative, got {learning_rate}.")
+        if not any(learning_rates.values()):
+            raise ValueError("Every learning rate is 0, so nothing would be trained. Give some module another.")
         least_of = {"per_device_train_batch_size": 1, "global_batch_size": 1, "probe_rows": 1, "sample_count": 0}
         for name, least in least_of.items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
-        self.router_aux_loss_coef = 0.0  # which TRL would take from the language model's configuration
+        self.router_aux_loss_coef = 0.0  # TRL would take it from the language model's configuration
 
-    def rates(self, use_peft: bool) -> dict[str, float]:
-        """The peak learning rate of each module; 0 is frozen.
+    def learning_rates(self, use_peft: bool) -> dict[str, float]:
+        """The peak learning rate of each module; 0 if it is frozen.
 
         Args:
-            use_peft: Adapters stand for the language model; the vision tower is frozen unless it was given a
-                learning rate.
+            use_peft: Whether adapters are trained in place of the language model. The vision tower is then frozen
+                unless it was given a learning rate.
         """
-        return {module: rate for module, (rate, _) in self.explained_rates(use_peft).items()}
+        return {module: value for module, (value, _) in self.explained_learning_rates(use_peft).items()}
 
-    def explained_rates(self, use_peft: bool) -> dict[str, tuple[float, str]]:
-        """[`rates`], each with where it comes from: `"given"`, or whose default it is, such as `"stage tune"`."""
-        decided, origin = STAGES.get(self.stage or "", {}), f"stage {self.stage}" if self.stage else "TRL"
+    def explained_learning_rates(self, use_peft: bool) -> dict[str, tuple[float, str]]:
+        """[`learning_rates`], each with its origin: `"given"`, or whose default it is, such as `"stage tune"`."""
+        defaults, origin = STAGES.get(self.stage or "", {}), f"stage {self.stage}" if self.stage else "TRL"
         if use_peft and self.stage == "tune" and not self.learning_rate_is_given:
-            decided, origin = ADAPTERS, "adapters"
-        rest = decided.get("learning_rate", self.learning_rate), origin
+            defaults, origin = ADAPTERS, "adapters"
+        rest = defaults.get("learning_rate", self.learning_rate), origin
         if self.learning_rate_is_given:
             rest = self.learning_rate, "given"
         found = {}
         for module in ("vision", "projector", "norm", "language"):
             name = f"{module}_learning_rate"
-            found[module] = (decided[name], origin) if name in decided else rest
+            found[module] = (defaults[name], origin) if name in defaults else rest
             if use_peft and module == "vision":
                 found[module] = 0.0, "adapters"
             if (given := getattr(self, name)) is not None:
@@ -208,7 +205,7 @@ class ModelArguments(ModelConfig):
     """TRL's `ModelConfig`: which checkpoint, in which precision, with which adapters."""
 
     use_bnb_nested_quant: bool = field(
-        default=True, metadata={"help": "Whether to quantize the constants of 4-bit quantization as well."}
+        default=True, metadata={"help": "Whether to quantize the constants of 4-bit quantization too."}
     )
 
     def __post_init__(self):

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a run shows of its modules while it trains: token norms, gain, gradients, updates, clipping, Adam's epsilon."""
+"""What is logged of the modules in training: token norms, gain, gradients, updates, clipping."""
 
 import math
 from itertools import accumulate
@@ -21,40 +21,36 @@ from .model import base_model, module_of, projector_norm
 
 
 PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
-"""What gradients and updates are measured of: the projector without its norm, and the norm's two parameters."""
+"""Parts whose gradients and updates are measured; the projector without its norm, whose gain and bias are apart."""
 
 SAMPLE = 2**16
-"""Most elements of a part whose update is measured. They lie evenly over its trained parameters."""
+"""Most elements of a part whose update is measured, evenly spaced over its trained parameters."""
 
 RATIOS = (
     "norm/visual",
     "norm/text",
     *(f"update_ratio/{part}" for part in PARTS),
-    *(f"adam/eps_share/{part}" for part in PARTS),
 )
-"""The figures that are ratios of two sums, which are taken over processes."""
+"""The figures that are ratios of two sums over all processes."""
 
 
 class Measurements(TrainerCallback):
-    """Measures the modules at the steps that are logged; at the others it compares one number and waits for nothing.
+    """Measures the modules at the steps that are logged; at others it costs next to nothing.
 
-    The trainer hands in the norm that it clips by and merges what [`~Measurements.collect`] returns into its logs:
+    The trainer passes in the norm that it clips by and adds what [`~Measurements.collect`] returns to its logs:
 
     - `norm/visual`, `norm/text`: mean L2 norm of the tokens that enter the first decoder layer, at image tokens and at
       the other attended positions, over all micro-batches and processes of the step.
     - `gain/l2`, `gain/mean_abs`, `bias/mean_abs`: of the norm, after the step (table 5).
-    - `gwc/factor`: what the gradient at the normalised tokens is multiplied by, 1 / s (eq. 12), or 1.
+    - `gwc/factor`: the factor on the gradient at the normalised tokens, 1 / s (eq. 12), or 1.
     - `grad_norm/PART`: L2 norm of the gradients of one of `PARTS`, before clipping.
     - `update_ratio/PART`: ||w after the step - w before|| / ||w before||, over a sample of at most `SAMPLE` elements.
-      Not there while all of them are zero, as the bias is at first.
-    - `adam/eps_share/PART`: of the sampled elements that have had a gradient, the share for which epsilon is larger
-      than a tenth of sqrt(v_hat), the second moment after bias correction: those whose steps epsilon shortens by more
-      than 9 %. Optimizer states in 8 bits are left out.
+      Left out while all of them are zero, as the bias is at first.
     - `clip/share`: share of the optimizer steps since the last log whose gradients global clipping cut.
 
-    A part that is frozen has no entry. DeepSpeed's engine keeps gradients and optimizer states to itself and steps
-    before the Trainer does: with it there are no gradient norms, update ratios and epsilon shares. The steps measured
-    are those of `logging_steps` and `logging_first_step`; `logging_strategy="epoch"` has none.
+    A part that is frozen has no entry. DeepSpeed keeps the gradients to itself and steps before the Trainer does: with
+    it there are no gradient norms and update ratios. The steps measured are those of `logging_steps` and
+    `logging_first_step`; `logging_strategy="epoch"` has none.
 
     Args:
         args: The trainer's arguments.
@@ -75,10 +71,10 @@ class Measurements(TrainerCallback):
         self._clippings = 0
 
     def after_clip(self, total_norm: Tensor | float | None) -> None:
-        """Takes the norm of all gradients before clipping, as clipping returns it; waits for no device.
+        """Takes the norm of all gradients before clipping, as clipping returns it, without waiting for the device.
 
         Args:
-            total_norm: The norm; None, where DeepSpeed does not know it yet, is not counted.
+            total_norm: The norm, or None if DeepSpeed does not know it yet.
         """
         if total_norm is None:
             return
@@ -87,9 +83,9 @@ class Measurements(TrainerCallback):
         self._clippings += 1
 
     def collect(self) -> dict[str, float]:
-        """What was measured since the last call; empty where that step was not a logged one.
+        """What was measured since the last call; empty if the step is not a logged one.
 
-        Every process must call it at the same step, since sums over processes are taken here.
+        Every process must call it at the same step: it sums over processes.
         """
         if not self._measuring or self._model is None:
             return {}
@@ -106,16 +102,16 @@ class Measurements(TrainerCallback):
         return found
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Takes the model, which by now is prepared for the processes there are."""
+        """Takes the model, which is wrapped by now."""
         self._model = base_model(model)
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Lets go of the model."""
+        """Releases the model."""
         self._remove_hooks()
         self._model, self._measuring = None, False
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Hooks the forward passes of a step that will be logged."""
+        """Hooks the forward passes of a step that is logged."""
         step = state.global_step + 1
         self._measuring = (step == 1 and args.logging_first_step) or (
             args.logging_strategy == IntervalStrategy.STEPS and step % state.logging_steps == 0
@@ -133,7 +129,7 @@ class Measurements(TrainerCallback):
         ]
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        """Takes gradient norms, and copies the sample of the weights."""
+        """Measures gradient norms and copies a sample of the weights."""
         self._remove_hooks()
         if not self._measuring or AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
             return
@@ -146,16 +142,14 @@ class Measurements(TrainerCallback):
             self._before[part] = _copy(_sample(parameters))
         self._total_norm = None
 
-    def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
-        """Compares the sample with what it was, and epsilon with the second moments."""
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        """Compares the sample of the weights with what it was."""
         for part, parameters in (_trained_parts(model) if self._before else {}).items():
             before, after = self._before.pop(part), _copy(_sample(parameters))
             self._add(f"update_ratio/{part}", (after - before).square().sum(), before.square().sum())
-            if counts := _epsilon_counts(parameters, optimizer):
-                self._add(f"adam/eps_share/{part}", *counts)
 
     def _clip_factor(self):
-        # What torch's clipping divides the gradients by.
+        # The divisor of torch's clipping.
         if self._total_norm is None or not self.max_grad_norm:
             return 1.0
         return torch.as_tensor((self._total_norm + 1e-6) / self.max_grad_norm).clamp(min=1.0)
@@ -164,7 +158,7 @@ class Measurements(TrainerCallback):
         self._ratios[name] += torch.stack((above, below)).to(self._ratios[name])
 
     def _keep_ids(self, module, args):
-        # The ids come from the embedding layer because the trainer embeds batches without images by itself.
+        # From the embedding layer: the language model itself gets embeddings only.
         if args and args[0].dim() == 2:
             self._ids = args[0]
 
@@ -174,7 +168,7 @@ class Measurements(TrainerCallback):
     @torch.no_grad()
     def _add_token_norms(self, module, args, kwargs):
         if self._ids is None:
-            return  # gradient checkpointing runs the layer a second time
+            return  # gradient checkpointing runs the layer again
         hidden = args[0] if args else kwargs["hidden_states"]
         norms = torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float32)
         image_token = self._model.config.image_token_id
@@ -190,7 +184,7 @@ class Measurements(TrainerCallback):
 
 @torch.no_grad()
 def norm_values(model: nn.Module) -> dict[str, Tensor]:
-    """Size of gain and bias (table 5), and the factor of gradient compensation (eq. 12), as 0-d tensors by name."""
+    """Size of gain and bias (table 5) and the factor of gradient compensation (eq. 12), as 0-d tensors by name."""
     norm = projector_norm(model)
     values = {"gwc/factor": torch.ones(())}
     if isinstance(norm, nn.Identity):
@@ -222,7 +216,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _sample(tensors: list[Tensor]) -> list[Tensor]:
-    # Views of this process's shards: what is made of them are ratios of sums over processes.
+    # Views of this process's shards: only ratios of sums over all processes are taken of them.
     flat = [_local(tensor).reshape(-1) for tensor in tensors]
     stride = math.ceil(sum(map(len, flat)) / SAMPLE) or 1
     starts = accumulate(map(len, flat[:-1]), initial=0)
@@ -236,20 +230,3 @@ def _copy(views: list[Tensor]) -> Tensor:
 def _full_norm(gradient: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _epsilon_counts(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor] | None:
-    # Sampled elements for which 10 epsilon > sqrt(v_hat) > 0, and for which v_hat > 0.
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    seconds, scales = [], []
-    for parameter in parameters:
-        group, state = groups.get(parameter, {}), optimizer.state.get(parameter, {})
-        second = state.get("exp_avg_sq", state.get("state2"))  # torch's name, and bitsandbytes'
-        # torchao's states are tensors of classes of their own.
-        if "betas" in group and second is not None and type(_local(second)) is Tensor and second.is_floating_point():
-            seconds.append(second)
-            scales.append((10 * group["eps"]) ** 2 * (1 - group["betas"][1] ** state["step"]))
-    if not seconds:
-        return None
-    scaled = torch.cat([view.float() / scale for view, scale in zip(_sample(seconds), scales, strict=True)])
-    return ((scaled > 0) & (scaled < 1)).sum(), (scaled > 0).sum()

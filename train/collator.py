@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Canonical rows become a batch, with labels on exactly what the model has to say."""
+"""Makes batches of canonical rows, with labels on exactly the answers."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,15 +24,14 @@ _IGNORED = -100
 
 @dataclass
 class ConversationCollator(DataCollatorForVisionLanguageModeling):
-    """TRL's collator for canonical rows: it opens the images, and labels the answers with their end-of-turn tokens.
+    """TRL's collator for canonical rows: it opens the images and labels the answers with their end-of-turn tokens.
 
-    Of what the chat template marks, white space after the end-of-turn token is not labelled, nor are the first
-    `prompt_turns` answers of a row. A batch without images has no `pixel_values`. With `bad_rows="skip"`, a row with
-    a bad image stays in the batch, whose shape the other processes count on: the image is white, the row has no
-    label and adds nothing to the loss.
+    White space after the end-of-turn token is not labelled, nor are the first `prompt_turns` answers of a row. A batch
+    without images has no `pixel_values`. With `bad_rows="skip"`, a row with a bad image stays in the batch, whose
+    shape the other processes rely on, with a white image and no labels, so that it adds nothing to the loss.
 
     Args:
-        processor: Its chat template must have generation marks.
+        processor: The processor; its chat template must have generation marks.
         max_image_pixels: Images with more pixels are bad.
         bad_rows: `"stop"` raises at a bad image, `"skip"` records the row in `dropped_rows`.
         dropped_rows: Where rows with bad images are recorded.
@@ -51,7 +50,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
             probe = super().torch_call([{"images": [], "messages": _PROBE}])
         if (probe["labels"] == _IGNORED).all():
             raise ValueError(
-                "The chat template marks no answer with {% generation %}, so there is nothing to learn from. "
+                "The chat template marks no answer with {% generation %}, so nothing would be learned. "
                 "`normalign build` says whether a template has marks, and takes another with --chat-template."
             )
 
@@ -69,7 +68,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
             ]
         )
         for labels, example, (_, bad) in zip(batch["labels"], examples, images, strict=True):
-            self._narrow(labels, example, bad)
+            self._remove_labels(labels, example, bad)
         return batch
 
     def _images(self, example: dict[str, Any]) -> tuple[list[Image.Image], bool]:
@@ -81,21 +80,21 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
                 if self.bad_rows == "stop":
-                    raise ValueError(f"{dropped}. Fix it, or pass over such rows with --bad_rows skip.") from error
+                    raise ValueError(f"{dropped}. Fix it, or skip such rows with --bad_rows skip.") from error
                 if self.dropped_rows and not bad:
                     self.dropped_rows.add(dropped)
                 images.append(Image.new("RGB", (64, 64), "white"))
                 bad = True
         return images, bad
 
-    def _narrow(self, labels: Tensor, example: dict[str, Any], bad: bool) -> None:
-        """Takes labels away, in place, from one row `(T,)`."""
+    def _remove_labels(self, labels: Tensor, example: dict[str, Any], bad: bool) -> None:
+        """Removes labels that are not to be learned from one row `(T,)`, in place."""
         spans = _spans(labels)
         answers = sum(message["role"] == "assistant" for message in example["messages"])
         if example["prompt_turns"] and len(spans) != answers:
             raise ValueError(
                 f"{example['source']}, row {example['row']}: the chat template marks {len(spans)} of {answers} "
-                "answers, so it is not clear which are prompt. Give prompt and completion without earlier answers."
+                "answers, so those of the prompt are unknown. Give prompt and completion without earlier answers."
             )
         for number, (start, stop) in enumerate(spans):
             keep = 0 if bad or number < example["prompt_turns"] else stop - start
@@ -105,7 +104,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
 
 
 def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:
-    """Messages whose image parts have no empty text, as Arrow gives them."""
+    """The messages, without the empty texts that Arrow gives image parts."""
     return [
         {
             "role": message["role"],
@@ -119,6 +118,6 @@ def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _spans(labels: Tensor) -> list[tuple[int, int]]:
-    """Start and stop of each unbroken stretch of labels."""
+    """Start and stop of each run of labels."""
     edges = torch.nn.functional.pad(labels != _IGNORED, (1, 1)).int().diff().nonzero().flatten().tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))

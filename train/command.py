@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The command line of `normalign train` as far as it is known before TRL is imported: its help, recipe and folder."""
+"""What `normalign train` does before TRL is imported: its help, the recipe, and checks of the command line."""
 
 import argparse
 import os
@@ -31,14 +31,14 @@ CHOICES = {
     "bad_rows": ("stop", "skip"),
     "bad_steps": ("stop", "skip"),
 }
-"""Values of our own options that are told from mistakes before TRL is imported."""
+"""Choices of our own options, checked before TRL is imported."""
 
 OPTIONS = {
     "Checkpoint": {
         "model_name_or_path": "Checkpoint to train: a folder that `normalign build` made, or a Hub id.",
         "output_dir": "Folder of the result.",
-        "stage": "align (projector and norm) or tune (everything). What is not given follows from it.",
-        "arm": "Arm of the paper, where it is not the checkpoint's: none, unit, aligned or gwc.",
+        "stage": "align (projector and norm) or tune (everything). Sets the defaults of other options.",
+        "arm": "Arm of the paper, if it is not the checkpoint's: none, unit, aligned or gwc.",
     },
     "Data": {
         "dataset_name": "Hub id, folder or file of the rows to train on.",
@@ -49,38 +49,38 @@ OPTIONS = {
         "bad_rows": "At a row that cannot be trained on: stop (default) or skip it.",
     },
     "Learning": {
-        "learning_rate": "Of the modules that have none of their own.",
-        "vision_learning_rate": "Of the vision tower; 0 freezes it.",
-        "language_learning_rate": "Of the language model or its adapters; 0 freezes it.",
+        "learning_rate": "Learning rate of modules that have none of their own.",
+        "vision_learning_rate": "Learning rate of the vision tower; 0 freezes it.",
+        "language_learning_rate": "Learning rate of the language model or its adapters; 0 freezes it.",
         "num_train_epochs": "Passes over the data. Default: 1 with a stage.",
         "max_steps": "Steps, in place of epochs.",
         "global_batch_size": "Rows in a step, on any number of processes.",
-        "per_device_train_batch_size": "Rows in a forward pass: lower it where memory is short.",
+        "per_device_train_batch_size": "Rows in a forward pass: lower it if memory is short.",
     },
     "Adapters": {
         "use_peft": "Train LoRA adapters in place of the language model.",
         "lora_r": "Their rank.",
-        "load_in_4bit": "Quantize what is frozen under them (QLoRA).",
+        "load_in_4bit": "Quantize the frozen layers under them (QLoRA).",
     },
-    "Along the way": {
+    "While training": {
         "eval_strategy": "When held-out rows are evaluated: no (default), steps or epoch.",
         "report_to": "Trackers such as tensorboard or wandb. Default: none.",
         "resume_from_checkpoint": "Resume from the newest complete checkpoint, or from the one named.",
     },
     "Several processes": {
         "accelerate_config": "ddp, fsdp2, zero2, zero3, or a file that accelerate reads.",
-        "num_processes": "How many, one for each GPU. Default: as the file says.",
+        "num_processes": "How many, one for each GPU. Default: what the file says.",
     },
 }
-"""What `--help` shows: the options that most runs need, with a line for each. `--help-all` has every one."""
+"""What `--help` shows: the options that most runs need. `--help-all` lists all."""
 
 
 def show_help() -> None:
-    """Prints the usage, the package's recipes, and `OPTIONS`."""
+    """Prints the usage, the package's recipes and `OPTIONS`."""
     console = Console(highlight=False)
     console.print(f"\nUsage: {USAGE}\n", markup=False)
     console.print(
-        "Train a checkpoint. RECIPE is a YAML file of options, or one that comes with the package: "
+        "Train a checkpoint. RECIPE is a YAML file of options, or the name of one that comes with the package: "
         f"{', '.join(sorted(own_recipes()))}. It may be left out. Options override it.\n"
     )
     for group, options in OPTIONS.items():
@@ -89,15 +89,15 @@ def show_help() -> None:
         for name, text in options.items():
             table.add_row(f"--{name}", text)
         console.print(Panel(table, title=group, title_align="left", border_style="dim"))
-    console.print("`normalign train --help-all` has every option, those of TRL's SFTConfig among them.")
+    console.print("`normalign train --help-all` lists every option, those of TRL's SFTConfig included.")
 
 
 def next_command(checkpoint: str | os.PathLike, stage: str | None, adapters: bool) -> str:
-    """The command that takes a checkpoint on.
+    """The command to run next on a checkpoint.
 
     Args:
         checkpoint: Its folder.
-        stage: What it was made by: `"build"`, a stage of training, or None for training without one.
+        stage: What created it: `"build"`, a stage of training, or None for training without one.
         adapters: Whether it is an adapter.
     """
     folder = shlex.quote(str(checkpoint))
@@ -111,11 +111,11 @@ def next_command(checkpoint: str | os.PathLike, stage: str | None, adapters: boo
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Checks what can be known of a command line at once.
+    """Checks what can be checked of a command line without importing TRL.
 
     Raises:
-        ValueError: the recipe does not exist or is no mapping, the checkpoint to train or the data are not named or
-            not there, or there is a token.
+        ValueError: The recipe, the checkpoint or the data is not given or does not exist, an option is out of range
+            or refused, or a token is given.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("config", "model_name_or_path", "model_revision", "hub_token", *DATA):
@@ -136,7 +136,7 @@ def check_words(words: Sequence[str]) -> None:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}.")
     check_flags({name: options.get(name) for name in flags})
     if not (model := options.get("model_name_or_path")):
-        raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, made by `normalign build`.")
+        raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, created by `normalign build`.")
     find_checkpoint(str(model), options.get("model_revision"), remedy=NO_MODEL)
     named: dict[str, Any] = {name: options.get(name) for name in DATA}
     data = DataArguments(**named, datasets=options.get("datasets") or [])
@@ -146,10 +146,10 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def with_recipe_file(words: Sequence[str]) -> list[str]:
-    """The words of a command line as TRL reads them: the recipe, if they begin with one, as `--config FILE`.
+    """A command line as TRL reads it: the recipe, if it begins with one, as `--config FILE`.
 
     Raises:
-        ValueError: the recipe does not exist, or is no mapping.
+        ValueError: The recipe does not exist, or is not a mapping.
     """
     if not words or words[0].startswith("-"):
         return list(words)
@@ -162,7 +162,7 @@ def recipe_file(recipe: str | os.PathLike) -> Path:
     """The file of a recipe: the path itself, or the package's recipe of that name.
 
     Raises:
-        ValueError: neither exists; the recipes that the package brings are named.
+        ValueError: Neither exists.
     """
     if Path(recipe).is_file():
         return Path(recipe)
@@ -178,11 +178,11 @@ def own_recipes() -> dict[str, Path]:
 
 
 def read_recipe(file: str | os.PathLike) -> dict[str, Any]:
-    """The options that a recipe sets. Raises ValueError if it is no YAML, or no mapping."""
+    """The options that a recipe sets. Raises ValueError if it is not YAML, or not a mapping."""
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (yaml.YAMLError, OSError) as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} is no recipe: a recipe is a YAML mapping of options to values, not {content!r}.")
+        raise ValueError(f"{file} is not a recipe: a recipe is a YAML mapping of options to values, not {content!r}.")
     return content

@@ -25,15 +25,15 @@ class CosineProbe(TrainerCallback):
     """Records the cosine similarity of consecutive hidden states of a token at every decoder layer (RQ3).
 
     A line of `dynamics.jsonl` is `{"step": 0, "visual": [...], "text": [...]}`: for each layer the mean cosine between
-    what enters it and what leaves it, over image tokens and over the other attended tokens; what leaves the last layer
-    is taken before the language model's final norm. A kind of which the batch has no token has an empty list. Lines of
-    the same step and of later ones, which a run wrote before it was resumed from an earlier step, are dropped.
+    its input and its output, over image tokens and over the other attended tokens. The last layer's output is taken
+    before the final norm. A list is empty if the batch has no such tokens. Lines of the same step or later ones, which
+    a run wrote before it was resumed, are dropped.
 
-    The model is left as it was found, with its random state, so a run is the same with and without the probe.
+    The model and the random state are left as they were, so a run is the same with and without the probe.
 
     Args:
         steps: Optimizer steps after which to measure; 0 is before training.
-        batch: What the collator makes of the probe rows, the same on every process; labels are ignored.
+        batch: The collated probe rows, the same on every process; labels are ignored.
     """
 
     def __init__(self, steps: Sequence[int], batch: dict[str, Tensor]):
@@ -52,7 +52,7 @@ class CosineProbe(TrainerCallback):
             self._record(args, state, model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        """Measures after a step that was asked for."""
+        """Measures after one of the steps."""
         if state.global_step in self.steps:
             self._record(args, state, model)
 
@@ -66,7 +66,7 @@ class CosineProbe(TrainerCallback):
 
 
 def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Mean cosine between what enters a decoder layer and what leaves it, for every layer in order.
+    """Mean cosine between input and output of every decoder layer, in order.
 
     Args:
         model: The model, with or without adapters, in evaluation mode.
@@ -88,10 +88,9 @@ def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[
 
 @contextmanager
 def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
-    """Evaluation mode without gradients, in the precision of training; afterwards all is as it was.
+    """Evaluation mode without gradients, in the precision of training.
 
-    Modules that were in evaluation mode among others in training mode are so again, and random numbers continue as if
-    none had been drawn.
+    Afterwards each module is in the mode it was in, and random numbers continue as if none had been drawn.
     """
     devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []
     dtype = torch.bfloat16 if args.bf16 else torch.float16

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a trainer is given, in TRL's words, as it needs it: options, model, processor, optimizer."""
+"""Prepares and checks the arguments of the trainer: options, model, processor, data, optimizer."""
 
 import copy
 from dataclasses import fields
@@ -23,18 +23,18 @@ from .collator import ConversationCollator
 from .model import MODULES, arm_of, check_architecture, load_model, module_of
 
 
-logger = get_logger(__name__)  # which speaks for all processes once
+logger = get_logger(__name__)  # logs in one process only
 
 
-def own_config(args: TrainingArguments | None, model: Any) -> NormAlignConfig:
-    """A copy of the options as `NormAlignConfig`: what an `SFTConfig` says means what it means in TRL.
+def normalign_config(args: TrainingArguments | None, model: Any) -> NormAlignConfig:
+    """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it means in TRL, with two exceptions.
 
-    The loss is on the assistant's turns also where `assistant_only_loss` is false, which is said once: on every token,
-    image tokens would be labels. Rows longer than `max_length` are dropped, not cut.
+    The loss is on the assistant's turns even if `assistant_only_loss` is false, with a warning: on every token, image
+    tokens would be labels. Rows longer than `max_length` are dropped, not cut.
 
     Args:
         args: Options; None for the defaults.
-        model: The trainer's `model`, after which the folder of a run without options is called.
+        model: The trainer's `model`, which the output folder of a run without options is named after.
 
     Raises:
         ValueError: What `NormAlignConfig` raises.
@@ -55,18 +55,20 @@ def own_config(args: TrainingArguments | None, model: Any) -> NormAlignConfig:
     return NormAlignConfig(**{**given, **ours})
 
 
-def own_model(model: Any, args: NormAlignConfig, quantization_config: Any) -> NormAlignLlavaForConditionalGeneration:
-    """The model to train: a folder or Hub id is loaded, a model is looked at.
+def model_to_train(
+    model: Any, args: NormAlignConfig, quantization_config: Any
+) -> NormAlignLlavaForConditionalGeneration:
+    """The model to train: loaded from a folder or the Hub, or checked if it is one already.
 
     Raises:
-        ValueError: It is of another architecture or another arm than asked for, or has adapters.
+        ValueError: It has another architecture, another arm than `args` says, or adapters.
     """
     if not isinstance(model, nn.Module):
         return load_model(model, args, quantization_config)
     if isinstance(model, PeftModel):
         raise ValueError(
-            "The model has adapters. Give it without them and peft_config, or merge them first: `normalign merge` or "
-            "model.merge_and_unload()."
+            "The model has adapters. Give it without them and peft_config, or merge them first with `normalign merge` "
+            "or model.merge_and_unload()."
         )
     check_architecture(model.config.model_type, model.name_or_path or type(model).__name__)
     if args.arm not in (None, found := arm_of(model.config)):
@@ -74,11 +76,13 @@ def own_model(model: Any, args: NormAlignConfig, quantization_config: Any) -> No
     return model
 
 
-def own_processor(processor: Any, model: NormAlignLlavaForConditionalGeneration, commit: str | None) -> LlavaProcessor:
-    """The processor, which lies beside the model, in the same commit, unless it is given.
+def model_processor(
+    processor: Any, model: NormAlignLlavaForConditionalGeneration, commit: str | None
+) -> LlavaProcessor:
+    """The given processor, or the one in the model's folder or commit.
 
     Raises:
-        ValueError: There is none, or it has no image processor.
+        ValueError: There is none, or it is not a LlavaProcessor.
     """
     if processor is None:
         if not model.name_or_path:
@@ -95,22 +99,22 @@ def own_processor(processor: Any, model: NormAlignLlavaForConditionalGeneration,
     return processor
 
 
-def own_data(
+def checked_datasets(
     train: Any, held_out: Any, collator: DataCollator, max_length: int | None, need_images: bool
 ) -> tuple[Dataset | IterableDataset, Any, DataReport]:
-    """Rows to train on, held-out rows or several data sets of them by name, and what became of all: [`own_rows`]."""
-    train, report = own_rows(train, "train_dataset", collator, max_length, need_images=need_images)
-    sources = [report]
+    """[`checked_rows`] of the training and the held-out data (one data set or several by name), and one report."""
+    train, report = checked_rows(train, "train_dataset", collator, max_length, need_images=need_images)
+    reports = [report]
     several = held_out if isinstance(held_out, dict) else {} if held_out is None else {"eval_dataset": held_out}
     checked = {}
     for name, rows in several.items():
-        checked[name], report = own_rows(rows, name, collator, max_length, split="eval")
-        sources.append(report)
+        checked[name], report = checked_rows(rows, name, collator, max_length, split="eval")
+        reports.append(report)
     held_out = checked if isinstance(held_out, dict) else checked.get("eval_dataset")
-    return train, held_out, DataReport([report for report in sources if report is not None])
+    return train, held_out, DataReport([report for report in reports if report is not None])
 
 
-def own_rows(
+def checked_rows(
     rows: Any,
     name: str,
     collator: DataCollator,
@@ -119,10 +123,10 @@ def own_rows(
     split: Literal["train", "eval"] = "train",
     need_images: bool = False,
 ) -> tuple[Dataset | IterableDataset, SourceReport | None]:
-    """Rows that `collator` takes, checked, and what became of them; for a collator of another kind, rows as they are.
+    """Rows in the form that `collator` takes, and a report; for a collator of another kind, rows as they are.
 
     Raises:
-        TypeError: They are no data set.
+        TypeError: They are not a data set.
         ValueError: What [`prepare_rows`] raises.
     """
     if not isinstance(rows, Dataset | IterableDataset):
@@ -145,8 +149,8 @@ def own_rows(
     )
 
 
-def rates_of(optimizer: Optimizer, model: nn.Module, args: NormAlignConfig) -> dict[str, float]:
-    """Peak learning rate of each module in an optimizer that the user made; 0 where it has no parameter of it.
+def optimizer_learning_rates(optimizer: Optimizer, model: nn.Module, args: NormAlignConfig) -> dict[str, float]:
+    """Peak learning rate of each module in a user's own optimizer; 0 if it has none of its parameters.
 
     Raises:
         ValueError: It holds parameters of another model, or `args` has learning rates by module too.
@@ -156,11 +160,11 @@ def rates_of(optimizer: Optimizer, model: nn.Module, args: NormAlignConfig) -> d
     ]:
         raise ValueError(f"{', '.join(given)} cannot be used with optimizers. Give them to its parameter groups.")
     names = {parameter: name for name, parameter in model.named_parameters()}
-    rates = dict.fromkeys(MODULES, 0.0)
+    learning_rates = dict.fromkeys(MODULES, 0.0)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
-                raise ValueError("The optimizer holds parameters of another model. Make it of the model you give.")
+                raise ValueError("The optimizer has parameters of another model. Create it for the model you give.")
             module = module_of(names[parameter])
-            rates[module] = max(rates[module], group.get("initial_lr", group["lr"]))
-    return rates
+            learning_rates[module] = max(learning_rates[module], group.get("initial_lr", group["lr"]))
+    return learning_rates

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""`normalign train --accelerate_config NAME`: the same run, started by `accelerate launch` in several processes."""
+"""`normalign train --accelerate_config NAME`: the same run in several processes, started by `accelerate launch`."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 CONFIGS = files(__package__) / "accelerate_configs"
 
 LAUNCHER = "NORMALIGN_LAUNCHER"
-"""Environment variable with the process that started those of a run."""
+"""Environment variable with the id of the process that started the processes of a run."""
 
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl: the signal to get when the parent process ends."""
@@ -25,11 +25,11 @@ def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None
 
     Args:
         config: `ddp`, `fsdp2`, `zero2`, `zero3`, or a file that accelerate reads.
-        processes: how many processes, one for each GPU; None for as many as the configuration says.
-        arguments: what follows `normalign train`.
+        processes: How many processes, one for each GPU; None for as many as the configuration says.
+        arguments: What follows `normalign train`.
 
     Raises:
-        ValueError: there is no such configuration, or nothing says how many processes.
+        ValueError: The configuration does not exist, or the number of processes is not given.
     """
     own = {Path(entry.name).stem: str(entry) for entry in CONFIGS.iterdir()}
     file = config if Path(config).is_file() else own.get(config)
@@ -44,6 +44,6 @@ def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None
 
 
 def end_with_launcher() -> None:
-    """Has this process, if [`launch`] started it, end when the launcher does, even if that is killed (on Linux)."""
+    """On Linux, ends this process when the launcher that started it ends, even if that is killed."""
     if sys.platform == "linux" and str(os.getppid()) == os.environ.get(LAUNCHER):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

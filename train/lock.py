@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""One run at a time writes to an output folder."""
+"""A lock, so that only one run at a time writes to an output folder."""
 
 import json
 import os
@@ -18,21 +18,21 @@ from ..checkpoint.files import read_json
 
 
 LOCK, OWNER = ".train.lock", ".train.json"
-"""The file that is locked, and the one that says by whom: what is locked cannot be read everywhere."""
+"""The locked file, and one that says by whom: some systems cannot read a locked file."""
 
 
 @contextmanager
 def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
-    """Keeps other runs out of a folder. If it was made for that and nothing was written to it, it is removed again.
+    """Keeps other runs out of a folder. A folder created for that is removed again if nothing was written to it.
 
-    The processes of one run are one: the first holds the lock, and all of them must call this. The operating system
-    releases the lock when that process ends, however it ends, so a run that was killed keeps nobody out.
+    All processes of a run must call this; the first holds the lock. The operating system releases it when that process
+    ends, even if it is killed.
 
     Args:
-        output_dir: The folder; made if it is not there.
+        output_dir: The folder; created if it does not exist.
 
     Raises:
-        ValueError: Another run holds it, or it cannot be written to.
+        ValueError: Another run holds the lock, or the folder cannot be written to.
     """
     folder, is_first = Path(output_dir), PartialState().is_main_process
     is_new = not folder.exists()
@@ -49,12 +49,12 @@ def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
             (folder / LOCK).unlink(missing_ok=True)
             lock.release()
             if is_new:
-                with suppress(OSError):  # there is something in it
+                with suppress(OSError):  # it is not empty
                     folder.rmdir()
 
 
 def _acquire(lock: FileLock, folder: Path) -> str | None:
-    """Takes the lock, and writes down whose it is; or says why not."""
+    """Takes the lock and writes down its owner; returns an error message if it cannot."""
     now = datetime.now().astimezone().isoformat(" ", "seconds")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,11 +62,11 @@ def _acquire(lock: FileLock, folder: Path) -> str | None:
         (folder / OWNER).write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": now}))
     except Timeout:
         try:
-            whose = "process {pid} on {host}, since {since}".format_map(read_json(folder / OWNER))
+            owner = "process {pid} on {host}, since {since}".format_map(read_json(folder / OWNER))
         except (TypeError, KeyError):  # not written yet, or damaged
-            whose = "whose process is not known"
+            owner = "its process is not known"
         return (
-            f"Another run is training in {folder}: {whose}. Wait for its end, stop it, or choose another --output_dir."
+            f"Another run is training in {folder}: {owner}. Wait for its end, stop it, or choose another --output_dir."
         )
     except OSError as error:
         return f"The --output_dir {folder} cannot be written to: {error}. Choose another."

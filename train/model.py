@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The model that a run trains: loaded in its precision and its arm, and which of its modules are trained."""
+"""The model to train: its checks, how it is loaded, and which of its modules are frozen."""
 
 import os
 from pathlib import Path
@@ -23,11 +23,11 @@ from .command import NO_MODEL
 
 
 MODULES = ("language", "projector", "norm", "vision")
-"""The parts that have a learning rate of their own. The Trainer logs the first one's that is trained."""
+"""The parts with a learning rate of their own. The Trainer logs that of the first one that is trained."""
 
 
 def module_of(parameter: str) -> str:
-    """Which of `MODULES` a parameter belongs to, by its name; adapters and the head belong to `"language"`."""
+    """Which of `MODULES` a parameter belongs to, by its name. Adapters and the head belong to `"language"`."""
     if "vision_tower." in parameter:
         return "vision"
     if "multi_modal_projector." in parameter:
@@ -38,19 +38,19 @@ def module_of(parameter: str) -> str:
 def check_checkpoint(
     checkpoint: str | os.PathLike, training: NormAlignConfig, revision: str | None = None
 ) -> NormAlignLlavaConfig:
-    """The configuration of the checkpoint to train, in the arm asked for; nothing is loaded.
+    """The configuration of the checkpoint to train, with the arm of `training`; no weights are loaded.
 
     Args:
         checkpoint: Folder or Hub id.
-        training: The arm, and the folder of the run.
+        training: The arm and the output folder.
         revision: Branch, tag or commit of a Hub id.
 
     Raises:
-        ValueError: it is no NormAlign-LLaVA checkpoint, or none that may be opened, or a trained one of another arm.
+        ValueError: It is not a NormAlign-LLaVA checkpoint, it may not be opened, or it was trained as another arm.
     """
     folder = find_checkpoint(str(checkpoint), revision, remedy=NO_MODEL)
     if Path(folder).exists() and Path(folder).resolve() == Path(str(training.output_dir)).resolve():
-        raise ValueError(f"--output_dir is the checkpoint that is to be trained, {folder}. Choose another.")
+        raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
     check_architecture(check_files(folder, revision).get("model_type"), folder)
     check_weights(folder, revision)
     with loading(f"The configuration of {folder}"):
@@ -62,7 +62,7 @@ def check_checkpoint(
         if {arm, current} != {"aligned", "gwc"} and (Path(folder) / TRAINING_RECORD).exists():
             raise ValueError(
                 f"{folder} was trained as arm {current!r}; arm {arm!r} would discard its gain. Start from an "
-                f"untrained checkpoint, such as `normalign build --arm {arm}` makes."
+                f"untrained checkpoint: `normalign build --arm {arm}`."
             )
         norm = "layer_norm" if config.projector_norm == "none" else config.projector_norm
         neutral = {"projector_norm": norm, "projector_gain_init": "text_norm", "gradient_compensation": "global"}
@@ -72,22 +72,22 @@ def check_checkpoint(
 
 
 def check_architecture(model_type: str | None, name: str) -> None:
-    """Raises ValueError where a model is no NormAlign-LLaVA."""
+    """Raises ValueError if a model is not a NormAlign-LLaVA."""
     if model_type != NormAlignLlavaConfig.model_type:
         raise ValueError(
-            f"{name} is a {model_type!r} model. Make a NormAlign-LLaVA checkpoint of it with `normalign "
-            "build` (--vision and --language, or --from-llava), and train that."
+            f"{name} is a {model_type!r} model. Build a NormAlign-LLaVA checkpoint from it with `normalign build` "
+            "(--vision and --language, or --from-llava), and train that."
         )
 
 
 def load_model(
     checkpoint: str | os.PathLike, training: NormAlignConfig, quantization_config: BitsAndBytesConfig | None = None
 ) -> NormAlignLlavaForConditionalGeneration:
-    """Loads a checkpoint, in float32 unless told otherwise, in the arm asked for; a norm that it changes is aligned.
+    """Loads a checkpoint, by default in float32, as the arm of `training`; if that adds or resets the norm, aligns it.
 
     Args:
         checkpoint: Folder or Hub id.
-        training: The arm, the device of a quantized model, and `model_init_kwargs`, what `from_pretrained` takes.
+        training: The arm, the device of a quantized model, and `model_init_kwargs` for `from_pretrained`.
         quantization_config: How to quantize the language model.
 
     Raises:
@@ -103,7 +103,7 @@ def load_model(
     model = load_part(
         NormAlignLlavaForConditionalGeneration, str(checkpoint), kwargs.pop("dtype"), config=config, **kwargs
     )
-    # Where the arm adds or drops the norm the name is empty; training.json keeps what was changed.
+    # The name is empty if the configuration differs from the folder's; training.json records the difference.
     model.name_or_path = model.config.name_or_path = str(checkpoint)
     if {arm_of(stored), arm := arm_of(config)} & {"none", "unit"} and arm not in (arm_of(stored), "none"):
         model.align_projector_norm()
@@ -119,22 +119,22 @@ def arm_of(config: NormAlignLlavaConfig) -> str:
     return "gwc" if config.gradient_compensation == "global" else "aligned"
 
 
-def freeze(model: PreTrainedModel, rates: dict[str, float]) -> None:
-    """Lets gradients flow into the modules with a learning rate, and into nothing else.
+def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:
+    """Makes exactly the modules with a learning rate trainable.
 
     Args:
-        model: The model, with or without adapters; where it has adapters, the layers under them stay frozen.
-        rates: Learning rate of each module.
+        model: The model, with or without adapters; layers under adapters stay frozen.
+        learning_rates: Learning rate of each module.
     """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue  # packed 4-bit weights
-        trained = rates[module_of(name)] > 0
+        trained = learning_rates[module_of(name)] > 0
         parameter.requires_grad_(trained and (parameter.requires_grad or not isinstance(model, PeftModel)))
 
 
 def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
-    """Puts modules without a trained parameter into evaluation mode: their dropout is off.
+    """Puts modules without a trained parameter into evaluation mode, so that they have no dropout.
 
     Decoder layers keep their own flag: in evaluation mode they would not be checkpointed, and a frozen language model
     still has to carry gradients to the projector.
@@ -149,7 +149,7 @@ def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
 
 
 def projector_norm(model: nn.Module) -> nn.Module:
-    """The norm after the projector that is in use: of a model with adapters, the trained copy."""
+    """The norm after the projector; with adapters, the trained copy."""
     return base_model(model).model.multi_modal_projector.norm
 
 

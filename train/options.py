@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""How a run's options are found, and what follows from them: the command line overrides the recipe, that the stage."""
+"""Parsing of options: the command line overrides the recipe, which overrides the stage. And checks across options."""
 
 import difflib
 import sys
@@ -14,10 +14,10 @@ from .command import USAGE, with_recipe_file
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAlignConfig, ModelArguments]:
-    """Reads `RECIPE.yaml --option value ...`; the recipe is a file, or the name of one that the package brings.
+    """Parses `RECIPE --option value ...`; the recipe is a file, or the name of one that comes with the package.
 
     Raises:
-        ValueError: the recipe does not exist or has an unknown key, or a value is out of range.
+        ValueError: The recipe does not exist or has an unknown key, or a value is out of range.
     """
     words = with_recipe_file(sys.argv[1:] if arguments is None else arguments)
     parser = option_parser()
@@ -31,7 +31,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAl
             hint = f" Did you mean {close[0]}?" if close else " `normalign train --help-all` lists the options."
             raise ValueError(f"There is no option {' '.join(rest)}.{hint}")
     if not model.model_name_or_path:
-        raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, made by `normalign build`.")
+        raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, created by `normalign build`.")
     return data, training, model
 
 
@@ -41,16 +41,16 @@ def option_parser() -> TrlParser:
 
 
 def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> int:
-    """Forward passes per optimizer step, so that the global batch is what was asked for on any number of processes.
+    """Forward passes per optimizer step that give the global batch on any number of processes.
 
     Raises:
-        ValueError: it does not divide, or contradicts `gradient_accumulation_steps`.
+        ValueError: The batch does not divide, or contradicts `gradient_accumulation_steps`.
     """
     own = args.accelerator_config
     if own.split_batches or "num_steps" in (own.gradient_accumulation_kwargs or {}):
         raise ValueError(
             "accelerator_config's split_batches and num_steps would change the rows in an optimizer step. Leave them "
-            "out; global_batch_size says how many there are."
+            "out, and set global_batch_size."
         )
     if args.global_batch_size is None:
         return args.gradient_accumulation_steps
@@ -71,8 +71,8 @@ def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> 
 
 
 def check_stream(streaming: bool, args: NormAlignConfig) -> None:
-    """Raises ValueError where a streamed data set is asked for what takes its length, or lengths."""
+    """Raises ValueError if options need the length of a streamed data set, or of its rows."""
     if streaming and args.max_steps <= 0:
-        raise ValueError("A streamed data set has no length. Say how long to train with max_steps.")
+        raise ValueError("A streamed data set has no length. Set max_steps.")
     if streaming and args.train_sampling_strategy == "group_by_length":
         raise ValueError("train_sampling_strategy group_by_length needs data in memory, not a stream.")

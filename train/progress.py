@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a run shows of itself while it trains: a line for each logged step, within 80 columns."""
+"""What a run prints: a line of at most 80 columns for each logged step."""
 
 import sys
 import time
@@ -23,9 +23,9 @@ COLUMNS = {
 
 
 class ProgressLines(TrainerCallback):
-    """Prints a line for each logged step and each loss on held-out rows; on a terminal, with bars in between.
+    """Prints a line for each logged step and each held-out loss; on a terminal also progress bars.
 
-    It stands for the Trainer's own callbacks, which print all that is logged. The time left is that of the remaining
+    It replaces the Trainer's own callbacks, which print everything that is logged. The time left is for the remaining
     steps at the mean pace since the run began or was resumed, evaluations and saves included.
     """
 
@@ -37,18 +37,18 @@ class ProgressLines(TrainerCallback):
         self._batches: tqdm | None = None
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Starts the clock at the first step: before it, rows of a resumed run are skipped."""
+        """Starts the clock at the first step: before it, a resumed run skips rows."""
         if self._began is None:
             self._began, self._first_step = time.perf_counter(), state.global_step
             self._steps = bar(args, state, total=state.max_steps, initial=state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Moves the bar."""
+        """Advances the bar."""
         if self._steps is not None:
             self._steps.update()
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        """Moves the bar of an evaluation."""
+        """Advances the bar of an evaluation."""
         if self._batches is None:
             total = len(eval_dataloader) if has_length(eval_dataloader) else None
             self._batches = bar(args, state, total=total, desc="Evaluating")
@@ -90,7 +90,7 @@ class ProgressLines(TrainerCallback):
 
 
 def bar(args, state, **kwargs: Any) -> tqdm:
-    """A bar that goes when it is done, for the first process on a terminal without `disable_tqdm`."""
+    """A progress bar that vanishes when done; only in the first process, on a terminal, without `disable_tqdm`."""
     hidden = args.disable_tqdm or not state.is_world_process_zero
     return tqdm(leave=False, dynamic_ncols=True, disable=hidden or None, **kwargs)
 
@@ -102,13 +102,13 @@ def header(max_steps: int) -> str:
 
 
 def line(logs: dict[str, float], step: int, max_steps: int, left: float) -> str:
-    """A logged step as a line of at most 80 columns; what was not measured is `-`.
+    """A logged step as a line of at most 80 columns, with `-` for what was not measured.
 
     Args:
         logs: What was logged.
         step: The step.
-        max_steps: How many there are.
-        left: Time left, in seconds.
+        max_steps: Number of steps.
+        left: Time left in seconds.
     """
     shown = (
         f"{logs[key]:>{width}{form}}" if key in logs else f"{'-':>{width}}" for key, width, form in COLUMNS.values()
@@ -117,7 +117,7 @@ def line(logs: dict[str, float], step: int, max_steps: int, left: float) -> str:
 
 
 def seconds_left(elapsed: float, first_step: int, step: int, max_steps: int) -> float:
-    """Seconds that the steps after `step` take at the mean pace of those since `first_step`, which took `elapsed`."""
+    """Seconds for the steps after `step`, at the pace of those since `first_step`, which took `elapsed` seconds."""
     return elapsed / (step - first_step) * (max_steps - step)
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a trained checkpoint says about how it was trained: `training.json`, the resolved recipe."""
+"""`training.json`: how a checkpoint was trained."""
 
 import json
 import os
@@ -30,37 +30,37 @@ MAY_CHANGE = (
     *("push_to_hub", "dataloader_", "test_split", "dataset_test", "model_name", "dataset_name", "image_folder"),
     *("learning_rate", "bad_steps"),
 )
-"""Prefixes of the options that may change when a run is resumed. Data are compared by their reports, learning rates by
+"""Prefixes of options that may change when a run is resumed. Data are compared by their reports, learning rates by
 module."""
 
 LEFT_OUT = {
     *("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_token", "push_to_hub_token"),
     *("disable_tqdm", "do_eval", "logging_nan_inf_filter", "dataloader_pin_memory", "use_cpu", "learning_rate"),
 }
-"""Options that are secret, about where and how a run is shown, derived, or said in other words."""
+"""Options that are secret, about output, derived, or recorded under another key."""
 
 
 def training_record(
     model: PreTrainedModel,
     commit: str | None,
     args: NormAlignConfig,
-    rates: dict[str, float],
+    learning_rates: dict[str, float],
     report: DataReport,
     others: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """The resolved recipe as JSON: options that are not their class's default, and all that the stages decide.
+    """The resolved recipe as JSON: options that differ from their default, and all that the stages set.
 
-    Local paths are cut to their last part. Of dropped rows the numbers are kept; `dropped_rows.jsonl` has the reasons.
-    `model_revision` is the commit of a checkpoint that came from the Hub, `before` the record of the training that
-    made it, and `commit` that of this package's code. All processes must call this at the same time. The trainer adds
-    `run` (the facts of [`summary`]), and with every save `seconds` and `steps_done`, the optimizer steps so far.
+    Local paths are cut to their last part. Dropped rows are listed by number; `dropped_rows.jsonl` has the reasons.
+    `model_revision` is the commit of a checkpoint from the Hub, `before` the record of the training before this one,
+    and `commit` that of this package's code. All processes must call this at the same time. The trainer adds `run`
+    (the facts of [`summary`]), and at every save `seconds` and `steps_done`, the optimizer steps so far.
 
     Args:
         model: The model, without adapters.
-        commit: Of the model, if it is of the Hub.
+        commit: The model's commit, if it is from the Hub.
         args: The run's options.
-        rates: Learning rate of each module.
-        report: What became of the data.
+        learning_rates: Learning rate of each module.
+        report: How many rows were used and dropped.
         others: More dataclasses of options.
     """
     loaded = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {}), "revision": None}
@@ -73,7 +73,7 @@ def training_record(
         "stage": args.stage,
         "arm": arm_of(model.config),
         "config_changes": {name: getattr(model.config, name) for name in ARM_FIELDS},
-        "learning_rates": rates,
+        "learning_rates": learning_rates,
         "options": {key: value for key, value in options.items() if key not in LEFT_OUT},
         "processes": args.world_size,
         "quantization": None if quantization is None else json.loads(quantization.to_json_string()),
@@ -91,7 +91,7 @@ def training_record(
 
 
 class Clock(TrainerCallback):
-    """Counts the seconds of training, evaluations and saves on the way included."""
+    """Counts the seconds of training, with its evaluations and saves."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -110,10 +110,10 @@ class Clock(TrainerCallback):
 
 
 def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:
-    """Compares a run with the one that wrote `checkpoint`, whose optimizer and schedule it would take over.
+    """Checks that a run is the one that wrote `checkpoint`, whose optimizer and schedule it would take over.
 
     Raises:
-        ValueError: they differ in what is trained, how, or on what.
+        ValueError: They differ in what is trained, how, or on which data.
     """
     file = checkpoint / TRAINING_RECORD
     if not file.exists():
@@ -136,7 +136,7 @@ def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:
     if differing:
         raise ValueError(
             f"{checkpoint} was written by a run that differs in {'; '.join(differing)}. Resume with the same, or "
-            "train anew in another --output_dir."
+            "start a new run in another --output_dir."
         )
 
 
@@ -149,18 +149,19 @@ def render_options(record: dict[str, Any]) -> Table:
     return table
 
 
-def _changed(options: Any, decided: set[str]) -> dict[str, Any]:
+def _changed(options: Any, always: set[str]) -> dict[str, Any]:
+    """Fields that differ from their default, and those of `always`."""
     changed = {}
     for field in fields(options):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         value = _plain(getattr(options, field.name))
-        if field.init and value not in (None, [], {}) and (value != default or field.name in decided):
+        if field.init and value not in (None, [], {}) and (value != default or field.name in always):
             changed[field.name] = value
     return changed
 
 
 def _plain(value: Any) -> Any:
-    """As JSON; an object, which some options become, is left out."""
+    """As JSON, with None for other objects."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""A training run from options to checkpoint: check, show, train, save."""
+"""A training run from options to checkpoint: check, print the summary, train, save."""
 
 import os
 from collections.abc import Sequence
@@ -31,26 +31,26 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     """`normalign train RECIPE.yaml --option value ...`.
 
     Args:
-        arguments: The words of the command line; by default the process's own.
+        arguments: The command line; by default the process's own.
 
     Returns:
         The folder of the trained checkpoint, or of the adapter.
 
     Raises:
-        ValueError: An option, the checkpoint or the data does not fit; nothing was trained.
+        ValueError: An option, the checkpoint or the data is wrong; nothing was trained.
         OSError: A checkpoint could not be written; the last complete one remains.
         FloatingPointError: Loss, gradients or weights are not finite; the last complete checkpoint remains.
     """
     data, args, model = parse(arguments)
     output = train(data, args, model)
     if os.environ.get("RANK", "0") == "0":
-        follows = next_command(output, args.stage, model.use_peft)
-        Console().print(f"Written to {output}.\nNext: {follows}", soft_wrap=True)
+        command = next_command(output, args.stage, model.use_peft)
+        Console().print(f"Written to {output}.\nNext: {command}", soft_wrap=True)
     return output
 
 
 def train(data_args: DataArguments, args: NormAlignConfig, model_args: ModelArguments) -> Path:
-    """Trains as the options say, and leaves the result in `args.output_dir`; raises what [`main`] raises."""
+    """Trains and writes the result to `args.output_dir`; raises what [`main`] raises."""
     with only_run(args.output_dir):
         return _train(data_args, args, model_args)
 
@@ -79,7 +79,7 @@ def _train(data_args: DataArguments, args: NormAlignConfig, model_args: ModelArg
         max_length=args.max_length,
         seed=args.seed,
         with_eval=args.eval_strategy != "no",
-        need_images=args.stage == "align" or not args.rates(model_args.use_peft)["language"],
+        need_images=args.stage == "align" or not args.learning_rates(model_args.use_peft)["language"],
         dropped_rows=dropped,
     )
     args.model_init_kwargs = {

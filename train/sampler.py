@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Batches of rows of like length, either all with images or all without, as LLaVA trains."""
+"""Batches of rows of similar length, all with images or all without, as LLaVA trains."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,21 +9,20 @@ from torch.utils.data import Sampler
 
 
 BATCHES_SORTED_TOGETHER = 50
-"""Rows are sorted by length within so many batches: enough for like lengths, few enough for random company."""
+"""Rows are sorted by length within so many batches: enough for similar lengths, few enough to mix well."""
 
 
 class ModalityLengthGroupedSampler(Sampler[int]):
-    """Every row once an epoch, in an order whose consecutive `batch_size` rows have one modality and like lengths.
+    """Every row once an epoch; each `batch_size` consecutive rows have one modality and similar lengths.
 
-    Only the rows that fill no batch of their modality come last, in one mixed batch, which may be followed by a
-    smaller one. The order follows from seed and epoch alone; accelerate calls `set_epoch`, also where a run is resumed
-    in the middle of an epoch.
+    Rows that do not fill a batch of their modality come last, in a mixed batch that a smaller one may follow. The
+    order depends on seed and epoch alone; accelerate calls `set_epoch`, also if a run is resumed within an epoch.
 
     Args:
         lengths: Tokens in each row.
         has_image: Whether each row has an image.
         batch_size: Rows in an optimizer step: per-device batch times processes times accumulation.
-        seed: Of the order.
+        seed: Random seed of the order.
 
     Raises:
         ValueError: `lengths` and `has_image` differ in number, or `batch_size` is below 1.
@@ -32,15 +31,15 @@ class ModalityLengthGroupedSampler(Sampler[int]):
     def __init__(self, lengths: Sequence[int], has_image: Sequence[bool], batch_size: int, seed: int):
         if len(lengths) != len(has_image) or batch_size < 1:
             raise ValueError(
-                f"{len(lengths)} lengths and {len(has_image)} modalities in batches of {batch_size}: there must be as "
-                "many of the one as of the other, and at least one row in a batch."
+                f"{len(lengths)} lengths and {len(has_image)} modalities in batches of {batch_size}: give as many "
+                "lengths as modalities, and at least one row in a batch."
             )
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.has_image = np.asarray(has_image, dtype=bool)
         self.batch_size, self.seed, self.epoch = batch_size, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of this epoch."""
+        """Sets the epoch, which decides the order."""
         self.epoch = epoch
 
     def __len__(self) -> int:

@@ -1,16 +1,13 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What the model answers to a few held-out examples at each evaluation: a file, a sheet to look at, the trackers."""
+"""What the model answers to a few held-out examples at each evaluation: in a file, and in the trackers."""
 
 import json
-import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image
 from torch import nn
 from transformers import ProcessorMixin, TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
@@ -23,20 +20,14 @@ from .progress import bar
 SAMPLES = "samples"
 """The folder in a run's folder that examples are written to."""
 
-SHEET_WIDTH, IMAGE_SIZE, LABEL_WIDTH, MARGIN, FONT_SIZE, MOST_LINES = 1100, 224, 96, 20, 18, 12
-"""Measures of the sheet: in pixels, and the most lines of a text."""
-
-COLOURS = {"question": "#222222", "answer": "#1a56b0", "truth": "#1b7a3d"}
-"""What is shown of an example, and in which colour."""
-
 
 class SampleCallback(TrainerCallback):
     """Answers the same held-out examples at each evaluation, greedily.
 
     A step's examples are in `samples/step-N.json`, a list of `{"images": ["images/0-0.png"], "question", "answer",
-    "truth"}`, and side by side in `samples/step-N.png`; the images are written once. Sheet and texts also go to
-    TensorBoard, wandb or trackio, whichever the run reports to. The model is left as it was found, with its random
-    state. Every process generates, since sharded weights need all of them; the first one writes.
+    "truth"}`; the images are written once. The texts also go to TensorBoard, wandb or trackio, if the run reports
+    there. The model and the random state are left as they were. Every process generates, since sharded weights need
+    all of them; the first one writes.
 
     Args:
         rows: Canonical rows. The prompt is what comes before the last assistant turn, whose text is the truth.
@@ -55,58 +46,37 @@ class SampleCallback(TrainerCallback):
         max_image_pixels: int,
         trackers: Sequence[TrainerCallback] = (),
     ):
-        self.rows = list(rows)
-        self.images = [[open_image(image, max_image_pixels) for image in row["images"]] for row in self.rows]
+        self.examples = []
+        for row in rows:
+            last = max(index for index, message in enumerate(row["messages"]) if message["role"] == "assistant")
+            images = [open_image(image, max_image_pixels) for image in row["images"]]
+            self.examples.append((row["messages"][:last], images, _text(row["messages"][last])))
         self.max_new_tokens = max_new_tokens
         self.trackers = trackers
-        self._done: int | None = None
+        self._last_step: int | None = None
 
     def on_evaluate(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Generates, writes and sends, once a step: several held-out sets make several evaluations of one step."""
-        if not self.rows or self._done == state.global_step:
+        """Generates, writes and reports, once a step even if there are several held-out data sets."""
+        if not self.examples or self._last_step == state.global_step:
             return
-        with_images = zip(self.rows, self.images, strict=True)
+        folder, written = Path(args.output_dir) / SAMPLES, []
         with evaluating(model, args):
-            answers = [
-                answer(model, processing_class, prompt(row), shown, self.max_new_tokens)
-                for row, shown in bar(
-                    args, state, iterable=with_images, total=len(self.rows), desc="Answering samples"
-                )
-            ]
+            shown = bar(args, state, iterable=self.examples, desc="Answering samples")
+            for number, (prompt, images, truth) in enumerate(shown):
+                names = [f"images/{number}-{index}.png" for index in range(len(images))]
+                given = answer(model, processing_class, prompt, images, self.max_new_tokens)
+                written.append({"images": names, "question": _question(prompt), "answer": given, "truth": truth})
         if state.is_world_process_zero:
-            folder = Path(args.output_dir) / SAMPLES
-            if self._done is None:
-                _save_images(folder, self.images)
-            examples = [
-                {
-                    "images": [_image_name(number, index) for index in range(len(row["images"]))],
-                    "question": question(prompt(row)),
-                    "answer": text,
-                    "truth": _text(row["messages"][len(prompt(row))]),
-                }
-                for number, (row, text) in enumerate(zip(self.rows, answers, strict=True))
-            ]
-            sheet = contact_sheet(examples, self.images, title=f"Step {state.global_step:,}")
-            name = f"step-{state.global_step}"
-            content = json.dumps(examples, indent=2, ensure_ascii=False)
-            (folder / f"{name}.json").write_text(content + "\n", encoding="utf-8")
-            sheet.save(folder / f"{name}.png")
+            if self._last_step is None:
+                (folder / "images").mkdir(parents=True, exist_ok=True)
+                for example, (_, images, _) in zip(written, self.examples, strict=True):
+                    for name, image in zip(example["images"], images, strict=True):
+                        image.save(folder / name)
+            content = json.dumps(written, indent=2, ensure_ascii=False) + "\n"
+            (folder / f"step-{state.global_step}.json").write_text(content, encoding="utf-8")
             for tracker in self.trackers:
-                _send(tracker, state.global_step, sheet, examples)
-        self._done = state.global_step
-
-
-def prompt(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a canonical row before its last assistant turn."""
-    last = max(index for index, message in enumerate(row["messages"]) if message["role"] == "assistant")
-    return row["messages"][:last]
-
-
-def question(messages: list[dict[str, Any]]) -> str:
-    """A prompt as text: a single user turn as it is, several turns with who speaks."""
-    if len(messages) == 1:
-        return _text(messages[0])
-    return "\n".join(f"{message['role']}: {_text(message)}" for message in messages)
+                _report(tracker, state.global_step, written)
+        self._last_step = state.global_step
 
 
 def answer(
@@ -116,7 +86,7 @@ def answer(
     images: list[Image.Image],
     max_new_tokens: int,
 ) -> str:
-    """What the model says to `messages`, greedily, without special tokens.
+    """What the model answers to `messages`, greedily, without special tokens.
 
     Args:
         model: The model, with or without adapters, in evaluation mode.
@@ -127,7 +97,13 @@ def answer(
     """
     following = iter(images)
     conversation = [
-        {"role": message["role"], "content": [_part(part, following) for part in message["content"]]}
+        {
+            "role": message["role"],
+            "content": [
+                {"type": "image", "image": next(following)} if part["type"] == "image" else part
+                for part in message["content"]
+            ],
+        }
         for message in messages
     ]
     inputs = processor.apply_chat_template(
@@ -137,114 +113,29 @@ def answer(
     return processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
-def contact_sheet(examples: list[dict[str, Any]], images: list[list[Image.Image]], title: str) -> Image.Image:
-    """A sheet with an example to a row: its images on the left; question, answer and truth on the right.
-
-    Args:
-        examples: `question`, `answer` and `truth` of each.
-        images: The images of each; they are drawn small.
-        title: What stands above.
-
-    Returns:
-        An RGB image of `SHEET_WIDTH` pixels, as high as it needs to be. Pillow's font has no Chinese, for one; the
-        texts themselves are in the JSON file.
-    """
-    font, line_height = ImageFont.load_default(FONT_SIZE), round(1.4 * FONT_SIZE)
-    label_left = 2 * MARGIN + IMAGE_SIZE
-    text_left = label_left + LABEL_WIDTH
-    blocks = []
-    for example in examples:
-        lines = []
-        for label in COLOURS:
-            wrapped = _wrap(example[label], font, SHEET_WIDTH - MARGIN - text_left)
-            lines += [(label if number == 0 else "", line, COLOURS[label]) for number, line in enumerate(wrapped)]
-        blocks.append(lines)
-    gap = MARGIN // 2  # above answer and truth
-    heights = [max(IMAGE_SIZE, len(lines) * line_height + 2 * gap) + 2 * MARGIN for lines in blocks]
-    sheet = Image.new("RGB", (SHEET_WIDTH, 2 * MARGIN + line_height + sum(heights)), "white")
-    draw = ImageDraw.Draw(sheet)
-    draw.text((MARGIN, MARGIN), title, fill="black", font=font)
-    top = 2 * MARGIN + line_height
-    for lines, shown, height in zip(blocks, images, heights, strict=True):
-        draw.line((MARGIN, top, SHEET_WIDTH - MARGIN, top), fill="#dddddd")
-        sheet.paste(_tiles(shown), (MARGIN, top + MARGIN))
-        y = top + MARGIN - gap
-        for label, line, colour in lines:
-            y += gap if label else 0
-            draw.text((label_left, y), label, fill="#888888", font=font)
-            draw.text((text_left, y), line, fill=colour, font=font)
-            y += line_height
-        top += height
-    return sheet
-
-
-def _part(part: dict[str, Any], images: Iterator[Image.Image]) -> dict[str, Any]:
-    return {"type": "image", "image": next(images)} if part["type"] == "image" else part
+def _question(prompt: list[dict[str, Any]]) -> str:
+    """A prompt as text: a single turn as it is, several with their roles."""
+    if len(prompt) == 1:
+        return _text(prompt[0])
+    return "\n".join(f"{message['role']}: {_text(message)}" for message in prompt)
 
 
 def _text(message: dict[str, Any]) -> str:
     return " ".join(part["text"].strip() for part in message["content"] if part["type"] == "text")
 
 
-def _image_name(example: int, image: int) -> str:
-    return f"images/{example}-{image}.png"
-
-
-def _save_images(folder: Path, images: list[list[Image.Image]]) -> None:
-    (folder / "images").mkdir(parents=True, exist_ok=True)
-    for example, shown in enumerate(images):
-        for number, image in enumerate(shown):
-            image.save(folder / _image_name(example, number))
-
-
-def _tiles(images: list[Image.Image]) -> Image.Image:
-    square = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), "white" if images else "#f2f2f2")
-    if not images:
-        font = ImageFont.load_default(FONT_SIZE)
-        middle = IMAGE_SIZE // 2
-        ImageDraw.Draw(square).text((middle, middle), "no image", fill="#888888", font=font, anchor="mm")
-        return square
-    columns = math.ceil(math.sqrt(len(images)))
-    size = IMAGE_SIZE // columns
-    for number, image in enumerate(images):
-        # Up as well as down: images of a few pixels would be lost on the sheet.
-        small = ImageOps.contain(image, (size - 2, size - 2))
-        square.paste(small, (number % columns * size, number // columns * size))
-    return square
-
-
-def _wrap(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
-    lines = []
-    for paragraph in text.splitlines() or ["(nothing)"]:
-        line = ""
-        for word in re.findall(r"\s*\S+", paragraph):
-            if font.getlength(line + word) <= width:
-                line += word
-                continue
-            lines.append(line)
-            line = word.lstrip()
-            while font.getlength(line) > width:  # no spaces, as in Chinese
-                fitting = next(n for n in range(len(line), 0, -1) if n == 1 or font.getlength(line[:n]) <= width)
-                lines.append(line[:fitting])
-                line = line[fitting:]
-        lines.append(line)
-    lines = [line for line in lines if line] or ["(nothing)"]
-    return lines if len(lines) <= MOST_LINES else [*lines[:MOST_LINES], "..."]
-
-
-def _send(tracker: TrainerCallback, step: int, sheet: Image.Image, examples: list[dict[str, Any]]) -> None:
-    # The Trainer's own callbacks hold the writers; another writer would open a second run.
-    texts = ["\n\n".join(f"**{label}** {example[label]}" for label in COLOURS) for example in examples]
-    markdown = "\n\n---\n\n".join(texts)
+def _report(tracker: TrainerCallback, step: int, examples: list[dict[str, Any]]) -> None:
+    # Through the writers of the Trainer's own callbacks: another writer would open a second run.
+    columns = ["question", "answer", "truth"]
+    markdown = "\n\n---\n\n".join(
+        "\n\n".join(f"**{column}** {example[column]}" for column in columns) for example in examples
+    )
     if isinstance(tracker, TensorBoardCallback) and tracker.tb_writer is not None:
-        tracker.tb_writer.add_image("samples/sheet", np.asarray(sheet), step, dataformats="HWC")
         tracker.tb_writer.add_text("samples/text", markdown, step)
         tracker.tb_writer.flush()
     elif isinstance(tracker, WandbCallback):
-        wandb, rows = tracker._wandb, [[example[label] for label in COLOURS] for example in examples]
-        media = {"samples/sheet": wandb.Image(sheet), "samples/text": wandb.Table(list(COLOURS), rows)}
-        wandb.log({**media, "train/global_step": step})
+        table = tracker._wandb.Table(columns, [[example[column] for column in columns] for example in examples])
+        tracker._wandb.log({"samples/text": table, "train/global_step": step})
     elif isinstance(tracker, TrackioCallback):
         trackio = tracker._trackio
-        media = {"samples/sheet": trackio.Image(sheet), "samples/text": trackio.Markdown(markdown)}
-        trackio.log({**media, "train/global_step": step})
+        trackio.log({"samples/text": trackio.Markdown(markdown), "train/global_step": step})

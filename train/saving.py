@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a trainer writes and reads again: the model with its records and card, and checkpoints that are whole."""
+"""Saving and loading: the model with its records and card, and complete checkpoints."""
 
 import json
 from pathlib import Path
@@ -19,21 +19,21 @@ from .sharding import name_as_unsharded
 
 
 class SavingTrainer(PushingTrainer):
-    """[`SFTTrainer`] whose saves are whole or not there, and carry how the model was built and trained."""
+    """[`SFTTrainer`] that saves how the model was built and trained, and removes a checkpoint it cannot complete."""
 
-    rates: dict[str, float]
+    learning_rates: dict[str, float]
     record: dict[str, Any]
     build: dict[str, Any] | None
     clock: Clock
     finite: FiniteCheck
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves what the Trainer saves, the records of how it was built and trained, and in `output_dir` the card.
+        """Saves what the Trainer saves, the records of building and training, and in `output_dir` the card.
 
-        With `push_to_hub`, a call of the user's pushes `output_dir` too, as the Trainer does.
+        With `push_to_hub`, a user's call also pushes `output_dir`, as the Trainer does.
 
         Raises:
-            OSError: There is no room, or the Hub or the connection failed.
+            OSError: The disk is full, or the Hub or the connection failed.
             ValueError: What [`push_to_hub`] raises.
             FloatingPointError: Training made weights NaN or infinite.
         """
@@ -44,15 +44,16 @@ class SavingTrainer(PushingTrainer):
         try:
             readme = folder / "README.md"
             card = readme.read_bytes() if readme.exists() else None
-            token, self.args.hub_token = self.args.hub_token, None  # the options are saved as well
+            token, self.args.hub_token = self.args.hub_token, None  # the options are saved too
             try:
                 super().save_model(str(folder), _internal_call=True)
             finally:
                 self.args.hub_token = token
             if self.args.should_save:
+                # In place of PEFT's card, which has the base's local path.
                 if card is not None:
                     readme.write_bytes(card)
-                else:  # PEFT's own names the base by its local path
+                else:
                     readme.unlink(missing_ok=True)
                 for name, content in {TRAINING_RECORD: self._record_so_far(), BUILD_RECORD: self.build}.items():
                     if content is not None:
@@ -72,17 +73,21 @@ class SavingTrainer(PushingTrainer):
         return {**self.record, "seconds": seconds, "steps_done": self.state.global_step}
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        # PEFT makes an adapter float32, and all of it trainable, as it loads it: the run would not resume as it was.
+        # PEFT loads an adapter in float32 and makes all of it trainable: the run would not resume as it was.
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         for name, parameter in self.model.named_parameters():
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
-        freeze(self.model, self.rates)
+        freeze(self.model, self.learning_rates)
 
     def _save_checkpoint(self, model, trial) -> None:
-        # A save that fails says what to do and leaves no half-written folder behind.
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         with writing_checkpoint(folder, self.args.world_size):
-            self.accelerator.wait_for_everyone()  # the first process removes what an earlier run left there
+            self.accelerator.wait_for_everyone()  # until the first process has removed an earlier folder
             super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir) -> None:
+        # The first process writes trainer_state.json next, which marks the checkpoint as complete for all.
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What FSDP2 needs to be told of this model: its units, its name on disk, its gradients."""
+"""What FSDP2 needs for this model: its units, its name on disk, its gradients."""
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -11,10 +11,10 @@ from .model import projector_norm
 
 
 def name_fsdp_units(plugin, model: NormAlignLlavaForConditionalGeneration) -> None:
-    """Names the layers that FSDP2 shards one by one, unless the user's configuration does.
+    """Names the layers that FSDP2 wraps one by one, unless the user's configuration does.
 
-    accelerate's own list has the classes of every family the model could be made of, and fails on those that are not
-    there. The norm is a unit of its own because FSDP2 wants one dtype in a unit, and the gain is float32.
+    accelerate's own list has classes of every family the model could be built from, and fails on those it lacks. The
+    norm is a unit of its own because FSDP2 needs one dtype in a unit, and the gain is float32.
     """
     if plugin.transformer_cls_names_to_wrap is None:
         layers = {type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
@@ -22,19 +22,19 @@ def name_fsdp_units(plugin, model: NormAlignLlavaForConditionalGeneration) -> No
 
 
 def name_as_unsharded(model: FSDPModule) -> None:
-    """Gives the class that FSDP2 makes of the model's the name and module of the model's own.
+    """Gives the class that FSDP2 derives from the model's class the name and module of that class.
 
-    They are written into a checkpoint as the code to load it with, and that module's files copied.
+    Saving writes them into the checkpoint's `auto_map` and copies that module's files.
     """
     sharded, own = type(model), type(model).__bases__[-1]
     sharded.__name__, sharded.__qualname__, sharded.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
 def fill_gradients(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-    """Before a step under FSDP2, gives zeros as gradients to trained parameters that have none.
+    """Before a step under FSDP2, gives zero gradients to trained parameters that have none.
 
-    Such are the vision tower's layers after the one that is read. Without a state for every trained parameter, torch
-    refuses to load the optimizer's states again. Where none has a gradient, the step is one that is passed over.
+    Those are the vision tower's layers after the one that is read. Without a state for every trained parameter, torch
+    refuses to load the optimizer's states. If none has a gradient, the step is one that is skipped.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter.grad is not None for parameter in parameters):

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Steps of TRL's `SFTTrainer` with what they lack: a learning rate for each module, batches without images."""
+"""What TRL's `SFTTrainer` lacks in its steps: a learning rate for each module, and batches without images."""
 
 import torch
 from PIL import Image
@@ -21,7 +21,7 @@ class SteppingTrainer(SavingTrainer):
 
     measurements: Measurements
 
-    def _hook(self, processor: LlavaProcessor) -> None:
+    def _register_hooks(self, processor: LlavaProcessor) -> None:
         self.finite = FiniteCheck(self.model, self.args)
         self.add_callback(self.finite)
         self._answers: torch.Tensor | None = None
@@ -29,12 +29,12 @@ class SteppingTrainer(SavingTrainer):
         image = processor.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
         self._image_shape = image["pixel_values"].shape
         inner = base_model(self.model).model
-        inner.language_model.register_forward_pre_hook(self._show_a_image, with_kwargs=True)
-        inner.register_forward_hook(self._keep_answers)
+        inner.language_model.register_forward_pre_hook(self._run_tower_without_images, with_kwargs=True)
+        inner.register_forward_hook(self._keep_answers_only)
 
     @property
     def _total_train_tokens(self) -> int:
-        # TRL's count, which would begin again with the process. The Trainer saves its state and loads it again.
+        # TRL's own count would start again when a run is resumed; the Trainer saves its state.
         return self.state.num_input_tokens_seen
 
     @_total_train_tokens.setter
@@ -42,10 +42,10 @@ class SteppingTrainer(SavingTrainer):
         self.state.num_input_tokens_seen = count
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The Trainer's optimizer, its parameter groups split by module, each with the module's own learning rate.
+        """The Trainer's optimizer, its parameter groups split by module, each with the module's learning rate.
 
-        The Trainer knows one learning rate only (huggingface/transformers#10140). Weight decay stays what it made it:
-        none on biases and norms, so none on the gain.
+        The Trainer has one learning rate only (huggingface/transformers#10140). Weight decay stays as it sets it: none
+        on biases and norms, so none on the gain.
         """
         if self.optimizer is None:
             optimizer = super().create_optimizer(model)
@@ -55,20 +55,20 @@ class SteppingTrainer(SavingTrainer):
                 for module in MODULES:
                     parameters = [p for p in group["params"] if module_of(names[p]) == module]
                     if parameters:
-                        groups.append({**group, "params": parameters, "lr": self.rates[module]})
+                        groups.append({**group, "params": parameters, "lr": self.learning_rates[module]})
             optimizer.param_groups = groups
             if self.is_fsdp_enabled:
                 optimizer.register_step_pre_hook(fill_gradients)
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset=None):
-        # TRL's vision data has no token lengths and knows no modalities, so the Trainer's own sampler cannot be used.
+        # The Trainer's own sampler knows no modalities.
         train_dataset = self.train_dataset if train_dataset is None else train_dataset
         if self.args.train_sampling_strategy != "group_by_length" or "length" not in (
             train_dataset.column_names or []
         ):
             return super()._get_train_sampler(train_dataset)
-        columns = train_dataset.with_format(None)  # which are in the table: no row is built for them
+        columns = train_dataset.with_format(None)  # reads the columns alone, without building rows
         return ModalityLengthGroupedSampler(
             columns["length"],
             [count > 0 for count in columns["image_count"]],
@@ -77,10 +77,10 @@ class SteppingTrainer(SavingTrainer):
         )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """TRL's loss, with what is frozen in evaluation mode, and off CUDA only the answers through the head.
+        """TRL's loss, with frozen modules in evaluation mode, and on a CPU with the answers alone through the head.
 
-        TRL's fused head scores every position where there is no Triton, which on a CPU is two thirds of the time of a
-        small model's step; the decoder's output is therefore cut to the answers before it gets there.
+        Without Triton, TRL's fused head scores every position, which on a CPU is two thirds of a small model's step.
+        The decoder's output is therefore cut to the answers first.
         """
         if self.model.training:
             eval_frozen(base_model(self.model))
@@ -93,15 +93,15 @@ class SteppingTrainer(SavingTrainer):
         try:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             if self.model.training:
-                self.finite.see_loss(loss[0] if return_outputs else loss)
+                self.finite.check_loss(loss[0] if return_outputs else loss)
             return loss
         finally:
             self._answers, self._without_images = None, False
 
-    def _show_a_image(self, module, args, kwargs):
-        # A batch without images, in training or evaluation. Other processes may have images, and under FSDP2 and
-        # ZeRO-3 all must gather the tower's weights, in the same order: after the embeddings', before the decoder's.
-        # So the tower runs on one blank image, whose features go nowhere and whose gradients are zero.
+    def _run_tower_without_images(self, module, args, kwargs):
+        # Other processes may have images, and under FSDP2 and ZeRO-3 all must gather the tower's weights in the same
+        # order: after the embeddings', before the decoder's. So a batch without images, in training or evaluation,
+        # runs the tower on one blank image, whose features go nowhere and whose gradients are zero.
         if self._without_images:
             embeddings = kwargs["inputs_embeds"]
             blank = embeddings.new_zeros(self._image_shape)
@@ -110,20 +110,20 @@ class SteppingTrainer(SavingTrainer):
             kwargs["inputs_embeds"] = embeddings.masked_scatter(nowhere, features.to(embeddings.dtype))
         return args, kwargs
 
-    def _keep_answers(self, module, args, output):
+    def _keep_answers_only(self, module, args, output):
         if self._answers is not None:
             output.last_hidden_state = output.last_hidden_state[:, :-1][self._answers][None]
         return output
 
     def _run_epoch(self, *args, **kwargs) -> None:
-        # The Trainer looks for the end of a run only after a step: resumed at the end, it would take one more.
+        # The Trainer checks for the end of a run only after a step: resumed at the end, it would take one more.
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
         else:
             self.control.should_training_stop = True
 
     def _clip_grad_norm(self, model):
-        # No callback is told the norm of the gradients before clipping.
+        # No callback gets the norm of the gradients before clipping.
         total = super()._clip_grad_norm(model)
         self.measurements.after_clip(total)
         return total
@@ -131,7 +131,7 @@ class SteppingTrainer(SavingTrainer):
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = super()._get_grad_norm(model, grad_norm)
         if not self.finite.may_step(grad_norm, self.accelerator.scaler):
-            model.zero_grad()  # the optimizer passes over parameters without a gradient
+            model.zero_grad()  # the optimizer skips parameters without a gradient
         return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a run is about to do, shown before its first step and kept beside its checkpoint."""
+"""What a run will train, printed before its first step and kept in `training.json`."""
 
 import math
 from collections import Counter
@@ -15,11 +15,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, TrainingArguments
+from transformers import TrainingArguments
 
 from ..data.reports import DataReport
 from ..data.rows import DroppedRows
-from .model import base_model, module_of
+from .model import module_of
 
 
 ROWS = {
@@ -29,13 +29,13 @@ ROWS = {
     "language": "language model",
     "adapters": "adapters",
 }
-"""The modules of the table, by the name of their learning rate; adapters have the language model's."""
+"""Rows of the table, by module; adapters have the language model's learning rate."""
 
 
 def summary(
     model: nn.Module,
     args: TrainingArguments,
-    rates: dict[str, tuple[float, str]],
+    learning_rates: dict[str, tuple[float, str]],
     report: DataReport,
     *,
     steps: int,
@@ -44,10 +44,10 @@ def summary(
     """The facts of a run as JSON: modules, data, batch, steps, precision, and memory on each device.
 
     Args:
-        model: The model as it will be trained: adapters attached, what is frozen frozen. Not sharded yet by FSDP.
-        args: The trainer's arguments, after the trainer was made with them.
-        rates: Peak learning rate of each module and where it comes from, as `args.explained_rates` gives them.
-        report: What became of the data.
+        model: The model to train, with adapters attached and modules frozen, not yet sharded by FSDP.
+        args: The trainer's arguments, after the trainer was created.
+        learning_rates: What `args.explained_learning_rates` returns.
+        report: How many rows were used and dropped.
         steps: Optimizer steps of the whole run.
         tokens_per_image: Length of an image in tokens.
     """
@@ -56,12 +56,8 @@ def summary(
         "processes": args.world_size,
         "accumulation": args.gradient_accumulation_steps,
     }
-    used = [source for source in report.sources if source.split == "train"]
-    longest = max((source.longest or 0 for source in used), default=0) or args.max_length or 2048
-    kept = sum(source.kept or 0 for source in used)
-    images = sum(source.images or 0 for source in used) / kept if kept else 1.0
     return {
-        "modules": modules(model, rates),
+        "modules": modules(model, learning_rates),
         "data": [{**source, "dropped": len(source["dropped"])} for source in report.to_dict()["sources"]],
         "tokens_per_image": tokens_per_image,
         "batch": {"rows": math.prod(batch.values()), **batch},
@@ -70,56 +66,49 @@ def summary(
         "schedule": str(args.lr_scheduler_type.value),
         "optimizer": str(args.optim.value),
         "autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else None,
-        "memory": memory(model, args, tokens=longest, images=images),
+        "memory": memory(model, args),
     }
 
 
-def modules(model: nn.Module, rates: dict[str, tuple[float, str]]) -> list[dict[str, Any]]:
-    """Parameters of each module, how many of them are trained, their dtypes, learning rate, and what has set it.
+def modules(model: nn.Module, learning_rates: dict[str, tuple[float, str]]) -> list[dict[str, Any]]:
+    """Parameters of each module, how many are trained, their dtypes, the learning rate, and what set it.
 
-    A 4-bit weight counts as the parameters it stands for. The untrained copies that PEFT keeps of modules trained in
-    full do not count.
+    A 4-bit weight counts as the parameters it represents. PEFT's untrained copies of modules that are trained in full
+    do not count.
     """
     empty: dict[str, Any] = {"parameters": 0, "trained": 0, "learning_rate": 0.0, "set_by": ""}
     found = {key: {"module": name, **empty, "dtypes": Counter()} for key, name in ROWS.items()}
     for name, parameter in model.named_parameters():
         if ".original_module." in name:
             continue
-        rate, origin = rates[module_of(name)]
+        learning_rate, origin = learning_rates[module_of(name)]
         row = found["adapters" if ".lora_" in name else module_of(name)]
         count = _count(parameter)
         row["parameters"] += count
         row["dtypes"][_dtype(parameter)] += count
         if parameter.requires_grad:
             row["trained"] += count
-            row["learning_rate"] = rate
-        if parameter.requires_grad or not rate:
+            row["learning_rate"] = learning_rate
+        if parameter.requires_grad or not learning_rate:
             row["set_by"] = origin
     for row in found.values():
         row["dtypes"] = [dtype for dtype, _ in row["dtypes"].most_common()]
     return [row for row in found.values() if row["parameters"]]
 
 
-def memory(model: nn.Module, args: TrainingArguments, *, tokens: int, images: float) -> dict[str, int]:
-    """An estimate of the bytes that training takes on each device, by what takes them, and `"total"`.
+def memory(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer states on each device, and `"total"`. Activations come on top.
 
-    `weights`, `gradients` and `optimizer` are counted, tensor by tensor: parameters with the constants of 4-bit and
-    8-bit quantization, and buffers; a gradient in the dtype of each trained parameter, twice under DDP, which keeps a
-    copy in buckets; AdamW's two states in that dtype, or in bitsandbytes' 32 or 8 bits. FSDP divides all three by the
-    number of processes, ZeRO-1 the last, ZeRO-2 the last two, ZeRO-3 all; DeepSpeed in half precision has 2 bytes of
-    weight and of gradient and 12 of optimizer for each trained parameter. States of paged optimizers count although
-    they may lie in the CPU's memory.
-
-    `activations` is rough: for each of the B x T tokens of a batch, each layer of width d with a feed-forward width m
-    keeps 10 d + 4 m numbers, or d with gradient checkpointing, which then computes one layer anew. The language model
-    counts, a trained vision tower, the head's logits for 256 positions at a time and, with autocast, half-precision
-    copies of float32 weights. Attention is taken to be SDPA or FlashAttention.
+    They are counted tensor by tensor: parameters with the constants of 4-bit and 8-bit quantization, and buffers; a
+    gradient in the dtype of each trained parameter, twice under DDP, which keeps a copy in buckets; AdamW's two states
+    in that dtype, or in bitsandbytes' 32 or 8 bits. Under autocast, weights include half-precision copies of float32
+    matrices. FSDP divides all by the number of processes, ZeRO-1 the states, ZeRO-2 gradients and states, ZeRO-3 all;
+    DeepSpeed in half precision has 2 bytes of weight and of gradient and 12 of states for each trained parameter.
+    States of paged optimizers count although they may lie in the CPU's memory.
 
     Args:
         model: The model, as in [`summary`].
         args: The trainer's arguments.
-        tokens: Length T of the longest row.
-        images: Images in a row on average.
     """
     state = AcceleratorState()
     deepspeed = state.distributed_type == DistributedType.DEEPSPEED
@@ -137,17 +126,16 @@ def memory(model: nn.Module, args: TrainingArguments, *, tokens: int, images: fl
             gradients += bytes_
             state_bytes = 12 * _count(parameter) if deepspeed and half else 0
             optimizer += state_bytes or _optimizer_bytes(args.optim.value, parameter, parameter in embeddings)
-        if half and not deepspeed and parameter.dtype == torch.float32 and parameter.dim() > 1:
+        if half and not deepspeed and not sharded and parameter.dtype == torch.float32 and parameter.dim() > 1:
             copies += 2 * parameter.numel() if trained or not args.gradient_checkpointing else 0
     weights += sum(buffer.nbytes for buffer in model.buffers())
     if state.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         gradients *= 2
     world = args.world_size
     found = {
-        "weights": weights // (world if sharded or stage == 3 else 1),
+        "weights": weights // (world if sharded or stage == 3 else 1) + copies,
         "gradients": gradients // (world if sharded or stage >= 2 else 1),
         "optimizer": optimizer // (world if sharded or stage >= 1 else 1),
-        "activations": _activations(model, args, tokens, images) + copies,
     }
     return {**found, "total": sum(found.values())}
 
@@ -158,7 +146,7 @@ def render(facts: dict[str, Any]) -> Group:
 
 
 def render_dropped(dropped: DroppedRows) -> list[str]:
-    """Lines that say how many rows were dropped, and the first of them; none if none was."""
+    """Lines with the number of dropped rows and the first of them; none if none was dropped."""
     rows = dropped.read()
     count = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
     shown = "" if len(rows) <= 5 else " The first:"
@@ -171,8 +159,8 @@ def _modules_table(rows: list[dict[str, Any]]) -> Table:
         table.add_column(title, justify="left" if title in ("", "dtype", "set by") else "right")
     total = {name: sum(row[name] for row in rows) for name in ("parameters", "trained")}
     for row in rows:
-        rate = f"{row['learning_rate']:g}" if row["trained"] else "frozen"
-        table.add_row(row["module"], *_counts(row), " + ".join(row["dtypes"]), rate, row["set_by"])
+        learning_rate = f"{row['learning_rate']:g}" if row["trained"] else "frozen"
+        table.add_row(row["module"], *_counts(row), " + ".join(row["dtypes"]), learning_rate, row["set_by"])
     table.add_section()
     table.add_row("all", *_counts(total))
     return table
@@ -209,7 +197,7 @@ def _facts_table(facts: dict[str, Any]) -> Table:
         "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up; {facts['schedule']} schedule",
         "Optimizer": facts["optimizer"],
         "Precision": f"{facts['autocast']} autocast" if facts["autocast"] else "that of the weights",
-        "Memory": f"about {_gib(used['total'])} on each device, estimated: {parts}",
+        "Memory": f"{_gib(used['total'])} on each device ({parts}), and activations",
     }.items():
         table.add_row(name, Text(value))
     return table
@@ -251,21 +239,3 @@ def _optimizer_bytes(name: str, parameter: Tensor, embedding: bool) -> int:
     if "8bit" in name or "32bit" in name:
         return states * 4 * count
     return states * count * parameter.element_size()
-
-
-def _activations(model: nn.Module, args: TrainingArguments, tokens: int, images: float) -> int:
-    base = base_model(model)
-    text, vision = base.config.get_text_config(), base.config.vision_config
-    size = 2 if args.bf16 or args.fp16 or base.dtype != torch.float32 else 4
-    rows = args.per_device_train_batch_size
-    found = rows * tokens * _layers(text, args.gradient_checkpointing)
-    if any(parameter.requires_grad for parameter in base.model.vision_tower.parameters()):
-        patches = (vision.image_size // vision.patch_size) ** 2
-        found += rows * images * patches * _layers(vision, args.gradient_checkpointing)
-    return round(size * found + 3 * 4 * 256 * text.vocab_size)
-
-
-def _layers(config: PreTrainedConfig, checkpointing: bool) -> int:
-    whole = 10 * config.hidden_size + 4 * config.intermediate_size
-    layers = config.num_hidden_layers
-    return layers * config.hidden_size + whole if checkpointing else layers * whole

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The trainer as a whole: what it is given is prepared, checked and handed to TRL's `SFTTrainer`."""
+"""`NormAlignTrainer`: prepares and checks its arguments, and passes them to TRL's `SFTTrainer`."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -34,7 +34,14 @@ from .adapter import language_adapter, restore_projector
 from .callbacks import Measurements
 from .collator import ConversationCollator
 from .depth_probe import CosineProbe
-from .inputs import own_config, own_data, own_model, own_processor, own_rows, rates_of
+from .inputs import (
+    checked_datasets,
+    checked_rows,
+    model_processor,
+    model_to_train,
+    normalign_config,
+    optimizer_learning_rates,
+)
 from .model import MODULES, base_model, freeze, projector_norm
 from .options import accumulation_steps, check_stream
 from .progress import ProgressLines
@@ -46,31 +53,31 @@ from .summary import summary
 
 
 class NormAlignTrainer(SteppingTrainer):
-    """[`SFTTrainer`] for NormAlign-LLaVA. It takes what that takes, in the same order, and prepares it.
+    """[`SFTTrainer`] for NormAlign-LLaVA, with the same arguments in the same order.
 
     Args:
-        model: folder or Hub id of a checkpoint, loaded in float32 unless `args.model_init_kwargs` says otherwise, or
-            a model without adapters.
+        model: Folder or Hub id of a checkpoint, loaded in float32 unless `args.model_init_kwargs` says otherwise, or a
+            model without adapters.
         args: `NormAlignConfig`, or an `SFTConfig`, whose `learning_rate` is then every module's; by default
             `NormAlignConfig()`. A copy of it is used.
-        data_collator: makes batches of rows; by default a [`ConversationCollator`] that stops at an image that cannot
-            be read. To one of another kind, rows go as they are.
-        train_dataset: rows in memory or a stream, in any form that `normalign train` reads. They are checked first,
+        data_collator: By default a [`ConversationCollator`] that stops at an image that cannot be read. A collator of
+            another kind gets the rows as they are.
+        train_dataset: Rows in memory or a stream, in any form that `normalign train` reads. They are checked first,
             and those with more tokens than `max_length` are dropped. A stream needs `max_steps`.
-        eval_dataset: held-out rows, or several data sets by name.
-        processing_class: the model's processor, by default the one that lies beside it.
-        compute_loss_func, compute_metrics, callbacks, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as in
-            [`SFTTrainer`]. A learning rate in the arguments of an optimizer class takes `learning_rate`'s place.
-        optimizers: an optimizer and a schedule. What the optimizer holds is trained, at its learning rates.
-        quantization_config: of a model that is loaded here.
-        peft_config: a `LoraConfig`. Adapters are kept to the language model; projector and norm are trained in full
-            and saved with them, and so is the vision tower where it has a learning rate.
-        formatting_func: refused, since it makes text of rows.
-        report: what became of the data, where rows are canonical already.
-        options: more dataclasses of options, to be kept beside every checkpoint in `training.json`.
+        eval_dataset: Held-out rows, or several data sets by name.
+        processing_class: The model's processor, by default the one in its folder.
+        compute_loss_func, compute_metrics, callbacks, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: As in
+            [`SFTTrainer`]. A learning rate in the arguments of an optimizer class replaces `learning_rate`.
+        optimizers: An optimizer and a schedule. The parameters of the optimizer are trained, at its learning rates.
+        quantization_config: How to quantize a model that is loaded here.
+        peft_config: A `LoraConfig`. Adapters are limited to the language model; projector and norm are trained in full
+            and saved with them, and so is the vision tower if it has a learning rate.
+        formatting_func: Refused, since it turns rows into text.
+        report: How many rows were used and dropped, if rows are canonical already.
+        options: More dataclasses of options, to be kept in `training.json`.
 
     Raises:
-        ValueError: an argument, the model or the data does not fit; it is named.
+        ValueError: An argument, the model or the data is wrong; it is named.
     """
 
     def __init__(
@@ -95,49 +102,51 @@ class NormAlignTrainer(SteppingTrainer):
         options: Sequence[Any] = (),
     ):
         if formatting_func is not None:
-            raise ValueError("formatting_func makes text of rows, without images. Give rows with messages instead.")
+            raise ValueError("formatting_func turns rows into text, without images. Give rows with messages instead.")
         if peft_config is not None and optimizers[0] is not None:
-            raise ValueError("optimizers cannot hold adapters that are yet to be made. Give optimizer_cls_and_kwargs.")
-        args = own_config(args, model)
+            raise ValueError("optimizers cannot hold adapters that are created later. Give optimizer_cls_and_kwargs.")
+        args = normalign_config(args, model)
         args.gradient_accumulation_steps = accumulation_steps(args)
         if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
             args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
         loaded_here = not isinstance(model, nn.Module)
-        model = own_model(model, args, quantization_config)
+        model = model_to_train(model, args, quantization_config)
         revision = (args.model_init_kwargs or {}).get("revision")
         commit = hub_commit(model.name_or_path, revision) if loaded_here else None
-        rates = args.explained_rates(use_peft=peft_config is not None)
+        learning_rates = args.explained_learning_rates(use_peft=peft_config is not None)
         if optimizers[0] is not None:
-            rates = {module: (rate, "optimizer") for module, rate in rates_of(optimizers[0], model, args).items()}
-        self.rates = {module: rate for module, (rate, _) in rates.items()}
-        # That of the optimizer's first group, which is logged, and of which schedules take min_lr as a share.
-        args.learning_rate = next((self.rates[name] for name in MODULES if self.rates[name]), args.learning_rate)
+            given = optimizer_learning_rates(optimizers[0], model, args)
+            learning_rates = {module: (value, "optimizer") for module, value in given.items()}
+        self.learning_rates = {module: value for module, (value, _) in learning_rates.items()}
+        # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
+        trained = (self.learning_rates[name] for name in MODULES if self.learning_rates[name])
+        args.learning_rate = next(trained, args.learning_rate)
         if peft_config is not None:
-            peft_config = language_adapter(peft_config, model, self.rates, commit)
-        processing_class = own_processor(processing_class, model, commit)
+            peft_config = language_adapter(peft_config, model, self.learning_rates, commit)
+        processing_class = model_processor(processing_class, model, commit)
         data_collator = data_collator or ConversationCollator(
             processing_class, pad_to_multiple_of=args.pad_to_multiple_of
         )
         if report is None:
-            need_images = args.stage == "align" or not self.rates["language"]
-            train_dataset, eval_dataset, report = own_data(
+            need_images = args.stage == "align" or not self.learning_rates["language"]
+            train_dataset, eval_dataset, report = checked_datasets(
                 train_dataset, eval_dataset, data_collator, args.max_length, need_images
             )
         check_stream(isinstance(train_dataset, IterableDataset), args)
-        self.record = training_record(model, commit, args, self.rates, report, options)
+        self.record = training_record(model, commit, args, self.learning_rates, report, options)
         self.build = read_beside(model.name_or_path, BUILD_RECORD, commit)
         self.clock = Clock()
         self.measurements = Measurements(args)
         norm = projector_norm(model)
         if any(parameter.is_meta for parameter in norm.parameters()):
-            # A norm that the checkpoint lacks, and FSDP, where other processes than the first get values from it only
-            # later: accelerate takes two parameters on meta for one, and would step the bias twice, the gain never.
+            # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:
+            # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
             norm.to_empty(device="cpu")
         # TRL casts what is trained on a quantized base to bfloat16 (huggingface/trl#7268 spares DoRA's magnitudes).
-        # A gain that was cast has lost its value and would not move, so the projector is kept from before.
+        # The gain would be rounded and would not move, so the projector's values are kept and restored.
         projector = {name: value.clone() for name, value in model.model.multi_modal_projector.state_dict().items()}
         model_init_kwargs = args.model_init_kwargs
-        if loaded_here:  # with what TRL would say is ignored
+        if loaded_here:  # with these, which TRL would report as ignored
             args.model_init_kwargs = quantization_config = None
         super().__init__(
             model=model,
@@ -156,13 +165,13 @@ class NormAlignTrainer(SteppingTrainer):
             peft_config=peft_config,
         )
         args.model_init_kwargs = model_init_kwargs
-        for stock in (PrinterCallback, ProgressCallback):  # in a notebook there is neither, but a table
+        for stock in (PrinterCallback, ProgressCallback):  # a notebook has neither, but a table
             if self.pop_callback(stock):
                 self.add_callback(ProgressLines)
-        if peft_config is not None and not is_deepspeed_zero3_enabled():  # which keeps float32 copies of its own
-            restore_projector(self.model, projector, wide=args.bf16 or args.fp16)
-        freeze(self.model, self.rates)
-        self._hook(processing_class)
+        if peft_config is not None and not is_deepspeed_zero3_enabled():  # ZeRO-3 keeps float32 copies
+            restore_projector(self.model, projector, float32=args.bf16 or args.fp16)
+        freeze(self.model, self.learning_rates)
+        self._register_hooks(processing_class)
         if self.is_fsdp_enabled:
             name_fsdp_units(self.accelerator.state.fsdp_plugin, base_model(self.model))
         batch_size, drop_last = args.train_batch_size * args.world_size, args.dataloader_drop_last
@@ -170,7 +179,7 @@ class NormAlignTrainer(SteppingTrainer):
         self.facts = summary(
             self.model,
             args,
-            rates,
+            learning_rates,
             report,
             steps=self.set_initial_training_values(args, batches)[-1],
             tokens_per_image=model.config.image_seq_length,
@@ -194,14 +203,14 @@ class NormAlignTrainer(SteppingTrainer):
             self.add_callback(CosineProbe(args.probe_steps, batch))
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
-        """The Trainer's, of rows in any form that the constructor takes."""
+        """The Trainer's data loader, of rows in any form that the constructor takes."""
         if isinstance(eval_dataset, Dataset | IterableDataset):
-            eval_dataset, _ = own_rows(
+            eval_dataset, _ = checked_rows(
                 eval_dataset, "eval_dataset", self.data_collator, self.args.max_length, split="eval"
             )
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset | IterableDataset) -> DataLoader:
-        """The Trainer's, of rows in any form that the constructor takes."""
-        rows, _ = own_rows(test_dataset, "test_dataset", self.data_collator, self.args.max_length, split="eval")
+        """The Trainer's data loader, of rows in any form that the constructor takes."""
+        rows, _ = checked_rows(test_dataset, "test_dataset", self.data_collator, self.args.max_length, split="eval")
         return super().get_test_dataloader(rows)

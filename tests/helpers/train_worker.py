@@ -34,13 +34,14 @@ def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
             words = [*words, "--accelerator_config", '{"use_configured_state": true}']
         elif mode in ("zero2", "zero3"):
             words = [*words, "--use_cpu", "false", "--ddp_backend", "gloo"]
-        Watched.breaks = name in ("broken", "passed over")
-        error = None
+        Watched.breaks = name in ("broken", "bad step")
         try:
             run.main(words)
-        except FloatingPointError as stopped:
-            error = str(stopped)
-        found = {**seen(Watched.last), "error": error}
+            found = seen(Watched.last)
+        except (FloatingPointError, ValueError) as error:  # which all processes meet
+            found = {"error": str(error)}
+            if dist.is_initialized() and mode in ("ddp", "fsdp2"):
+                dist.destroy_process_group()
         Path(f"{output}.{name}.{os.environ.get('RANK', 0)}").write_text(json.dumps(found))
 
 

@@ -62,23 +62,34 @@ def rows(count=16, images=lambda number: 1, turns=lambda number: 1 + number % 2)
     return Dataset.from_list(made, features=FEATURES)
 
 
+SHORT = dict(
+    bf16=False,
+    use_cpu=True,
+    gradient_checkpointing=False,
+    per_device_train_batch_size=2,
+    learning_rate=1e-3,
+    max_steps=2,
+    logging_steps=1,
+    save_strategy="no",
+    report_to="none",
+    disable_tqdm=True,
+)
+"""Options of a short float32 run on the CPU."""
+
+
 def arguments(folder: Path, **options) -> NormAlignConfig:
-    """Options of a short float32 run on the CPU."""
-    defaults = dict(
-        output_dir=str(folder),
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=2,
-        learning_rate=1e-3,
-        max_steps=2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=0,
-    )
-    return NormAlignConfig(**{**defaults, **options})
+    """`SHORT` with changes."""
+    return NormAlignConfig(**{"output_dir": str(folder), "seed": 0, **SHORT, **options})
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the parameters."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def moved(before: dict[str, torch.Tensor], model: torch.nn.Module) -> set[str]:
+    """Names of the parameters that are not what they were."""
+    return {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
 
 
 def trainer(folder: Path, checkpoint: Path, dataset=None, model=None, held_out=None, **options) -> NormAlignTrainer:

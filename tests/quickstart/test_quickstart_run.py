@@ -54,7 +54,7 @@ QUESTIONS = [
 ]
 
 
-def test_a_killed_quickstart_goes_on_to_its_end(archives, tmp_path):
+def test_a_killed_quickstart_is_resumed_to_its_end(archives, tmp_path):
     output = tmp_path / "quickstart"
     source = textwrap.dedent(START).format(tests=[str(HELPERS), str(Path(__file__).parent)], output=str(output))
     process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

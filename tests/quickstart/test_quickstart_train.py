@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The quickstart's recipes on a tiny real model: what changes and what does not, and going on after a kill."""
+"""The quickstart's recipes on a tiny real model: what changes and what does not, and resuming after a kill."""
 
 import json
 import os
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.slow
 
 COLOURS = ("red", "green", "blue")
 SHORT = {"max_steps": 3, "global_batch_size": 8, "per_device_train_batch_size": 4, "save_steps": 2}
-RECIPES = ("quickstart-align", "quickstart-tune")
 
 
 @pytest.fixture(autouse=True)
@@ -79,16 +78,15 @@ def test_a_stage_is_its_recipe_with_changes():
         stage("quickstart-rest")
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_stage_1_changes_the_projector_and_nothing_else(untrained, data, tmp_path, bf16):
+def test_stage_1_changes_the_projector_and_nothing_else(untrained, data, tmp_path):
     trained = tmp_path / "stage1"
-    train_stage(stage("quickstart-align", **SHORT), untrained, data, trained, bf16=bf16)
+    train_stage(stage("quickstart-align", **SHORT), untrained, data, trained)
     names = changed(untrained, trained)
     assert all(name.startswith("model.multi_modal_projector.") for name in names)
     assert len(names) == 6  # two linear layers and the norm, each with weight and bias
     assert {tensor.dtype for tensor in load_file(trained / "model.safetensors").values()} == {torch.float32}
     record = json.loads((trained / "training.json").read_text())
-    assert (record["stage"], record["options"]["max_steps"], record["options"]["bf16"]) == ("align", 3, bf16)
+    assert (record["stage"], record["options"]["max_steps"], record["options"]["bf16"]) == ("align", 3, False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "stage1"]
     assert all(path.is_file() for path in trained.iterdir())
 
@@ -113,11 +111,9 @@ RUN = """
 """
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_killed_stage_goes_on_and_ends_with_the_same_weights(untrained, data, tmp_path, recipe):
+def test_a_killed_stage_is_resumed_and_ends_with_the_same_weights(untrained, data, tmp_path):
     options = {**SHORT, "max_steps": 12, "disable_tqdm": True}
-    killed = tmp_path / "killed"
-    run = tmp_path / "killed-trainer"
+    killed, run, recipe = tmp_path / "killed", tmp_path / "killed-trainer", "quickstart-tune"
     source = RUN.format(recipe=recipe, options=options, untrained=str(untrained), data=str(data), output=str(killed))
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(source)])
     while process.poll() is None and not list(run.glob("checkpoint-*/trainer_state.json")):
@@ -125,12 +121,8 @@ def test_a_killed_stage_goes_on_and_ends_with_the_same_weights(untrained, data, 
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not killed.exists() and run.exists()
-    # What a kill in the middle of writing leaves behind: a newer checkpoint without its end.
-    unfinished = run / "checkpoint-11"
-    unfinished.mkdir()
-    (unfinished / "trainer_state.json").write_text('{"global_step": 1')
-    train_stage(stage(recipe, **options), untrained, data, killed)
-    train_stage(stage(recipe, **options), untrained, data, tmp_path / "straight")
+    for output in (killed, tmp_path / "straight"):
+        train_stage(stage(recipe, **options), untrained, data, output)
     assert changed(tmp_path / "straight", killed) == set()
     assert not run.exists()
 

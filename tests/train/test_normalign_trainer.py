@@ -14,6 +14,7 @@ import training
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from PIL import Image
+from training import SHORT, moved, weights
 from transformers import (
     AutoProcessor,
     BitsAndBytesConfig,
@@ -28,7 +29,7 @@ import normalign_llava
 from normalign_llava import NormAlignConfig, NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.inputs import own_config
+from normalign_llava.train.inputs import normalign_config
 from normalign_llava.train.model import base_model, module_of
 from normalign_llava.train.run import main
 
@@ -37,17 +38,6 @@ pytestmark = pytest.mark.slow
 
 
 COLOURS = ("red", "green", "blue", "white")
-SHORT = dict(
-    max_steps=2,
-    per_device_train_batch_size=2,
-    learning_rate=1e-3,
-    bf16=False,
-    gradient_checkpointing=False,
-    logging_steps=1,
-    save_strategy="no",
-    report_to="none",
-    disable_tqdm=True,
-)
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +77,6 @@ def options(folder, **kwargs) -> NormAlignConfig:
     return NormAlignConfig(str(folder), **{**SHORT, **kwargs})
 
 
-def weights(model) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def moved(trainer, before: dict[str, torch.Tensor]) -> set[str]:
-    return {name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])}
-
-
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
@@ -113,25 +95,18 @@ def test_it_takes_what_sfttrainer_takes_in_the_same_order():
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
 
 
-@pytest.mark.parametrize("kind", [messages, prompt, plain])
-def test_rows_in_memory_a_path_and_no_processor(tmp_path, checkpoint, kind):
-    trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=rows(kind))
-    before = weights(trainer.model)
-    trainer.train()
-    names = moved(trainer, before)
-    assert {module_of(name) for name in names} == {"vision", "projector", "norm", "language"}
-    unread = ("encoder.layers.2.", "post_layernorm", "position_embedding", "position_ids")
-    assert {name for name in before.keys() - names if not any(part in name for part in unread)} == set()
-
-
-def test_the_forms_of_rows_are_the_same_rows(tmp_path, checkpoint):
+def test_rows_of_every_form_are_the_same_rows_and_train_every_module(tmp_path, checkpoint):
     batches = []
     for kind in (messages, prompt, plain):
         trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=rows(kind))
         batches.append(trainer.data_collator([trainer.train_dataset[i] for i in range(4)]))
-    for batch in batches[1:]:
-        assert same(batch, batches[0])
-    assert len(batches[0]["pixel_values"]) == 4
+    assert all(same(batch, batches[0]) for batch in batches[1:]) and len(batches[0]["pixel_values"]) == 4
+    before = weights(trainer.model)
+    trainer.train()
+    names = moved(before, trainer.model)
+    assert {module_of(name) for name in names} == {"vision", "projector", "norm", "language"}
+    unread = ("encoder.layers.2.", "post_layernorm", "position_embedding", "position_ids")
+    assert {name for name in before.keys() - names if not any(part in name for part in unread)} == set()
 
 
 def test_a_path_a_model_and_trls_options_train_to_the_same_weights(tmp_path, checkpoint, model):
@@ -156,7 +131,7 @@ def test_without_options_it_trains_on_a_cpu_by_trls_defaults(tmp_path, checkpoin
     assert (trainer.args.output_dir, trainer.args.learning_rate, trainer.args.bf16) == ("model-SFT", 2e-5, True)
     before = weights(trainer.model)
     trainer.train()
-    assert {module_of(name) for name in moved(trainer, before)} == {"vision", "projector", "norm", "language"}
+    assert {module_of(name) for name in moved(before, trainer.model)} == {"vision", "projector", "norm", "language"}
 
 
 def test_the_command_line_and_python_end_with_the_same_weights_and_record(tmp_path, checkpoint):
@@ -230,7 +205,7 @@ def test_every_option_of_trl_arrives(tmp_path):
         "router_aux_loss_coef": 0.0,
     }
     theirs = [field for field in fields(SFTConfig) if field.init and field.name not in decided]
-    ours = own_config(given, "model")
+    ours = normalign_config(given, "model")
     assert isinstance(ours, NormAlignConfig) and ours is not given
     for field in theirs:
         assert getattr(ours, field.name) == getattr(given, field.name), field.name
@@ -239,11 +214,13 @@ def test_every_option_of_trl_arrives(tmp_path):
     for name in ("device", "world_size", "n_gpu", "mixed_precision", "fsdp_plugin_args", "deepspeed_plugin"):
         assert getattr(ours, name) == getattr(given, name), name
     assert ours.hub_token == "secret" and sum(isinstance(getattr(given, f.name), simple) for f in theirs) > 100
-    assert ours.rates(use_peft=False) == dict.fromkeys(("vision", "projector", "norm", "language"), 2e-5)
-    assert own_config(TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=3e-4), "").learning_rate == 3e-4
+    assert ours.learning_rates(use_peft=False) == dict.fromkeys(("vision", "projector", "norm", "language"), 2e-5)
+    assert (
+        normalign_config(TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=3e-4), "").learning_rate == 3e-4
+    )
 
 
-def test_what_an_sftconfig_asks_for_and_cannot_be_is_said(tmp_path, checkpoint, caplog):
+def test_what_an_sftconfig_may_not_set_is_refused_or_warned_of(tmp_path, checkpoint, caplog):
     for name in ("packing", "padding_free"):
         with pytest.raises(ValueError, match=f"{name} cannot be used here"):
             NormAlignTrainer(str(checkpoint), SFTConfig(str(tmp_path), **SHORT, **{name: True}), train_dataset=rows())
@@ -281,7 +258,7 @@ def test_a_stream_trains_as_the_same_rows_in_memory(tmp_path, checkpoint):
         trainer.train()
         ends.append(weights(trainer.model))
     assert same(*ends)
-    with pytest.raises(ValueError, match="no length. Say how long to train with max_steps"):
+    with pytest.raises(ValueError, match="no length. Set max_steps"):
         NormAlignTrainer(str(checkpoint), options(tmp_path, max_steps=-1), train_dataset=data)
     with pytest.raises(ValueError, match="group_by_length needs data in memory"):
         args = options(tmp_path, train_sampling_strategy="group_by_length")
@@ -310,7 +287,7 @@ def test_adapters_of_the_users_own_stay_on_the_language_model(
     assert adapters == kept
     before = weights(trainer.model)
     trainer.train()
-    names = moved(trainer, before)
+    names = moved(before, trainer.model)
     adapted = {name.split(".lora_")[0] for name in before if ".lora_" in name}
     assert all(".language_model.layers." in name for name in adapted)
     assert {name.rpartition(".")[2] for name in adapted} == targets
@@ -322,6 +299,7 @@ def test_adapters_of_the_users_own_stay_on_the_language_model(
     assert (f"names {reaches} linear layers of the vision tower and the projector" in caplog.text) == (reaches > 0)
     trainer.save_model()
     assert json.loads((tmp_path / "training.json").read_text())["quantization"] is None
+    assert str(checkpoint) not in (tmp_path / "README.md").read_text()  # PEFT's card would name the base by its path
     merge_adapter(tmp_path, tmp_path / "merged")
     merged = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "merged")
     inputs = trainer.data_collator([trainer.train_dataset[0]])
@@ -335,11 +313,15 @@ def test_adapters_that_cannot_be_are_refused_by_name(tmp_path, checkpoint, model
         (PrefixTuningConfig(num_virtual_tokens=2), "peft_config is a PrefixTuningConfig. Give a LoraConfig"),
         (LoraConfig(target_modules=["fc1"]), "target_modules names fc1, but the language model's linear layers are"),
         (LoraConfig(target_modules=r".*\.fc\d"), r"target_modules names .* the language model's linear layers are"),
-        (LoraConfig(target_modules="all-linear", modules_to_save=["norm"]), "modules_to_save names norm: in the"),
+        (LoraConfig(modules_to_save=["norm"]), "modules_to_save names norm: .* have learning rates of their own"),
+        (LoraConfig(modules_to_save=["nowhere"]), "modules_to_save names nowhere: there is no such module"),
     ]
     for adapters, message in refused:
         with pytest.raises(ValueError, match=message):
             NormAlignTrainer(model, options(tmp_path), train_dataset=rows(), peft_config=adapters)
+    frozen = options(tmp_path, language_learning_rate=0.0)
+    with pytest.raises(ValueError, match="put on the language model, but its learning rate is 0"):
+        NormAlignTrainer(model, frozen, train_dataset=rows(), peft_config=ALL_LINEAR)
     with pytest.raises(ValueError, match="has adapters. Give it without them and peft_config, or merge them first"):
         NormAlignTrainer(get_peft_model(model, ALL_LINEAR), options(tmp_path), train_dataset=rows())
 
@@ -418,12 +400,12 @@ def test_callbacks_and_an_optimizer_of_ones_own(tmp_path, model, checkpoint):
         callbacks=[counted],
         optimizers=(optimizer, schedule),
     )
-    assert trainer.rates == {"norm": 1e-2, "projector": 1e-1, "vision": 0.0, "language": 0.0}
+    assert trainer.learning_rates == {"norm": 1e-2, "projector": 1e-1, "vision": 0.0, "language": 0.0}
     before = weights(trainer.model)
     trainer.train()
     assert counted.steps == 2
     expected = {f"norm.{name}" for name in ("weight", "bias")} | {"linear_1.weight"}
-    assert moved(trainer, before) == {f"model.multi_modal_projector.{name}" for name in expected}
+    assert moved(before, trainer.model) == {f"model.multi_modal_projector.{name}" for name in expected}
     by_module = options(tmp_path, norm_learning_rate=1e-3)
     for bad, args, adapters, message in (
         (optimizer, by_module, None, "norm_learning_rate cannot be used with optimizers"),
@@ -434,7 +416,7 @@ def test_callbacks_and_an_optimizer_of_ones_own(tmp_path, model, checkpoint):
             NormAlignTrainer(model, args, train_dataset=rows(), optimizers=(bad, None), peft_config=adapters)
 
 
-def test_an_optimizer_class_has_the_rates_by_module(tmp_path, checkpoint):
+def test_an_optimizer_class_gets_the_learning_rates_by_module(tmp_path, checkpoint):
     trainer = NormAlignTrainer(
         str(checkpoint),
         options(tmp_path, norm_learning_rate=1e-4),
@@ -472,11 +454,11 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
     unnamed = copy.deepcopy(model)
     unnamed.name_or_path = ""
     for kind, message, given in (
-        (ValueError, "is a 'llava' model. Make a NormAlign-LLaVA checkpoint", dict(model=stock)),
+        (ValueError, "is a 'llava' model. Build a NormAlign-LLaVA checkpoint", dict(model=stock)),
         (ValueError, "is of arm 'gwc'. To train it as arm 'unit', give its path", dict(args=dict(arm="unit"))),
         (ValueError, "reads no images. Give a LlavaProcessor", dict(processing_class=processor.tokenizer)),
         (ValueError, "The model names no folder to load its processor from", dict(model=unnamed)),
-        (ValueError, "formatting_func makes text of rows", dict(formatting_func=str)),
+        (ValueError, "formatting_func turns rows into text", dict(formatting_func=str)),
         (TypeError, "train_dataset is a list. Give a Dataset, as Dataset.from_list", dict(train_dataset=[plain(1)])),
         (TypeError, "train_dataset is a NoneType.*by name: train_dataset=ROWS", dict(train_dataset=None)),
         (ValueError, "global_batch_size 3 is not a multiple", dict(args=dict(global_batch_size=3))),

@@ -107,7 +107,7 @@ def test_vicuna_is_for_models_without_a_template():
     assert labelled(processor, batch["labels"][0]) == [" A red kite.</s>", " Yes, blue.</s>"]
 
 
-def test_end_of_turn_is_learned_where_it_is_the_padding_token(processor):
+def test_end_of_turn_is_learned_even_if_it_is_the_padding_token(processor):
     assert processor.tokenizer.pad_token_id == processor.tokenizer.eos_token_id
     batch = ConversationCollator(processor)([row(llava("Q", "A")), row(llava("Q", "A longer answer."))])
     assert [labelled(processor, labels) for labels in batch["labels"]] == [
@@ -145,7 +145,7 @@ def test_batches_with_and_without_images(processor):
     assert (mixed["input_ids"] == processor.image_token_id).sum(1).tolist() == [0, 4, 8]
 
 
-def test_a_image_is_opened_once(processor, tmp_path, monkeypatch):
+def test_an_image_is_opened_once(processor, tmp_path, monkeypatch):
     opened = []
     real = collator.open_image
     monkeypatch.setattr(collator, "open_image", lambda image, limit: (opened.append(1), real(image, limit))[1])

@@ -1,4 +1,4 @@
-"""Training in two real processes ends where training in one ends, however the model is shared out."""
+"""Training in two real processes ends where training in one ends, however the model is sharded."""
 
 import importlib.util
 import json
@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows import DroppedRows
+from normalign_llava.train.callbacks import PARTS
 from normalign_llava.train.checkpoints import missing_from
-from normalign_llava.train.launch import CONFIGS
+from normalign_llava.train.launch import CONFIGS, LAUNCHER, launch
 from normalign_llava.train.lock import only_run
 
 
@@ -83,6 +84,7 @@ class Room:
         for number in (3, 4):  # the one is met by process 1, the other by process 0
             (folder / "bad" / f"{number}.png").write_bytes(b"no image")
         mixed = {"model_name_or_path": self.bare, "arm": "gwc", "eval_dataset_name": self.data["eval"], **EVALUATED}
+        mixed["probe_steps"] = 2
         grouped = {"train_sampling_strategy": "group_by_length", "lr_scheduler_type": "constant"}
         self.options = {
             "mixed": {**mixed, "save_strategy": "steps", "save_steps": 2},
@@ -93,8 +95,10 @@ class Room:
             "grouped": grouped,
             "skipped": {"dataset_name": self.data["bad"], "bad_rows": "skip"},
             "resumed": mixed,
-            "passed over": {"bad_steps": "skip"},
+            "bad step": {"bad_steps": "skip"},
             "broken": {"save_strategy": "steps", "save_steps": 1},
+            "busy": {},
+            "refused": {"global_batch_size": 3},
         }
         self.done: dict[str, Path] = {}
 
@@ -132,7 +136,8 @@ class Room:
             folder.mkdir()
             (folder / "runs.json").write_text(json.dumps(words))
             worker = [HELPERS / "train_worker.py", mode, folder / "runs.json", folder / "seen"]
-            done = start(*worker, config=None if mode == "one" else mode)
+            with only_run(folder / "busy"):
+                done = start(*worker, config=None if mode == "one" else mode)
             assert done.returncode == 0, done.stderr[-6000:]
             (folder / "stdout").write_text(done.stdout)
         return self.done[place]
@@ -184,7 +189,8 @@ def assert_same_run(ours: Path, reference: Path, weights: float, figures: float)
 
 
 FIGURES = {"loss", "eval_loss", "learning_rate", "grad_norm", "gain/l2", "gain/mean_abs", "bias/mean_abs"}
-FIGURES |= {"gwc/factor", "norm/visual", "norm/text", "clip/share", "grad_norm/gain", "grad_norm/vision_tower"}
+FIGURES |= {"gwc/factor", "norm/visual", "norm/text", "clip/share", "cosine/visual", "cosine/text"}
+FIGURES |= {f"{kind}/{part}" for kind in ("grad_norm", "update_ratio") for part in PARTS}
 
 
 @pytest.fixture(scope="module")
@@ -194,14 +200,14 @@ def room(tmp_path_factory) -> Room:
 
 @pytest.fixture(scope="module")
 def one(room) -> Path:
-    return room.runs("one", "mixed", "lora", "qlora", "bfloat16", "grouped", "passed over")
+    return room.runs("one", "mixed", "lora", "qlora", "bfloat16", "grouped", "bad step")
 
 
 @pytest.fixture(scope="module")
 def two(room):
     names = {
-        "ddp": ("mixed", "resumed", "lora", "qlora", "grouped", "skipped", "passed over", "broken"),
-        "fsdp2": ("mixed", "resumed", "lora", "bfloat16", "autocast", "passed over", "broken"),
+        "ddp": ("busy", "refused", "mixed", "resumed", "lora", "qlora", "grouped", "skipped", "bad step", "broken"),
+        "fsdp2": ("mixed", "resumed", "lora", "bfloat16", "autocast", "bad step", "broken"),
     }
     return lambda mode, zero="mixed": room.runs(mode, *names.get(mode, (zero,)))
 
@@ -221,6 +227,9 @@ def test_two_processes_end_with_the_weights_and_losses_of_one(mode, one, two):
     for step in (2, 4):
         answers = f"mixed/samples/step-{step}.json"
         assert (folder / answers).read_text() == (one / answers).read_text()
+    found, expected = (json.loads((each / "mixed" / "dynamics.jsonl").read_text()) for each in (folder, one))
+    assert found["step"] == expected["step"] == 2
+    assert found["visual"] + found["text"] == pytest.approx(expected["visual"] + expected["text"], abs=1e-4)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -309,16 +318,7 @@ def test_bad_rows_of_both_processes_are_skipped_and_listed_once(two):
         assert (folder / "stdout").read_text().count(f"data.json, row {row}") == 1
 
 
-def test_a_bad_row_on_one_process_ends_both_with_a_message(room):
-    words = room.words(room.folder / "stopped", dataset_name=room.data["bad"])
-    done = start("-m", "normalign_llava.train", *words, config="ddp")
-    assert done.returncode != 0
-    said = done.stderr
-    assert "data.json, row 3" in said and "--bad_rows skip" in said
-    assert not (room.folder / "stopped" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2", pytest.param("zero3", marks=ZERO)])
 def test_what_is_not_finite_on_one_process_stops_both(mode, two):
     folder = two(mode, zero="broken")
     said = [seen(folder, "broken", rank)["error"] for rank in range(2)]
@@ -329,49 +329,39 @@ def test_what_is_not_finite_on_one_process_stops_both(mode, two):
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_a_step_that_one_process_cannot_take_is_passed_over_by_both(mode, one, two):
+def test_a_step_that_one_process_cannot_take_is_skipped_by_both(mode, one, two):
     found, expected, whole = (
         load_file(folder / "model.safetensors")
-        for folder in (two(mode) / "passed over", one / "passed over", one / "grouped")
+        for folder in (two(mode) / "bad step", one / "bad step", one / "grouped")
     )
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
     assert any(not torch.equal(expected[name], weight) for name, weight in whole.items())
 
 
-def test_a_folder_in_use_is_refused_to_all_processes(room):
-    with only_run(room.folder / "busy"):
-        done = start("-m", "normalign_llava.train", *room.words(room.folder / "busy"), config="ddp")
-    assert done.returncode != 0
-    assert f"Another run is training in {room.folder / 'busy'}: process {os.getpid()} on " in done.stderr
-    assert not (room.folder / "busy").exists()
+def test_what_cannot_be_trained_is_refused_to_all_processes(two):
+    folder = two("ddp")
+    for rank in range(2):
+        said = seen(folder, "busy", rank)["error"]
+        assert f"Another run is training in {folder / 'busy'}: process {os.getpid()} on " in said
+        said = seen(folder, "refused", rank)["error"]
+        assert "global_batch_size 3 is not a multiple of per_device_train_batch_size 1 x 2 process(es)" in said
+    assert not (folder / "busy").exists() and not (folder / "refused").exists()
 
 
-def test_a_global_batch_that_does_not_divide_is_refused(room):
-    words = room.words(room.folder / "refused", global_batch_size=3)
-    done = start("-m", "normalign_llava.train", *words, config="ddp")
-    assert done.returncode != 0
-    assert "global_batch_size 3 is not a multiple of per_device_train_batch_size 1 x 2 process(es)" in " ".join(
-        done.stderr.split()
-    )
-    assert not (room.folder / "refused").exists()
-
-
-@pytest.mark.parametrize(("told", "said"), [(["--num_processes", 2], ""), ([], "num_processes: 2\n")])
-def test_the_command_starts_as_many_processes_as_it_is_told_or_the_file_says(room, tmp_path, told, said):
+def test_the_command_starts_as_many_processes_as_the_file_says_and_a_bad_row_on_one_ends_all(room, tmp_path):
     (tmp_path / "recipe.yaml").write_text("stage: tune\n")
     own = tmp_path / "own.yaml"
-    own.write_text(Path(str(CONFIGS / "ddp.yaml")).read_text() + said)
-    words = room.words(tmp_path / "out", max_steps=1)
-    launch = ["--accelerate_config", own, *told]
-    done = start("-m", "normalign_llava", "train", tmp_path / "recipe.yaml", *launch, *words)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads((tmp_path / "out" / "training.json").read_text())["processes"] == 2
+    own.write_text(Path(str(CONFIGS / "ddp.yaml")).read_text() + "num_processes: 2\n")
+    words = room.words(tmp_path / "out", dataset_name=room.data["bad"])
+    done = start("-m", "normalign_llava", "train", tmp_path / "recipe.yaml", "--accelerate_config", own, *words)
+    assert done.returncode != 0 and "2 process(es)" in done.stdout
+    assert "data.json, row 3" in done.stderr and "--bad_rows skip" in done.stderr
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems tell no process that its parent has ended")
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("killed", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(("number", "killed"), [(1, signal.SIGINT), (2, signal.SIGKILL)])
 def test_a_launcher_that_is_killed_takes_its_processes_with_it(room, tmp_path, number, killed):
     (tmp_path / "one.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: true\n")
     config = ["ddp", "--num_processes", "2"] if number == 2 else [tmp_path / "one.yaml", "--num_processes", "1"]
@@ -379,18 +369,21 @@ def test_a_launcher_that_is_killed_takes_its_processes_with_it(room, tmp_path, n
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "normalign_llava", *map(str, words)]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        said = b""
         while b"2/1000000 " not in (line := process.stdout.readline()):
             assert line, "it has ended"
+            said += line
+        assert f"{number} process(es)".encode() in said
         process.send_signal(killed)
         process.stdout.read()  # to the end of the last process that writes there
     with only_run(tmp_path / "out"):
         assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
-def test_processes_that_nothing_says_the_number_of_are_not_started(room):
-    words = room.words(room.folder / "unstarted")
-    done = start("-m", "normalign_llava", "train", "--accelerate_config", "ddp", *words)
-    assert done.returncode == 1 and "Error: " in done.stderr and "--num_processes" in done.stderr
+def test_a_number_of_processes_is_needed(monkeypatch):
+    monkeypatch.setenv(LAUNCHER, "")
+    with pytest.raises(ValueError, match="--num_processes"):
+        launch("ddp", None, [])
 
 
 def test_the_packages_configurations_are_what_accelerate_understands():

@@ -15,7 +15,7 @@ from trl import SFTConfig
 from normalign_llava.train import run
 from normalign_llava.train.arguments import ModelArguments, NormAlignConfig
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.inputs import own_config
+from normalign_llava.train.inputs import normalign_config
 from normalign_llava.train.options import accumulation_steps
 from normalign_llava.train.refused import REFUSED
 from normalign_llava.train.trainer import NormAlignTrainer
@@ -46,10 +46,10 @@ def test_an_option_that_would_do_nothing_or_harm_is_refused_with_the_reason(tmp_
 
 def test_what_would_do_nothing_is_refused_in_trls_own_options_too(tmp_path):
     plain = dict(bf16=False, use_cpu=True)
-    own_config(SFTConfig(str(tmp_path), assistant_only_loss=True, **plain), "model")
+    normalign_config(SFTConfig(str(tmp_path), assistant_only_loss=True, **plain), "model")
     for option in (dict(router_aux_loss_coef=0.1), dict(dataset_text_field="caption"), dict(packing=True)):
         with pytest.raises(ValueError, match=f"^{next(iter(option))} cannot be used here"):
-            own_config(SFTConfig(str(tmp_path), **plain, **option), "model")
+            normalign_config(SFTConfig(str(tmp_path), **plain, **option), "model")
 
 
 def test_a_copy_of_the_options_is_not_refused(tmp_path):
@@ -58,7 +58,7 @@ def test_a_copy_of_the_options_is_not_refused(tmp_path):
 
 
 def test_other_options_that_would_do_nothing_are_refused_where_they_are_read(tmp_path):
-    with pytest.raises(ValueError, match="do_eval alone evaluates nothing. Say when with eval_strategy"):
+    with pytest.raises(ValueError, match="do_eval alone evaluates nothing. Set eval_strategy"):
         config(tmp_path, do_eval=True)
     for change in ({"split_batches": True}, {"gradient_accumulation_kwargs": {"num_steps": 2}}):
         with pytest.raises(ValueError, match="accelerator_config's split_batches and num_steps would change the rows"):

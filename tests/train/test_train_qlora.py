@@ -79,7 +79,7 @@ def test_gain_and_bias_move_at_2e_6_where_stock_trl_moves_them_by_exactly_nothin
         train_dataset=training.rows(),
         processing_class=processor,
         data_collator=ConversationCollator(processor),
-        peft_config=language_adapter(get_peft_config(model_args), model, args.rates(use_peft=True)),
+        peft_config=language_adapter(get_peft_config(model_args), model, args.learning_rates(use_peft=True)),
     )
     gain, _ = gain_and_bias(stock.model)
     stock.train()
@@ -104,8 +104,7 @@ def test_a_4_bit_step_after_generating_and_evaluating_has_the_same_gradients(tmp
         assert torch.equal(gradient, gradients[1][name]), name
 
 
-@pytest.mark.parametrize("option", ["use_dora", "use_rslora"])
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(("option", "quantized"), [("use_dora", True), ("use_rslora", False)])
 def test_dora_and_rslora_pass_through(tmp_path, checkpoint, option, quantized):
     trainer = training.trainer(tmp_path, checkpoint, **{**QLORA, "load_in_4bit": quantized}, **{option: True})
     before = copy.deepcopy({n: p for n, p in trainer.model.named_parameters() if p.requires_grad})

@@ -9,11 +9,9 @@ import torch
 import train_data
 import training
 import yaml
-from transformers import AutoProcessor
 from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.cli import app
 from normalign_llava.train.model import arm_of
 from normalign_llava.train.run import main
@@ -69,7 +67,7 @@ def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path,
     assert f"projector {linears:,} {linears:,} 100 %" in shown
     assert "4 rows = 2 per device x 1 process(es) x 2 accumulation step(s)" in shown
     assert "stage align arm gwc" in shown and "seed 5" in shown and "weight_decay 0.0" in shown
-    assert "frozen" in shown and "data.json" in shown and "estimated" in shown
+    assert "frozen" in shown and "data.json" in shown and "on each device" in shown
     assert record["learning_rates"] == {"vision": 0.0, "projector": 1e-3, "norm": 1e-3, "language": 0.0}
     assert record["options"]["seed"] == 5
     assert record["options"]["warmup_steps"] == 0.03
@@ -77,10 +75,10 @@ def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path,
     assert str(tmp_path) not in json.dumps(record) and str(parts) not in json.dumps(record)
 
 
-def test_the_module_is_the_same_command_and_says_errors_in_words(tmp_path, parts):
+def test_the_module_is_the_same_command_and_errors_have_no_traceback(tmp_path, parts):
     file = recipe(tmp_path, parts, output_dir=str(tmp_path / "module"))
-    module = [sys.executable, "-W", "ignore", "-m", "normalign_llava.train"]
-    done = subprocess.run([*module, file], capture_output=True, text=True)
+    module = [sys.executable, "-W", "ignore", "-m", "normalign_llava.train", file]
+    done = subprocess.run(module, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     main([file, "--output_dir", str(tmp_path / "here")])
     states = [
@@ -88,25 +86,9 @@ def test_the_module_is_the_same_command_and_says_errors_in_words(tmp_path, parts
         for name in ("module", "here")
     ]
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
-    again = subprocess.run([*module, file, "--learning_rate", "-1"], capture_output=True, text=True)
-    assert again.returncode == 1
-    assert "Error: projector_learning_rate must not be negative" in " ".join(again.stderr.split())
-    assert "Traceback" not in again.stderr
-
-
-def test_adapters_are_saved_with_the_projector_and_merge_to_what_was_trained(tmp_path, parts):
-    file = recipe(tmp_path, parts, use_peft=True, norm_learning_rate=0.05, lora_dropout=0.0)
-    adapter = main([file])
-    assert (adapter / "adapter_model.safetensors").exists()
-    assert str(parts) not in (adapter / "README.md").read_text()  # ours; PEFT's would name the base by its local path
-    merge_adapter(adapter, tmp_path / "merged")
-    merged = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "merged")
-    base = NormAlignLlavaForConditionalGeneration.from_pretrained(parts / "model")
-    moved = {name for name, value in merged.state_dict().items() if not torch.equal(value, base.state_dict()[name])}
-    assert "model.multi_modal_projector.norm.weight" in moved
-    assert "model.language_model.layers.0.self_attn.q_proj.weight" in moved
-    assert not any("vision_tower" in name or "embed_tokens" in name for name in moved)
-    assert AutoProcessor.from_pretrained(tmp_path / "merged").image_token == "<image>"
+    again = CliRunner().invoke(app, ["train", file, "--learning_rate", "-1"])
+    assert again.exit_code == 1 and isinstance(again.exception, SystemExit)  # no traceback
+    assert "Error: projector_learning_rate must not be negative" in " ".join(again.output.split())
 
 
 def following(said: str, data: Path) -> list[str]:
@@ -130,7 +112,7 @@ def test_the_commands_that_are_named_next_lead_from_the_parts_to_the_report(tmp_
     assert (tmp_path / words[1] / "config.json").is_file()
 
 
-@pytest.mark.parametrize("arm", ["none", "unit", "aligned", "gwc"])
+@pytest.mark.parametrize("arm", ["none", "aligned"])
 def test_each_arm_is_built_and_trained(tmp_path, parts, arm):
     checkpoint = training.checkpoint(tmp_path, arm=arm)
     output = main([recipe(tmp_path, parts, model_name_or_path=str(checkpoint), stage="align")])
@@ -194,7 +176,7 @@ def test_held_out_loss_examples_and_curves(tmp_path, parts):
     assert [entry["step"] for entry in history if "eval_loss" in entry] == [1, 2]
     examples = json.loads((output / "samples" / "step-2.json").read_text())
     assert len(examples) == 2 and {"question", "answer", "truth", "images"} <= examples[0].keys()
-    assert (output / "samples" / "step-1.png").exists()
+    assert (output / "samples" / "step-1.json").exists()
     lines = [json.loads(line) for line in (output / "dynamics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 2]
     assert len(lines[0]["visual"]) == 2
@@ -203,13 +185,13 @@ def test_held_out_loss_examples_and_curves(tmp_path, parts):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(model_name_or_path="{parts}/language"), "is a 'llama' model. Make a NormAlign-LLaVA checkpoint"),
+        (dict(model_name_or_path="{parts}/language"), "is a 'llama' model. Build a NormAlign-LLaVA checkpoint"),
         (dict(global_batch_size=3), "3 is not a multiple of per_device_train_batch_size 2"),
         (dict(dataset_name="{parts}/nowhere.json"), "nowhere.json"),
         (dict(eval_strategy="steps"), "eval_dataset_name or test_split_size"),
     ],
 )
-def test_what_does_not_fit_is_said_before_anything_is_written(tmp_path, parts, change, message):
+def test_errors_come_before_anything_is_written(tmp_path, parts, change, message):
     change = {key: value.format(parts=parts) if isinstance(value, str) else value for key, value in change.items()}
     with pytest.raises(ValueError, match=message):
         main([recipe(tmp_path, parts, **change)])

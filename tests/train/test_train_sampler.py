@@ -239,7 +239,7 @@ def batches_of(loader, count) -> list:
     return [{name: value.tolist() for name, value in batch.items()} for batch in islice(loader, count)]
 
 
-def test_a_resumed_stream_goes_on_with_the_batches_that_would_have_come(processor, tmp_path):
+def test_a_resumed_stream_continues_with_the_next_batches(processor, tmp_path):
     def prepared(workers=0):
         rows = stream(processor, tmp_path, a=1, b=1)
         loader = DataLoader(rows, 4, num_workers=workers, collate_fn=ConversationCollator(processor))

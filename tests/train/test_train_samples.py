@@ -1,19 +1,21 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Answers to held-out examples: those of plain greedy decoding, written, drawn, sent, and training not disturbed."""
+"""Answers to held-out examples: those of plain greedy decoding, written, reported, and training not disturbed."""
 
 import io
 import json
 
-import numpy as np
 import pytest
 import torch
-from measured import build, logs, make_trainer
+from measured import build, logs, make_trainer, tensorboard
 from measured import rows as training_rows
 from PIL import Image
 
 from normalign_llava.train.model import base_model
-from normalign_llava.train.samples import SHEET_WIDTH, SampleCallback, contact_sheet
+from normalign_llava.train.samples import SampleCallback
+
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +73,8 @@ def test_answers_are_those_of_greedy_decoding_and_lie_in_the_runs_folder(checkpo
     trainer.train()
     folder = tmp_path / "samples"
     images = ["images/0-0.png", "images/1-0.png", "images/1-1.png"]
-    steps = ["step-2.json", "step-2.png", "step-4.json", "step-4.png"]
     found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    assert sorted(found) == images + steps
+    assert sorted(found) == [*images, "step-2.json", "step-4.json"]
     for name, colour in zip(images, ("red", "green", "blue"), strict=True):
         with Image.open(folder / name) as image:
             assert image.size == (20, 12) and image.getcolors() == Image.new("RGB", (20, 12), colour).getcolors()
@@ -84,8 +85,6 @@ def test_answers_are_those_of_greedy_decoding_and_lie_in_the_runs_folder(checkpo
     assert [example["question"] for example in examples] == ["which colour", many, "say yes"]
     assert [example["answer"] for example in examples] == [by_hand(trainer, number) for number in range(3)]
     assert len({example["answer"] for example in examples}) > 1
-    with Image.open(folder / "step-4.png") as sheet:
-        assert sheet.width == SHEET_WIDTH
 
 
 def by_hand(trainer, number: int) -> str:
@@ -123,7 +122,7 @@ def test_a_step_is_answered_once_and_a_run_without_examples_writes_nothing(check
     assert not (tmp_path / "none" / "samples").exists()
 
 
-def test_a_image_that_is_too_large_is_refused_by_name_and_before_training(tmp_path):
+def test_an_image_that_is_too_large_is_refused_by_name_and_before_training(tmp_path):
     path = tmp_path / "large.png"
     Image.new("RGB", (40, 40)).save(path)
     row = {"images": [{"path": str(path), "bytes": None}], "messages": ROWS[0]["messages"]}
@@ -131,39 +130,20 @@ def test_a_image_that_is_too_large_is_refused_by_name_and_before_training(tmp_pa
         SampleCallback([row], 8, 1000)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_training_is_bitwise_the_same_with_and_without(checkpoint, tmp_path, rank):
-    plain = evaluated(checkpoint, tmp_path / "plain", rank=rank, dropout=0.3)
+def test_training_is_bitwise_the_same_with_and_without(checkpoint, tmp_path):
+    plain = evaluated(checkpoint, tmp_path / "plain", rank=2, dropout=0.3)
     plain.train()
-    trainer = with_samples(checkpoint, tmp_path, rank=rank, dropout=0.3)
+    trainer = with_samples(checkpoint, tmp_path, rank=2, dropout=0.3)
     trainer.train()
     assert [entry["loss"] for entry in logs(plain)] == [entry["loss"] for entry in logs(trainer)]
     weights = trainer.model.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in plain.model.state_dict().items())
 
 
-def test_sheet_and_texts_reach_tensorboard(checkpoint, tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+def test_texts_reach_tensorboard(checkpoint, tmp_path):
     trainer = with_samples(checkpoint, tmp_path, report_to="tensorboard")
     trainer.train()
-    events = accumulator.EventAccumulator(str(next(tmp_path.glob("runs/*"))))
-    events.Reload()
-    images = events.Images("samples/sheet")
-    assert [image.step for image in images] == [2, 4]
-    sent = np.asarray(Image.open(io.BytesIO(images[-1].encoded_image_string)).convert("RGB"))
-    assert (sent == np.asarray(Image.open(tmp_path / "samples" / "step-4.png"))).all()
+    events = tensorboard(tmp_path)
     texts = events.Tensors("samples/text/text_summary")
     assert [text.step for text in texts] == [2, 4]
     assert all(part in texts[-1].tensor_proto.string_val[0].decode() for part in ("which colour", "**truth** blue"))
-
-
-def test_the_sheet_holds_every_kind_of_example():
-    shown = [[Image.new("RGB", (64, 48), "red")], [Image.new("RGB", (8, 8), "blue")] * 3, []]
-    texts = ["short", "字" * 300, "a long answer " * 200]
-    examples = [{"question": "what", "answer": text, "truth": ""} for text in texts]
-    sheet = contact_sheet(examples, shown, "Step 1")
-    assert sheet.mode == "RGB" and sheet.width == SHEET_WIDTH
-    colours = {colour for _, colour in sheet.getcolors(2**20)}
-    assert {(255, 0, 0), (0, 0, 255), (255, 255, 255)} <= colours
-    pixels = np.asarray(sheet)
-    assert (pixels[:, -19:] == 255).all() and (pixels[-19:] == 255).all()  # no text runs over the margin

@@ -43,7 +43,7 @@ def elements(model, *pieces: str) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if any(piece in name for piece in pieces))
 
 
-def test_full_tuning_trains_every_parameter_at_its_modules_rate(checkpoint, tmp_path):
+def test_full_tuning_trains_every_parameter_at_its_modules_learning_rate(checkpoint, tmp_path):
     model = make_trainer(checkpoint, tmp_path, frozen=("vision_tower",)).model
     rows = table(model, {**RATES, "vision": (0.0, "stage align")})
     assert list(rows) == ["vision tower", "projector", "norm", "language model"]
@@ -95,8 +95,8 @@ def test_four_bits_count_as_the_parameters_they_stand_for(wide, tmp_path):
     linears = [p.numel() for n, p in plain.model.language_model.named_parameters() if n.endswith("_proj.weight")]
     # Half a byte each; a byte for every 64, whose constants are a float for every 256; two tables of floats.
     quantized_bytes = sum(n // 2 + n // 64 + 4 * -(-n // 64 // 256) + 4 * 16 + 4 * 256 for n in linears)
-    expected_bytes = memory(plain, arguments, tokens=10, images=1)["weights"] - 2 * sum(linears) + quantized_bytes
-    assert memory(model, arguments, tokens=10, images=1)["weights"] == expected_bytes
+    expected_bytes = memory(plain, arguments)["weights"] - 2 * sum(linears) + quantized_bytes
+    assert memory(model, arguments)["weights"] == expected_bytes
 
 
 class Bytes(TrainerCallback):
@@ -109,17 +109,17 @@ class Bytes(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    ["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit", "sgd", "adafactor"],
+    ("optimizer", "rank"),
+    [("adamw_torch_fused", 0), ("adamw_8bit", 0), ("paged_lion_8bit", 0), ("sgd", 0), ("adafactor", 0)]
+    + [("adamw_torch", 8), ("paged_adamw_32bit", 8)],
 )
-@pytest.mark.parametrize("rank", [0, 8])
-def test_weights_gradients_and_states_take_what_was_estimated(wide, tmp_path, optimizer, rank):
+def test_weights_gradients_and_states_take_what_was_counted(wide, tmp_path, optimizer, rank):
     counted = Bytes()
     trainer = make_trainer(
         wide, tmp_path, optim=optimizer, rank=rank, measure=False, max_steps=1, callbacks=[counted],
         frozen=("vision_tower",),
     )  # fmt: skip
-    found = memory(trainer.model, trainer.args, tokens=10, images=1)
+    found = memory(trainer.model, trainer.args)
     trainer.train()
     tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
     states = 0
@@ -133,39 +133,7 @@ def test_weights_gradients_and_states_take_what_was_estimated(wide, tmp_path, op
     assert found["weights"] == sum(tensor.nbytes for tensor in tensors)
     assert found["gradients"] == counted.gradients
     assert found["optimizer"] == states
-    assert found["total"] == sum(found[name] for name in ("weights", "gradients", "optimizer", "activations"))
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_of_the_estimated_order(tmp_path, checkpointing):
-    folder = build(tmp_path, hidden_size=128, intermediate_size=384, num_hidden_layers=6, head_dim=64)
-    trainer = make_trainer(
-        folder, tmp_path / "run", gradient_checkpointing=checkpointing, frozen=("vision_tower",), measure=False
-    )
-    batch = trainer.data_collator(list(trainer.train_dataset.select(range(2))))
-    batch = {name: value.repeat(4, *[1] * (value.dim() - 1)) for name, value in batch.items()}
-    trainer.args.per_device_train_batch_size, tokens = batch["input_ids"].shape
-    head = 3 * 4 * 256 * trainer.model.config.text_config.vocab_size
-    estimate = memory(trainer.model, trainer.args, tokens=tokens, images=1)["activations"] - head
-    if checkpointing:  # what one layer takes when it is computed anew does not exist yet
-        estimate -= 4 * batch["input_ids"].numel() * (10 * 128 + 4 * 384)
-    model, saved = trainer.model.train(), {}
-    if checkpointing:  # in the form whose saved tensors can be seen
-        model.gradient_checkpointing_enable({"use_reentrant": True})
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = model.model(**inputs, use_cache=False).last_hidden_state
-    assert hidden.requires_grad
-    taken = sum(size for size, _ in saved.values())
-    assert estimate / 2 < taken < estimate * 2
+    assert found["total"] == sum(found[name] for name in ("weights", "gradients", "optimizer"))
 
 
 def report():
@@ -189,6 +157,6 @@ def test_the_tables_say_it_all_in_a_hundred_columns_and_in_json(checkpoint, tmp_
     for shown in (
         "adapters", "0.001", "2e-05", "frozen", "bfloat16 autocast", "llava_v1_5_mix665k.json", "665,298", "3,004",
         "22 to 2,048 (351)", "streamed", "data[v2].json", "729", "5,197", "156",
-        "4 rows = 2 per device x 1 process(es) x 2", "MiB on each device, estimated",
+        "4 rows = 2 per device x 1 process(es) x 2", "MiB on each device (weights",
     ):  # fmt: skip
         assert shown in text, shown

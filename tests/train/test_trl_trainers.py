@@ -15,6 +15,7 @@ from datasets import Dataset
 from paths import ROOT
 from peft import AutoPeftModel, AutoPeftModelForCausalLM, LoraConfig
 from PIL import Image
+from training import moved, weights
 from transformers import AutoProcessor, LlavaConfig, LlavaForConditionalGeneration
 from trl import (
     DPOConfig,
@@ -39,18 +40,7 @@ pytestmark = pytest.mark.slow
 
 PAGE = (ROOT / "docs" / "trl.md").read_text()
 COLOURS = ("red", "green", "blue", "white")
-SHORT = dict(
-    max_steps=2,
-    per_device_train_batch_size=4,
-    learning_rate=1e-3,
-    bf16=False,
-    use_cpu=True,
-    gradient_checkpointing=False,
-    logging_steps=1,
-    save_strategy="no",
-    report_to="none",
-    disable_tqdm=True,
-)
+SHORT = {**training.SHORT, "per_device_train_batch_size": 4}
 ON_TINY = [f"--{name}={value}" for name, value in {**SHORT, "dtype": "float32", "save_strategy": "steps"}.items()]
 ON_TINY += ["--gradient_accumulation_steps=1"]
 LANGUAGE_ONLY = r".*\.language_model\..*_proj"
@@ -116,14 +106,6 @@ def make(kind: str, model, folder, options=None, **given):
     return trainer(model, args=args, train_dataset=rows(row), **more, **given)
 
 
-def weights(model) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
-def moved(model, before) -> set[str]:
-    return {name for name, value in weights(model).items() if not torch.equal(value, before[name])}
-
-
 def losses(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -133,7 +115,7 @@ def test_each_trainer_trains_every_module(tmp_path, checkpoint, kind):
     trainer = make(kind, str(checkpoint), tmp_path)
     before = weights(trainer.model)
     trainer.train()
-    names = moved(trainer.model, before)
+    names = moved(before, trainer.model)
     assert {module_of(name) for name in names} == {"vision", "projector", "norm", "language"}
     assert {f"model.multi_modal_projector.norm.{name}" for name in ("weight", "bias")} <= names
     if kind == "dpo":
