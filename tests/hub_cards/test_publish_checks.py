@@ -120,7 +120,7 @@ def test_a_configuration_that_makes_no_model(checkpoint):
     change(checkpoint / "config.json", projector_norm="batch_norm")
     assert_only_fault(checkpoint, "projector_norm", "batch_norm")
     (checkpoint / "config.json").write_text('{"model_type": ')
-    assert_only_fault(checkpoint, "config.json", "is no JSON")
+    assert_only_fault(checkpoint, "config.json", "is not valid JSON")
 
 
 def test_code_files_are_this_packages(checkpoint):
