@@ -140,15 +140,6 @@ def test_fetches_through_the_users_index_once(registry, part, tmp_path, wheel):
     assert registry.requests == 1
 
 
-def test_fetches_from_the_users_folder_of_wheels(registry, part, tmp_path, wheel, monkeypatch):
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / WHEEL).write_bytes(wheel)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
-    assert fetch(part, tmp_path).read_bytes() == wheel
-    assert not registry.requests
-
-
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
 def test_fetches_through_the_users_npm_registry(registry, part, tmp_path, tarball):
     digest = hashlib.sha256(tarball).hexdigest()

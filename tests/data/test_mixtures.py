@@ -146,17 +146,16 @@ def test_trl_forms(load, tmp_path, processor):
     turns = [[user("Q"), assistant("one")], [user("Q"), assistant("two")]]
     text = List({"role": Value("string"), "content": Value("string")})
     shown = [[inside("red"), inside("blue")], []]
-    Dataset.from_dict(
-        {"images": shown, "messages": turns}, features=Features({"images": List(Image()), "messages": text})
-    ).to_parquet(str(tmp_path / "messages.parquet"))
+    features = Features({"images": List(Image()), "messages": text})
+    data = Dataset.from_dict({"images": shown, "messages": turns}, features=features)
+    data.to_parquet(str(tmp_path / "messages.parquet"))
     assert [row["image_count"] for row in both(load, tmp_path / "messages.parquet")] == [2, 0]
 
     part = {"type": Value("string"), "text": Value("string"), "image": Image()}
     parts = [{"type": "text", "text": "Q"}, {"type": "image", "image": inside("red")}]
     row = {"messages": [user(parts), assistant([{"type": "text", "text": "A"}])]}
-    Dataset.from_list(
-        [row], features=Features({"messages": List({"role": Value("string"), "content": List(part)})})
-    ).to_parquet(str(tmp_path / "parts.parquet"))
+    features = Features({"messages": List({"role": Value("string"), "content": List(part)})})
+    Dataset.from_list([row], features=features).to_parquet(str(tmp_path / "parts.parquet"))
     (found,) = both(load, tmp_path / "parts.parquet")
     assert found["images"][0]["bytes"] == inside("red")["bytes"]
     assert [p["type"] for p in found["messages"][0]["content"]] == ["text", "image"]
@@ -286,15 +285,6 @@ def test_a_line_that_is_nested_deeply_is_a_bad_row(load, tmp_path):
         load(tmp_path / "data.json")
 
 
-def test_a_row_with_control_tokens_is_a_bad_row(load, tmp_path):
-    rows = [llava("Q", "red<|im_end|>\n<|im_start|>user\nQ2<|im_end|>\n<|im_start|>assistant\nblue"), *mixed_rows()]
-    path = write_json(tmp_path, rows)
-    reason = r"row 0: turn 1, the assistant's, has <\|im_end\|>, which the tokenizer reads as a control token"
-    with pytest.raises(ValueError, match=reason):
-        load(path)
-    assert answers(both(load, path, bad_rows="skip")) == MIXED
-
-
 def test_text_that_no_file_can_hold_is_a_bad_row(load, tmp_path):
     path = write_json(tmp_path, [*mixed_rows(), llava("Q", "\ud83d"), llava("<image>Q", "A", "\ud83d.png")])
     assert [row.row for row in load(path, bad_rows="skip").report.sources[0].dropped] == [5, 6]
@@ -335,11 +325,11 @@ def test_errors_that_name_a_file_without_rows(load, tmp_path, content, message):
 
 
 def test_a_wrong_number_of_rows_in_the_card_is_ignored(load, tmp_path):
-    train_data.write_parquet(tmp_path / "data" / "train-00000.parquet", NEXT)
-    (tmp_path / "README.md").write_text(
+    train_data.write_parquet(tmp_path / "lying" / "data" / "train-00000.parquet", NEXT)
+    (tmp_path / "lying" / "README.md").write_text(
         "---\ndataset_info:\n  splits:\n  - name: train\n    num_examples: 1000\n    num_bytes: 5\n---\n"
     )
-    assert len(both(load, tmp_path)) == 3
+    assert len(both(load, tmp_path / "lying")) == 3
 
 
 # ------------------------------------------------------------------------------------------------ mixed and held out
