@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -19,13 +19,14 @@ from transformers import LlavaProcessor
 from transformers.utils import cached_file
 
 from ..checkpoint.files import new_folder, read_json, write_failure
-from ..checkpoint.find import check_adapter, find_checkpoint
+from ..checkpoint.find import find_checkpoint
 from ..checkpoint.loading import loading
-from ..checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
-from ..checkpoint.untrusted import check_files, check_inside, check_weights, json_object
+from ..checkpoint.names import ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
+from ..checkpoint.untrusted import check_files, check_weights
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .build import ARM_FIELDS, torch_dtype
+from .adapter_settings import adapter_config, quantization_of_base, training_record
+from .build import torch_dtype
 from .parts import load_part
 from .processing import load_processor, pad_left
 
@@ -36,18 +37,6 @@ CARRIED = (CARD, TRAINING_RECORD, BUILD_RECORD)
 The curves of training, `DYNAMICS` and the log in `STATE`, come from the adapter's folder alone: the base's belong to
 another run.
 """
-
-NF4, FP4 = ({"load_in_4bit": True, "bnb_4bit_quant_type": kind} for kind in ("nf4", "fp4"))
-DOUBLE = {"bnb_4bit_use_double_quant": True}
-BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
-    "none": None,
-    "nf4": NF4,
-    "nf4-double": NF4 | DOUBLE,
-    "fp4": FP4,
-    "fp4-double": FP4 | DOUBLE,
-    "int8": {"load_in_8bit": True},
-}
-"""bitsandbytes' settings by the names of `--base-quantization`; `double`: its constants are quantized too."""
 
 TOLERANCE = 1e-3
 """Largest allowed difference of logits after merging in float32, as a share of the largest logit."""
@@ -103,9 +92,9 @@ def merge_adapter(
         OSError: The disk is full. Nothing of what was written is left.
     """
     adapter, dtype = Path(adapter), torch_dtype(dtype)
-    peft_config = _adapter_config(adapter)
-    record = _record(adapter)
-    quantization = _quantization(adapter, record, base_quantization)
+    peft_config = adapter_config(adapter)
+    record = training_record(adapter)
+    quantization = quantization_of_base(adapter, record, base_quantization)
     named = peft_config.base_model_name_or_path
     base = base or named
     if not base:
@@ -156,50 +145,6 @@ def merge_adapter(
         parameters=merged.num_parameters(),
         difference=difference,
     )
-
-
-def _adapter_config(adapter: Path) -> LoraConfig:
-    check_adapter(adapter)
-    check_files(adapter)
-    check_inside(adapter / ADAPTER_WEIGHTS)
-    with loading(f"{adapter / ADAPTER_CONFIG}"):
-        config = PeftConfig.from_pretrained(adapter)
-    if config.peft_type != PeftType.LORA:
-        raise ValueError(f"{adapter} is a {config.peft_type} adapter. Only LoRA, DoRA and rsLoRA can be merged here.")
-    return config
-
-
-def _record(adapter: Path) -> dict[str, Any]:
-    file = adapter / TRAINING_RECORD
-    record = json_object(file.read_bytes(), str(file)) if file.is_file() else {}
-    changes = record.setdefault("config_changes", {})
-    if not isinstance(changes, dict) or changes.keys() - {*ARM_FIELDS}:
-        raise ValueError(f"config_changes in {file} may have {', '.join(ARM_FIELDS)}, got {changes!r}.")
-    return record
-
-
-def _quantization(adapter: Path, record: dict[str, Any], given: str | None) -> dict[str, Any] | None:
-    """bitsandbytes' settings of the base in training, from the record or else from the option."""
-    kinds = ", ".join(BASE_QUANTIZATIONS)
-    if "quantization" in record:
-        if given is not None:
-            raise ValueError(
-                f"{TRAINING_RECORD} in {adapter} says how its base was quantized. Leave out --base-quantization."
-            )
-        if not isinstance(settings := record["quantization"], dict | None):
-            raise ValueError(
-                f"quantization in {adapter / TRAINING_RECORD} must be settings or null, got {settings!r}."
-            )
-        return settings
-    if given is None:
-        raise ValueError(
-            f"{adapter} does not say whether its base was quantized in training, on which the merged model depends. "
-            f"Give it: `normalign merge {adapter} --output DIR --base-quantization KIND`, where KIND is one of "
-            f"{kinds}."
-        )
-    if given not in BASE_QUANTIZATIONS:
-        raise ValueError(f"--base-quantization must be one of {kinds}, got {given!r}.")
-    return BASE_QUANTIZATIONS[given]
 
 
 def _base_config(base: str, adapter: Path, revision: str | None) -> NormAlignLlavaConfig:

@@ -82,16 +82,12 @@ def load_data(
     held_out = open_held_out(arguments) if with_eval and not splitting else None
     sources = [open_source(source, streaming) for source in arguments.sources]
     checks = Checks(
-        processor,
-        max_length,
-        arguments.bad_rows,
-        arguments.check_images,
-        arguments.max_image_pixels,
-        dropped_rows,
+        processor, max_length, arguments.bad_rows, arguments.check_images, arguments.max_image_pixels, dropped_rows
     )
     reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]
-    held_report = SourceReport(held_out.name if held_out else "held out of training", "eval")
-    held_report.dataset = held_out.dataset if held_out else None
+    held_report = SourceReport("held out of training", "eval")
+    if held_out:
+        held_report = SourceReport(held_out.name, "eval", dataset=held_out.dataset)
     train: Dataset | IterableDataset
     held: Dataset | IterableDataset | None = None
     if streaming:

@@ -22,8 +22,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndByte
 from trl import SFTConfig, SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.assembly.adapter_settings import BASE_QUANTIZATIONS
 from normalign_llava.assembly.build import build_checkpoint
-from normalign_llava.assembly.merge import BASE_QUANTIZATIONS, merge_adapter
+from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.cli import BaseQuantization
 from normalign_llava.train.collator import ConversationCollator
 
@@ -384,7 +385,7 @@ def test_what_is_no_adapter_is_refused(bases, tmp_path):
 LIMITED = """
 import resource, sys
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.assembly.merge import BASE_QUANTIZATIONS, merge_adapter
+from normalign_llava.assembly.merge import merge_adapter
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
     merge_adapter(sys.argv[1], sys.argv[2])
