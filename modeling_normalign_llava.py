@@ -167,6 +167,12 @@ def mean_embedding_norm(weight: Tensor, exclude_rows: Iterable[int] = ()) -> flo
     return norms[counts].mean().item()
 
 
+def initial_gain(config: NormAlignLlavaConfig, n_text: float) -> float:
+    """The start of every element of the gain (eq. 11), given N_text as it enters the decoder."""
+    _, scale_all = embedding_scales(config.text_config)
+    return 1.0 if config.projector_gain_init == "one" else n_text / scale_all / config.text_config.hidden_size**0.5
+
+
 class NormAlignLlavaMultiModalProjector(llava.LlavaMultiModalProjector):
     """LLaVA's two-layer projector, then the norm: visual features `(..., d_vision)` to visual tokens `(..., d)`."""
 
@@ -207,24 +213,20 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         norm = self.base_model.multi_modal_projector.norm
         if isinstance(norm, nn.Identity):
             raise ValueError('There is no norm to align: this model has projector_norm="none".')
-        gain = self._initial_gain()
+        gain = initial_gain(self.config, self.measure_text_embedding_norm())
         with torch.no_grad(), _gathered(*norm.parameters()):
             for name, parameter in norm.named_parameters():
                 parameter.fill_(gain if name == "weight" else 0.0)
         return self.config.text_embedding_norm
-
-    def _initial_gain(self) -> float:
-        _, scale_all = embedding_scales(self.config.text_config)
-        aligned = self.measure_text_embedding_norm() / scale_all / self.config.text_config.hidden_size**0.5
-        return 1.0 if self.config.projector_gain_init == "one" else aligned
 
     def _init_weights(self, module: nn.Module):
         if not isinstance(module, _CompensatedNorm):
             super()._init_weights(module)
         elif not module.weight.is_meta:
             self.base_model.language_model._initialize_weights(self.get_input_embeddings())  # unless they are loaded
+            gain = initial_gain(self.config, self.measure_text_embedding_norm())
             for name, parameter in module.named_parameters():
-                init.constant_(parameter, self._initial_gain() if name == "weight" else 0.0)
+                init.constant_(parameter, gain if name == "weight" else 0.0)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):

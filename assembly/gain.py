@@ -9,7 +9,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from ..configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
+from ..configuration_normalign_llava import embedding_scales
 from ..modeling_normalign_llava import mean_embedding_norm
 from .embedding_table import read_embeddings
 
@@ -83,12 +83,6 @@ def counted_rows(norms: Tensor, image_token: int | None) -> Tensor:
     """
     added = norms[:0] if image_token is None else norms[image_token : image_token + 1]
     return (norms != 0) & ~torch.isin(norms, added)
-
-
-def initial_gain(config: NormAlignLlavaConfig, n_text: float) -> float:
-    """The start of every element of the gain (eq. 11), as `align_projector_norm` sets it; `n_text` is N_text."""
-    _, scale_all = embedding_scales(config.text_config)
-    return 1.0 if config.projector_gain_init == "one" else n_text / scale_all / config.text_config.hidden_size**0.5
 
 
 def embedding_statistics(model: str, *, top: int = 10, revision: str | None = None) -> EmbeddingStatistics:
