@@ -1,10 +1,10 @@
 # Copyright 2026 The NormAlign-LLaVA authors. Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 # From the Python package normalign-llava 0.1.0. This file and modeling_normalign_llava.py are all the code that a
 # checkpoint has; `normalign publish` sends these two, byte for byte the package's, and no others. If you review remote
-# code before you trust it: both import torch and transformers (and DeepSpeed, where ZeRO-3 runs already) and parts of
-# the standard library that only hold or copy things. They themselves open no file and no connection, start no process,
-# read no environment variable and evaluate no text. On import, names are registered with transformers; all else is a
-# model's settings, its initial values and its forward and backward pass.
+# code before you trust it: both import torch, transformers (DeepSpeed if ZeRO-3 already runs) and such parts of the
+# standard library as only hold or copy things. They open no file and no connection, start no process, read no
+# environment variable and evaluate no text. On import they register names with transformers; the rest is the model's
+# settings, initial values, forward and backward pass.
 """Configuration of NormAlign-LLaVA: LLaVA's, plus the norm that follows the projector."""
 
 from typing import ClassVar, Literal, get_args
@@ -17,19 +17,19 @@ class NormAlignLlavaConfig(LlavaConfig):
 
     Args:
         projector_norm: kind of norm after the projector; `"none"` is the plain LLaVA projector.
-        projector_gain_init: what the gain starts from. `"text_norm"` gives visual tokens the mean norm of the text
-            embeddings, N_text / sqrt(d) (eq. 11); `"one"` is the paper's ablation.
+        projector_gain_init: start of the gain. `"text_norm"` gives visual tokens the mean norm of the text embeddings,
+            N_text / sqrt(d) (eq. 11); `"one"` is the paper's ablation.
         gradient_compensation: `"global"` divides the gradient at the normalised tokens by the gain's mean magnitude
             (Global Weight Compensation, eq. 12); `"none"` is a plain norm.
         gain_floor: smallest mean |gain| that the compensation divides by.
         projector_norm_eps: epsilon of the norm.
         text_embedding_norm: N_text, the mean L2 norm with which text enters the decoder; `None` until measured.
 
-    The other arguments are [`LlavaConfig`]'s. A value that is not allowed is refused when the configuration is made.
+    The other arguments are [`LlavaConfig`]'s. Raises ValueError on a value that is not allowed.
     """
 
     model_type = "normalign_llava"
-    # Saving a class writes that class alone into auto_map; each of the three must be there after every save.
+    # Saving a class writes that class alone into auto_map, but all three must be there after every save.
     auto_map_entries: ClassVar[dict[str, str]] = {
         "AutoConfig": "configuration_normalign_llava.NormAlignLlavaConfig",
         "AutoModel": "modeling_normalign_llava.NormAlignLlavaModel",
@@ -45,7 +45,7 @@ class NormAlignLlavaConfig(LlavaConfig):
     text_embedding_norm: float | None = None
 
     def __post_init__(self, **kwargs):
-        # A LLaVA folder says model_type "llava"; left there, it would be written on and the norm dropped on loading.
+        # A LLaVA folder's model_type is "llava"; if it were saved again, loading would drop the norm.
         kwargs.pop("model_type", None)
         kwargs.pop("auto_map", None)
         super().__post_init__(**kwargs)
@@ -63,9 +63,9 @@ class NormAlignLlavaConfig(LlavaConfig):
 
 
 def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:
-    """What the language model of `config` multiplies embeddings by on their way into the decoder: `(text, all)`.
+    """The factors on embeddings on their way into the decoder of the language model of `config`: `(text, all)`.
 
-    `text` acts where tokens are looked up, so on text tokens alone; `all` acts on every input embedding, visual tokens
+    `text` applies where tokens are looked up, so to text tokens alone; `all` to every input embedding, visual tokens
     included. The norm that enters the decoder is the row norm times both.
     """
     root, kind = config.hidden_size**0.5, config.model_type

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What commands print: text that others wrote is shown and not obeyed; an error is one sentence and exit status 1."""
+"""Output of commands: foreign text cannot control the terminal; an error is one sentence and exit status 1."""
 
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from rich.segment import Segment
 
 
 class Console(rich.console.Console):
-    """Rich's console, on which names and texts of others do nothing: no markup, and control characters escaped."""
+    """Rich's console without markup, and with control characters escaped."""
 
     def __init__(self, **options):
         super().__init__(markup=False, highlight=False, **options)
@@ -26,7 +26,7 @@ class Console(rich.console.Console):
 
 
 def escaped(text: str) -> str:
-    """`text` with what a terminal would obey, or hide, written as in Python: `\\x1b`. Line breaks and tabs stay."""
+    """`text` with control and invisible characters written as in Python, `\\x1b`, except line breaks and tabs."""
     return "".join(each if each in "\n\t" or _is_shown(each) else ascii(each)[1:-1] for each in text)
 
 
@@ -37,7 +37,7 @@ def _is_shown(character: str) -> bool:
 
 @contextmanager
 def errors_for_people(extra: str | None = None) -> Iterator[None]:
-    """Turns an error that a person can do something about into a message, without a traceback.
+    """Prints errors that a user can fix as a message without a traceback, and exits with status 1.
 
     Args:
         extra: The extra of this package that a missing module belongs to.
@@ -54,5 +54,5 @@ def errors_for_people(extra: str | None = None) -> Iterator[None]:
 
 
 def install(extra: str) -> str:
-    """How to install an extra of this package, which no index has: from its checkout."""
+    """How to install an extra of this package, which is not on PyPI: from its checkout."""
     return f"Install it in the checkout of this package: pip install '.[{extra}]'"

@@ -32,14 +32,14 @@ logger = logging.get_logger(__name__)
 
 
 def gain_magnitude(gain: Tensor, gain_floor: float) -> Tensor:
-    """s = max(mean |gain|, gain_floor), what Global Weight Compensation divides gradients by (eq. 12); 0-d."""
+    """s = max(mean |gain|, gain_floor), the divisor of Global Weight Compensation (eq. 12); 0-d."""
     wide = torch.promote_types(gain.dtype, torch.float32)
     return (torch.linalg.vector_norm(gain.detach(), 1, dtype=wide) / gain.numel()).clamp(min=gain_floor)
 
 
 class _CompensatedLayerNorm(torch.autograd.Function):
-    # LayerNorm's backward is linear in the gradient at the normalised tokens; scaled by 1/s, it is that backward with
-    # gain/s as gain. The gradients of gain and bias do not involve the gain: one fused kernel gives all three.
+    # LayerNorm's backward is linear in the gradient at the normalised tokens: divided by s, it is that backward with
+    # gain/s as gain. The gradients of gain and bias do not depend on the gain, so one fused kernel gives all three.
     @staticmethod
     def forward(ctx, x, eps, gain_floor, gain, bias):
         dtype = torch.promote_types(x.dtype, gain.dtype)
@@ -103,12 +103,13 @@ class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
     """LayerNorm whose backward pass does not shrink with its gain (Global Weight Compensation, eqs. 12, 24-26).
 
     Forward: `gain * (x - mean) / sqrt(var + eps) + bias`, [`torch.nn.functional.layer_norm`] bit for bit. Backward:
-    the gradient that reaches the normalised `x` is divided by `max(mean |gain|, gain_floor)`; those of gain and bias
-    are LayerNorm's own. Gain and bias are float32, since a gain of 0.0134 in bfloat16 moves in steps of 6e-5; half
+    the gradient at the normalised `x` is divided by `max(mean |gain|, gain_floor)`; those of gain and bias are
+    LayerNorm's own. Gain and bias are float32, since a gain of 0.0134 in bfloat16 moves in steps of 6e-5; half
     precision is normalised in float32 and returned in its own dtype. Shape: `(..., d)`.
 
     Args:
-        hidden_size (`int`), eps (`float`): size d of the last dimension; what is added to the variance.
+        hidden_size (`int`): size d of the last dimension.
+        eps (`float`): added to the variance.
         gain_floor (`float`): smallest mean |gain| to divide by.
         compensate (`bool`): `False` is a plain LayerNorm.
     """
@@ -127,7 +128,7 @@ def _gathered(*parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if not is_deepspeed_zero3_enabled():
         yield tuple(p.full_tensor() if isinstance(p, DTensor) else p for p in parameters)
         return
-    # Not by `import`, which would make deepspeed a requirement of every checkpoint's remote code.
+    # An `import` statement would make deepspeed a requirement of every checkpoint's remote code.
     with import_module("deepspeed").zero.GatheredParameters(list(parameters), modifier_rank=0):
         yield parameters
 
@@ -136,8 +137,8 @@ def _gathered(*parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def embedding_row_norms(weight: Tensor, chunk_rows: int = 4096) -> Tensor:
     """L2 norm of every row of an embedding matrix `(V, d)`: `(V,)`, float64, on the CPU.
 
-    Rows are widened in chunks: no wider copy of the table exists at any time. Sharded matrices (DTensor, DeepSpeed
-    ZeRO-3) are gathered, which every rank must take part in. Raises ValueError on a meta or quantized matrix.
+    Rows are widened in chunks, without a float64 copy of the matrix. Sharded matrices (DTensor, DeepSpeed ZeRO-3) are
+    gathered, so all ranks must call this. Raises ValueError on a meta or quantized matrix.
     """
     with _gathered(weight) as (whole,):
         if whole.is_meta or whole.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -149,9 +150,9 @@ def embedding_row_norms(weight: Tensor, chunk_rows: int = 4096) -> Tensor:
 def mean_embedding_norm(weight: Tensor, exclude_rows: Iterable[int] = ()) -> float:
     """N_text: mean L2 norm of the rows of an embedding matrix that are not all zero (eq. 11), in float64.
 
-    `weight` is the matrix `(V, d)`, or the norms of its rows `(V,)`. `exclude_rows` do not count: an image token that
-    was added, vocabulary padding. Raises ValueError where `weight` is on meta or quantized, such a row does not exist,
-    a row that counts is NaN or infinite, or no row is left.
+    `weight` is the matrix `(V, d)`, or the norms of its rows `(V,)`. `exclude_rows` do not count: image token, padding
+    of the vocabulary. Raises ValueError if `weight` is on meta or quantized, an excluded row does not exist, a row
+    that counts is NaN or infinite, or no row counts.
     """
     norms = weight if weight.ndim == 1 else embedding_row_norms(weight)
     excluded = torch.as_tensor(list(exclude_rows), dtype=torch.long)
@@ -166,29 +167,34 @@ def mean_embedding_norm(weight: Tensor, exclude_rows: Iterable[int] = ()) -> flo
     return norms[counts].mean().item()
 
 
+def initial_gain(config: NormAlignLlavaConfig, n_text: float) -> float:
+    """The start of every element of the gain (eq. 11), given N_text as it enters the decoder."""
+    _, scale_all = embedding_scales(config.text_config)
+    return 1.0 if config.projector_gain_init == "one" else n_text / scale_all / config.text_config.hidden_size**0.5
+
+
 class NormAlignLlavaMultiModalProjector(llava.LlavaMultiModalProjector):
     """LLaVA's two-layer projector, then the norm: visual features `(..., d_vision)` to visual tokens `(..., d)`."""
 
     def __init__(self, config: NormAlignLlavaConfig):
         super().__init__(config)
         norms = {"layer_norm": GlobalWeightCompensatedLayerNorm, "rms_norm": GlobalWeightCompensatedRMSNorm}
-        arguments = config.text_config.hidden_size, config.projector_norm_eps, config.gain_floor
         norm, compensate = norms.get(config.projector_norm, nn.Identity), config.gradient_compensation == "global"
-        self.norm = norm(*arguments, compensate)
+        self.norm = norm(config.text_config.hidden_size, config.projector_norm_eps, config.gain_floor, compensate)
 
     def forward(self, image_features: Tensor) -> Tensor:
         return self.norm(super().forward(image_features))
 
 
 class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
-    """What both model classes add to LLaVA's: gain alignment, and loading and saving that lose nothing silently."""
+    """What both model classes add to LLaVA's: gain alignment, and loading and saving without silent losses."""
 
     _keep_in_fp32_modules_strict = ["multi_modal_projector.norm"]
 
     def measure_text_embedding_norm(self) -> float:
         """N_text, the mean norm with which text embeddings enter the decoder (eq. 11); also written into the config.
 
-        The image token's row and padding that repeats it do not count. Raises what [`mean_embedding_norm`] raises.
+        The image token's row and padding that repeats it do not count. Errors are those of [`mean_embedding_norm`].
         """
         norms = embedding_row_norms(self.get_input_embeddings().weight)
         added = torch.isin(norms, norms[self.config.image_token_id : self.config.image_token_id + 1])
@@ -200,37 +206,34 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
     def align_projector_norm(self) -> float:
         """Sets the gain to N_text / sqrt(d) and the bias to 0, writes N_text into the config and returns it (eq. 11).
 
-        With `projector_gain_init="one"` the gain is set to 1. Where the language model scales every input embedding
-        (Granite), the gain allows for it. Raises ValueError without a norm, and what [`mean_embedding_norm`] raises.
+        With `projector_gain_init="one"` the gain is set to 1. If the language model scales every input embedding
+        (Granite), the gain is divided by that factor. Raises ValueError without a norm; other errors are those of
+        [`mean_embedding_norm`].
         """
         norm = self.base_model.multi_modal_projector.norm
         if isinstance(norm, nn.Identity):
             raise ValueError('There is no norm to align: this model has projector_norm="none".')
-        gain = self._initial_gain()
+        gain = initial_gain(self.config, self.measure_text_embedding_norm())
         with torch.no_grad(), _gathered(*norm.parameters()):
             for name, parameter in norm.named_parameters():
                 parameter.fill_(gain if name == "weight" else 0.0)
         return self.config.text_embedding_norm
 
-    def _initial_gain(self) -> float:
-        _, scale_all = embedding_scales(self.config.text_config)
-        aligned = self.measure_text_embedding_norm() / scale_all / self.config.text_config.hidden_size**0.5
-        return 1.0 if self.config.projector_gain_init == "one" else aligned
-
     def _init_weights(self, module: nn.Module):
         if not isinstance(module, _CompensatedNorm):
             super()._init_weights(module)
         elif not module.weight.is_meta:
-            self.base_model.language_model._initialize_weights(self.get_input_embeddings())  # where nothing is loaded
+            self.base_model.language_model._initialize_weights(self.get_input_embeddings())  # unless they are loaded
+            gain = initial_gain(self.config, self.measure_text_embedding_norm())
             for name, parameter in module.named_parameters():
-                init.constant_(parameter, self._initial_gain() if name == "weight" else 0.0)
+                init.constant_(parameter, gain if name == "weight" else 0.0)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """[`~transformers.PreTrainedModel.from_pretrained`], for LLaVA's checkpoints too, whose norm it aligns.
+        """[`~transformers.PreTrainedModel.from_pretrained`]; a LLaVA checkpoint gets an aligned norm.
 
-        bitsandbytes quantizes the decoder's layers alone, unless `llm_int8_skip_modules` says otherwise. Raises
-        ValueError, unless `output_loading_info` asks for a report, if the checkpoint lacks tensors but the norm's.
+        bitsandbytes quantizes the decoder's layers alone, unless `llm_int8_skip_modules` is set. Raises ValueError if
+        the checkpoint lacks tensors other than the norm's, unless `output_loading_info` asks for a report.
         """
         quantization = kwargs.get("quantization_config")
         if isinstance(quantization, dict):
@@ -244,23 +247,23 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         norm = {key for key in {*report["missing_keys"], *report["unexpected_keys"]} if "projector.norm." in key}
         if (missing := sorted(report["missing_keys"] - norm)) and path and not with_report:
             raise ValueError(
-                f"The checkpoint lacks {len(missing)} tensors of {cls.__name__}, which would stay at random: "
+                f"The checkpoint lacks {len(missing)} tensors of {cls.__name__}, which would stay random: "
                 f"{', '.join(missing)}. Load a complete checkpoint, or the class that it was saved from."
             )
-        if norm:  # By that name trainers load reference models, and PEFT an adapter's base, which would be others.
+        if norm:  # Trainers would load the reference model by this name, and PEFT the base, without this norm.
             model.name_or_path = model.config.name_or_path = ""
             if not with_report:
                 logger.warning(
-                    f"{path} has not this model's norm. A reference model, or an adapter's base, loaded by that name "
-                    f"would be another, so it is dropped. Make a checkpoint: `normalign build --from-llava {path}`."
+                    f"{path} lacks this model's norm, so its name is dropped: a reference model or an adapter's base "
+                    f"loaded by it would differ. Build a checkpoint: `normalign build --from-llava {path}`."
                 )
         for module in model.modules():
-            if type(module).__name__ == "Linear4bit":  # On AVX512 it would repack its weight in the first forward in
-                module.support_avx512bf16_for_cpu = False  # eval mode, for good, and later gradients be wrong or None.
+            if type(module).__name__ == "Linear4bit":  # On AVX512, the first forward in eval mode would repack the
+                module.support_avx512bf16_for_cpu = False  # weight for good; later gradients would be wrong or None.
         return (model, report) if with_report else model
 
     def enable_input_require_grads(self):
-        # transformers hooks the embeddings of both parts, so that a tower with nothing to train would carry gradients.
+        # transformers hooks the embeddings of both parts; a frozen tower would then compute gradients for nothing.
         tower, text = self.base_model.vision_tower, self.get_input_embeddings()
 
         def require_grads(module, args, output):
@@ -278,7 +281,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         state_dict = self.state_dict() if state_dict is None else dict(state_dict)
         state_dict |= {name: value.float() for name, value in state_dict.items() if "projector.norm." in name}
         for part in (self.config.text_config, self.config.vision_config):
-            part.dtype = self.dtype  # as loading would set it, so that saving again writes the same configuration
+            part.dtype = self.dtype  # as loading sets it, so that saving again writes the same configuration
         kwargs.setdefault("save_original_format", False)
         return super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
 
@@ -313,7 +316,7 @@ class NormAlignLlavaForConditionalGeneration(NormAlignLlavaPreTrainedModel, llav
     @can_return_tuple
     @wraps(llava.LlavaForConditionalGeneration.forward)
     def forward(self, *args, labels=None, **kwargs):
-        """LLaVA's, with logits scaled and capped as the language model's own class does, and TRL in training."""
+        """LLaVA's forward, with logits scaled and capped as in the language model's own class."""
         outputs, text = super().forward(*args, return_dict=True, **kwargs), self.config.text_config
         scale = getattr(text, "logit_scale", None) or 1.0 / getattr(text, "logits_scaling", 1.0)  # Cohere, Granite
         scale = 1.0 / scale if text.model_type == "hyperclovax" else scale
@@ -328,9 +331,9 @@ class NormAlignLlavaForConditionalGeneration(NormAlignLlavaPreTrainedModel, llav
 # LLaVA's older names, by class, because a configuration read from a LLaVA folder says model_type "llava".
 for ours, theirs in ((NormAlignLlavaForConditionalGeneration, "llava"), (NormAlignLlavaModel, "LlavaModel")):
     register_checkpoint_conversion_mapping(ours.__name__, get_checkpoint_conversion_mapping(theirs), overwrite=True)
-# By this table, which registering leaves alone, TRL tells models that take images.
+# TRL looks up models that take images in this table, which `register` does not fill.
 IMAGE_MODELS["normalign_llava"] = NormAlignLlavaForConditionalGeneration.__name__
-# A registered class wins over remote code, so code that came with a checkpoint must not register itself.
+# A registered class takes precedence over remote code, so code from a checkpoint must not register itself.
 if not __name__.startswith("transformers_modules."):
     AutoConfig.register("normalign_llava", NormAlignLlavaConfig)
     AutoModel.register(NormAlignLlavaConfig, NormAlignLlavaModel)

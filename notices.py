@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What other libraries say that a person at the terminal can do nothing about."""
+"""Hides messages of other libraries that a user at the terminal can do nothing about."""
 
 import logging
 import sys
@@ -14,11 +14,11 @@ NOTICES = {
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
     "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
 }
-"""Names of loggers, and what is in the records that are not shown."""
+"""Names of loggers, and a part of the message that is hidden."""
 
 
 def hide_notices() -> None:
-    """Hides `NOTICES` and deprecations within libraries that are imported later. With `python -W` all is shown."""
+    """Hides `NOTICES`, and deprecation warnings of libraries imported later, unless `python -W` is given."""
     if sys.warnoptions:
         return
     for name, words in NOTICES.items():

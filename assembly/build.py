@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Assembly: a vision encoder and a language model, or a LLaVA checkpoint, become a checkpoint folder."""
+"""Builds a checkpoint from a vision encoder and a language model, or from a LLaVA checkpoint."""
 
 import json
 import os
@@ -52,18 +52,20 @@ ARMS = {
 """The paper's four arms as configuration: no norm; gain 1; aligned without compensation; aligned with it (default)."""
 
 ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
-"""What an arm is in the configuration; an adapter's base may be of another."""
+"""The fields of the configuration that an arm sets."""
 
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What was built, as `normalign build` prints it and `build.json` in the checkpoint keeps it.
+    """What `normalign build` prints, and writes into `build.json`.
 
-    `n_text` is the norm that text tokens enter the decoder with, `gain` the initial gain of the norm (None without a
-    norm), and `generation_marks` says whether the chat template marks what assistant-only training learns from.
-    `vision_revision` and `language_revision` are the commits of parts that came from the Hub (None of folders);
-    `licenses` has for `"vision"` and `"language"` what the part's card says, see [`licence_of`]. `from_llava` says
-    that the two are one LLaVA checkpoint, to which the norm was added.
+    Attributes:
+        n_text: N_text, the mean norm with which text embeddings enter the decoder.
+        gain: Start of the norm's gain; None without a norm.
+        generation_marks: Whether the chat template marks the assistant's turns for training.
+        vision_revision, language_revision: Commits of parts from the Hub; None for folders.
+        licenses: Licences of `"vision"` and `"language"`, see [`licence_of`].
+        from_llava: Whether both parts are one LLaVA checkpoint, to which the norm was added.
     """
 
     output: str
@@ -105,21 +107,21 @@ def build_checkpoint(
 
     Args:
         vision: CLIP, SigLIP, SigLIP 2 (fixed resolution), DINOv2 (with or without registers) or ViT; folder or Hub id.
-        language: causal language model of transformers; folder or Hub id.
-        output: folder to make; it must not exist or be empty.
-        arm: one of the paper's arms, see `ARMS`.
+        language: Causal language model of transformers; folder or Hub id.
+        output: Folder to create; it must not exist or be empty.
+        arm: One of the paper's arms, see `ARMS`.
         norm: `"layer_norm"` or `"rms_norm"`.
-        feature_layer: hidden state(s) of the encoder that the projector reads; -1 is the last layer's output.
-        select_strategy: `"default"` drops the class token, `"full"` keeps every token. Default: `"default"` where the
-            encoder has a class token, `"full"` for SigLIP, which has none.
-        chat_template: file with a Jinja template to use in place of the language model's own.
+        feature_layer: Hidden state(s) of the encoder that the projector reads; -1 is the last layer's output.
+        select_strategy: `"default"` drops the class token, `"full"` keeps every token. By default the first if the
+            encoder has a class token, the second for SigLIP, which has none.
+        chat_template: File with a Jinja template to use in place of the language model's own.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the language model's. The norm is always float32.
 
     Returns:
-        What was built, also written to `output/build.json`.
+        The report, which is also written to `output/build.json`.
 
     Raises:
-        ValueError: a part or an option does not fit; nothing is written.
+        ValueError: A part or an option does not fit; nothing is written.
     """
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
@@ -159,9 +161,9 @@ def build_checkpoint(
 def retrofit_checkpoint(
     llava: str, output: str | os.PathLike, *, arm: str = "gwc", norm: str = "layer_norm", dtype: str = "auto"
 ) -> BuildReport:
-    """Puts the norm, aligned, after the projector of a LLaVA checkpoint (`LlavaForConditionalGeneration`).
+    """Adds the aligned norm after the projector of a LLaVA checkpoint (`LlavaForConditionalGeneration`).
 
-    Every tensor of the checkpoint is kept. Arguments, result and errors are those of [`build_checkpoint`].
+    Every tensor of the checkpoint stays as it is. Arguments, result and errors are those of [`build_checkpoint`].
     """
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
@@ -211,21 +213,18 @@ def _assemble(config, tower: PreTrainedModel, language_model: PreTrainedModel):
 
 
 def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    """The dtype of that name; `"auto"` stays. Raises ValueError on another name."""
+    """The dtype of this name; `"auto"` and dtypes stay. Raises ValueError on another name."""
     allowed = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype in allowed.values():
-        return dtype
-    if dtype not in allowed:
+    if dtype not in (*allowed, *allowed.values()):
         raise ValueError(f"dtype must be one of {', '.join(allowed)}, got {dtype!r}.")
-    return allowed[dtype]
+    return allowed.get(dtype, dtype)
 
 
 def _finish(
     model, processor: LlavaProcessor, folder: Path, output, vision: str, language: str, arm: str, template, from_llava
 ):
     config = model.config
-    parts = {"vision": vision, "language": language}
-    revisions = {part: hub_commit(name) for part, name in parts.items()}
+    vision_revision, language_revision = hub_commit(vision), hub_commit(language)
     if config.projector_norm == "none":
         n_text, gain = model.measure_text_embedding_norm(), None
     else:
@@ -250,9 +249,12 @@ def _finish(
         select_strategy=config.vision_feature_select_strategy,
         chat_template=template[0],
         generation_marks=template[1],
-        vision_revision=revisions["vision"],
-        language_revision=revisions["language"],
-        licenses={part: licence_of(name, revisions[part]) for part, name in parts.items()},
+        vision_revision=vision_revision,
+        language_revision=language_revision,
+        licenses={
+            "vision": licence_of(vision, vision_revision),
+            "language": licence_of(language, language_revision),
+        },
         from_llava=from_llava,
     )
     for part in (config.text_config, config.vision_config):
@@ -265,4 +267,4 @@ def _finish(
 
 
 def _public_name(name: str) -> str:
-    return Path(name).name if Path(name).exists() else name  # no local path travels with a checkpoint
+    return Path(name).name if Path(name).exists() else name  # no local path is written into a checkpoint

@@ -1,11 +1,11 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Chat templates that read images: a language model's own behind a preamble, or Vicuna's where it has none.
+"""Chat templates that read images: a language model's own after a preamble, or Vicuna's if it has none.
 
-A language model's template concatenates strings and fails on a message made of image and text parts. The preamble
-turns such messages into strings first, so the template itself stays as its authors wrote it and text-only
-conversations render as before. Assistant-only losses also need `{% generation %}` marks around what the model has to
-generate; they come from edits written for known families, and are kept only where rendering proves them right.
+A language model's template concatenates strings and fails on a message of image and text parts. The preamble turns
+such messages into strings first, so that the template stays as it is, and text-only conversations render as before.
+Assistant-only losses also need `{% generation %}` marks around what the model has to generate. They come from edits
+for known families or from TRL, and are kept only if rendering proves them right.
 """
 
 import re
@@ -44,10 +44,10 @@ class MultimodalTemplate:
     """A chat template for images and text.
 
     Attributes:
-        template: The Jinja template, to be set on tokenizer and processor.
-        generation_marks: Whether it marks what the model has to generate, so that `return_assistant_tokens_mask=True`
-            and `assistant_only_loss=True` work. Without marks it serves inference.
-        source: What was done, in words fit for a table or a log line.
+        template: The Jinja template for tokenizer and processor.
+        generation_marks: Whether it marks what the model has to generate, as `return_assistant_tokens_mask=True` and
+            `assistant_only_loss=True` need it. Without marks it is for inference only.
+        source: Where it comes from, in words for a table or a log line.
     """
 
     template: str
@@ -56,17 +56,16 @@ class MultimodalTemplate:
 
 
 def multimodal_chat_template(template: str | None, *, image_token: str = "<image>") -> MultimodalTemplate:
-    """Make a language model's chat template read images.
+    """Makes a language model's chat template read images.
 
     Args:
-        template: The language model's own template. `None`, for a model without one, gives Vicuna v1.1's.
-        image_token: The token each `{"type": "image"}` part becomes. Text parts become their text; parts keep their
-            order and nothing is put between them.
+        template: The language model's own template; `None` gives Vicuna v1.1's.
+        image_token: The text of an `{"type": "image"}` part. Parts keep their order, with nothing between them.
 
     Returns:
-        The template. Text-only conversations render exactly as before; one that prints `image_token` for image parts
-        already gets no preamble. Marks are claimed only if each marked span was seen to be what follows the generation
-        prompt, up to and including the end-of-turn token (for marks that are not ours, but for white space around it).
+        The template. Text-only conversations render exactly as before; a template that already prints `image_token`
+        for image parts gets no preamble. It claims marks only if each marked span is what follows the generation
+        prompt, through the end-of-turn token (up to white space around it, if the marks are not ours).
 
     Raises:
         ValueError: `template` is not valid Jinja.
@@ -89,17 +88,17 @@ def multimodal_chat_template(template: str | None, *, image_token: str = "<image
 def check_chat_template(
     tokenizer: PreTrainedTokenizerBase, template: MultimodalTemplate, original: str | None
 ) -> None:
-    """Render a fixed set of conversations with a real tokenizer and compare.
+    """Checks a template on fixed conversations with the real tokenizer.
 
     Args:
-        tokenizer: The tokenizer the template will live on, which supplies the special tokens. Marks need a fast one.
-        template: What [`multimodal_chat_template`] gave.
-        original: The template it was made from. With `None` there is no text to compare.
+        tokenizer: The tokenizer that gets the template. Marks need a fast one.
+        template: The result of [`multimodal_chat_template`].
+        original: The template it was made from; with `None` no text is compared.
 
     Raises:
-        ValueError: A text-only conversation renders differently (where the original raises, the new one must raise
-            the same error), or marks are claimed and the masked tokens of some conversation do not decode to what
-            follows each generation prompt, up to and including the end-of-turn token. The conversation is named.
+        ValueError: A text-only conversation renders differently, errors included; or the template claims marks, and
+            the masked tokens of a conversation are not what follows each generation prompt, through the end-of-turn
+            token. The conversation is named.
     """
     special_tokens = tokenizer.special_tokens_map
     if original is not None and (difference := _difference(template.template, original, special_tokens)):
@@ -132,6 +131,11 @@ def check_chat_template(
             )
 
 
+def has_generation_marks(template: str) -> bool:
+    """Whether a template has `{% generation %}` marks."""
+    return re.search(r"{%-?\s*generation\b", template) is not None
+
+
 def _renderer(template: str, special_tokens: dict[str, Any] = _STAND_INS) -> Renderer:
     def render(messages: Messages, tools: list | None = None, add_generation_prompt: bool = False) -> str:
         how: Any = {"chat_template": template, "add_generation_prompt": add_generation_prompt, **special_tokens}
@@ -141,7 +145,7 @@ def _renderer(template: str, special_tokens: dict[str, Any] = _STAND_INS) -> Ren
 
 
 def _outcome(render: Renderer, *args: Any) -> str:
-    """The text, or the error in words: templates come from anywhere and refuse a conversation in any way they like."""
+    """The text, or the error as text: a template may refuse a conversation with any error."""
     try:
         return render(*args)
     except Exception as error:
@@ -149,7 +153,7 @@ def _outcome(render: Renderer, *args: Any) -> str:
 
 
 def _as_parts(messages: Messages, *images: dict[str, str]) -> Messages:
-    """The messages with lists of parts as content, as VLM training has them; images begin the first user turn."""
+    """The messages with lists of parts as content; images come at the start of the first user turn."""
     parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
     first_user = next(message for message in parts if message["role"] == "user")
     first_user["content"] = [*images, *first_user["content"]]
@@ -162,7 +166,7 @@ def _reads_images(render: Renderer, image_token: str) -> bool:
 
 
 def _reads_lists(render: Renderer) -> bool:
-    """Whether lists of text parts are the template's own business: it renders them like the strings."""
+    """Whether the template itself renders lists of text parts like strings."""
     return all(
         _outcome(render, chat["messages"], chat.get("tools"))
         == _outcome(render, _as_parts(chat["messages"]), chat.get("tools"))
@@ -171,9 +175,9 @@ def _reads_lists(render: Renderer) -> bool:
 
 
 def _difference(template: str, original: str, special_tokens: dict[str, Any]) -> tuple[str, str, str] | None:
-    """The first text-only conversation that renders differently: its name, the text, the original's text."""
+    """Name, text and original text of the first text-only conversation that renders differently, or None."""
     render, expect = _renderer(template, special_tokens), _renderer(original, special_tokens)
-    # Behind a preamble, lists are compared only where the original's own rendering of them was kept.
+    # After a preamble, lists are compared only if the original's own rendering of them was kept.
     lists = not template.startswith(_PREAMBLE.partition("\n")[0]) or _reads_lists(expect)
     for name, chat in _CONVERSATIONS.items():
         for messages in [chat["messages"], *([_as_parts(chat["messages"])] if lists else [])]:
@@ -185,25 +189,25 @@ def _difference(template: str, original: str, special_tokens: dict[str, Any]) ->
 
 
 def _candidates(template: str) -> Iterator[tuple[str, str, bool]]:
-    """Templates that may be `template` plus marks: the text, what was done, and whether the marks must be exact."""
-    if re.search(r"{%-?\s*generation\b", template):
+    """Candidates for `template` with marks: the text, its source, and whether the marks must be exact."""
+    if has_generation_marks(template):
         yield template, "its own generation marks", False
     for family, edits in _EDITS.items():
         for line_break in ("\n", r"\n"):
             pairs = [[edit[side].replace("NL", line_break) for side in ("find", "replace")] for edit in edits]
             if all(find in template for find, _ in pairs):
                 yield reduce(lambda text, pair: text.replace(*pair), pairs, template), f"marks for {family}", True
-    from trl.chat_template_utils import get_training_chat_template  # takes seconds, and most need it not
+    from trl.chat_template_utils import get_training_chat_template  # takes seconds, and few templates need it
 
-    # TRL asks for a tokenizer, of which nothing but the template matters: this one has no token.
+    # TRL needs a tokenizer, but uses only its template and special tokens.
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), chat_template=template, **_STAND_INS)
-    with suppress(Exception):  # a template that TRL does not know, or that refuses TRL's conversation in its own way
+    with suppress(Exception):  # TRL does not know the template, or the template refuses TRL's conversation
         if marked := get_training_chat_template(tokenizer):
             yield marked, "marks from TRL", False
 
 
 def _markable(render: Renderer) -> Iterator[tuple[str, Messages, list | None]]:
-    """Name, messages and tools of the conversations whose answers the template prints; with parts and an image."""
+    """Name, messages (parts and an image) and tools of the conversations whose answers the template prints."""
     for name, chat in _CONVERSATIONS.items():
         answers = [message["content"].strip() for message in chat["messages"] if message["role"] == "assistant"]
         messages, tools = _as_parts(chat["messages"], {"type": "image"}), chat.get("tools")
@@ -213,9 +217,9 @@ def _markable(render: Renderer) -> Iterator[tuple[str, Messages, list | None]]:
 
 
 def _assistant_spans(render: Renderer, messages: Messages, tools: list | None) -> list[tuple[int, int]]:
-    """What the model has to generate, in characters: from each generation prompt through the end-of-turn token.
+    """Start and stop of what the model has to generate: from each generation prompt through the end-of-turn token.
 
-    Empty if some generation prompt does not begin the conversation, or nothing ends an answer.
+    Empty if the conversation does not start with a generation prompt, or nothing ends an answer.
     """
     exchange = [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": "A red kite."}]
     end_of_turn = render(_as_parts(exchange)).rpartition("A red kite.")[2].split()[:1]
@@ -231,7 +235,7 @@ def _assistant_spans(render: Renderer, messages: Messages, tools: list | None) -
 
 
 def _marks_hold(template: str, exact: bool) -> bool:
-    """Whether the marks are what the model has to generate, everywhere; if not `exact`, but for white space around."""
+    """Whether the marks are what the model has to generate; if not `exact`, up to white space around them."""
     render = _renderer(template)
     checked = 0
     for _, messages, tools in _markable(render):

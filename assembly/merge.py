@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Merging: an adapter and the base it was trained on become one checkpoint folder."""
+"""Merges an adapter and the base it was trained on into one checkpoint."""
 
 import copy
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -19,47 +19,38 @@ from transformers import LlavaProcessor
 from transformers.utils import cached_file
 
 from ..checkpoint.files import new_folder, read_json, write_failure
-from ..checkpoint.find import check_adapter, find_checkpoint
+from ..checkpoint.find import find_checkpoint
 from ..checkpoint.loading import loading
-from ..checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
-from ..checkpoint.untrusted import check_files, check_inside, check_weights, json_object
+from ..checkpoint.names import ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
+from ..checkpoint.untrusted import check_files, check_weights
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .build import ARM_FIELDS, torch_dtype
+from .adapter_settings import adapter_config, quantization_of_base, training_record
+from .build import torch_dtype
 from .parts import load_part
 from .processing import load_processor, pad_left
 
 
 CARRIED = (CARD, TRAINING_RECORD, BUILD_RECORD)
-"""Card and run records, which the merged checkpoint takes from the adapter's folder, or else from the base.
+"""Card and records, copied from the adapter's folder, or else from the base.
 
-The card says what it said there, until `hub_cards.card.write.refresh_card` writes it anew. The curves of training,
-`DYNAMICS` and the log in `STATE`, come from the adapter's alone: the base's are another run's.
+The curves of training, `DYNAMICS` and the log in `STATE`, come from the adapter's folder alone: the base's belong to
+another run.
 """
 
-NF4, FP4 = ({"load_in_4bit": True, "bnb_4bit_quant_type": kind} for kind in ("nf4", "fp4"))
-DOUBLE = {"bnb_4bit_use_double_quant": True}
-BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
-    "none": None,
-    "nf4": NF4,
-    "nf4-double": NF4 | DOUBLE,
-    "fp4": FP4,
-    "fp4-double": FP4 | DOUBLE,
-    "int8": {"load_in_8bit": True},
-}
-"""bitsandbytes' settings by what `--base-quantization` calls them; `double`: the constants are quantized as well."""
-
 TOLERANCE = 1e-3
-"""Largest difference of logits, as a share of the largest logit, that merging in float32 may make."""
+"""Largest allowed difference of logits after merging in float32, as a share of the largest logit."""
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What was merged, as `normalign merge` prints it.
+    """What `normalign merge` prints.
 
-    `kind` is `"LoRA"`, `"DoRA"` or `"rsLoRA"`, `quantization` the base's in training (`"4-bit nf4"`, `"8-bit"`, None),
-    `difference` the largest difference, in float32 and before casting to `dtype`, between the logits of the merged
-    model and of the adapter on the same (dequantized) base, on one image and one sentence.
+    Attributes:
+        kind: `"LoRA"`, `"DoRA"` or `"rsLoRA"`.
+        quantization: The base's in training, `"4-bit nf4"` or `"8-bit"`; None if there was none.
+        difference: Largest difference between the logits of the merged model and of the adapter on its (dequantized)
+            base, for one image and sentence, in float32 before casting to `dtype`.
     """
 
     output: str
@@ -83,30 +74,27 @@ def merge_adapter(
 ) -> MergeReport:
     """Merges an adapter into the base it was trained on, in float32, and writes a checkpoint that needs no PEFT.
 
-    An adapter of a quantized base (QLoRA) learned to correct the quantized weights. So the base is quantized as the
-    adapter's `training.json` says, dequantized in float32, and merged with: the checkpoint holds what was trained.
+    An adapter of a quantized base (QLoRA) was trained on the quantized weights. So the base is quantized as the
+    adapter's `training.json` says and dequantized in float32 before merging: the result is the model that was trained.
 
     Args:
-        adapter: folder that training wrote: adapter configuration and weights. A trainer's `checkpoint-N` will do.
-        output: folder to make; it must not exist or be empty. It appears whole or not at all.
-        base: checkpoint folder or Hub id, where the one that the adapter names is not there any more.
-        base_quantization: the base's in training, one of `BASE_QUANTIZATIONS`, where no `training.json` says it, which
-            TRL alone does not write. What is quantized are the base's weights in their own dtype.
-        dtype: of the written weights; `"auto"` is the base's own. The norm is always float32.
-
-    Returns:
-        What was merged.
+        adapter: Folder with adapter configuration and weights that training wrote; a trainer's `checkpoint-N` will do.
+        output: Folder to create; it must not exist or be empty. It is written as a whole or not at all.
+        base: Checkpoint folder or Hub id, if the one in the adapter's configuration does not exist any more.
+        base_quantization: The base's quantization in training, one of `BASE_QUANTIZATIONS`, if there is no
+            `training.json`, which TRL alone does not write. The base's weights are quantized in their own dtype.
+        dtype: Of the written weights; `"auto"` is the base's. The norm is always float32.
 
     Raises:
-        ValueError: the folder holds no LoRA adapter, the base is not there, of another architecture or of other
-            shapes, a tensor of the adapter has no place in it, or nothing says whether it was quantized in training.
-            Nothing is written.
-        OSError: the disk is full. Nothing is left of what was written.
+        ValueError: The folder has no LoRA adapter; the base does not exist, or has another architecture or other
+            shapes; a tensor of the adapter does not fit it; or its quantization in training is not known. Nothing is
+            written.
+        OSError: The disk is full. Nothing of what was written is left.
     """
     adapter, dtype = Path(adapter), torch_dtype(dtype)
-    peft_config = _adapter_config(adapter)
-    record = _record(adapter)
-    quantization = _quantization(adapter, record, base_quantization)
+    peft_config = adapter_config(adapter)
+    record = training_record(adapter)
+    quantization = quantization_of_base(adapter, record, base_quantization)
     named = peft_config.base_model_name_or_path
     base = base or named
     if not base:
@@ -115,7 +103,7 @@ def merge_adapter(
     config = _base_config(base, adapter, revision)
     dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
     stored = (config.projector_norm, config.projector_gain_init)
-    for name, value in _changes(record, adapter).items():
+    for name, value in record["config_changes"].items():
         setattr(config, name, value)
     _check_tensors(adapter, peft_config, config, base)
 
@@ -125,7 +113,7 @@ def merge_adapter(
         pad_left(processor.tokenizer)
         model, quantized = _load_base(base, config, quantization, revision)
         if stored != (config.projector_norm, config.projector_gain_init) and config.projector_norm != "none":
-            model.align_projector_norm()  # as the run did that changed them
+            model.align_projector_norm()  # as the run that changed them did
         with loading(f"The adapter {adapter}", seconds=None):
             adapted = PeftModel.from_pretrained(model, adapter, torch_device="cpu")
         inputs = _probe(processor)
@@ -142,7 +130,7 @@ def merge_adapter(
             merged.save_pretrained(folder)
             processor.save_pretrained(folder)
             _carry(adapter, base, folder, revision)
-        except Exception as error:  # safetensors' and tokenizers' are no OSErrors
+        except Exception as error:  # those of safetensors and tokenizers are not OSErrors
             if (cause := write_failure(error)) is None:
                 raise
             raise OSError(f"{output} could not be written: {cause}. Nothing of it is left. Make room.") from error
@@ -157,52 +145,6 @@ def merge_adapter(
         parameters=merged.num_parameters(),
         difference=difference,
     )
-
-
-def _adapter_config(adapter: Path) -> LoraConfig:
-    check_adapter(adapter)
-    check_files(adapter)
-    check_inside(adapter / ADAPTER_WEIGHTS)
-    with loading(f"{adapter / ADAPTER_CONFIG}"):
-        config = PeftConfig.from_pretrained(adapter)
-    if config.peft_type != PeftType.LORA:
-        raise ValueError(f"{adapter} is a {config.peft_type} adapter. Only LoRA, DoRA and rsLoRA can be merged here.")
-    return config
-
-
-def _record(adapter: Path) -> dict[str, Any]:
-    file = adapter / TRAINING_RECORD
-    return json_object(file.read_bytes(), str(file)) if file.is_file() else {}
-
-
-def _changes(record: dict[str, Any], adapter: Path) -> dict[str, Any]:
-    changes = record.get("config_changes", {})
-    if not isinstance(changes, dict) or changes.keys() - {*ARM_FIELDS}:
-        where = f"config_changes in {adapter / TRAINING_RECORD}"
-        raise ValueError(f"{where} may have {', '.join(ARM_FIELDS)}, and is {changes!r}.")
-    return changes
-
-
-def _quantization(adapter: Path, record: dict[str, Any], told: str | None) -> dict[str, Any] | None:
-    """bitsandbytes' settings of the base in training: what the record says or, where it says nothing, what is told."""
-    kinds = ", ".join(BASE_QUANTIZATIONS)
-    if "quantization" in record:
-        if told is not None:
-            said = f"{TRAINING_RECORD} in {adapter} says how its base was quantized"
-            raise ValueError(f"{said}. Leave out --base-quantization.")
-        if not isinstance(record["quantization"], dict | None):
-            what = f"quantization in {adapter / TRAINING_RECORD}"
-            raise ValueError(f"{what} is {record['quantization']!r}, no settings.")
-        return record["quantization"]
-    if told is None:
-        raise ValueError(
-            f"{adapter} does not say whether its base was quantized in training; merged with another, it would be "
-            f"another model. Say so: `normalign merge {adapter} --output DIR --base-quantization KIND`, where KIND is "
-            f"one of {kinds}."
-        )
-    if told not in BASE_QUANTIZATIONS:
-        raise ValueError(f"--base-quantization must be one of {kinds}, got {told!r}.")
-    return BASE_QUANTIZATIONS[told]
 
 
 def _base_config(base: str, adapter: Path, revision: str | None) -> NormAlignLlavaConfig:
@@ -222,12 +164,12 @@ def _base_config(base: str, adapter: Path, revision: str | None) -> NormAlignLla
 
 
 def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str) -> None:
-    """Compares names and shapes in the adapter file with those the base has places for, on meta: before any loading.
+    """Raises ValueError if names or shapes in the adapter's file do not fit the base, before anything is loaded.
 
-    PEFT warns of a missing tensor and says nothing of one too many.
+    PEFT only warns of a missing tensor, and ignores one that it does not know.
     """
     peft_config = copy.deepcopy(peft_config)
-    peft_config.init_lora_weights = False  # initial values that are computed from weights cannot be on meta
+    peft_config.init_lora_weights = False  # initial values computed from weights cannot be on meta
     with torch.device("meta"):
         with loading(f"The model {base}"):
             model = NormAlignLlavaForConditionalGeneration(config)
@@ -258,7 +200,7 @@ def _load_base(
     base: str, config: NormAlignLlavaConfig, quantization: dict[str, Any] | None, revision: str | None
 ) -> tuple[NormAlignLlavaForConditionalGeneration, str | None]:
     """The base in float32 on the CPU, dequantized if it was quantized, and what the quantization was."""
-    # What was quantized are weights in the dtype that training loaded, and TRL computes in that one.
+    # The weights were quantized from the dtype that training loaded, which is TRL's compute dtype.
     dtype = (quantization or {}).get("bnb_4bit_compute_dtype") or "auto"
     options = {"config": config, "revision": revision, "quantization_config": quantization, "device_map": "cpu"}
     model = load_part(NormAlignLlavaForConditionalGeneration, base, dtype, **options)
@@ -270,7 +212,7 @@ def _load_base(
             if type(module).__name__ == "Linear4bit":
                 module.weight.quant_state.dtype = torch.float32  # dequantizes without rounding to the loading dtype
         model = model.dequantize(dtype=torch.float32)
-        model.is_loaded_in_4bit = model.is_loaded_in_8bit = False  # which PEFT would still go by
+        model.is_loaded_in_4bit = model.is_loaded_in_8bit = False  # PEFT still looks at these
     return model.float().eval(), described
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The two parts of a model: which vision encoders and language models fit, how they are loaded and made ready."""
+"""The two parts of a model: which vision encoders and language models fit, and how they are loaded and prepared."""
 
 import copy
 import inspect
@@ -26,14 +26,14 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..checkpoint.loading import AGAIN, loading
 from ..checkpoint.untrusted import check_files, check_weights
-from .chat_template import check_chat_template, multimodal_chat_template
+from .chat_template import check_chat_template, has_generation_marks, multimodal_chat_template
 from .processing import VISION_ENCODERS
 
 
 logger = logging.getLogger(__name__)
 
 _PER_BYTE, _NEW = 4, 2**24
-"""Parameters that a byte of weights may hold, those of 2 bits; and parameters that may be new, the norm's."""
+"""Most parameters per byte of weights, those of 2 bits, and most new parameters, those of the norm."""
 
 IMAGE_TOKEN = "<image>"
 VOCABULARY_MULTIPLE = 64
@@ -45,10 +45,10 @@ NO_MARKS = (
 
 @contextmanager
 def tower_alone() -> Iterator[None]:
-    """Keeps back what transformers warns of where the vision tower of a CLIP or a SigLIP is read without the rest.
+    """Hides transformers' warnings when the vision tower of a CLIP or a SigLIP is loaded without the rest.
 
-    These are tensors that are left aside on purpose (a report of UNEXPECTED ones alone), and token ids of the text
-    tower's configuration. A report that also has a missing or a wrong tensor is shown.
+    They are about tensors left out on purpose (a report of UNEXPECTED ones alone), and about token ids in the text
+    tower's configuration. A report with missing or wrong tensors is shown.
     """
     loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "configuration_utils")]
     for each in loggers:
@@ -61,14 +61,14 @@ def tower_alone() -> Iterator[None]:
 
 
 def _concerns_the_tower(record: logging.LogRecord) -> bool:
-    said = record.getMessage()
-    if "LOAD REPORT" in said:
-        return any(status in said for status in ("MISSING", "MISMATCH", "CONVERSION"))
-    return "must be `None` or an integer within the vocabulary" not in said
+    message = record.getMessage()
+    if "LOAD REPORT" in message:
+        return any(status in message for status in ("MISSING", "MISMATCH", "CONVERSION"))
+    return "must be `None` or an integer within the vocabulary" not in message
 
 
 def vision_config(vision: str) -> PreTrainedConfig:
-    """Configuration of the vision encoder alone. Raises ValueError if it is none that can be built in."""
+    """Configuration of the vision encoder alone. Raises ValueError if the encoder is not supported."""
     with tower_alone():
         config = load_config(vision)
     if config.model_type.startswith("siglip2"):
@@ -84,14 +84,14 @@ def vision_config(vision: str) -> PreTrainedConfig:
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """Configuration of a model of transformers, whose files may be opened: see [`check_files`]."""
+    """Configuration of a model of transformers, after [`check_files`]."""
     check_files(name)
     with loading(f"The configuration of {name}"):
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
 
 def check_vision_encoder(name: str, config: PreTrainedConfig) -> None:
-    """Raises ValueError if the vision encoder of this configuration is none that can be built in."""
+    """Raises ValueError if the vision encoder with this configuration is not supported."""
     if config.model_type not in VISION_ENCODERS:
         raise ValueError(
             f"The vision encoder of {name} is a {config.model_type!r} model. Those that can be built in: "
@@ -118,7 +118,7 @@ def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig
     """Raises ValueError if the encoder has no such hidden state; -1 is the last layer's output."""
     states = config.num_hidden_layers + 1
     if feature_layer == 0:
-        raise ValueError(f"feature_layer 0 is read as none at all by LLaVA. The embeddings are {-states}.")
+        raise ValueError(f"LLaVA reads feature_layer 0 as none at all. The embeddings are {-states}.")
     if feature_layer == []:
         raise ValueError("feature_layer names no hidden state. Give one, such as -2, or several.")
     for layer in [feature_layer] if isinstance(feature_layer, int) else feature_layer:
@@ -130,17 +130,17 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
     """Adds the image token, and gives the tokenizer a chat template that reads images.
 
     Args:
-        tokenizer: the language model's; changed in place.
-        path: file with a template to use in place of its own.
+        tokenizer: The language model's; changed in place.
+        path: File with a template to use in place of its own.
 
     Returns:
-        What was done, in words, and whether the template has generation marks.
+        The template's source in words, and whether it has generation marks.
 
     Raises:
-        ValueError: the template renders text-only conversations otherwise than the original, or its marks are wrong.
+        ValueError: The template renders text-only conversations differently from the original, or its marks are wrong.
     """
     original = tokenizer.chat_template
-    if isinstance(original, dict):  # several named templates; the one that apply_chat_template takes
+    if isinstance(original, dict):  # of several named templates, apply_chat_template uses this one
         original = original["default"]
     if path:
         original = Path(path).read_text(encoding="utf-8")
@@ -155,33 +155,33 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
 
 
 def describe_chat_template(template: str | None) -> tuple[str, bool]:
-    """What [`set_chat_template`] returns, for a template that is kept as it is; warns where it has no marks."""
-    marks = "{% generation" in (template or "")
+    """The result of [`set_chat_template`] for a template that stays as it is; warns if it has no marks."""
+    marks = has_generation_marks(template or "")
     if not marks:
         logger.warning(NO_MARKS)
     return "the checkpoint's own" if template else "none", marks
 
 
 def load_part(cls: type[PreTrainedModel], name: str, dtype: torch.dtype | str, **kwargs) -> PreTrainedModel:
-    """`cls.from_pretrained`. Raises ValueError if the checkpoint lacks tensors, before any are made in their place."""
-    held = check_weights(name, revision := kwargs.get("revision"))
-    if not kwargs.get("trust_remote_code") and not is_deepspeed_zero3_enabled():  # which would share out what is made
+    """`cls.from_pretrained`, after checks of the files. Raises ValueError if the checkpoint lacks tensors."""
+    size = check_weights(name, revision := kwargs.get("revision"))
+    if not kwargs.get("trust_remote_code") and not is_deepspeed_zero3_enabled():  # which would shard the meta model
         with loading(f"The configuration of {name}"), torch.device("meta"):
             config = kwargs.get("config") or AutoConfig.from_pretrained(
                 name, revision=revision, trust_remote_code=False
             )
             is_own = type(config) is getattr(cls, "config_class", None)
             make = cls._from_config if is_own else getattr(cls, "from_config", AutoModelForImageTextToText.from_config)
-            asked = make(copy.deepcopy(config)).num_parameters()
-        if asked > _PER_BYTE * held + _NEW:
+            parameters = make(copy.deepcopy(config)).num_parameters()
+        if parameters > _PER_BYTE * size + _NEW:
             raise ValueError(
-                f"config.json of {name} asks for {asked:,} parameters, and its weights have {held:,} bytes. {AGAIN}"
+                f"config.json of {name} has {parameters:,} parameters, but its weights have {size:,} bytes. {AGAIN}"
             )
     with loading(f"The model {name}", seconds=None):
         model, info = cls.from_pretrained(
             name, **{"dtype": dtype, "output_loading_info": True, "trust_remote_code": False, **kwargs}
         )
-    # A ViT without its pooling layer is whole: LLaVA reads hidden states. A LLaVA has no norm.
+    # Not needed: LLaVA reads hidden states, not a ViT's pooling layer. A LLaVA has no norm yet.
     absent = ("pooler.", "model.multi_modal_projector.norm.")
     if missing := sorted(key for key in info["missing_keys"] if not key.startswith(absent)):
         raise ValueError(f"{name} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing[:10])}.")
@@ -189,7 +189,7 @@ def load_part(cls: type[PreTrainedModel], name: str, dtype: torch.dtype | str, *
 
 
 def load_language_model(language: str, dtype: str) -> PreTrainedModel:
-    """Loads a causal language model. Raises ValueError if LLaVA's frame cannot hold it."""
+    """Loads a causal language model. Raises ValueError if LLaVA cannot contain it."""
     model = load_part(AutoModelForCausalLM, language, dtype)
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
@@ -197,7 +197,7 @@ def load_language_model(language: str, dtype: str) -> PreTrainedModel:
             f"The head of {language} has a bias, which LLaVA's head cannot hold. Use another language model."
         )
     if type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
-        raise ValueError(f"{language} has no base model that transformers' AutoModel can make; LLaVA cannot hold it.")
+        raise ValueError(f"{language} has no base model that transformers' AutoModel knows; LLaVA cannot hold it.")
     width = model.get_input_embeddings().embedding_dim
     if width != model.config.hidden_size:
         raise ValueError(
@@ -208,7 +208,7 @@ def load_language_model(language: str, dtype: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def add_image_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Grows the vocabulary where the image token does not fit. New rows are the mean row: its logit is no maximum."""
+    """Grows the vocabulary if the image token does not fit. New rows are the mean row: its logit is never largest."""
     old = model.get_input_embeddings().num_embeddings
     if len(tokenizer) <= old:
         return
@@ -228,10 +228,7 @@ def text_outputs(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_text_outputs(model: PreTrainedModel, expected: tuple[torch.Tensor, torch.Tensor], language: str) -> None:
-    """Compares an assembled model with what its language model computed on text; see [`text_outputs`].
-
-    Raises ValueError where hidden states or logits differ.
-    """
+    """Raises ValueError if the assembled model's [`text_outputs`] differ from those of its language model alone."""
     if not all(tensor.isfinite().all() for tensor in expected):
         raise ValueError(f"{language} computes NaN or infinite values on text. Its weights are damaged.")
     hidden, logits = text_outputs(model)

@@ -1,10 +1,11 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""A stock LlavaProcessor that writes exactly as many placeholders as the vision encoder gives features."""
+"""A stock LlavaProcessor that writes as many image tokens as the vision encoder gives features."""
 
 from typing import Any
 
 import torch
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from PIL import Image
 from transformers import (
     AutoImageProcessor,
@@ -17,8 +18,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..checkpoint.loading import loading
+from ..checkpoint.loading import AGAIN, TEMPLATE_SECONDS, limited, loading
 
 
 VISION_ENCODERS = {
@@ -28,20 +30,13 @@ VISION_ENCODERS = {
     "dinov2_with_registers": 1,
     "vit": 1,
 }
-"""Vision encoders by `model_type`, with the number of class tokens that stand before the patches."""
-
+"""Vision encoders by `model_type`, with the number of class tokens before the patches."""
 
 PADS_RIGHT = (
     "its tokenizer pads on the right, where answers to a batch of questions are empty or wrong. "
     'Write "padding_side": "left" into its tokenizer_config.json.'
 )
-"""What to do about a checkpoint that was made before [`pad_left`]."""
-
-
-def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Makes the tokenizer, and what is saved of it, pad on the left, as generating from a batch needs."""
-    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"  # the attribute alone is not saved
-
+"""The fault and remedy of a checkpoint that was built before [`pad_left`] existed."""
 
 _KINDS = {
     AutoTokenizer: "tokenizer",
@@ -50,18 +45,24 @@ _KINDS = {
     LlavaProcessor: "processor",
 }
 _SAVE = "Save that of the model it was made from beside"
-_LARGEST_SIDE = 16_384  # in pixels, of what an image processor makes; and the most tokens of an image
+_LARGEST_SIDE = 16_384  # pixels of an image that an image processor makes; also the most tokens of an image
+
+
+def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Sets the padding side to left, also in what is saved: generating from a batch needs it."""
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"  # the attribute alone is not saved
 
 
 def load_preprocessor(cls: Any, name: str, **kwargs: Any) -> Any:
-    """`cls.from_pretrained(name)`, whose own errors do not say which folder lacks what; runs no code of its own.
+    """`cls.from_pretrained(name)`, with errors that name the folder and what it lacks; runs no remote code.
 
     Args:
         cls: `AutoTokenizer`, `AutoImageProcessor`, `AutoProcessor` or `LlavaProcessor`.
         name: Folder or Hub id, whose files were checked.
 
     Raises:
-        ValueError: There is none, or it cannot be loaded.
+        ValueError: It does not exist or cannot be loaded, makes too large images, or its chat template is not valid
+            Jinja or does not end.
     """
     remedy = f"{_SAVE} it: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
     try:
@@ -75,16 +76,34 @@ def load_preprocessor(cls: Any, name: str, **kwargs: Any) -> Any:
                 raise ValueError(
                     f"The {_KINDS[cls]} of {name} makes images of up to {max(sides):,} pixels a side. {remedy}"
                 )
-            return found
     except (OSError, ImportError) as error:
         raise ValueError(
             f"{name} has no {_KINDS[cls]} that can be loaded. {remedy} transformers says: {error}"
         ) from error
+    stored = getattr(found, "chat_template", None)
+    for template in filter(None, stored.values() if isinstance(stored, dict) else [stored]):
+        _check_template(template, f"The chat template of {name}")
+    return found
 
 
-def additional_tokens(config: PreTrainedConfig) -> int:
-    """Tokens that the encoder puts before the patches: class token and registers."""
-    return VISION_ENCODERS[config.model_type] + getattr(config, "num_register_tokens", 0)
+def _check_template(template: str, where: str) -> None:
+    """Raises ValueError if a template does not render a short conversation in time, or is not valid Jinja.
+
+    Whether it accepts that conversation does not matter here.
+    """
+    text = {"type": "text", "text": "What is this?"}
+    turns = [{"role": "user", "content": [{"type": "image"}, text]}, {"role": "assistant", "content": [text]}]
+    strings = [{**turn, "content": text["text"]} for turn in turns]
+    for messages in (turns + turns[:1], strings + strings[:1]):
+        with limited(where, TEMPLATE_SECONDS):
+            try:
+                render_jinja_template([messages], chat_template=template, add_generation_prompt=True)
+            except (MemoryError, RecursionError):
+                raise
+            except (SecurityError, TemplateSyntaxError) as error:
+                raise ValueError(f"{where} cannot be run: {error} {AGAIN}") from error
+            except Exception:  # a template may refuse a conversation with any error
+                pass
 
 
 def make_processor(
@@ -96,15 +115,19 @@ def make_processor(
     chat_template: str | None = None,
     image_token: str = "<image>",
 ) -> LlavaProcessor:
-    """A [`LlavaProcessor`] for this encoder and tokenizer, which pads, and does so on the left, from then on.
+    """A [`LlavaProcessor`] for this encoder and tokenizer; the tokenizer gets a pad token, on the left.
 
     Args:
-        image_processor: the encoder's; it is given a `crop_size` where it has none, from which LlavaProcessor computes
-            the number of tokens for serving engines.
-        select_strategy: `"default"`, `"full"`, or None for what suits the encoder.
+        image_processor: The encoder's. If it has no `crop_size`, it gets one: LlavaProcessor computes the number of
+            image tokens from it for serving engines.
+        tokenizer: The language model's.
+        vision_config: The encoder's configuration.
+        select_strategy: `"default"`, `"full"`, or None for the one that fits the encoder.
+        chat_template: In place of the tokenizer's.
+        image_token: The tokenizer's image token.
 
     Raises:
-        ValueError: the strategy is unknown, or would drop a patch; the image processor's size is not fixed.
+        ValueError: The strategy is unknown or would drop a patch, or the size of images is not fixed.
     """
     class_tokens = VISION_ENCODERS[vision_config.model_type]
     strategy = select_strategy or ("default" if class_tokens else "full")
@@ -128,7 +151,7 @@ def make_processor(
         tokenizer=tokenizer,
         patch_size=vision_config.patch_size,
         vision_feature_select_strategy=strategy,
-        num_additional_image_tokens=additional_tokens(vision_config),
+        num_additional_image_tokens=class_tokens + getattr(vision_config, "num_register_tokens", 0),
         chat_template=chat_template or tokenizer.chat_template,
         image_token=image_token,
     )
@@ -137,21 +160,21 @@ def make_processor(
 def load_processor(
     checkpoint: str, revision: str | None = None, *, config: PreTrainedConfig | None = None
 ) -> LlavaProcessor:
-    """The processor of a NormAlign-LLaVA checkpoint whose files were checked; no code that came with it is run.
+    """The processor of a NormAlign-LLaVA checkpoint whose files were checked; runs no remote code.
 
     Args:
-        checkpoint: folder or Hub id.
-        revision: branch, tag or commit on the Hub.
-        config: the model's, whose image token must be the processor's.
+        checkpoint: Folder or Hub id.
+        revision: Branch, tag or commit on the Hub.
+        config: The model's; its image token must be the processor's.
 
     Raises:
-        ValueError: there is none, or it cannot be read, or makes too much of an image, or is another model's.
-        OSError: a file of it is not there.
+        ValueError: The checkpoint has no processor, one that cannot be read or makes too many tokens of an image, or
+            another model's.
     """
     processor = load_preprocessor(AutoProcessor, checkpoint, revision=revision)
     with loading(f"The processor of {checkpoint}"):
         if not isinstance(processor, ProcessorMixin):
-            raise ValueError(f"{checkpoint} has a tokenizer and no processor. {_SAVE} it.")
+            raise ValueError(f"{checkpoint} has a tokenizer but no processor. {_SAVE} it.")
         tokens = processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
         if not 0 < tokens <= _LARGEST_SIDE:
             raise ValueError(f"The processor of {checkpoint} makes {tokens:,} tokens of an image. {_SAVE} it.")
@@ -165,10 +188,10 @@ def load_processor(
 
 
 def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = None) -> int:
-    """Placeholders per image, checked against the features that `model` computes for an image.
+    """The number of image tokens per image, compared with the features that `model` computes for an image.
 
     Raises:
-        ValueError: the prompt, `_get_num_multimodal_tokens` and the model do not agree on the number.
+        ValueError: The prompt, `_get_num_multimodal_tokens` and the model disagree on the number.
     """
     image = Image.new("RGB", (97, 61), "white")
     inputs = processor(images=image, text=processor.image_token, return_tensors="pt")
@@ -183,7 +206,7 @@ def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = N
     if len(set(counts.values())) > 1:
         found = ", ".join(f"{count} in {where}" for where, count in counts.items())
         raise ValueError(
-            f"The number of image tokens does not agree: {found}. Images must leave the image processor in one "
-            "size, a multiple of the patch."
+            f"The number of image tokens differs: {found}. The image processor must give all images one size, a "
+            "multiple of the patch."
         )
     return counts["the prompt"]

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Files and folders that appear whole or not at all, and why one could not be written."""
+"""Atomic writing of files and folders, and the reason if writing fails."""
 
 import errno
 import json
@@ -32,9 +32,9 @@ def finished_file(target: str | os.PathLike) -> Iterator[Path]:
 
 @contextmanager
 def finished_folder(target: str | os.PathLike) -> Iterator[Path]:
-    """Yields a temporary folder that becomes `target` when the block ends without an error, and vanishes otherwise.
+    """Yields a temporary folder that becomes `target` when the block ends without an error, and is removed otherwise.
 
-    Where another process has filled `target` in the meantime, that one stays.
+    If another process has filled `target` in the meantime, that folder stays.
     """
     target = Path(target).resolve()
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=_existing_parent(target)) as temporary:
@@ -48,10 +48,10 @@ def finished_folder(target: str | os.PathLike) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(output: str | os.PathLike) -> Iterator[Path]:
-    """[`finished_folder`] for a folder that must not be there yet, or be empty.
+    """[`finished_folder`] for a folder that must not exist yet, or be empty.
 
     Raises:
-        ValueError: it is a file, or has something in it.
+        ValueError: It is a file, or a folder that is not empty.
     """
     check_new(output)
     with finished_folder(output) as folder:
@@ -59,7 +59,7 @@ def new_folder(output: str | os.PathLike) -> Iterator[Path]:
 
 
 def check_new(output: str | os.PathLike) -> None:
-    """Raises ValueError if there is a file of that name, or a folder that is not empty."""
+    """Raises ValueError if `output` is a file, or a folder that is not empty."""
     output = Path(output).resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"The output {output} exists and is not an empty folder. Choose another, or remove it first.")
@@ -67,14 +67,14 @@ def check_new(output: str | os.PathLike) -> None:
 
 @contextmanager
 def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collection[str]]) -> Iterator[Path]:
-    """[`finished_folder`] for a folder whose earlier version, if there is one, is replaced whole.
+    """[`finished_folder`] for a folder that replaces its earlier version as a whole.
 
     Args:
         target: The folder.
-        written: Given `target`, names all that its earlier version has; a folder with anything else is not touched.
+        written: Given `target`, the names in its earlier version; a folder with anything else is not replaced.
 
     Raises:
-        ValueError: `target` is a file, or has something in it that is of no earlier version.
+        ValueError: `target` is a file, or has something in it that no earlier version wrote.
         OSError: The folder above it cannot be written.
     """
     target = Path(target).resolve()
@@ -99,17 +99,14 @@ def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collect
         if target.exists():
             os.replace(target, old)
         os.replace(staging, target)
-        # What runs that were killed left: folders of tempfile's eight letters that hold one of this name.
-        for left in target.parent.glob(f".{target.name}-" + "[a-z0-9_]" * 8):
-            if left != Path(temporary) and {each.name for each in left.iterdir()} in (
-                {target.name},
-                {target.name, "old"},
-            ):
-                shutil.rmtree(left, ignore_errors=True)
+        # Temporary folders of killed runs: eight letters of tempfile's, with a folder of this name inside.
+        for unfinished in target.parent.glob(f".{target.name}-" + "[a-z0-9_]" * 8):
+            if {target.name} <= {each.name for each in unfinished.iterdir()} <= {target.name, "old"}:
+                shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, or None if it is not there or cut short."""
+    """The content of a JSON file, or None if it does not exist or is not valid."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -117,17 +114,17 @@ def read_json(path: Path) -> Any:
 
 
 def write_failure(error: BaseException | None) -> str | None:
-    """Why a file could not be written, if `error`, or what it came from, says that a disk or a quota is full.
+    """Why a file could not be written, if `error` or its cause is that a disk or a quota is full; otherwise None.
 
-    safetensors, tokenizers and torch each raise an error of their own, none of them an OSError.
+    safetensors, tokenizers and torch raise errors of their own, which are not OSErrors.
     """
     while error is not None:
-        said = str(error)
-        numbers = {int(number) for number in re.findall(r"(?:\[Errno |\(os error )(\d+)", said)}
+        text = str(error)
+        numbers = {int(number) for number in re.findall(r"(?:\[Errno |\(os error )(\d+)", text)}
         if known := numbers & DISK_FULL:
             return os.strerror(known.pop())
-        if "PytorchStreamWriter failed writing" in said or ("inline_container" in said and "unexpected pos" in said):
-            return "a file could not be written to its end"  # torch.save does not say why
+        if "PytorchStreamWriter failed writing" in text or ("inline_container" in text and "unexpected pos" in text):
+            return "a file could not be written to its end"  # torch.save gives no reason
         error = error.__cause__ or error.__context__
     return None
 

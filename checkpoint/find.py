@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Where a model is: a folder or file here, or a repository of the Hub. Known before torch is imported."""
+"""Finds models: a local folder or file, or a repository on the Hub. Does not import torch, so errors come quickly."""
 
 import os
 from pathlib import Path
@@ -13,22 +13,22 @@ from .names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 
 SECONDS = 10
-"""How long the Hub may take to say whether it has a repository."""
+"""Timeout of the question whether the Hub has a repository."""
 
 
 def find_model(model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path.") -> str:
-    """What `from_pretrained` is to load: `model` itself, once it is known to be there.
+    """The path or Hub id for `from_pretrained`, once it is known to exist.
 
-    transformers takes a folder that is not there for a repository, and asks the Hub for each of its files again and
-    again. Here the Hub is asked once, and only where the name may be that of a repository that is not in the cache.
+    transformers takes a folder that does not exist for a repository, and asks the Hub for each of its files several
+    times. Here the Hub is asked once, and only about a valid Hub id that is not in the cache.
 
     Args:
         model: Folder, file or Hub id.
         revision: Branch, tag or commit of the Hub id.
-        remedy: What to do about a folder that is not there.
+        remedy: What to do if the folder does not exist.
 
     Raises:
-        ValueError: It is not there, or the Hub cannot be asked.
+        ValueError: It does not exist, or the Hub cannot be reached.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -41,32 +41,32 @@ def find_model(model: str | os.PathLike, revision: str | None = None, *, remedy:
 
 
 def hub_model(model: str, revision: str | None = None) -> ModelInfo:
-    """What the Hub says of a model, asked once.
+    """The Hub's information about a model, asked for once.
 
     Raises:
-        ValueError: It has no such repository or revision, or cannot be asked.
+        ValueError: The Hub has no such repository or revision, or cannot be reached.
     """
-    here = f"{model} is no file or folder here"
+    absent = f"{model} is no file or folder here"
     if not is_hub_id(model):
-        raise ValueError(f"{here}. Check the path. A model of the Hub is named owner/name.")
+        raise ValueError(f"{absent}. Check the path. A model of the Hub is named owner/name.")
     try:
         return HfApi().model_info(model, revision=revision, timeout=SECONDS)
     except RevisionNotFoundError as error:
-        raise ValueError(f"{here}, and on the Hub it has no revision {revision!r}.") from error
+        raise ValueError(f"{absent}, and on the Hub it has no revision {revision!r}.") from error
     except RepositoryNotFoundError as error:
         raise ValueError(
-            f"{here}, and the Hub has no model of that name, or none that you may see. Check the name; a private one "
-            "needs `hf auth login`."
+            f"{absent}, and the Hub has no model of that name, or none that you may see. Check the name; a private "
+            "one needs `hf auth login`."
         ) from error
     except (HTTPError, OSError) as error:
         raise ValueError(
-            f"{here}, and the Hub ({constants.ENDPOINT}) cannot be asked: {str(error).rstrip('. ')}. "
+            f"{absent}, and the Hub ({constants.ENDPOINT}) cannot be asked: {str(error).rstrip('. ')}. "
             "Check the name and your connection."
         ) from error
 
 
 def find_checkpoint(model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path.") -> str:
-    """[`find_model`] for what has to be a whole model; raises ValueError also if it is a folder without one."""
+    """[`find_model`] for a whole model: also raises ValueError for a folder without `config.json`, as an adapter's."""
     found = find_model(model, revision, remedy=remedy)
     folder = Path(found)
     if folder.exists() and not (folder / "config.json").is_file():
@@ -74,12 +74,12 @@ def find_checkpoint(model: str | os.PathLike, revision: str | None = None, *, re
             raise ValueError(
                 f"{model} is an adapter. Merge it first (`normalign merge {model} --output DIR`), and name DIR."
             )
-        raise ValueError(f"{model} has no config.json, and so is no model of transformers.{_inside(folder)} {remedy}")
+        raise ValueError(f"{model} has no config.json, so it is no model of transformers.{_inside(folder)} {remedy}")
     return found
 
 
 def check_folder(folder: str | os.PathLike) -> None:
-    """Raises ValueError unless `folder` is that of a checkpoint or an adapter here; says how to fetch one."""
+    """Raises ValueError unless `folder` is a local checkpoint or adapter; the message says how to fetch one."""
     path = Path(folder)
     if not path.is_dir():
         fetch = f" What is on the Hub is fetched with `hf download {folder} --local-dir FOLDER`."
@@ -114,7 +114,7 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` has the form owner/name."""
+    """Whether `name` is a valid Hub id, owner/name."""
     try:
         validate_repo_id(name)
     except HFValidationError:

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""While libraries read what others made: errors become sentences, nothing asks at the terminal, nothing never ends."""
+"""Guards around libraries that read other people's files: clear errors, no questions at the terminal, a time limit."""
 
 import os
 import signal
@@ -8,34 +8,33 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 
 import torch
 
 
 AGAIN = "Save or fetch the checkpoint again, or use another."
-"""What a person can do about a checkpoint that is broken, or made to look so."""
+"""The remedy for a checkpoint that is broken, or made to look so."""
 
 TEMPLATE_SECONDS = 2
-"""Of computing, in which a chat template has to write a conversation. Those there are take milliseconds."""
+"""CPU time in which a chat template has to render a conversation; ordinary ones take milliseconds."""
 
 
 @contextmanager
 def loading(what: str, *, seconds: int | None = 50, remedy: str = AGAIN) -> Iterator[None]:
-    """Around a call that reads files of others: whatever they make it raise becomes a sentence.
+    """Guards a call that reads other people's files: whatever it raises becomes one clear sentence.
 
-    Nothing in there gets an answer from the terminal.
+    Questions at the terminal get no answer.
 
     Args:
-        what: Is read, as the subject of the sentence: "The processor of FOLDER".
-        seconds: Of computing that it may take; None where that depends on how large the model is.
-        remedy: What to do, a sentence.
+        what: What is read, as the subject of the sentence: "The processor of FOLDER".
+        seconds: CPU time it may take; None if that depends on the size of the model.
+        remedy: What to do, as a sentence.
 
     Raises:
         ValueError: It cannot be read.
-        OSError: It is not there.
-        Exception: Untouched, what a missing package or a full GPU makes raise.
+        OSError: It does not exist.
+        ImportError, torch.OutOfMemoryError: Unchanged.
     """
     terminal = sys.stdin
     try:
@@ -46,31 +45,30 @@ def loading(what: str, *, seconds: int | None = 50, remedy: str = AGAIN) -> Iter
     except Exception as error:
         if isinstance(error, ValueError) and _is_ours(error):
             raise
-        said = " ".join(str(error).split())
-        if "trust_remote_code" in said:
+        reason = " ".join(str(error).split())
+        if "trust_remote_code" in reason:
             raise ValueError(f"{what} needs code that comes with it, which this command does not run.") from error
-        if "ignore_mismatched_sizes" in said:
-            said = "tensors have other shapes than config.json asks for, which are listed above"
+        if "ignore_mismatched_sizes" in reason:
+            reason = "tensors have other shapes than config.json asks for, which are listed above"
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{what} cannot be loaded: {kind}{said[:600].rstrip('.')}. {remedy}") from error
+        raise ValueError(f"{what} cannot be loaded: {kind}{reason[:600].rstrip('.')}. {remedy}") from error
     finally:
         sys.stdin = terminal
 
 
 @contextmanager
-def limited(what: str, seconds: int | None, memory: int | None = None) -> Iterator[None]:
-    """Stops what takes more computing, or memory, than it may. Acts in the main thread, and not on Windows.
+def limited(what: str, seconds: int | None) -> Iterator[None]:
+    """Stops a block that takes too much CPU time; acts in the main thread, and not on Windows.
 
     Args:
-        what: Is stopped, as the subject of a sentence.
-        seconds: Of computing, of the whole process.
-        memory: In bytes, beside what the process has; on Linux.
+        what: What is stopped, as the subject of a sentence.
+        seconds: CPU time of the process; None for no limit.
 
     Raises:
-        ValueError: It took more, or is nested too deeply.
+        ValueError: The block took longer, ran out of memory, or met something nested too deeply.
     """
     try:
-        with _seconds(seconds) if seconds else nullcontext(), _memory(memory) if memory else nullcontext():
+        with _timer(seconds):
             yield
     except _Stopped:
         raise ValueError(f"{what} takes more than {seconds} seconds. {AGAIN}") from None
@@ -85,13 +83,13 @@ def _is_ours(error: Exception) -> bool:
     return str(frame.f_globals.get("__name__")).startswith(f"{__package__.split('.')[0]}.")
 
 
-class _Stopped(BaseException):  # no `except Exception` may catch it
+class _Stopped(BaseException):  # not an Exception, so that no `except Exception` catches it
     pass
 
 
 @contextmanager
-def _seconds(limit: int) -> Iterator[None]:
-    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+def _timer(seconds: int | None) -> Iterator[None]:
+    if not seconds or sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return
 
@@ -99,25 +97,9 @@ def _seconds(limit: int) -> Iterator[None]:
         raise _Stopped
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, limit)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
-
-
-@contextmanager
-def _memory(limit: int) -> Iterator[None]:
-    if sys.platform != "linux":
-        yield
-        return
-    import resource
-
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (min([used + limit, *(each for each in before if each >= 0)]), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)

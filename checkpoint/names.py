@@ -7,10 +7,10 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 CARD = "README.md"
 BUILD_RECORD = "build.json"
-"""What `normalign build` made."""
+"""What `normalign build` built."""
 TRAINING_RECORD = "training.json"
 """How a checkpoint was trained: the resolved recipe, data, hardware, versions."""
 DYNAMICS = "dynamics.jsonl"
-"""Inter-layer cosines at steps of training, a line for each (figure 5)."""
+"""Inter-layer cosines during training, one line per measured step (figure 5)."""
 STATE = "trainer_state.json"
 """The Trainer's state, with the log."""

@@ -1,8 +1,8 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Where a checkpoint comes from: licences and commits of parts and data, the code and the machine that made it.
+"""Provenance of a checkpoint: licences and commits of its parts and data, the code and hardware that produced it.
 
-What cannot be found out is None. Nothing here raises for want of a connection, a card or a program.
+Facts that cannot be found are None; no function raises because a connection, a card or a program is missing.
 """
 
 import json
@@ -21,22 +21,22 @@ from huggingface_hub.errors import HTTPError
 from huggingface_hub.repocard import metadata_load
 from transformers.utils import cached_file
 
+from .names import CARD
 
-CARD = "README.md"
-DISTRIBUTION = "normalign-llava"
+
 FAILURES = (OSError, ValueError, RecursionError, HTTPError, yaml.YAMLError)
-"""What the client and a card raise: nothing there, no connection, not valid."""
+"""Errors of the Hub client and of reading a card: it does not exist, there is no connection, it is not valid."""
 
 
 def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] | None:
-    """The licence that the card of a model names: `license`, `license_name` and `license_link`, as in its metadata.
+    """The licence in the card of a model: `license`, `license_name` and `license_link`, as in its metadata.
 
-    Several licences become "other", with all of them in `license_name`. A link that is relative to the repository
-    becomes a whole one; of a folder it is left out.
+    Several licences become "other", with all of them in `license_name`. A relative link becomes absolute; that of a
+    local folder is left out.
 
     Args:
         name: Folder or Hub id.
-        revision: Of the Hub id.
+        revision: Branch, tag or commit of the Hub id.
     """
     card, _ = _card(name, revision, "model")
     licence, called, link = (card.get(key) for key in ("license", "license_name", "license_link"))
@@ -54,11 +54,7 @@ def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] 
 
 
 def hub_dataset(name: str) -> dict[str, Any]:
-    """A data set of the Hub, as it is now: `id`, `revision` (the commit), `license` and `language` of its card.
-
-    Args:
-        name: Hub id.
-    """
+    """A Hub data set as it is now: `id`, `revision` (the commit), `license` and `language` of its card."""
     card, commit = _card(name, None, "dataset")
     if commit is None:
         try:
@@ -75,12 +71,7 @@ def hub_dataset(name: str) -> dict[str, Any]:
 
 
 def hub_commit(name: str, revision: str | None = None) -> str | None:
-    """The commit of a checkpoint of the Hub that was just loaded; None of a folder.
-
-    Args:
-        name: Hub id, or folder.
-        revision: Branch, tag or commit that was loaded.
-    """
+    """The commit of a Hub checkpoint that was just loaded at `revision`; None for a folder."""
     if os.path.exists(name):
         return None
     config = try_to_load_from_cache(name, "config.json", revision=revision)
@@ -88,7 +79,7 @@ def hub_commit(name: str, revision: str | None = None) -> str | None:
 
 
 def read_beside(checkpoint: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
-    """The JSON object in the file `name` of a checkpoint folder or Hub repository, None where there is none."""
+    """The JSON object in the file `name` of a checkpoint folder or Hub repository, or None."""
     try:
         file = cached_file(checkpoint, name, revision=revision, _raise_exceptions_for_missing_entries=False)
         content = json.loads(Path(file).read_text(encoding="utf-8")) if file else None
@@ -98,27 +89,24 @@ def read_beside(checkpoint: str, name: str, revision: str | None = None) -> dict
 
 
 def code_commit() -> str | None:
-    """The git commit of this package's code, with "-dirty" after it where tracked files are changed.
+    """The git commit of this package's code, with "-dirty" if tracked files are changed.
 
-    It is known where the code lies in a git checkout of its own, or where pip installed it from one.
+    It is known if the code is in its own git checkout, or pip installed it from one.
     """
     root = Path(__file__).resolve().parents[1]
     if (top := _git(root, "rev-parse", "--show-toplevel")) and Path(top).resolve() == root:
         return _git(root, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
     try:
-        origin = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+        origin = json.loads(distribution("normalign-llava").read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):
         return None
     return origin.get("vcs_info", {}).get("commit_id")
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """What all processes run on: `devices` (their different names), `count` of them, and `machine` in words.
+    """The hardware of all processes: names of the `devices`, their `count`, and the `machine` in words.
 
-    Processes on one machine's CPU share one device. All processes must call this at the same time.
-
-    Args:
-        device: This process's.
+    A machine's CPU counts once. All processes must call this at the same time, each with its own device.
     """
     accelerator = device.type in ("cuda", "xpu")
     name = torch.get_device_module(device).get_device_name(device) if accelerator else _processor()
@@ -128,7 +116,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def _card(name: str, revision: str | None, kind: str) -> tuple[dict[str, Any], str | None]:
-    """The metadata of a card, and its commit where it is of the Hub."""
+    """The metadata of a card, and its commit if it is on the Hub."""
     try:
         local = kind == "model" and os.path.isdir(name)
         file = Path(name, CARD) if local else Path(hf_hub_download(name, CARD, revision=revision, repo_type=kind))

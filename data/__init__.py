@@ -1,3 +1,3 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Images and conversations about them, in the forms that people have them: opened, checked, mixed."""
+"""Training data: images and conversations in any known form, opened, checked and mixed; the quickstart's data sets."""

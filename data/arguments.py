@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Which data sets to read, and what to do with rows that are bad."""
+"""Options: which data sets to read, and what to do with bad rows."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +20,11 @@ class DataSource:
     Args:
         path: Hub id, folder, or .json, .jsonl, .csv or .parquet file.
         name: Configuration of a Hub data set.
-        data_dir: As `datasets.load_dataset` has it.
-        data_files: As `datasets.load_dataset` has them.
+        data_dir, data_files: As in `datasets.load_dataset`.
         split: Split to read.
         columns: Columns to read; by default all.
         fraction: Share of the mixture.
-        image_folder: Folder that relative image paths start from; the data file's own folder by default.
+        image_folder: Folder that relative image paths start from; by default the data file's own.
     """
 
     path: str
@@ -39,25 +38,27 @@ class DataSource:
 
     @classmethod
     def named(cls, data: str, /, **others: Any) -> "DataSource":
-        """`DATA`, `DATA:SPLIT` or `DATA:CONFIG:SPLIT`, and other attributes; a file or folder here may have colons.
+        """The source of `DATA`, `DATA:SPLIT` or `DATA:CONFIG:SPLIT`, with other attributes.
+
+        The path of a local file or folder may have colons.
 
         Raises:
-            ValueError: there are too many colons.
+            ValueError: There are too many colons.
         """
-        here = Path(data).expanduser()
-        path, *rest = [str(here)] if here.exists() else data.split(":")
+        path, *rest = [data] if Path(data).expanduser().exists() else data.split(":")
         if len(rest) > 2:
             raise ValueError(f"{data} has {len(rest)} colons; DATA:SPLIT or DATA:CONFIG:SPLIT names a split.")
         others |= {"name": rest[0]} if len(rest) == 2 else {}
         others |= {"split": rest[-1]} if rest else {}
-        return cls(str(Path(path).expanduser()) if Path(path).expanduser().exists() else path, **others)
+        local = Path(path).expanduser()
+        return cls(str(local) if local.exists() else path, **others)
 
     def check_paths(self) -> None:
-        """Raises ValueError if a file or folder that is named is not there; the Hub is not asked."""
+        """Raises ValueError if a local file or folder does not exist; the Hub is not asked."""
         path = Path(self.path)
         if path.suffix.lower() in FILES and not path.is_file():
             raise ValueError(f"There is no data file {path}.")
-        # What else is not here may be a format of `datasets`, if its files are named.
+        # With data_dir or data_files, the path may be a format that `datasets` knows.
         if not (path.exists() or is_hub_id(self.path) or self.data_dir or self.data_files):
             raise ValueError(
                 f"{self.path} is no file or folder here. Check the path. A data set of the Hub is named owner/name."
@@ -68,10 +69,10 @@ class DataSource:
 
 @dataclass
 class DataArguments:
-    """What to train on: the names of TRL's `ScriptArguments` (`dataset_name`, `dataset_config`, ...) and ours.
+    """What to train on: the options of TRL's `ScriptArguments` (`dataset_name`, `dataset_config`, ...) and more.
 
     Raises:
-        ValueError: a data set is missing or named twice, or a number is out of range.
+        ValueError: A data set is missing or named twice, or a number is out of range.
     """
 
     dataset_name: str | None = field(
@@ -108,7 +109,7 @@ class DataArguments:
         metadata={"help": "At a row that cannot be trained on: stop with its number and the reason, or skip it."},
     )
     check_images: bool = field(
-        default=False, metadata={"help": "Decode every image before training, not when it is met."}
+        default=False, metadata={"help": "Decode every image before training, not when it is used."}
     )
     max_image_pixels: int = field(
         default=89_478_485, metadata={"help": "Images with more pixels are bad rows. Default: Pillow's own limit."}
@@ -135,7 +136,7 @@ class DataArguments:
 
     @property
     def sources(self) -> list[DataSource]:
-        """The data sets to train on; one without a `fraction` unless it is a mixture."""
+        """The data sets to train on."""
         if self.datasets:
             return [DataSource(**{"image_folder": self.image_folder, **source}) for source in self.datasets]
         given = {"name": self.dataset_config, "split": self.dataset_train_split, "image_folder": self.image_folder}
@@ -143,7 +144,7 @@ class DataArguments:
 
 
 def check_choice(options: Any, name: str, choices: tuple) -> None:
-    """Raises ValueError where an option is none of its choices: argparse does not check what comes from YAML."""
+    """Raises ValueError if an option is not one of its choices: argparse does not check values from YAML."""
     if (value := getattr(options, name)) not in choices:
         named = ", ".join(repr(choice) for choice in choices if choice is not None)
         raise ValueError(f"{name} must be one of {named}, got {value!r}.")

@@ -1,10 +1,9 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The quickstart's questions: easy-VQA and the naming of emoji.
+"""The quickstart's questions: easy-VQA, and the names of emoji.
 
-What is held out: easy-VQA's own test images, none of which is among its training images, and the drawings of
-another vendor. The emoji named in training were drawn by Google; the same emoji drawn by Microsoft are never trained
-on. The wordings of questions and the answers are the same on both sides.
+Held out are easy-VQA's own test images, none of which is among its training images, and another vendor's drawings: the
+emoji in training were drawn by Google, those in the test by Microsoft. Questions and answers are worded alike in both.
 """
 
 import io
@@ -14,11 +13,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset, Features, Image, List
 from PIL import Image as PILImage
 
 from .archives import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI
+from .arguments import DataArguments
 from .fetch import unpack
+from .images import open_image
+from .rows import MESSAGES
 
 
 SYSTEM = "Answer briefly."
@@ -31,8 +33,7 @@ KINDS = ("shape", "colour", "yes/no")
 OVERALL = "easy-VQA"
 YES_NO_PER_ROW = 3
 
-PART = {"type": Value("string"), "text": Value("string")}
-FEATURES = Features({"images": List(Image()), "messages": List({"role": Value("string"), "content": List(PART)})})
+FEATURES = Features({"images": List(Image()), "messages": MESSAGES})
 
 
 class Question(NamedTuple):
@@ -43,7 +44,7 @@ class Question(NamedTuple):
         text: The question.
         answer: The true answer, one word in lower case.
         image: Path of the image.
-        taught: What training makes of the answer; None if the question is not trained on.
+        taught: The answer to train on; None if the question is not trained on.
     """
 
     kind: str
@@ -59,17 +60,16 @@ def split_size(split: str, cache: Path | None = None) -> int:
 
 
 def easy_vqa(split: str, seed: int, cache: Path | None = None) -> list[Question]:
-    """The questions of easy-VQA's `"train"` or `"test"` split, shuffled, with yes/no balanced wording by wording.
+    """The questions of easy-VQA's `"train"` or `"test"` split, shuffled, with as many "yes" as "no" to each wording.
 
-    easy-VQA asks "is there a blue shape?" of images of any colour, so that "no" is right seven times in eight
-    without a look. Of each wording as many questions are kept whose answer is "yes" as "no", one after the other in
-    the list: then the question alone is worth one half, in any even number of them. Shape and colour questions are all
-    kept; their answers are about even.
+    easy-VQA asks "is there a blue shape?" of images of any colour, so that "no" is right seven times in eight without
+    a look at the image. Here each wording keeps as many questions with the answer "yes" as "no", in pairs: guessing
+    from the question alone is right half the time. All shape and colour questions are kept; their answers are about
+    even.
 
-    What is taught as the answer to a yes/no question begins with what is seen, "red circle, no": in trials the model
-    learned to compare a question with its own words, and in as many steps not with the image directly. Colour and
-    shape come from the split's other questions about the image; a yes/no question about an image whose other
-    questions do not give both is not trained on.
+    The answer taught to a yes/no question begins with what the image shows, "red circle, no": in trials, the model
+    learned to compare a question with its own words, but not in as many steps with the image directly. Colour and
+    shape come from the split's other questions about the image; without both, the question is not trained on.
     """
     folder, triples = _triples(split, cache)
     rng = random.Random(seed)
@@ -111,17 +111,17 @@ def emoji(count: int, seed: int, cache: Path | None = None) -> tuple[list[Questi
 def training_data(
     rows: int, emoji_count: int, emoji_share: float = 0.25, seed: int = 0, cache: Path | None = None
 ) -> Dataset:
-    """Conversations about training images, in the form TRL's `SFTTrainer` reads.
+    """Conversations about training images, in the form that TRL's `SFTTrainer` reads.
 
-    A row of easy-VQA asks up to three yes/no questions about one image and one about its shape or colour, in random
-    order: several answers for the price of one image. The loss is on the answers only, by `assistant_only_loss`.
+    A row of easy-VQA has up to three yes/no questions about an image and one about its shape or colour, in random
+    order: several answers for one image.
 
     Args:
-        rows: Number of conversations, which is batch size times steps for a single pass.
+        rows: Number of conversations.
         emoji_count: Number of different emoji.
-        emoji_share: Share of the rows that name an emoji.
-        seed: Decides everything that is drawn.
-        cache: Where the archives are.
+        emoji_share: Share of the rows that ask for an emoji's name.
+        seed: Of everything that is drawn.
+        cache: Folder of the archives.
 
     Returns:
         A dataset with columns `images` and `messages`.
@@ -151,9 +151,9 @@ def held_out(per_kind: int, emoji_count: int, seed: int = 0, cache: Path | None 
 
     Args:
         per_kind: Questions of each kind; an even number, so that yes/no stays balanced.
-        emoji_count: Number of different emoji, the same as in training.
-        seed: Decides which questions are drawn.
-        cache: Where the archives are.
+        emoji_count: Number of different emoji, as in training.
+        seed: Of the questions that are drawn.
+        cache: Folder of the archives.
 
     Raises:
         ValueError: `per_kind` is odd.
@@ -176,22 +176,19 @@ def conversation(turns: list[Question]) -> dict:
 
 
 def prompt(text: str, image: PILImage.Image | str | None = None) -> list[dict]:
-    """The messages that ask `text` about one image, which is in the message (or its path is), or in a column."""
+    """The messages that ask `text` about an image (or its path); without one, about the image in the row's column."""
     part = {"type": "image"} if image is None else {"type": "image", "image": image}
     user = [part, {"type": "text", "text": text}]
     return [{"role": "system", "content": [{"type": "text", "text": SYSTEM}]}, {"role": "user", "content": user}]
 
 
 def load_image(path: Path) -> PILImage.Image:
-    """The image in RGB; what is transparent becomes white."""
-    with PILImage.open(path) as image:
-        layer = image.convert("RGBA")
-    white = PILImage.new("RGBA", layer.size, "white")
-    return PILImage.alpha_composite(white, layer).convert("RGB")
+    """The image in RGB, on white where it is transparent."""
+    return open_image({"path": str(path), "bytes": None}, DataArguments.max_image_pixels)
 
 
 def png(image: PILImage.Image) -> bytes:
-    """The image's PNG file."""
+    """The image as a PNG file."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()

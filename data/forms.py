@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The forms that rows have in people's files, and how each is read: docs/data.md has an example of every one."""
+"""The known forms of rows, and how each is read; docs/data.md has an example of each."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,10 +13,10 @@ from .images import MAX_PATH, printable, short
 
 
 MARKER = "<image>"
-"""What stands for an image in the texts of LLaVA's data, whatever the tokenizer calls its image token."""
+"""The placeholder of an image in the texts of LLaVA's data, whatever the tokenizer's image token is."""
 
 PROMPT = "Describe the image."
-"""What is asked about images that come with captions, or with nothing."""
+"""The question about images that come with a caption, or with nothing."""
 
 FORMS: tuple[tuple[str | None, str | None], ...] = (
     ("conversations", None),
@@ -27,21 +27,21 @@ FORMS: tuple[tuple[str | None, str | None], ...] = (
     (None, "text"),
     (None, None),
 )
-"""Columns that ask and that answer. A row is of the first form that it has the first column of.
+"""Columns of question and answer. A row has the first form whose question column it has.
 
-`conversations` and `messages` are lists of turns that do both; other columns are text or lists of turns. Where no
-column asks, the row has an image, and [`PROMPT`] is asked. Rows without an answer can be measured, not trained on.
+`conversations` and `messages` are lists of turns with both; other columns are text or lists of turns. Without a
+question column the row has an image, and the question is [`PROMPT`]. Rows without an answer can be measured, but not
+trained on.
 """
 
 MAX_CHARACTERS, MAX_TURNS = 2**22, 10_000
-"""Of a text, and of a conversation: more than any model takes, and what makes no memory run full."""
+"""Limits of a text and of a conversation, beyond what any model takes, so that no row fills the memory."""
 
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
 SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm")
-"""How names of image files end."""
+"""Suffixes of image files."""
 
-# LLaVA's marker, or Qwen's with the path in it. LLaVA's data sets it apart by a line break, which prompts at inference
-# do not have.
+# LLaVA's marker, or Qwen's with the path in it. LLaVA's data have a line break beside it, prompts at inference do not.
 _MARKERS = re.compile(r"(?:\r?\n)?(?:<image>|<img>([^<>\n]+)</img>)(?:\r?\n)?")
 _LIKE_A_MARKER = re.compile(r"(?!<image>)<\|?(?:image|img)[ _-]?(?:\d+|start|pad|here|placeholder)?\|?>", re.I)
 _LIKE_AN_IMAGE_COLUMN = re.compile(r"(^|[ _-])(image|img|picture|photo)s?($|[ _-])", re.I)
@@ -49,13 +49,13 @@ _LIKE_AN_IMAGE_COLUMN = re.compile(r"(^|[ _-])(image|img|picture|photo)s?($|[ _-
 
 @dataclass
 class Row:
-    """A row as its form has it, unchecked.
+    """A row read by its form, unchecked.
 
     Attributes:
-        form: The column that tells its form.
+        form: The column that identifies its form.
         messages: Turns with content parts, `{"type": "image"}` or `{"type": "text", "text": str}`.
-        images: Image of each image part, in order, in any of the forms that [`ImageRules.image`] takes.
-        prompt_turns: Assistant turns, from the first, that are prompt.
+        images: The image of each image part, in order, in any form that [`ImageRules.image`] takes.
+        prompt_turns: Number of assistant turns at the start that belong to the prompt.
     """
 
     form: str
@@ -67,15 +67,15 @@ class Row:
 def read_row(raw: Any) -> Row:
     """Reads a row of any known form.
 
-    In a user's string, `<image>` and `<img>path</img>` become the image where they stand, and a line break on either
-    side of them is not kept. Where the turns have neither, images begin the first user turn, as in TRL; turns with
-    `from` and `value`, as LLaVA has them, must have one for each image.
+    In a user's string, `<image>` and `<img>path</img>` become image parts, without a line break on either side. If
+    there are none, the images come at the start of the first user turn, as in TRL; LLaVA's turns (`from` and `value`)
+    must have one for each image.
 
     Args:
-        raw: The row as its file has it.
+        raw: The row as stored.
 
     Raises:
-        ValueError: Its form is not known, a turn is malformed, or images and places for them differ in number.
+        ValueError: The form is not known, a turn is malformed, or the numbers of images and places for them differ.
     """
     if isinstance(raw, bytes):
         raise ValueError(f"the line is not valid JSON, or nested too deeply: {short(raw)}")
@@ -98,7 +98,7 @@ def read_row(raw: Any) -> Row:
 
 
 def image_name(raw: Any) -> str | None:
-    """The name of a raw or canonical row's first image, if it has one with a name."""
+    """The name of the first image of a raw or canonical row, or None."""
     if not isinstance(raw, Mapping):
         return None
     images = raw.get("images") or raw.get("image")
@@ -108,11 +108,11 @@ def image_name(raw: Any) -> str | None:
 
 
 def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
-    """What looks like an image in a row without any: `column img` or `text <image_1>`, say; None if nothing does.
+    """What looks like an image in a row without images, such as `column img` or `text <image_1>`, or None.
 
     Args:
-        raw: The row as its file has it.
-        messages: What was read of it.
+        raw: The row as stored.
+        messages: The messages read from it.
     """
     if not isinstance(raw, Mapping) or raw.get("image") or raw.get("images"):
         return None
@@ -126,14 +126,14 @@ def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
 
 
 def columns(raw: Mapping) -> str:
-    """The columns in which a row has something, for errors."""
+    """The columns of a row that are not empty, for errors."""
     return ", ".join(sorted(str(column)[:80] for column, value in raw.items() if value is not None)) or "none"
 
 
 def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
     given = {column for column, value in raw.items() if value is not None}
     for asks, answers in FORMS:
-        # An image alone has no other column, or a question in a column that is not read would go unnoticed.
+        # A row of an image alone has no other columns: one of them may be a question that is not read.
         shown = has_images and (answers in given if answers else given <= {"image", "images", "label"})
         if asks in given if asks else shown:
             return asks, answers
@@ -153,7 +153,7 @@ def _images(raw: Mapping) -> list[Any]:
 
 
 def _turns(value: Any, column: str, text_role: str | None) -> list[tuple[Any, Any, bool]]:
-    """Role, content, and whether images must have markers."""
+    """Role, content, and whether it is LLaVA's turn, whose images must have markers."""
     if isinstance(value, str) and text_role:
         return [(text_role, value, False)]
     if not isinstance(value, (list, tuple)):
@@ -175,10 +175,9 @@ def _message(number: int, role: Any, content: Any) -> dict[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"turn {number} has the role {short(role)}; known are {', '.join(ROLES)}")
     parts = content if isinstance(content, (list, tuple)) else [{"text": content}]
-    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
-    if (length := sum(len(text) for text in texts if isinstance(text, str))) > MAX_CHARACTERS or len(
-        parts
-    ) > MAX_TURNS:
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    length = sum(len(text) for text in texts if isinstance(text, str))
+    if length > MAX_CHARACTERS or len(parts) > MAX_TURNS:
         raise ValueError(f"turn {number} has {length:,} characters in {len(parts):,} parts, more than any model takes")
     if isinstance(content, str):
         parts = _split(content) if ROLES[role] == "user" else [{"type": "text", "text": content}]
@@ -202,7 +201,7 @@ def _part(number: int, part: Any) -> dict[str, Any]:
 def _split(text: str) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     for number, piece in enumerate(_MARKERS.split(text)):
-        if number % 2:  # what the marker names
+        if number % 2:  # the path in the marker, or None
             parts.append({"type": "image", "image": piece})
         elif piece:
             parts.append({"type": "text", "text": piece})
@@ -214,7 +213,7 @@ def _image_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _placed(messages: list[dict[str, Any]], images: list[Any]) -> list[Any]:
-    """The images in the order of the image parts, some of which may hold their own."""
+    """The images in the order of the image parts, some of which have their own."""
     own = [part.get("image") for part in _image_parts(messages)]
     if (places := own.count(None)) != len(images):
         raise ValueError(f"it has {places} places for images ({MARKER} or image parts) and {len(images)} images")
@@ -223,7 +222,7 @@ def _placed(messages: list[dict[str, Any]], images: list[Any]) -> list[Any]:
 
 
 def _with_choices(raw: Mapping, question: Any) -> Any:
-    """MMBench keeps a hint and the options in columns of their own, with "nan" where there is none."""
+    """Adds MMBench's columns: a hint before the question, options after it; "nan" is empty."""
     given = {name: raw[name] for name in ("hint", *"ABCD") if isinstance(raw.get(name), str) and raw[name] != "nan"}
     options = [f"{letter}. {given[letter]}" for letter in "ABCD" if letter in given]
     if not isinstance(question, str) or not options:

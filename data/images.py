@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Images of any file format and colour mode as upright RGB, which files they may be, and why one cannot be used."""
+"""Images of any file format and colour mode as upright RGB, and which files they may be."""
 
 import base64
 import io
@@ -18,27 +18,27 @@ from PIL import Image, ImageOps
 
 
 MAX_RATIO = 200
-"""Longer side of an image over its shorter one, above which it is refused."""
+"""Largest ratio of an image's longer side to its shorter one."""
 
 MAX_PATH = 4096
-"""Characters of the path of an image: no file system has longer ones."""
+"""Most characters in the path of an image; no file system has longer ones."""
 
 MAX_SCANS = 50
-"""Passes over the image of which a progressive JPEG may consist. Programs write 20 at most."""
+"""Most scans in a progressive JPEG; programs write 20 at most."""
 
 KEPT_SIDE = 2048
-"""Pixels that both sides of an image keep when it is made smaller: twice what large image processors take."""
+"""Smallest side, in pixels, of an image after it is reduced: twice what large image processors take."""
 
 
 @dataclass(frozen=True)
 class ImageRules:
-    """Which files the images of a data set may be, decided here alone.
+    """Which files the images of a data set may be.
+
+    With neither argument, the rows were created in Python, and any local file is allowed.
 
     Args:
-        folder: Paths start from it and stay in it, links followed.
-        hub: Id of a data set of the Hub. What `datasets` itself downloads or streams of it is allowed.
-
-    Without either, rows were made in Python, by somebody who may name any file of this machine.
+        folder: Folder that paths start from and must stay in, links resolved.
+        hub: Id of a Hub data set; files that `datasets` downloads or streams from it are allowed.
     """
 
     folder: str | None = None
@@ -48,18 +48,18 @@ class ImageRules:
         """An image of a row as `{"path": str | None, "bytes": bytes | None}`, one of which is None.
 
         Args:
-            value: The image's file as bytes, its path, a data URI, a mapping with `bytes` or `path`, or a PIL image.
+            value: The image file's bytes or path, a data URI, a mapping with `bytes` or `path`, or a PIL image.
 
         Raises:
             ValueError: It is none of these, or its path is not allowed.
         """
         if isinstance(value, Image.Image):
             value = datasets.Image().encode_example(value.copy())  # a copy has no file, which may have changed since
-        made = isinstance(value, Mapping)
-        path, content = (value.get("path"), value.get("bytes")) if made else (value, None)
+        is_mapping = isinstance(value, Mapping)
+        path, content = (value.get("path"), value.get("bytes")) if is_mapping else (value, None)
         content, path = (path, None) if isinstance(path, bytes) else (content, path)
         if isinstance(content, bytes):
-            # Not with its name: `datasets` would take a file of that name in the working directory in its place.
+            # Without its name: `datasets` would read a file of that name in the working directory instead.
             return {"path": None, "bytes": content}
         if not isinstance(path, str) or not path or content is not None:
             raise ValueError(f"an image must be a path, bytes, or a mapping with either, got {short(value)}")
@@ -67,11 +67,11 @@ class ImageRules:
             return {"path": None, "bytes": _from_data_uri(path)}
         if len(path) > MAX_PATH or printable(path) != path:
             raise ValueError(f"the path {short(path)} is not valid Unicode, or too long")
-        # `datasets` names a file in an archive zip://a.png::b.zip, where b.zip is a path, or streamed from the Hub.
+        # `datasets` writes a file in an archive as zip://a.png::b.zip, where b.zip is a path or an address of the Hub.
         archive, separator, file = path.rpartition("::")
         streamed = "://" in file
         if streamed or separator:
-            known = made and re.fullmatch(r"(zip://((?!::).)*)?", archive, re.DOTALL)
+            known = is_mapping and re.fullmatch(r"(zip://((?!::).)*)?", archive, re.DOTALL)
             if not known or streamed and not self._streams(file):
                 raise ValueError(
                     f"{short(path)} is an address, and nothing is fetched: download the images, give their paths, and "
@@ -80,22 +80,17 @@ class ImageRules:
             if streamed:
                 return {"path": path, "bytes": None}
         if self.hub and not self.folder and not os.path.isabs(file):
-            raise ValueError(
-                f"the image {path} is a path, and no folder is known that it starts from: set image_folder"
-            )
+            raise ValueError(f"the image {path} is a path, and its folder is not known: set image_folder")
         full = os.path.abspath(os.path.join(self.folder or "", file))
         if not self._allow(full, os.path.abspath):
             raise ValueError(f"the image {path} leaves {self._place}")
         return {"path": archive + separator + full, "bytes": None}
 
     def check_file(self, path: str) -> None:
-        """Looks whether an image's file is there, and where it may be when all links are followed.
+        """Raises ValueError if an image file does not exist, or is a link to a place that is not allowed.
 
         Args:
-            path: As [`image`] gives it; of what is streamed nothing is looked at.
-
-        Raises:
-            ValueError: It is not.
+            path: As [`image`] gives it; streamed files are not checked.
         """
         file = path.rpartition("::")[2]
         if "://" in file:
@@ -121,18 +116,15 @@ class ImageRules:
 
 
 def open_image(image: dict[str, Any], max_pixels: int) -> Image.Image:
-    """Decodes an image: the first frame of an animation, turned as its EXIF data says, on white where transparent.
+    """Decodes an image into RGB: the first frame, rotated by its EXIF data, on white where it is transparent.
 
-    An image whose sides are both at least twice `KEPT_SIDE` is made smaller by a whole number; a JPEG is decoded at a
-    half, a quarter or an eighth of its size, which takes that much less memory. Every other image keeps its pixels.
+    An image with both sides at least twice `KEPT_SIDE` is reduced by a whole factor; a JPEG is decoded at a half, a
+    quarter or an eighth of its size, which saves memory. Every other image keeps its pixels.
 
     Args:
-        image: `path` and `bytes`, as `datasets` has them; the path may be a URL that fsspec reads.
-        max_pixels: The size, read from the header, above which nothing is decoded. Pillow has a limit of its own,
-            twice `PIL.Image.MAX_IMAGE_PIXELS`.
-
-    Returns:
-        The image in mode RGB.
+        image: `path` and `bytes`, as in `datasets`; the path may be a URL that fsspec reads.
+        max_pixels: Most pixels, read from the header before decoding. Pillow's own limit is twice
+            `PIL.Image.MAX_IMAGE_PIXELS`.
 
     Raises:
         ValueError: The image is missing, unreadable, truncated, empty, too large or too narrow; the file is named.
@@ -143,7 +135,7 @@ def open_image(image: dict[str, Any], max_pixels: int) -> Image.Image:
             width, height = opened.size
             if not 0 < width * height <= max_pixels:
                 raise ValueError(f"{width} x {height} pixels; from 1 to {max_pixels:,} are allowed")
-            # Image processors that resize by the shorter side would make a narrow strip as large as they like.
+            # Image processors that resize the shorter side would make a narrow strip huge.
             if max(width, height) > MAX_RATIO * min(width, height):
                 raise ValueError(f"{width} x {height} pixels; one side may be {MAX_RATIO} times the other at most")
             _check_scans(opened, file)
@@ -151,17 +143,16 @@ def open_image(image: dict[str, Any], max_pixels: int) -> Image.Image:
             ImageOps.exif_transpose(opened, in_place=True)
             rgb = _rgb(opened)
             return rgb.reduce(factor) if (factor := min(rgb.size) // KEPT_SIDE) > 1 else rgb
-    # Decoders of broken files raise whatever their own code stumbles over.
-    except Exception as error:
+    except Exception as error:  # decoders raise errors of any kind on broken files
         raise ValueError(f"{name}: {str(error) or type(error).__name__}") from error
 
 
 def image_problem(
     images: list[dict[str, Any]], rules: ImageRules, max_pixels: int | None = None
 ) -> tuple[str | None, str] | None:
-    """The file of the first image that is at fault, and why; None if there is none.
+    """File of the first bad image, and the reason, or None.
 
-    Files are looked for, as [`ImageRules.check_file`] does; with `max_pixels`, every image is decoded too.
+    Checks that files exist (see [`ImageRules.check_file`]); with `max_pixels`, decodes every image too.
     """
     for image in images:
         try:
@@ -189,7 +180,7 @@ def _is_inside(path: str, folder: str) -> bool:
 
 
 def _check_scans(opened: Image.Image, file: Any) -> None:
-    # Each scan of a progressive JPEG goes through the whole image again, and may take ten bytes.
+    # Each scan of a progressive JPEG is a pass over the whole image, and may take only ten bytes.
     if opened.format in ("JPEG", "MPO"):
         file.seek(0)
         if (scans := file.read().count(b"\xff\xda")) > MAX_SCANS:
@@ -205,8 +196,8 @@ def _open(image: dict[str, Any]) -> Any:
 
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers, of which nobody knows what white is")
-    if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion turns all above 255 into white
+        raise ValueError("its pixels are floating-point numbers of unknown range")
+    if image.mode.startswith("I"):  # 16 bits, of which Pillow makes all above 255 white
         image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
     if image.has_transparency_data:
         layer = image.convert("RGBA")
@@ -215,11 +206,11 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def printable(text: str) -> str:
-    """The text with a question mark for each half of a surrogate pair, which JSON can hold and a file cannot."""
+    """The text with half surrogate pairs, which JSON may have but UTF-8 files may not, replaced by question marks."""
     return text.encode(errors="replace").decode()
 
 
 def short(value: Any) -> str:
-    """A value as an error shows it, 80 characters at most."""
+    """The value for an error message, 80 characters at most."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

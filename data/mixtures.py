@@ -1,8 +1,8 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Data sets in any known form as canonical rows, checked, measured and mixed; in memory or streamed.
+"""Loads data sets in any known form as canonical rows, checked, measured and mixed; in memory or streamed.
 
-No image is decoded on the way, and none is written anywhere: a row is built from its source when it is read.
+No image is decoded or written on the way: a row is built from its source when it is read.
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainingData:
-    """Canonical rows, each with the columns of `FEATURES`; `eval` is None where none is asked for."""
+    """Canonical rows with the columns `FEATURES`; `eval` is None unless held-out data is asked for."""
 
     train: Dataset | IterableDataset
     eval: Dataset | IterableDataset | None
@@ -47,57 +47,53 @@ def load_data(
     need_images: bool = False,
     dropped_rows: DroppedRows | None = None,
 ) -> TrainingData:
-    """Loads what `arguments` names, checks every row, drops what is too long, and mixes.
+    """Loads the data sets of `arguments`, checks every row, drops rows that are too long, and mixes.
 
-    In memory, structure, lengths and the presence of image files are checked here, with `check_images` also every
-    image; of held-out data every image always, since a row that loses its labels later makes the loss too low. All
-    processes must call this at the same time, since they share that work. With fractions, the mixture is the largest
-    with these shares in which no row comes twice; its rows are drawn by `seed`.
+    In memory, the structure, length and image files of all rows are checked here; with `check_images`, and always for
+    held-out data, every image is decoded too, since a held-out row that loses its labels later makes the loss too low.
+    The processes share this work, so all must call this at the same time. With fractions, the mixture is the largest
+    one with these shares in which no row comes twice; its rows are drawn by `seed`.
 
-    A stream is checked as it is read. For training it is shuffled in a buffer and has no end: with fractions each row
-    is from a source drawn at random, and a source that ends begins again; without, all sources come one after the
-    other, then again. It is a single shard, so that rows and their numbers do not depend on the number of processes:
-    each reads all of it and takes its part, in one worker at most. A held-out stream ends.
+    A stream is checked while it is read. For training it is shuffled in a buffer and endless: with fractions, the
+    source of each row is drawn at random, and a source that ends starts again; without, the sources come one after the
+    other, again and again. It has a single shard, so that rows and their numbers do not depend on the number of
+    processes: each reads all of it, in one worker at most, and takes its part. A held-out stream ends.
 
     Args:
         arguments: Data sets, and what to do with bad rows.
-        processor: Decides the length of a row.
+        processor: Determines the length of a row.
         max_length: Tokens, image tokens included, above which a row is dropped; None for no limit.
-        seed: Of mixture, shuffle buffer and held-out split.
+        seed: Of the mixture, the shuffle buffer and the held-out split.
         with_eval: Whether to load held-out data.
-        need_images: Whether it is an error if no row to train on has an image; of streams, none of the first rows.
-        dropped_rows: Where dropped rows are recorded: of data in memory by the main process, of streams when met.
+        need_images: Whether training rows without any image are an error; for streams, only the first rows are read.
+        dropped_rows: Records dropped rows: in memory by the main process, of streams when they are read.
 
     Raises:
-        ValueError: A data set cannot be read, has bad rows and `bad_rows` is "stop", or has none left; fractions are
-            no numbers above 0, or given for some sources only; held-out data is asked for and not found; images are
-            needed and there are none, or what looks like images is not read. A stream raises when read too, at a bad
-            row or after a source that gave no row.
+        ValueError: A data set cannot be read, has bad rows and `bad_rows` is "stop", or has no row left; fractions are
+            not numbers above 0, or missing for some sources; held-out data is not found; images are needed and there
+            are none, or seem to be there but are not read. A stream also raises while it is read: at a bad row, and
+            after a source that gave no row.
     """
     streaming = arguments.dataset_streaming
     fractions = _fractions(arguments.sources)
-    parting = bool(with_eval and arguments.test_split_size and not arguments.eval_dataset_name)
-    if streaming and parting:
+    splitting = bool(with_eval and arguments.test_split_size and not arguments.eval_dataset_name)
+    if streaming and splitting:
         raise ValueError("test_split_size needs data in memory, and dataset_streaming is set. Give eval_dataset_name.")
-    held_out = open_held_out(arguments) if with_eval and not parting else None
+    held_out = open_held_out(arguments) if with_eval and not splitting else None
     sources = [open_source(source, streaming) for source in arguments.sources]
     checks = Checks(
-        processor,
-        max_length,
-        arguments.bad_rows,
-        arguments.check_images,
-        arguments.max_image_pixels,
-        dropped_rows,
+        processor, max_length, arguments.bad_rows, arguments.check_images, arguments.max_image_pixels, dropped_rows
     )
     reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]
-    held_report = SourceReport(held_out.name if held_out else "held out of training", "eval")
-    held_report.dataset = held_out.dataset if held_out else None
+    held_report = SourceReport("held out of training", "eval")
+    if held_out:
+        held_report = SourceReport(held_out.name, "eval", dataset=held_out.dataset)
     train: Dataset | IterableDataset
     held: Dataset | IterableDataset | None = None
     if streaming:
-        shown = any([has_images(source, checks) for source in sources])
+        with_images = any([has_images(source, checks) for source in sources])
         mixed = {"sources": tuple(sources), "checks": checks, "fractions": fractions, "seed": seed}
-        # Without end, since the Trainer cannot resume a stream in a later pass: it counts batches from the beginning.
+        # Endless, since the Trainer counts batches from the start and cannot resume a stream in a later pass.
         train = _stream(_endless_rows, mixed).shuffle(seed=seed, buffer_size=arguments.shuffle_buffer_size)
         held = _stream(kept_rows, {"source": held_out, "checks": checks}) if held_out else None
     else:
@@ -107,14 +103,13 @@ def load_data(
         )
         if held_out:
             held = built_rows(good_rows(builder, len(sources), checks, held_report), builder)
-        elif parting:
-            left, out = _parted(light, arguments.test_split_size, seed, reports)
-            # Links that leave an image folder were looked for when the rows were read.
-            light, held_light = left, without_dropped(out, builder, ImageRules(), checks, held_report)
-            held = built_rows(held_light, builder)
+        elif splitting:
+            light, out = _split(light, arguments.test_split_size, seed, reports)
+            # With any file allowed: links that leave the image folder were checked with all rows.
+            held = built_rows(without_dropped(out, builder, ImageRules(), checks, held_report), builder)
         train = built_rows(light, builder)
-        shown = any(report.images for report in reports)
-    if need_images and not shown:
+        with_images = any(report.images for report in reports)
+    if need_images and not with_images:
         raise _no_images([source.name for source in sources], streaming)
     reports += [held_report] if with_eval else []
     _record_dropped(checks, reports)
@@ -135,28 +130,28 @@ def prepare_rows(
     need_images: bool = False,
     dropped_rows: DroppedRows | None = None,
 ) -> tuple[Dataset | IterableDataset, SourceReport]:
-    """Makes of a data set that is open already what [`load_data`] makes of files: canonical rows, checked, measured.
+    """Canonical rows, checked and measured, of a data set that is already open.
 
-    Rows are in any form that files may have, images decoded by PIL included. A stream is neither shuffled nor begun
-    again when it ends. Data that went through here, or come from `load_data`, are returned as they are. All processes
-    must call this at the same time.
+    Rows may have any form that files have; images may also be PIL images. A stream is neither shuffled nor repeated.
+    The results of this function and of [`load_data`] are returned unchanged. All processes must call this at the same
+    time.
 
     Args:
         data: Rows, in memory or streamed.
-        processor: Decides the length of a row.
-        name: What errors call the data.
-        split: What it is for. Of held-out data every image is decoded now.
+        processor: Determines the length of a row.
+        name: Name of the data in errors.
+        split: Its use. Every image of held-out data is decoded now.
         max_length: Tokens, image tokens included, above which a row is dropped; None for no limit.
-        image_folder: Folder that image paths start from and may not leave; by default any file of this machine.
+        image_folder: Folder that image paths start from and must stay in; by default any local file is allowed.
         bad_rows: `"stop"` raises at a row that cannot be trained on, `"skip"` drops it.
         check_images: Whether to decode every image now.
         max_image_pixels: Images with more pixels are bad.
-        need_images: Whether it is an error if no row has an image; of a stream, none of the first rows.
-        dropped_rows: Where dropped rows are recorded.
+        need_images: Whether rows without any image are an error; for a stream, only the first rows are read.
+        dropped_rows: Records dropped rows.
 
     Raises:
-        ValueError: There is a bad row, no row is left, images are needed and there are none, or what looks like
-            images is not read. A stream raises when it is read, too.
+        ValueError: There is a bad row, no row is left, images are needed and there are none, or seem to be there but
+            are not read. A stream also raises while it is read.
     """
     report = SourceReport(name, split)
     if data.features == FEATURES or isinstance(_transform(data), RowBuilder):
@@ -167,13 +162,13 @@ def prepare_rows(
     checks = Checks(processor, max_length, bad_rows, check_images, max_image_pixels, dropped_rows)
     prepared: Dataset | IterableDataset
     if isinstance(data, IterableDataset):
-        shown = has_images(source, checks)
+        with_images = has_images(source, checks)
         prepared = _stream(kept_rows, {"source": source, "checks": checks})
     else:
         builder = RowBuilder((source,))
         prepared = built_rows(good_rows(builder, 0, checks, report), builder)
-        shown = bool(report.images)
-    if need_images and not shown:
+        with_images = bool(report.images)
+    if need_images and not with_images:
         raise _no_images([name], isinstance(data, IterableDataset))
     if report.dropped:
         logger.warning(f"{name}: {len(report.dropped):,} of {report.found:,} rows dropped. First: {report.dropped[0]}")
@@ -200,15 +195,15 @@ def _record_dropped(checks: Checks, reports: list[SourceReport]) -> None:
 
 
 def _stream(rows: Callable[..., Iterator[dict[str, Any]]], given: dict[str, Any]) -> IterableDataset:
-    # One generator, and no list among its arguments, makes one shard: `datasets` and accelerate would deal several out
-    # to workers and processes, each of which would then see other sources, number rows anew and end at another time.
+    # One generator without lists among its arguments is one shard. Several would be split between workers and
+    # processes, each of which would then see other sources, number rows differently and end at another time.
     return IterableDataset.from_generator(rows, features=FEATURES, gen_kwargs=given)
 
 
 def _endless_rows(
     sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
 ) -> Iterator[dict[str, Any]]:
-    # Drawn row by row, so that skipping rows after a resumption leads to the same ones.
+    # Drawn row by row, so that a resumed run, which skips rows, continues with the same ones.
     groups = [(source,) for source in sources] if fractions else [sources]
     streams = [_again_and_again(group, checks) for group in groups]
     random = np.random.default_rng(seed)
@@ -223,7 +218,7 @@ def _again_and_again(sources: tuple[Source, ...], checks: Checks) -> Iterator[di
 
 
 def _fractions(sources: list[DataSource]) -> tuple[float, ...]:
-    """Shares that sum to 1, or none."""
+    """Shares that sum to 1; empty without fractions."""
     for source in sources:
         if source.fraction is not None and not isinstance(source.fraction, (int, float)):
             raise ValueError(f"The fraction of {source.path} must be a number above 0, got {source.fraction!r}.")
@@ -245,10 +240,10 @@ def _mixture(parts: list[Dataset], fractions: tuple[float, ...], seed: int, repo
     return concatenate_datasets(parts)
 
 
-def _parted(
+def _split(
     mixture: Dataset, test_size: float | None, seed: int, reports: list[SourceReport]
 ) -> tuple[Dataset, Dataset]:
-    """Training rows and held-out rows. The reports of the sources say how many rows of each are left to train on."""
+    """Training rows and held-out rows; updates in the reports how many rows of each source are trained on."""
     numbers = Dataset.from_dict({"number": list(range(len(mixture)))})
     parts = numbers.train_test_split(test_size=test_size, seed=seed)
     left, out = parts["train"]["number"][:], parts["test"]["number"][:]

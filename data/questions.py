@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""A question about an image, from a row of any known data format."""
+"""Questions about images, from rows of any known form."""
 
 import os
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ class Sample:
     """A question about an image.
 
     Attributes:
-        name: Where it comes from: data, row and file, without the folders above the data.
+        name: Data set, row and image file, without the folders above the data.
         question: The question.
-        stored: The image's `path` or its `bytes`, as `datasets` has them.
+        stored: The image's `path` or its `bytes`, as in `datasets`.
     """
 
     name: str
@@ -30,10 +30,10 @@ class Sample:
 
     @property
     def image(self) -> Image.Image:
-        """The image, decoded anew each time, upright and in RGB.
+        """The image, upright and in RGB; decoded at each access.
 
         Raises:
-            ValueError: It cannot be decoded; the text names the sample.
+            ValueError: It cannot be decoded; the message names the sample.
         """
         try:
             return open_image(dict(self.stored), DataArguments.max_image_pixels)
@@ -45,12 +45,12 @@ def sample_of_row(raw: Any, name: str, rules: ImageRules) -> Sample | None:
     """The first image of a row and the question about it; None if the row has no image.
 
     Args:
-        raw: The row, images not decoded, in any of [`FORMS`]; an answer is not needed.
-        name: Where it comes from, for the sample's name and for errors.
+        raw: The row in any of [`FORMS`], images not decoded; it needs no answer.
+        name: Data set and row, for the sample's name and for errors.
         rules: Which files its image may be.
 
     Raises:
-        ValueError: The row is of no known form, its image is none or may not be read, or it has no question.
+        ValueError: The row is of no known form, its image is not valid or may not be read, or it has no question.
     """
     file = _file(raw, rules.folder)
     name += f" ({file})" if file else ""

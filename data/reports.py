@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What became of data sets: how many rows there were, and which were left out."""
+"""Counts of the rows of each data set: found, dropped, kept."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,23 +10,25 @@ from .rows import DroppedRow
 
 @dataclass
 class SourceReport:
-    """What became of one data set.
+    """Counts of the rows of one data set.
+
+    The numbers are None for a stream, whose dropped rows are in the file of dropped rows.
 
     Attributes:
-        source: Its name.
+        source: Name of the data set.
         split: `"train"` or `"eval"`.
-        found: Rows in it. None for a stream, as are all numbers below: what it drops is in the file of dropped rows.
+        found: All rows.
         bad: Rows that cannot be trained on.
         too_long: Rows with more than `max_length` tokens.
-        kept: Rows that are left.
-        used: Rows of those that the mixture takes and that are not held out of it.
-        images: Images in the rows kept.
-        text_only: Rows kept that have no image.
+        kept: The other rows.
+        used: Kept rows that are in the mixture and not held out of it.
+        images: Images in the kept rows.
+        text_only: Kept rows without an image.
         shortest, median, longest: Tokens in a kept row, image tokens included.
         dropped: Every row that was bad or too long.
-        dataset: Of a data set of the Hub, which it is, and its licence: see [`hub_dataset`].
-        forms: Rows kept of each form, by the column that tells it.
-        unread: Rows kept without images in which a column or text looks like one: see [`unread_image`].
+        dataset: A Hub data set's id, commit and licence: see [`hub_dataset`].
+        forms: Kept rows of each form, by the column that identifies it.
+        unread: Kept rows without images in which a column or text looks like one: see [`unread_image`].
     """
 
     source: str
@@ -49,10 +51,10 @@ class SourceReport:
 
 @dataclass
 class DataReport:
-    """What became of all data sets, training data first."""
+    """Counts of all data sets, training data first."""
 
     sources: list[SourceReport]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, every dropped row included."""
+        """The report for JSON, with every dropped row."""
         return asdict(self)

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Checks of rows before they are trained on: structure, length, and whether the images are there."""
+"""Checks of rows before training: their structure, their length, and whether their images exist."""
 
 import functools
 import logging
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 _CHUNK = 64  # rows tokenized together
 _SHOWN = 5  # reasons in an error
-_PEEKED = 100  # rows of a stream that are read before training, in search of an image
+_PEEKED = 100  # rows of a stream that are searched for an image before training
 
 
 @dataclass
 class Checks:
-    """What rows are checked by."""
+    """Options of the checks."""
 
     processor: LlavaProcessor
     max_length: int | None = None
@@ -46,7 +46,7 @@ class Checks:
     dropped_rows: DroppedRows | None = None
 
     def too_long(self, row: dict[str, Any]) -> DroppedRow | None:
-        """The row as one to drop, if it has too many tokens."""
+        """The row as a dropped one if it has too many tokens, or None."""
         if self.max_length is None or row["length"] <= self.max_length:
             return None
         reason = f"{row['length']} tokens, more than max_length {self.max_length}"
@@ -54,9 +54,9 @@ class Checks:
 
 
 def checked_rows(source: Source, processor: LlavaProcessor) -> Iterator[dict[str, Any]]:
-    """All rows of a source, in order: what is known of each, itself in canonical form and as it is (`raw`).
+    """All rows of a source in order: in canonical form, as stored (`raw`), and their facts.
 
-    Rows that cannot be trained on are empty and have a reason.
+    Rows that cannot be trained on are empty and have a `reason`.
     """
     found = iter(source)
     tokens = {"image_token": processor.image_token, "control_tokens": control_tokens(processor.tokenizer)}
@@ -94,15 +94,15 @@ def kept_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
         if row["unread"]:
             _warn_once(f"{source.name}: what looks like an image is not read: {row['unread']}.")
         yield {column: row[column] for column in FEATURES}
-    if empty:  # begun again and again, it would never give a row
+    if empty:  # repeated without end, it would never give a row
         raise ValueError(f"{source.name}: no row is left. It is empty, or all of its rows were dropped.")
 
 
 def has_images(source: Source, checks: Checks) -> bool:
-    """Whether there is an image in the first rows of a stream, which are read up to it.
+    """Whether one of the first rows of a stream has an image.
 
     Raises:
-        ValueError: There is a bad row and `bad_rows` is "stop", or what [`check_images_are_read`] raises.
+        ValueError: There is a bad row and `bad_rows` is "stop", or [`check_images_are_read`] finds unread images.
     """
     rows, unread = 0, Counter[str]()
     for row in islice(_passing(source, checks), _PEEKED):
@@ -130,7 +130,7 @@ def _passing(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
 
 
 def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:
-    """Tokens in each canonical row as the collator gives it, without decoding an image, or why it has none."""
+    """Tokens of each canonical row, as the collator makes them, or why there are none; no image is decoded."""
     per_image = tokens_per_image(processor)
     results: list[int | str] = []
     texts: list[str] = []
@@ -139,8 +139,7 @@ def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]
             try:
                 texts.append(str(processor.apply_chat_template(conversation["messages"], tokenize=False)))
                 results.append(len(conversation["images"]))
-            # Templates refuse a conversation with whatever Jinja or their authors raise.
-            except Exception as error:
+            except Exception as error:  # a template may refuse a conversation with any error
                 results.append(f"the chat template refuses it: {error}")
     encoded = iter(processor.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
     for number, images in enumerate(results):
@@ -153,25 +152,25 @@ def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]
 
 
 def tokens_per_image(processor: LlavaProcessor) -> int:
-    """Image tokens that an image of any size becomes."""
+    """Number of image tokens of an image, whatever its size."""
     return processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
 
 
 def image_problems(
     rows: Dataset, name: str, rules: ImageRules, max_pixels: int | None
 ) -> dict[int, tuple[str | None, str]]:
-    """Looks at the images of all rows, as [`image_problem`] does; the processes share the work.
+    """Checks the images of all rows with [`image_problem`]; the processes share the work.
 
-    Nothing is cached, because files come and go.
+    Nothing is cached, since files may change.
 
     Args:
-        rows: With the column `paths`, or to decode them, canonical rows with `images`.
-        name: Of the data set, for the progress bar.
-        rules: Which files they may be.
-        max_pixels: Size up to which images are decoded; None to look for their files alone.
+        rows: Rows with the column `paths` or, to decode images, canonical rows.
+        name: The data set's name, for the progress bar.
+        rules: Which files the images may be.
+        max_pixels: Most pixels of an image to decode; None only checks that files exist.
 
     Returns:
-        File and reason by number of the row.
+        File and reason, by the number of a row with a bad image.
     """
     state = PartialState()
     paths = rows["paths"][:] if max_pixels is None else []
@@ -194,11 +193,11 @@ def image_problems(
 
 
 def stopped(bad: list[DroppedRow], found: int | None = None) -> str:
-    """The error of a run that stops at bad rows: each reason once, with its first row and how many share it.
+    """The message of a run that stops at bad rows: each reason once, with its first row and their number.
 
     Args:
-        bad: The rows.
-        found: How many rows there are, good ones included, if known.
+        bad: The bad rows.
+        found: The number of all rows, if known.
     """
     alike: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in bad:
@@ -214,13 +213,13 @@ def stopped(bad: list[DroppedRow], found: int | None = None) -> str:
 
 
 def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, int]) -> None:
-    """Warns of what looks like images and is not read.
+    """Warns of columns or texts that look like images and are not read.
 
     Args:
-        name: Of the data set.
-        rows: How many rows it has.
-        images: How many images were read from them.
-        unread: In how many rows without images which column or text looks like one: see [`unread_image`].
+        name: The data set's name.
+        rows: Number of its rows.
+        images: Number of images read from them.
+        unread: Number of rows by the column or text that looks like an image: see [`unread_image`].
 
     Raises:
         ValueError: No image was read, and most rows look as if they had one.
@@ -228,16 +227,16 @@ def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, i
     if not unread:
         return
     named = ", ".join(f"{what} ({count:,} rows)" for what, count in Counter(unread).most_common(_SHOWN))
-    told = f"{name}: what looks like an image is not read: {named}."
+    message = f"{name}: what looks like an image is not read: {named}."
     if not images and 2 * sum(unread.values()) > rows:
         raise ValueError(
-            f"{told} No other image was found. Call a column image or images, or see docs/data.md for what is read."
+            f"{message} No other image was found. Call a column image or images, or see docs/data.md for what is read."
         )
-    _warn_once(told)
+    _warn_once(message)
 
 
 def warn_of_captions(name: str, forms: Iterable[str]) -> None:
-    """Warns once of what captions are asked for with, if a data set has any."""
+    """Warns once with which question captions are trained, if a data set has captions."""
     if not {"caption", "text"}.isdisjoint(forms):
         _warn_once(
             f"{name}: captions are trained as answers to {PROMPT!r}. For other questions, give question and answer."
@@ -245,11 +244,11 @@ def warn_of_captions(name: str, forms: Iterable[str]) -> None:
 
 
 def image_files(paths: list[str]) -> list[dict[str, Any]]:
-    """Images of a canonical row that are files."""
+    """Images of a canonical row by their paths."""
     return [{"path": path, "bytes": None} for path in paths]
 
 
 @functools.cache
-def _warn_once(told: str) -> None:
+def _warn_once(message: str) -> None:
     if PartialState().is_main_process:
-        logger.warning(told)
+        logger.warning(message)

@@ -1,14 +1,14 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""A row in any known form becomes a canonical row, or the reason why it cannot be trained on.
+"""Rows in any known form become canonical rows, or are refused with a reason.
 
-A canonical row has explicit content parts, each image in the turn it belongs to:
+A canonical row has explicit content parts, with each image in the turn it belongs to:
 
     images       list of {"path": str | None, "bytes": bytes | None}, one of which is None
     messages     list of {"role": str, "content": [{"type": "image" | "text", "text": str | None}]}
-    prompt_turns number of assistant turns, from the first, that are prompt and carry no label
+    prompt_turns number of assistant turns at the start that belong to the prompt and have no labels
 
-An optional system turn comes first; then user and assistant take turns, the user first and the assistant last.
+After an optional system turn, user and assistant take turns, the user first and the assistant last.
 """
 
 import json
@@ -27,11 +27,11 @@ from .forms import MARKER, columns, read_row
 from .images import ImageRules, printable
 
 
-PART = {"type": Value("string"), "text": Value("string")}
+MESSAGES = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})
 FEATURES = Features(
     {
         "images": List(Image(decode=False)),
-        "messages": List({"role": Value("string"), "content": List(PART)}),
+        "messages": MESSAGES,
         "prompt_turns": Value("int32"),
         "source": Value("string"),
         "row": Value("int64"),
@@ -39,7 +39,8 @@ FEATURES = Features(
         "length": Value("int32"),
     }
 )
-"""Columns of every data set for training: a canonical row, where it comes from, and its images and tokens."""
+"""Columns of every data set for training: a canonical row, its source, and how many images and tokens it has."""
+
 _BLANK_LETTERS = "\u115f\u1160\u2800\u3164\uffa0"  # Hangul fillers, the Braille pattern without dots
 _INVISIBLE = {"Cc", "Cf", "Zl", "Zp", "Zs"}  # Unicode's controls, formats such as zero-width spaces, and white space
 
@@ -51,7 +52,7 @@ class DroppedRow:
     Attributes:
         source: File or data set.
         row: Number in it, from 0.
-        file: Its image, if it has one; the one that is at fault if one is.
+        file: Its first image, or the one that is the reason.
         reason: Why it was dropped.
         tokens: Its length, if that is the reason.
     """
@@ -68,13 +69,12 @@ class DroppedRow:
 
 
 class DroppedRows:
-    """A file with a line for each row dropped while training, which any number of processes may append to.
+    """A file with a line for each row dropped while training, which several processes may append to.
 
-    It stays across a resumption. A process writes a row once however often it meets it, and a row that several
-    processes wrote counts once.
+    A resumed run appends to it. A process writes a row once, and a row that several processes wrote counts once.
 
     Args:
-        path: The file; made with its folder at the first row.
+        path: The file, created with its folder at the first row.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -82,7 +82,7 @@ class DroppedRows:
         self._written: set[tuple[str, int]] = set()
 
     def add(self, dropped: DroppedRow) -> None:
-        """Appends one line in one write, so that lines of several processes do not mix."""
+        """Appends a line in one write, so that lines of several processes do not mix."""
         if (dropped.source, dropped.row) in self._written:
             return
         line = json.dumps(asdict(dropped)).encode() + b"\n"
@@ -95,7 +95,7 @@ class DroppedRows:
         self._written.add((dropped.source, dropped.row))
 
     def read(self) -> list[DroppedRow]:
-        """The rows, each once, by source and number; empty if there is no file."""
+        """The dropped rows, each once, sorted by source and number; empty without a file."""
         found: dict[tuple[str, int], DroppedRow] = {}
         for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
             try:
@@ -113,18 +113,18 @@ def canonical_row(
     image_token: str = MARKER,
     control_tokens: re.Pattern[str] | None = None,
 ) -> dict[str, Any]:
-    """The row in canonical form, and what its `form` was, checked as far as possible without the file system.
+    """The row in canonical form, with its `form`; checked, but for the files of its images.
 
-    White space around an answer is not kept, since it would be learned.
+    White space around an answer is removed, since it would be learned.
 
     Args:
-        raw: The row as its file has it, in one of [`FORMS`].
+        raw: The row as stored, in one of [`FORMS`].
         rules: Which files its images may be; by default any.
         image_token: The tokenizer's image token, which no text may contain.
-        control_tokens: Others that no text may contain; see [`control_tokens`].
+        control_tokens: Matches other tokens that no text may contain; see [`control_tokens`].
 
     Raises:
-        ValueError: The row cannot be trained on. The text is the reason; it names neither row nor file.
+        ValueError: The row cannot be trained on, with the reason; it names neither row nor file.
     """
     row = read_row(raw)
     images = [(rules or ImageRules()).image(image) for image in row.images]
@@ -136,9 +136,9 @@ def canonical_row(
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches what the tokenizer reads as a control token wherever it stands in a text: all that it calls special.
+    """Matches the special tokens, which the tokenizer reads as control tokens wherever they stand in a text.
 
-    Other added tokens, such as Qwen's `<think>`, are something to be learned.
+    Other added tokens, such as Qwen's `<think>`, may be learned.
     """
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special.update(tokenizer.all_special_tokens)

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Opening a data set: files of rows, a folder of images, or whatever `datasets` reads."""
+"""Opening a data set: files of rows, a folder of images, or anything that `datasets` reads."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -25,15 +25,15 @@ _REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 
 
 @dataclass
 class Source:
-    """An opened data set; iterating over it gives the name of file or data set, the number, and the row as it is.
+    """An opened data set. Iterating gives the name of the file or data set, the row's number, and the row as stored.
 
     Attributes:
-        name: What it is called.
+        name: Its name in errors and reports.
         rules: Which files its images may be.
         columns: Columns to read; None for all.
         files: Files of rows, in place of `data`.
-        data: In memory, its images not decoded, or a stream.
-        dataset: Of one from the Hub, which it is: see [`hub_dataset`].
+        data: Rows in memory, with images not decoded, or a stream.
+        dataset: A Hub data set's id, commit and licence: see [`hub_dataset`].
     """
 
     name: str
@@ -56,7 +56,7 @@ class Source:
                 yield self.name, number, self._selected(raw)
 
     def row(self, number: int) -> dict[str, Any]:
-        """A row of `data` in memory, as it is."""
+        """A row of `data` in memory, as stored."""
         assert isinstance(self.data, Dataset)
         found = self.data[number]
         return self._selected(found.to_pylist()[0] if isinstance(found, pyarrow.Table) else found)
@@ -74,10 +74,10 @@ class Source:
 
 
 def open_source(source: DataSource, streaming: bool) -> Source:
-    """Opens what `source` names, reading no row of it yet.
+    """Opens a data set; no row is read yet.
 
     Raises:
-        ValueError: it is not there, or cannot be read.
+        ValueError: It does not exist or cannot be read.
     """
     path = Path(source.path)
     suffix = path.suffix.lower()
@@ -98,21 +98,22 @@ def open_source(source: DataSource, streaming: bool) -> Source:
             opened = _folder(opened, path, source, streaming)
         else:
             opened = replace(opened, data=_load(source, streaming), dataset=hub_dataset(hub) if hub else None)
-    except Exception as error:  # of others' files, whatever `datasets` stumbles over
+    except Exception as error:  # `datasets` raises errors of any kind on broken files
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
-        told = f"{source.path} is no file or folder here. " if hub else ""
-        told += f"The data set {source.path}, split {source.split!r}, cannot be read: {reason}"
-        raise ValueError(told) from error
+        absent = f"{source.path} is no file or folder here. " if hub else ""
+        raise ValueError(
+            f"{absent}The data set {source.path}, split {source.split!r}, cannot be read: {reason}"
+        ) from error
     return opened
 
 
 def open_held_out(arguments: DataArguments) -> Source:
     """Opens the held-out data: `eval_dataset_name`, or the test split of `dataset_name`.
 
-    Where the first has no splits, it is held-out data as a whole, even if it is what is trained on.
+    The former is read as a whole if it has no splits.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is none.
     """
     name = arguments.eval_dataset_name or arguments.dataset_name
     if name is None:
@@ -130,7 +131,7 @@ def open_held_out(arguments: DataArguments) -> Source:
 
 
 def _folder(opened: Source, path: Path, source: DataSource, streaming: bool) -> Source:
-    """A folder with files of rows, with metadata of images, with nothing but images, or as `datasets` reads it."""
+    """A folder with files of rows, with metadata of images, with images alone, or one that `datasets` reads."""
     if files := files_of_folder(path, source.split):
         folders = sorted({str(Path(file).parent) for file in files})
         if len(folders) > 1:
@@ -145,7 +146,7 @@ def _folder(opened: Source, path: Path, source: DataSource, streaming: bool) -> 
 
 
 def _check_inside(folder: Path, files: Iterable[str]) -> None:
-    """Raises ValueError if a folder of data names files elsewhere: by a link, in its card or in `state.json`."""
+    """Raises ValueError if a folder's links, card or `state.json` name files outside of it."""
     for file in files:
         if "://" in file or not is_inside(Path(file), folder.resolve()):
             raise ValueError(f"it would have {file} read, which is not in the folder. Put the data there")

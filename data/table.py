@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Data sets in memory: a light table in the cache says where each row is and how long; rows are built from it."""
+"""Data sets in memory: a cached table says where each row is and how long it is; rows are built when they are read."""
 
 import json
 from collections import Counter
@@ -46,12 +46,12 @@ LIGHT = Features(
         "json": Value("string"),
     }
 )
-"""Columns of the cached table: no image, and of a row from a file of rows its text, since such a file has no index."""
+"""Columns of the cached table: no images; for files of rows, which have no index, the row as JSON."""
 
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """A transform of `datasets`: rows of the light table become canonical rows, read from their sources."""
+    """A transform for `datasets`: reads the rows of the light table from their sources, as canonical rows."""
 
     sources: tuple[Source, ...]
 
@@ -69,11 +69,11 @@ class RowBuilder:
 def good_rows(builder: RowBuilder, part: int, checks: Checks, report: SourceReport) -> Dataset:
     """The light table of one of the builder's sources, with its good rows alone; see [`without_dropped`].
 
-    The table of all rows is cached where `datasets` keeps its own.
+    The table of all rows is cached in the cache of `datasets`.
 
     Raises:
-        ValueError: The source cannot be read or has no rows, or what `without_dropped` or [`check_images_are_read`]
-            raises.
+        ValueError: The source cannot be read or has no rows; see also `without_dropped` and
+            [`check_images_are_read`].
     """
     source = builder.sources[part]
     light = _light_table(source, checks.processor)
@@ -87,9 +87,9 @@ def good_rows(builder: RowBuilder, part: int, checks: Checks, report: SourceRepo
 
 
 def built_rows(light: Dataset, builder: RowBuilder) -> Dataset:
-    """The canonical rows that a light table stands for, each built when it is read.
+    """The canonical rows of a light table, each built when it is read.
 
-    Without the transform, `rows.with_format(None)`, the columns `length` and `image_count` are read at once.
+    `rows.with_format(None)` reads the columns `length` and `image_count` without building rows.
     """
     needed = ["part", "row", "json"]
     light = light.select_columns(["source", *needed, "image_count", "length"])
@@ -99,24 +99,24 @@ def built_rows(light: Dataset, builder: RowBuilder) -> Dataset:
 def without_dropped(
     light: Dataset, builder: RowBuilder, rules: ImageRules, checks: Checks, report: SourceReport
 ) -> Dataset:
-    """The good rows of a light table; what became of all is reported.
+    """The good rows of a light table; fills in the report.
 
     Args:
-        light: With the columns `LIGHT` and `part`.
-        builder: Builds its rows, where images are decoded.
+        light: Table with the columns `LIGHT` and `part`.
+        builder: Builds its rows if images are decoded.
         rules: Which files the images may be.
-        checks: What to check.
-        report: To fill in.
+        checks: Options of the checks.
+        report: The report to fill in.
 
     Raises:
         ValueError: There is a bad row and `bad_rows` is "stop", or no row is left.
     """
     decoded = checks.check_images or report.split == "eval"
-    looked_at = built_rows(light, builder) if decoded else light
-    problems = image_problems(looked_at, report.source, rules, checks.max_image_pixels if decoded else None)
-    about = light.remove_columns(["paths", "json", "part"]).to_list()
+    checked = built_rows(light, builder) if decoded else light
+    problems = image_problems(checked, report.source, rules, checks.max_image_pixels if decoded else None)
+    found = light.remove_columns(["paths", "json", "part"]).to_list()
     bad, long, kept = [], [], []
-    for number, row in enumerate(about):
+    for number, row in enumerate(found):
         if row["reason"] or number in problems:
             file, reason = problems.get(number, (row["file"], row["reason"]))
             bad.append(DroppedRow(row["source"], row["row"], file, reason))
@@ -125,25 +125,25 @@ def without_dropped(
         else:
             kept.append(number)
     if bad and checks.bad_rows == "stop":
-        raise ValueError(stopped(bad, len(about)))
+        raise ValueError(stopped(bad, len(found)))
     if not kept:
         first = f" The first: {(bad + long)[0]}." if bad or long else ""
         raise ValueError(
-            f"{report.source}: no row is left. {len(about)} found, {len(bad)} bad, {len(long)} longer than max_length "
+            f"{report.source}: no row is left. {len(found)} found, {len(bad)} bad, {len(long)} longer than max_length "
             f"{checks.max_length}.{first}"
         )
-    report.found, report.bad, report.too_long, report.dropped = len(about), len(bad), len(long), bad + long
+    report.found, report.bad, report.too_long, report.dropped = len(found), len(bad), len(long), bad + long
     left = light.select(kept)
     measure(left, report)
     return left
 
 
 def measure(rows: Dataset, report: SourceReport) -> None:
-    """Fills in how many rows and images there are, and how many tokens a row has.
+    """Fills in the numbers of rows, images and tokens.
 
     Args:
         rows: A light table, or canonical rows in memory.
-        report: To fill in.
+        report: The report to fill in.
     """
     columns = rows.with_format(None).select_columns(["length", "image_count"])
     lengths, counts = (np.array(columns[name][:]) for name in columns.column_names)
@@ -157,7 +157,7 @@ def _light_table(source: Source, processor: LlavaProcessor) -> Dataset:
     tokens = [tokens_per_image(processor), processor.image_token, control_tokens(processor.tokenizer).pattern]
     code = [Path(str(module.__file__)).read_bytes() for module in (checking, forms, images, rows)]
     try:
-        # Processes that start together wait for the first, and find its file in the cache.
+        # Processes that start together wait for the first, and then read its cached file.
         return Dataset.from_generator(
             _light_rows,
             features=LIGHT,
@@ -166,7 +166,7 @@ def _light_table(source: Source, processor: LlavaProcessor) -> Dataset:
         )
     except DatasetGenerationError as error:
         raise error.__cause__ if isinstance(error.__cause__, (ValueError, OSError)) else error from None
-    except ValueError as error:  # what `datasets` says of no rows; errors of ours come in one of its own
+    except ValueError as error:  # raised by `datasets` without rows; ours are wrapped in a DatasetGenerationError
         raise ValueError(f"{source.name} has no rows.") from error
 
 

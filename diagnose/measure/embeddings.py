@@ -7,7 +7,8 @@ from pathlib import Path
 from accelerate.utils import align_module_device
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...assembly.gain import EmbeddingStatistics, _config, counted_rows, embedding_statistics
+from ...assembly.embedding_table import known_config
+from ...assembly.gain import EmbeddingStatistics, counted_rows, embedding_statistics
 from ...modeling_normalign_llava import embedding_row_norms, mean_embedding_norm
 from ..report import EmbeddingTable, Interface, Moments, Report, TopToken
 
@@ -65,7 +66,7 @@ def probe_language(model: str | Path, *, top: int = 10) -> Report:
     statistics = embedding_statistics(str(model), top=top)
     table, scale = _table(statistics), statistics.scale
     path = Path(model).expanduser()
-    config = _config(str(path.parent if path.is_file() else path if path.exists() else model), None)
+    config = known_config(str(path.parent if path.is_file() else path if path.exists() else model))
     left_out = [
         "Visual tokens, the projector and the ratio of visual to text norms were not measured: a language model alone "
         "has none of them.",

@@ -7,9 +7,8 @@ from accelerate.utils import align_module_device
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...assembly.gain import initial_gain
 from ...configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
-from ...modeling_normalign_llava import _gathered
+from ...modeling_normalign_llava import _gathered, initial_gain
 from ..report import Gain
 from .embeddings import embedding_table_of
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...assembly.gain import initial_gain
 from ...configuration_normalign_llava import NormAlignLlavaConfig
+from ...modeling_normalign_llava import initial_gain
 
 
 PROJECTOR = "multi_modal_projector."

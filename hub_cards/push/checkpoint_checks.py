@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ... import configuration_normalign_llava, modeling_normalign_llava
-from ...assembly.gain import embedding_statistics, initial_gain
+from ...assembly.gain import embedding_statistics
 from ...assembly.processing import PADS_RIGHT, check_processor, load_processor
 from ...checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, TRAINING_RECORD, WEIGHTS
 from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
-from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, initial_gain
 from .contents import Contents, shards_of
 from .leaks import find_private
 

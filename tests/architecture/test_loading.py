@@ -42,9 +42,8 @@ def assert_aligned(model):
 
 
 # ------------------------------------------------------------------------------------------------- LLaVA's checkpoints
-@pytest.mark.parametrize("vision", ["clip", "siglip"])
+@pytest.mark.parametrize("vision, original_names", [("clip", True), ("clip", False), ("siglip", True)])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("original_names", [True, False])
 def test_a_llava_checkpoint_loads_with_every_tensor_equal(tmp_path, vision, tied, original_names):
     stock = tiny.llava(vision=vision, tied=tied)
     stock.save_pretrained(tmp_path, save_original_format=original_names)
@@ -74,17 +73,20 @@ def test_the_stock_class_lacks_exactly_the_norm(tmp_path):
     assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in stock.state_dict().items())
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("load", [NormAlignLlavaForConditionalGeneration, AutoModelForImageTextToText, AutoModel])
+@pytest.mark.parametrize(
+    "load, sharded",
+    [(NormAlignLlavaForConditionalGeneration, True), (AutoModelForImageTextToText, False), (AutoModel, False)],
+)
 def test_missing_tensors_are_an_error_that_lists_them(tmp_path, sharded, load):
     model = tiny.model(tied=False)
     model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "5GB")
     lost = ["model.language_model.norm.weight", "model.multi_modal_projector.linear_1.bias"]
+    lost += ["lm_head.weight"] if load is not AutoModel else []  # an untied head
     for path in tmp_path.glob("*.safetensors"):
         save_file({k: v for k, v in load_file(path).items() if k not in lost}, path, metadata={"format": "pt"})
     with pytest.raises(ValueError) as error:
         load.from_pretrained(tmp_path)
-    assert "lacks 2 tensors" in str(error.value)
+    assert f"lacks {len(lost)} tensors" in str(error.value)
     assert all(name.removeprefix("model.") in str(error.value) for name in lost)
 
 
@@ -124,12 +126,6 @@ def test_every_weight_can_be_made_without_a_checkpoint(cls, norm):
         assert "vision_tower.encoder" in name or torch.equal(loaded[name], tensor), name
 
 
-def test_an_untied_head_that_is_missing_is_an_error(tmp_path):
-    tiny.model(tied=False).model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"lm_head\.weight"):
-        NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path)
-
-
 def test_missing_tensors_are_an_error_through_peft(tmp_path):
     from peft import AutoPeftModel, LoraConfig, get_peft_model
 
@@ -150,8 +146,7 @@ def test_missing_tensors_are_an_error_through_peft(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------- save and load
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+@pytest.mark.parametrize("tied, shard", [(True, "5GB"), (False, "20KB")])
 def test_saving_is_stable(tmp_path, tied, shard):
     model = tiny.model(tied=tied)
     with torch.no_grad():
@@ -228,14 +223,6 @@ def test_float32_in_every_checkpoint_even_of_a_cast_model(tmp_path):
     assert names_on_disk(tmp_path / "cast")["model.language_model.norm.weight"] == "BF16"
 
 
-def test_a_quantization_config_as_a_dict_leaves_the_tower_alone_too(tmp_path):
-    tiny.model().save_pretrained(tmp_path)
-    wanted = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path, quantization_config=wanted)
-    quantized = {name for name, module in loaded.named_modules() if type(module).__name__ == "Linear8bitLt"}
-    assert quantized and all(name.startswith("model.language_model.layers.") for name in quantized)
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_loading_leaves_projector_norm_tower_and_head_alone(tmp_path, bits):
     import bitsandbytes as bnb
@@ -246,7 +233,7 @@ def test_quantized_loading_leaves_projector_norm_tower_and_head_alone(tmp_path, 
     quantization = (
         BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
         if bits == 4
-        else BitsAndBytesConfig(load_in_8bit=True)
+        else {"quant_method": "bitsandbytes", "load_in_8bit": True}
     )
     for folder in ("ours", "llava"):
         loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(

@@ -49,17 +49,23 @@ def gradients(function, norm, x, upstream):
     return [x.grad, *(p.grad for p in norm.parameters())]
 
 
+def assert_as_in_hook_form(norm, x, upstream):
+    ours = gradients(norm, norm, x, upstream)
+    for got, expected in zip(ours, gradients(lambda v: hook_form(norm, v, 1e-3), norm, x, upstream), strict=True):
+        assert got.shape == expected.shape
+        largest = expected.abs().max().item() if expected.numel() else 0.0
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10 * max(1.0, largest))
+
+
 @pytest.mark.parametrize("cls", NORMS)
-@pytest.mark.parametrize("d", [1, 8, 576, 1152, 3584])
-@pytest.mark.parametrize("gain", [1e-5, 0.0134, 1.0, 7.0])
+@pytest.mark.parametrize("d", [1, 8, 576, 3584])
+@pytest.mark.parametrize("gain", [1e-5, 0.0134, 7.0])
 @pytest.mark.parametrize("mixed_signs", [False, True])
 def test_gradients_equal_the_hook_form_in_float64(cls, d, gain, mixed_signs):
     torch.manual_seed(0)
     norm = make_norm(cls, d, gain, mixed_signs=mixed_signs)
     x, upstream = torch.randn(2, 6, d, dtype=torch.float64), torch.randn(2, 6, d, dtype=torch.float64)
-    ours = gradients(norm, norm, x, upstream)
-    for got, expected in zip(ours, gradients(lambda v: hook_form(norm, v, 1e-3), norm, x, upstream), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10 * max(1.0, expected.abs().max().item()))
+    assert_as_in_hook_form(norm, x, upstream)
 
 
 @pytest.mark.parametrize("cls", NORMS)
@@ -68,10 +74,7 @@ def test_any_number_of_leading_dimensions(cls, shape):
     torch.manual_seed(0)
     norm = make_norm(cls, 16)
     x, upstream = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
-    ours = gradients(norm, norm, x, upstream)
-    for got, expected in zip(ours, gradients(lambda v: hook_form(norm, v, 1e-3), norm, x, upstream), strict=True):
-        assert got.shape == expected.shape
-        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    assert_as_in_hook_form(norm, x, upstream)
 
 
 @pytest.mark.parametrize("cls", NORMS)
@@ -80,9 +83,7 @@ def test_non_contiguous_input_and_upstream(cls):
     norm = make_norm(cls, 16)
     x, upstream = torch.randn(16, 7, dtype=torch.float64).t(), torch.randn(7, 32, dtype=torch.float64)[:, ::2]
     assert not x.is_contiguous() and not upstream.is_contiguous()
-    ours = gradients(norm, norm, x, upstream)
-    for got, expected in zip(ours, gradients(lambda v: hook_form(norm, v, 1e-3), norm, x, upstream), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    assert_as_in_hook_form(norm, x, upstream)
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

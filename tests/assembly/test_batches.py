@@ -10,7 +10,7 @@ import train_data
 import training
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from transformers import AddedToken, AutoModelForImageTextToText, AutoProcessor, LlavaProcessor, pipeline
+from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
 
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
@@ -23,7 +23,7 @@ MODULES = r".*\.language_model\..*\.(q_proj|v_proj)"
 
 
 def with_louder_layers(model):
-    """At its initial scale so small a decoder says the same of everything."""
+    """At its initial scale, so small a decoder gives the same answer to everything."""
     with torch.no_grad():
         for parameter in model.model.language_model.layers.parameters():
             parameter.mul_(8.0 if parameter.ndim == 2 else 1.0)
@@ -39,19 +39,8 @@ def built(folder):
 
 
 def retrofitted(folder):
-    stock = with_louder_layers(tiny.llava(tied=False))
-    stock.config.image_token_index = 3
-    stock.save_pretrained(folder / "llava")
-    tokenizer = parts.tokenizer(extra=("<image>",))
-    tokenizer.add_tokens(AddedToken("<image>", special=True, normalized=False), special_tokens=True)
-    LlavaProcessor(
-        image_processor=parts.image_processor("clip"),
-        tokenizer=tokenizer,
-        patch_size=8,
-        num_additional_image_tokens=1,
-        vision_feature_select_strategy="default",
-        chat_template=AutoProcessor.from_pretrained(built(folder / "other")).chat_template,
-    ).save_pretrained(folder / "llava")
+    template = AutoProcessor.from_pretrained(built(folder / "other")).chat_template
+    parts.llava(folder / "llava", with_louder_layers(tiny.llava(tied=False)), template)
     retrofit_checkpoint(str(folder / "llava"), folder / "built")
     return folder / "built"
 
@@ -86,7 +75,7 @@ def saved_while_training(folder):
 
 
 def padding_right(folder):
-    """Makes a checkpoint as they were made before the side was written."""
+    """Turns a checkpoint into one from before the padding side was saved."""
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text())
     file.write_text(json.dumps({key: value for key, value in settings.items() if key != "padding_side"}))

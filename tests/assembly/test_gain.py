@@ -17,16 +17,13 @@ from transformers import (
     AutoTokenizer,
     FalconH1Config,
     Gemma2Config,
-    Gemma3TextConfig,
     GPT2Config,
-    GPT2LMHeadModel,
     GPTNeoXConfig,
-    GPTNeoXForCausalLM,
     GraniteConfig,
     LlamaForCausalLM,
 )
 
-from normalign_llava.assembly import gain
+from normalign_llava.assembly import embedding_table
 from normalign_llava.assembly.gain import embedding_statistics
 from normalign_llava.data.archives import LANGUAGE
 from normalign_llava.data.fetch import unpack
@@ -73,15 +70,12 @@ def assert_measures(statistics, weight, *, scale=1.0, exclude=()):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Seven rows of 24 float32 a chunk, so that tables of 50 rows take several and the last one is short."""
-    monkeypatch.setattr(gain, "_CHUNK_BYTES", 7 * 24 * 4)
+    monkeypatch.setattr(embedding_table, "_CHUNK_BYTES", 7 * 24 * 4)
 
 
 # ------------------------------------------------------------------------------------------------------- safetensors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("chunks", ["one", "several"])
-def test_every_floating_dtype(tmp_path, dtype, chunks, request):
-    if chunks == "several":
-        request.getfixturevalue("small_chunks")
+def test_every_floating_dtype(tmp_path, dtype, small_chunks):
     weight = table().to(dtype)
     save_file({"a.first": torch.ones(5), NAME: weight, "z.last": torch.ones(3, 3)}, tmp_path / "model.safetensors")
     statistics = embedding_statistics(str(tmp_path), top=7)
@@ -113,21 +107,15 @@ def test_one_file_by_its_own_path(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cls, config, name",
+    "config, name",
     [
-        (LlamaForCausalLM, tiny.text_config(), "model.embed_tokens.weight"),
-        (GPT2LMHeadModel, GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2), "transformer.wte.weight"),
-        (
-            GPTNeoXForCausalLM,
-            GPTNeoXConfig(
-                vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
-            ),
-            "gpt_neox.embed_in.weight",
-        ),
+        (tiny.text_config(), "model.embed_tokens.weight"),
+        (GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2), "transformer.wte.weight"),
+        (tiny.text_config(cls=GPTNeoXConfig), "gpt_neox.embed_in.weight"),
     ],
 )
-def test_language_models_as_transformers_saves_them(tmp_path, cls, config, name):
-    model = cls(config)
+def test_language_models_as_transformers_saves_them(tmp_path, config, name):
+    model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
     statistics = embedding_statistics(str(tmp_path))
     assert statistics.tensor == name
@@ -135,8 +123,7 @@ def test_language_models_as_transformers_saves_them(tmp_path, cls, config, name)
     assert_measures(statistics, model.get_input_embeddings().weight.detach())
 
 
-@pytest.mark.parametrize("make", [tiny.model, tiny.llava])
-@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("make, legacy", [(tiny.model, True), (tiny.model, False), (tiny.llava, True)])
 def test_vision_language_checkpoints_leave_out_the_image_token(tmp_path, make, legacy):
     model = make()
     weight = model.get_input_embeddings().weight
@@ -149,14 +136,15 @@ def test_vision_language_checkpoints_leave_out_the_image_token(tmp_path, make, l
     assert statistics.tensor.endswith("embed_tokens.weight")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3", "granite"])
-def test_what_is_printed_is_what_the_model_aligns_its_norm_to(tmp_path, kind):
-    text, scale = {
-        "llama": (tiny.text_config(), 1.0),
-        "gemma2": (tiny.text_config(cls=Gemma2Config), tiny.WIDTH**0.5),
-        "gemma3": (tiny.text_config(cls=Gemma3TextConfig), tiny.WIDTH**0.5),
-        "granite": (tiny.text_config(cls=GraniteConfig, embedding_multiplier=12.0), 12.0),
-    }[kind]
+@pytest.mark.parametrize(
+    "text, scale",
+    [
+        (tiny.text_config(), 1.0),
+        (tiny.text_config(cls=Gemma2Config), tiny.WIDTH**0.5),
+        (tiny.text_config(cls=GraniteConfig, embedding_multiplier=12.0), 12.0),
+    ],
+)
+def test_what_is_printed_is_what_the_model_aligns_its_norm_to(tmp_path, text, scale):
     model = tiny.model(text=text)
     n_text = model.align_projector_norm()
     model.save_pretrained(tmp_path)
@@ -200,12 +188,11 @@ def write_gguf(path, weight: np.ndarray, quantization=None, architecture="llama"
     writer.close()
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
-@pytest.mark.parametrize("place", ["file", "folder"])
+@pytest.mark.parametrize("kind, place", [("F32", "model.gguf"), ("F16", ""), ("BF16", "")])
 def test_gguf_unquantized(tmp_path, place, kind, small_chunks):
     weight = table().bfloat16().float().numpy()
     write_gguf(tmp_path / "model.gguf", weight, gguf.GGMLQuantizationType[kind])
-    statistics = embedding_statistics(str(tmp_path / "model.gguf" if place == "file" else tmp_path), top=3)
+    statistics = embedding_statistics(str(tmp_path / place), top=3)
     assert_measures(statistics, weight.astype(np.float16) if kind == "F16" else weight)
     assert [text for _, text, _ in statistics.top] == [f"token {row}" for row, _, _ in statistics.top]
 
@@ -228,9 +215,7 @@ def test_gguf_quantized(tmp_path, small_chunks):
     "architecture, numbers, scale",
     [
         ("gemma", {}, 24**0.5),
-        ("gemma3", {}, 24**0.5),
         ("granite", {"embedding_scale": 12.0}, 12.0),
-        ("qwen2", {}, 1.0),
         ("known_to_llama_cpp_only", {}, 1.0),
     ],
 )
@@ -240,13 +225,6 @@ def test_gguf_scales_on_the_way_in(tmp_path, architecture, numbers, scale):
     statistics = embedding_statistics(str(tmp_path))
     assert_measures(statistics, weight, scale=scale)
     assert (statistics.model_type is None) == (architecture == "known_to_llama_cpp_only")
-
-
-def test_gguf_choices(tmp_path):
-    write_gguf(tmp_path / "a.gguf", table().numpy())
-    write_gguf(tmp_path / "b.gguf", table().numpy())
-    with pytest.raises(ValueError, match=r"2 \.gguf files.*a\.gguf, b\.gguf.*Name one"):
-        embedding_statistics(str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------------------ errors
@@ -295,7 +273,7 @@ def test_folders_without_readable_weights(tmp_path):
     with pytest.raises(ValueError, match=r"pickled weights only \(pytorch_model.bin\).*save it again"):
         embedding_statistics(str(tmp_path))
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    with pytest.raises(ValueError, match="no safetensors file.*Git LFS"):
+    with pytest.raises(ValueError, match="not a safetensors file.*Git LFS"):
         embedding_statistics(str(tmp_path))
     save_file({NAME: table()}, tmp_path / "model.safetensors")
     whole = (tmp_path / "model.safetensors").read_bytes()

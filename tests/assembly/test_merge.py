@@ -16,13 +16,15 @@ import torch
 import training
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from PIL import Image
+from remote_code import run_blocked
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.assembly.adapter_settings import BASE_QUANTIZATIONS
 from normalign_llava.assembly.build import build_checkpoint
-from normalign_llava.assembly.merge import BASE_QUANTIZATIONS, merge_adapter
+from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.cli import BaseQuantization
 from normalign_llava.train.collator import ConversationCollator
 
@@ -32,7 +34,6 @@ pytestmark = pytest.mark.slow
 
 LINEARS = r".*\.language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 NORM = "model.multi_modal_projector.norm."
-SAVED_NORM = "base_model.model." + NORM
 NF4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 
 
@@ -91,8 +92,7 @@ def norm_of(folder):
     return {name.rpartition(".")[2]: value for name, value in load_file(file).items() if NORM in name}
 
 
-@pytest.mark.parametrize("base", ["tied", "untied"])
-@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "rsLoRA"])
+@pytest.mark.parametrize("kind, base", [("LoRA", "tied"), ("LoRA", "untied"), ("DoRA", "untied"), ("rsLoRA", "tied")])
 def test_the_checkpoint_is_adapter_plus_base(bases, tmp_path, kind, base):
     kwargs = {"LoRA": {}, "DoRA": {"use_dora": True}, "rsLoRA": {"use_rslora": True}}[kind]
     trained = make_adapter(bases[base], tmp_path / "adapter", **kwargs)
@@ -154,44 +154,30 @@ def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):
     assert AutoProcessor.from_pretrained(tmp_path / "again").chat_template == "{{ 'trained' }}"
 
 
-STRANGER = """
-import json, sys
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "normalign_llava":
-            raise ModuleNotFoundError("blocked: " + name)
-sys.meta_path.insert(0, Block())
-import torch
+LOAD = """
+import json, torch
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
-folder = sys.argv[1]
-model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
-base = AutoModel.from_pretrained(folder, trust_remote_code=True)
+load = lambda cls: cls.from_pretrained(sys.argv[1], trust_remote_code=True)
+config, base, model = map(load, (AutoConfig, AutoModel, AutoModelForImageTextToText))
 with torch.no_grad():
     out = model(input_ids=torch.arange(5, 15)[None]).logits[0, -1]
-names = [type(x).__name__ for x in (AutoConfig.from_pretrained(folder, trust_remote_code=True), base, model)]
-print(json.dumps([names, out.tolist()]))
+print(json.dumps([[type(x).__name__ for x in (config, base, model)], out.tolist()]))
 """
 
 
 def test_a_process_without_this_package_loads_it(bases, tmp_path):
     trained = make_adapter(bases["untied"], tmp_path / "adapter", quantization=NF4)
     merge_adapter(tmp_path / "adapter", tmp_path / "merged.v1")
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", STRANGER, str(tmp_path / "merged.v1")],
-        capture_output=True, text=True, env=environment, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    names, got = json.loads(done.stdout.splitlines()[-1])
+    names, got = run_blocked(tmp_path, LOAD, tmp_path / "merged.v1")
     assert names == ["NormAlignLlavaConfig", "NormAlignLlavaModel", "NormAlignLlavaForConditionalGeneration"]
     with torch.no_grad():
         expected = trained(input_ids=torch.arange(5, 15)[None]).logits[0, -1]
     torch.testing.assert_close(torch.tensor(got), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("base", ["tied", "bfloat16"])
-@pytest.mark.parametrize("adapter", [{}, {"use_dora": True}])
-@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize(
+    "base, adapter, double", [("tied", {}, True), ("bfloat16", {}, False), ("bfloat16", {"use_dora": True}, True)]
+)
 def test_a_4_bit_base_is_dequantized_in_float32_and_merged(bases, tmp_path, base, adapter, double):
     quantization = {**NF4, "bnb_4bit_use_double_quant": double, "bnb_4bit_compute_dtype": "float32"}
     trained = make_adapter(bases[base], tmp_path / "adapter", quantization=quantization, **adapter)
@@ -214,7 +200,6 @@ def test_a_4_bit_base_is_dequantized_in_float32_and_merged(bases, tmp_path, base
     "kind, settings",
     [
         ("nf4-double", NF4),
-        ("nf4", {**NF4, "bnb_4bit_use_double_quant": False}),
         ("fp4", dict(load_in_4bit=True, bnb_4bit_quant_type="fp4")),
         ("none", None),
     ],
@@ -257,7 +242,7 @@ def test_an_adapter_that_trl_alone_trained_is_merged_with_its_base_as_it_is_told
         assert (logits(load(tmp_path / "wrong"), bases["tied"]) - expected).abs().max() > 1e-2
 
 
-def test_what_the_record_says_of_the_base_is_not_told_otherwise(bases, tmp_path):
+def test_the_record_and_the_option_are_not_given_both(bases, tmp_path):
     make_adapter(bases["tied"], tmp_path / "adapter")
     assert get_args(BaseQuantization) == tuple(BASE_QUANTIZATIONS)
     with pytest.raises(ValueError, match="training.json in .*adapter says how its base was quantized. Leave out"):
@@ -339,7 +324,6 @@ def damage(adapter, change):
 Q_PROJ = "base_model.model.model.language_model.layers.1.self_attn.q_proj"
 REFUSED = {
     "a missing tensor": (lambda t: t.pop(f"{Q_PROJ}.lora_B.weight"), r"q_proj.lora_B.weight is missing"),
-    "a missing gain": (lambda t: t.pop(SAVED_NORM + "weight"), r"norm.weight is missing"),
     "one too many": (lambda t: t.update({"base_model.model.extra": torch.ones(2)}), r"model.extra has no place"),
     "another shape": (
         lambda t: t.update({f"{Q_PROJ}.lora_A.weight": torch.ones(4, 7)}),
@@ -401,7 +385,7 @@ def test_what_is_no_adapter_is_refused(bases, tmp_path):
 LIMITED = """
 import resource, sys
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.assembly.merge import BASE_QUANTIZATIONS, merge_adapter
+from normalign_llava.assembly.merge import merge_adapter
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
     merge_adapter(sys.argv[1], sys.argv[2])

@@ -1,4 +1,4 @@
-"""What a stranger's checkpoint may do to the person who opens it: nothing, and the person reads one sentence."""
+"""Malicious and broken checkpoints: no code runs, nothing outside is read, and each command ends with one sentence."""
 
 import ast
 import json
@@ -43,17 +43,17 @@ def good(tmp_path_factory):
     return root
 
 
-class Person:
-    """Runs commands on a copy of the good checkpoint, which a stranger spoils, and answers "y" to every question."""
+class Commands:
+    """Runs commands on a copy of the good checkpoint, which is spoiled, and answers "y" to every question."""
 
     def __init__(self, good: Path, folder: Path):
         self.good, self.folder, self.marker = good, folder / "model", folder / "marker"
         shutil.copytree(good / "model", self.folder)
 
-    def gets(self, kind: str) -> None:
+    def spoil(self, kind: str) -> None:
         hostile.KINDS[kind](self.folder, self.marker)
 
-    def runs(self, command: str, *more: str):
+    def run(self, command: str, *more: str):
         output = self.folder.parent / "output"
         data, base, model = self.good / "data" / "data.json", self.good / "adapter", self.folder
         words = {
@@ -66,40 +66,47 @@ class Person:
         arguments = [command, *words.get(command, [model]), *more]
         return CliRunner().invoke(app, [str(each) for each in arguments], input="y\n" * 50)
 
-    def is_refused(self, command: str) -> str:
-        """Runs a command, which must end with one sentence on standard error, having run nothing; gives that."""
-        done = self.runs(command)
+    def error(self, command: str) -> str:
+        """Runs a command that must end with one sentence on standard error, having run no code; returns that."""
+        done = self.run(command)
         assert isinstance(done.exception, SystemExit) and done.exit_code == 1, done.exception or done.output
-        assert not self.marker.exists(), f"{command} ran the stranger's code"
+        assert not self.marker.exists(), f"{command} ran foreign code"
         assert "Do you wish" not in done.output and "trust_remote_code=True" not in done.output
         assert "\x1b]" not in done.output
         return done.stderr[done.stderr.index("Error: ") :]
 
 
 @pytest.fixture
-def person(good, tmp_path):
-    return Person(good, tmp_path)
+def commands(good, tmp_path):
+    return Commands(good, tmp_path)
+
+
+def run(*words, answers="y\n" * 9):
+    """Runs a command that must be refused; returns what it printed on standard error."""
+    done = CliRunner().invoke(app, [str(word) for word in words], input=answers)
+    assert isinstance(done.exception, SystemExit) and done.exit_code == 1, done.exception or done.output
+    return done.stderr
 
 
 # -------------------------------------------------------------------------------------------------------------- code
-@pytest.mark.parametrize("command", ["train", "merge", "diagnose", "publish", "demo", "serve", "build"])
 @pytest.mark.parametrize(
-    "kind",
+    "command, kind",
     [
-        *("tokenizer's code", "tokenizer's code beside a class", "image processor's code", "configuration's code"),
-        *("code behind an escaped key", "code of another configuration", "code for generation", "code of a kernel"),
-        "code of a kernel, private key",
+        *((command, "tokenizer's code") for command in ("merge", "diagnose", "publish", "demo", "serve", "build")),
+        *((command, "configuration's code") for command in ("merge", "diagnose", "publish", "demo", "serve", "build")),
+        *(("train", kind) for kind in hostile.CODE),
+        *(("diagnose", kind) for kind in hostile.CODE),
     ],
 )
-def test_no_command_runs_code_that_comes_with_a_checkpoint(person, command, kind):
-    person.gets(kind)
-    person.is_refused(command)
+def test_no_command_runs_code_that_comes_with_a_checkpoint(commands, command, kind):
+    commands.spoil(kind)
+    commands.error(command)
 
 
 def test_every_auto_class_is_told_whether_to_run_code():
-    root, calls = ROOT, []
-    for file in root.rglob("*.py"):
-        if {"tests", ".venv", "build"} & {*file.relative_to(root).parts}:
+    calls = []
+    for file in ROOT.rglob("*.py"):
+        if {"tests", ".venv", "build"} & {*file.relative_to(ROOT).parts}:
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and re.fullmatch(r"Auto\w+\.from_pretrained", ast.unparse(node.func)):
@@ -108,26 +115,25 @@ def test_every_auto_class_is_told_whether_to_run_code():
     assert calls and all(told for *_, told in calls), calls
 
 
-def test_code_is_refused_by_the_name_of_its_file(person):
-    for kind, file in {
-        "tokenizer's code beside a class": "tokenizer_config.json",
-        "processor's code beside a class": "processor_config.json",
-        "preprocessor's code": "preprocessor_config.json",
-    }.items():
-        person.gets(kind)
-        assert f"auto_map in {file}" in person.is_refused("publish")
+@pytest.mark.parametrize(
+    "kind, file",
+    [
+        ("tokenizer's code beside a class", "tokenizer_config.json"),
+        ("processor's code beside a class", "processor_config.json"),
+        ("preprocessor's code", "preprocessor_config.json"),
+    ],
+)
+def test_code_is_refused_by_the_name_of_its_file(commands, kind, file):
+    commands.spoil(kind)
+    assert f"auto_map in {file}" in commands.error("publish")
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "processor_config.json"])
 def test_an_adapter_that_brings_code_is_neither_merged_nor_published(good, tmp_path, file):
     adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
     hostile.foreign(file, "AutoProcessor")(adapter, tmp_path / "marker")
-    for words in (
-        ["merge", adapter, "--output", tmp_path / "out"],
-        ["publish", adapter, "--repo-id", "me/x", "--dry-run"],
-    ):
-        done = CliRunner().invoke(app, [str(word) for word in words], input="y\n" * 9)
-        assert done.exit_code == 1 and f"auto_map in {file}" in done.stderr, done.output
+    assert f"auto_map in {file}" in run("merge", adapter, "--output", tmp_path / "out")
+    assert f"auto_map in {file}" in run("publish", adapter, "--repo-id", "me/x", "--dry-run")
     assert not (tmp_path / "marker").exists()
 
 
@@ -140,64 +146,48 @@ def test_an_adapter_that_names_a_module_to_import_is_refused(good, tmp_path):
         check_files(adapter)
 
 
-def test_a_language_model_that_needs_code_is_not_built_in(tmp_path):
-    vision, language = parts.vision(tmp_path / "vision"), Path(parts.language(tmp_path / "language"))
-    hostile.foreign("config.json", "AutoConfig", model_type="evil")(language, tmp_path / "marker")
-    words = ["build", "--vision", vision, "--language", str(language), "--output", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, words, input="y\n" * 9)
-    assert "needs code that comes with it, which this command does not run" in done.stderr
-    assert done.exit_code == 1 and not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
+def test_parts_that_need_code_or_make_no_images_are_not_built_in(good, tmp_path):
+    def build(vision, language):
+        return run("build", "--vision", vision, "--language", language, "--output", tmp_path / "out")
 
-
-def test_an_encoder_whose_patches_have_no_pixels_is_not_built_in(tmp_path):
-    vision, language = Path(parts.vision(tmp_path / "vision")), parts.language(tmp_path / "language")
+    vision, language = Path(parts.vision(tmp_path / "vision")), Path(parts.language(tmp_path / "language"))
+    foreign = shutil.copytree(language, tmp_path / "foreign")
+    hostile.foreign("config.json", "AutoConfig", model_type="evil")(foreign, tmp_path / "marker")
+    assert "needs code that comes with it, which this command does not run" in build(vision, foreign)
+    assert not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
+    config = (vision / "config.json").read_text()
     hostile.edit(vision / "config.json", patch_size=0)
-    words = ["build", "--vision", str(vision), "--language", language, "--output", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, words)
-    assert isinstance(done.exception, SystemExit) and f"The image processor of {vision}" in done.stderr
-
-
-@pytest.mark.parametrize("command", ["build", "diagnose"])
-def test_an_encoder_whose_images_fill_the_memory_is_refused(good, tmp_path, command):
-    vision, language = Path(parts.vision(tmp_path / "vision")), parts.language(tmp_path / "language")
+    assert f"The image processor of {vision}" in build(vision, language)
+    (vision / "config.json").write_text(config)
     hostile.edit(vision / "preprocessor_config.json", size={"shortest_edge": 30_000}, crop_size={"height": 30_000})
-    words = ["--vision", str(vision), "--language", language]
-    words = words if command == "build" else [str(vision), "--data", str(good / "images")]
-    done = CliRunner().invoke(app, [command, *words, "--output", str(tmp_path / "out")])
-    assert "makes images of up to 30,000 pixels a side" in done.stderr and done.exit_code == 1
+    too_large = "makes images of up to 30,000 pixels a side"
+    assert too_large in build(vision, language)
+    assert too_large in run("diagnose", vision, "--data", good / "images", "--output", tmp_path / "out")
 
 
 @pytest.mark.parametrize("command", ["train", "gain", "merge", "diagnose", "demo", "serve"])
-def test_pickled_weights_are_not_opened(person, command):
-    person.gets("pickle")
-    said = person.is_refused(command)
-    assert "pickle" in said.lower() and "save it again" in said.lower()
+def test_pickled_weights_are_not_opened(commands, command):
+    commands.spoil("pickle")
+    error = commands.error(command)
+    assert "pickle" in error.lower() and "save it again" in error.lower()
 
 
 # ------------------------------------------------------------------------------------------------------------- files
-@pytest.mark.parametrize("command", ["train", "gain", "merge", "diagnose", "publish", "serve"])
 @pytest.mark.parametrize(
-    "kind, words",
+    "command, kind",
     [
-        ("weights elsewhere, link", "model.safetensors is a link out of its folder|model.safetensors -> "),
-        ("weights elsewhere, shard", "a link out of its folder|model-00001-of-00001.safetensors -> "),
-        ("weights elsewhere, absolute", "private/model.safetensors', no file beside it"),
-        ("weights elsewhere, relative", "'../model-private/model.safetensors', no file beside it"),
-        ("weights elsewhere, transformers_weights", "transformers_weights names files|has no weights"),
+        *(("train", kind) for kind in hostile.ELSEWHERE),
+        *(("publish", kind) for kind in hostile.ELSEWHERE),
+        *(("gain", kind) for kind in hostile.ELSEWHERE if kind.startswith("weights")),
+        *((command, "weights elsewhere, link") for command in ("merge", "diagnose", "serve")),
+        *((command, "training.json elsewhere") for command in ("card", "merge", "diagnose", "serve")),
     ],
 )
-def test_weights_outside_the_folder_are_not_read(person, command, kind, words):
-    person.gets(kind)
-    assert re.search(words, person.is_refused(command))
-
-
-@pytest.mark.parametrize("command", ["train", "card", "merge", "diagnose", "publish", "serve"])
-@pytest.mark.parametrize("kind", hostile.ELSEWHERE)
-def test_nothing_outside_the_folder_is_read_or_copied(person, command, kind):
-    person.gets(kind)
-    said = person.is_refused(command)
-    file = {"a pipe": "trainer_state.json", "tokenizer elsewhere": "tokenizer_config.json"}.get(kind, kind.split()[0])
-    assert file in said and not (person.folder.parent / "output").exists()
+def test_nothing_outside_the_folder_is_read_or_copied(commands, command, kind):
+    commands.spoil(kind)
+    error = commands.error(command)
+    words = "safetensors|transformers_weights" if kind.startswith("weights") else re.escape(kind.split()[0])
+    assert re.search(words, error) and not (commands.folder.parent / "output").exists()
 
 
 def test_the_hub_caches_own_links_are_followed(good, tmp_path):
@@ -216,29 +206,20 @@ def test_the_hub_caches_own_links_are_followed(good, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------- time and memory
-@pytest.mark.parametrize(
-    "command, kind",
-    [
-        *((command, "10^7 layers") for command in ("train", "merge", "diagnose", "publish", "demo", "serve")),
-        *(("diagnose", "template, loops"), ("publish", "template, loops")),
-    ],
-)
-def test_what_never_ends_loading_is_refused(person, command, kind):
-    person.gets(kind)
-    said = person.is_refused(command)
-    assert "num_hidden_layers 10,000,000" in said or "takes more than 2 seconds" in said
+@pytest.mark.parametrize("command", ["merge", "diagnose", "publish", "demo", "serve"])
+def test_a_configuration_of_absurd_size_is_refused(commands, command):
+    commands.spoil("10^7 layers")
+    assert "num_hidden_layers 10,000,000" in commands.error(command)
 
 
-def test_a_layer_too_many_for_the_weights_is_named(person):
-    hostile.config("text_config", num_hidden_layers=82)(person.folder, person.marker)
-    with pytest.raises(ValueError, match="num_hidden_layers 82, but its weights are 81 tensors"):
-        check_weights(person.folder)
+def test_a_template_that_does_not_end_is_refused(commands):
+    commands.spoil("template, loops")
+    assert "takes more than 2 seconds" in commands.error("publish")
 
 
 def test_a_template_that_loops_over_some_rows_alone_stops_at_the_first_of_them():
-    trap = "{% if 'kite' in messages[0].content[0].text %}" + hostile.LOOPS + "{% endif %}" + hostile.GOOD
     processor = train_data.processor()
-    processor.chat_template = trap
+    processor.chat_template = "{% if 'kite' in messages[0].content[0].text %}" + hostile.LOOPS + "{% endif %}"
 
     def rows(question):
         turn = {"role": "user", "content": [{"type": "text", "text": question}]}
@@ -249,85 +230,25 @@ def test_a_template_that_loops_over_some_rows_alone_stops_at_the_first_of_them()
         token_lengths(processor, rows("a kite?"))
 
 
-# ------------------------------------------------------------------------------------------------------------- words
-HARMLESS = ("text for auto_map", "tensor too many")
-BROKEN = {kind: file for kind, file in {**hostile.ENDLESS, **hostile.BROKEN}.items() if kind not in HARMLESS}
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-def test_training_from_a_broken_checkpoint_ends_in_a_sentence(person, kind):
-    person.gets(kind)
-    said = person.is_refused("train")
-    assert str(person.folder) in said or "chat template" in said or "feature_layer" in said, said
+# ------------------------------------------------------------------------------------------------------------ errors
+@pytest.mark.parametrize("kind", [*hostile.LARGE, *hostile.BROKEN])
+def test_training_from_a_broken_checkpoint_ends_in_a_sentence(commands, kind):
+    commands.spoil(kind)
+    error = commands.error("train")
+    assert str(commands.folder) in error or "feature_layer" in error, error
 
 
 @pytest.mark.parametrize("command", ["gain", "card", "merge", "diagnose", "demo", "serve", "publish"])
 @pytest.mark.parametrize("kind", ["configuration, nested deeply", "list for text_config", "list for model_type"])
-def test_other_commands_say_it_in_a_sentence_too(person, command, kind):
-    person.gets(kind)
-    said = person.is_refused(command)
-    assert str(person.folder) in said
+def test_other_commands_say_it_in_a_sentence_too(commands, command, kind):
+    commands.spoil(kind)
+    assert str(commands.folder) in commands.error(command)
 
 
 @pytest.mark.parametrize("kind", ["header, nested deeply", "header with a shape too large", "index that is a list"])
-def test_gain_of_weights_that_are_not_what_they_say(person, kind):
-    person.gets(kind)
-    assert "model.safetensors" in person.is_refused("gain")
-
-
-@pytest.mark.parametrize(
-    "file, content",
-    [
-        ("training.json", '{"a": ' + hostile.DEEP + "}"),
-        ("training.json", '{"options": [1], "data": {"x": 1}, "before": "a", "learning_rates": "x"}'),
-        ("build.json", '{"a": ' + hostile.DEEP + "}"),
-        ("diagnostics/report.json", hostile.DEEP),
-        ("evaluation/task.json", hostile.DEEP),
-    ],
-)
-def test_a_card_of_records_that_are_not_what_they_should_be(person, file, content):
-    (person.folder / file).parent.mkdir(exist_ok=True)
-    (person.folder / file).write_text(content)
-    assert file in person.is_refused("card")
-    assert isinstance(person.runs("publish").exception, SystemExit | None)
-
-
-def test_training_goes_on_where_the_record_of_the_build_is_nested_deeply(person):
-    (person.folder / "build.json").write_text(hostile.DEEP)
-    done = person.runs("train")
-    assert done.exit_code == 0, done.output
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"target_modules": "(([a-z._0-9]*)*)*!"}, "takes more than 20 seconds"),
-        ({"base_model_name_or_path": [1]}, "has no text for base_model_name_or_path"),
-        ({"alora_invocation_tokens": [1]}, "aLoRA"),
-    ],
-)
-def test_an_adapter_whose_settings_are_hostile_is_not_merged(good, tmp_path, changes, words):
-    adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
-    hostile.edit(adapter / "adapter_config.json", **changes)
-    done = CliRunner().invoke(app, ["merge", str(adapter), "--output", str(tmp_path / "out")])
-    assert isinstance(done.exception, SystemExit) and words in done.stderr, done.exception or done.stderr
-
-
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        (hostile.DEEP, "nested too deeply"),
-        ('{"quantization": "nf4"}', "no settings"),
-        ('{"quantization": null, "config_changes": [1]}', "config_changes in"),
-        ('{"quantization": null, "config_changes": {"dtype": "x"}}', "config_changes in"),
-    ],
-)
-def test_an_adapter_whose_record_is_hostile_is_not_merged(good, tmp_path, content, words):
-    adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
-    (adapter / "training.json").write_text(content)
-    done = CliRunner().invoke(app, ["merge", str(adapter), "--output", str(tmp_path / "out")])
-    assert isinstance(done.exception, SystemExit) and words in done.stderr, done.exception or done.stderr
-    assert "training.json" in done.stderr
+def test_gain_of_weights_whose_header_or_index_is_broken(commands, kind):
+    commands.spoil(kind)
+    assert "model.safetensors" in commands.error("gain")
 
 
 @pytest.mark.parametrize("shape, offsets", [([2**40, 1], [0, 2**42]), ([0, 4], [0, 0]), ("x", [0, 4]), ([2, 2], None)])
@@ -336,40 +257,82 @@ def test_gain_of_an_embedding_whose_header_lies(tmp_path, shape, offsets):
     header = json.dumps({"model.embed_tokens.weight": entry}).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
-    done = CliRunner().invoke(app, ["gain", str(file)])
-    assert isinstance(done.exception, SystemExit) and "Error: " in done.stderr, done.exception
+    assert "model.safetensors" in run("gain", file)
+
+
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        ("training.json", '{"a": ' + hostile.DEEP + "}"),
+        ("training.json", '{"options": [1], "data": {"x": 1}, "before": "a", "learning_rates": "x"}'),
+        ("diagnostics/report.json", hostile.DEEP),
+        ("evaluation/task.json", hostile.DEEP),
+    ],
+)
+def test_a_card_of_broken_records(commands, file, content):
+    (commands.folder / file).parent.mkdir(exist_ok=True)
+    (commands.folder / file).write_text(content)
+    assert file in commands.error("card")
+
+
+def test_training_ignores_a_broken_record_of_the_build(commands):
+    (commands.folder / "build.json").write_text(hostile.DEEP)
+    done = commands.run("train")
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    "file, content, words",
+    [
+        ("adapter_config.json", {"base_model_name_or_path": [1]}, "base_model_name_or_path"),
+        ("adapter_config.json", {"alora_invocation_tokens": [1]}, "aLoRA"),
+        ("training.json", hostile.DEEP, "training.json is nested too deeply"),
+        ("training.json", {"quantization": "nf4"}, "quantization in .*training.json"),
+        ("training.json", {"quantization": None, "config_changes": [1]}, "config_changes in .*training.json"),
+        ("training.json", {"quantization": None, "config_changes": {"dtype": "x"}}, "config_changes in"),
+    ],
+)
+def test_an_adapter_with_broken_settings_is_not_merged(good, tmp_path, file, content, words):
+    adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
+    if isinstance(content, str):
+        (adapter / file).write_text(content)
+    else:
+        hostile.edit(adapter / file, **content)
+    assert re.search(words, run("merge", adapter, "--output", tmp_path / "out"))
+
+
+# ------------------------------------------------------------------------------------------- escapes at the terminal
+SHOWN = "evil\\x1b]0;owned\\x07\\x1b[31m["
 
 
 @pytest.mark.parametrize("command", ["train", "card", "diagnose", "publish"])
 @pytest.mark.parametrize("kind", ["escapes in model_type", "escapes in a key"])
-def test_escapes_in_a_configuration_are_shown(person, command, kind):
-    person.gets(kind)
-    assert "evil\\x1b]0;owned\\x07\\x1b[31m[" in person.is_refused(command)
+def test_escapes_in_a_configuration_are_shown(commands, command, kind):
+    commands.spoil(kind)
+    assert SHOWN in commands.error(command)
 
 
-def test_escapes_in_the_name_of_a_tensor_are_shown(person):
-    person.gets("escapes in a tensor's name")
-    assert "evil\\x1b]0;owned\\x07\\x1b[31m[/]" in person.is_refused("train")
+def test_escapes_in_the_name_of_a_tensor_are_shown(commands):
+    commands.spoil("escapes in a tensor's name")
+    assert SHOWN in commands.error("train")
 
 
 @pytest.mark.parametrize("command", ["train", "gain", "card"])
 def test_escapes_and_markup_in_the_name_of_a_folder_are_shown(good, tmp_path, command):
-    person = Person(good, tmp_path / f"evil{hostile.ESCAPE}[bold red]x[]")
-    done = person.runs(command)
+    done = Commands(good, tmp_path / f"evil{hostile.ESCAPE}[bold red]x[]").run(command)
     assert done.exit_code == 0 and "\x1b" not in done.output, done.output
-    assert "evil\\x1b]0;owned\\x07\\x1b[31m[boldred]x[]" in re.sub(r"\s", "", done.output)
+    assert SHOWN + "boldred]x[]" in re.sub(r"\s", "", done.output)
 
 
-def test_escapes_and_markup_in_the_name_of_a_report_are_shown(person):
-    person.folder = person.good / "vision"
-    done = person.runs("diagnose", "--name", f"evil{hostile.ESCAPE}[bold red]x[]")
+def test_escapes_and_markup_in_the_name_of_a_report_are_shown(commands):
+    commands.folder = commands.good / "vision"
+    done = commands.run("diagnose", "--name", f"evil{hostile.ESCAPE}[bold red]x[]")
     assert done.exit_code == 0 and "\x1b" not in done.output, done.output
-    assert "evil\\x1b]0;owned\\x07\\x1b[31m[boldred]x[]" in re.sub(r"\s", "", done.output)
+    assert SHOWN + "boldred]x[]" in re.sub(r"\s", "", done.output)
 
 
-def test_escapes_and_markup_in_data_are_shown(person):
-    rows = [{"image": f"{hostile.ESCAPE}[/]", "conversations": []}]
-    person.good = person.folder.parent
-    (person.good / "data").mkdir()
-    train_data.write_json(person.good / "data", rows)
-    assert "\\x1b]0;owned\\x07\\x1b[31m[/]" in person.is_refused("train")
+def test_escapes_and_markup_in_data_are_shown(commands):
+    commands.good = commands.folder.parent
+    (commands.good / "data").mkdir()
+    train_data.write_json(commands.good / "data", [{"image": f"{hostile.ESCAPE}[/]", "conversations": []}])
+    assert "\\x1b]0;owned\\x07\\x1b[31m[/]" in commands.error("train")

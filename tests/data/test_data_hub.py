@@ -7,10 +7,14 @@ import zipfile
 from pathlib import Path
 
 import pyarrow.parquet
+import pytest
 import train_data
 from datasets import Features, Image, Value
 from paths import HELPERS
 from train_data import images
+
+
+pytestmark = pytest.mark.slow
 
 
 CLIENT = """
@@ -35,6 +39,10 @@ for name in json.loads(sys.argv[1]):
         found[name].append(sorted(sample.image.getpixel((1, 1)) for sample in load_samples(name, 2).samples))
     except ValueError as error:
         found[name].append(str(error))
+given = train_data.arguments("user/tiny.data")
+data = load_data(given, train_data.processor(), max_length=None, seed=0, with_eval=True)
+found["rows"] = [[row["messages"][-1]["content"][0]["text"], row["image_count"], row["source"], row["row"]]
+                 for rows in (data.train, data.eval) for row in rows]
 print(json.dumps(found))
 """
 
@@ -59,8 +67,6 @@ def test_files_of_a_hub_data_set_are_read_and_addresses_in_its_rows_are_not(tmp_
     hostile = {
         "absolute": f"{base}/secret/red.png",
         "file": f"file://{base}/secret/red.png",
-        "local": f"local://{base}/secret/red.png",
-        "cached": f"simplecache::file://{base}/secret/red.png",
         "web": "http://127.0.0.1:9/red.png",
         "other": "hf://datasets/user/folder@main/red.png",
         "chained": f"file://{base}/secret/red.png::hf://datasets/user/chained@main/a.zip",
@@ -70,12 +76,22 @@ def test_files_of_a_hub_data_set_are_read_and_addresses_in_its_rows_are_not(tmp_
         (base / name).mkdir()
         write_struct(base / name / "train.parquet", path)
     names = ("folder", "zipped", *hostile)
-    with train_data.DatasetHub({f"user/{name}": base / name for name in names}) as hub:
+    texts = [train_data.llava("Q", answer) for answer in ("one", "two")]
+    rows = [{**train_data.llava("<image>\nQ", "zero"), "image": train_data.inside("red")}, *texts]
+    train_data.write_parquet(base / "tiny.data" / "train-00000.parquet", rows)
+    train_data.write_parquet(base / "tiny.data" / "test-00000.parquet", rows[1:])
+    with train_data.DatasetHub({f"user/{name}": base / name for name in (*names, "tiny.data")}) as hub:
         environment = {**hub.environment(base / "home"), "PYTHONPATH": str(HELPERS)}
         command = [sys.executable, "-c", CLIENT, json.dumps([f"user/{name}" for name in names])]
         client = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert client.returncode == 0, client.stderr
     found = json.loads(client.stdout.splitlines()[-1])
+    name = "user/tiny.data"
+    train, test = (
+        [["zero", 1, name, 0], ["one", 0, name, 1], ["two", 0, name, 2]],
+        [["one", 0, name, 0], ["two", 0, name, 1]],
+    )
+    assert found["rows"] == train + test
     for name in ("folder", "zipped"):
         assert found[f"user/{name}"] == [[[255, 0, 0], [0, 0, 255]]] * 2 + [[[0, 0, 255], [255, 0, 0]]], name
     reasons = {"absolute": "leaves the cache of the Hub", "relative": "set image_folder"}

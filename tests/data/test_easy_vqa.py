@@ -21,7 +21,6 @@ from normalign_llava.data.easy_vqa import (
     emoji,
     held_out,
     load_image,
-    png,
     training_data,
 )
 from normalign_llava.data.mixtures import load_data
@@ -32,22 +31,25 @@ from normalign_llava.train.collator import ConversationCollator
 pytestmark = [pytest.mark.usefixtures("archives"), pytest.mark.slow]
 
 
+train_questions = cache(lambda: easy_vqa("train", 0))
+
+
 @cache
-def file_shown(path):
-    return png(load_image(path))
+def pixels(path):
+    return load_image(path).tobytes()
 
 
 def test_no_image_of_the_test_split_is_trained_on():
-    trained = {question.image.read_bytes() for question in easy_vqa("train", 0)}
+    trained = {question.image.read_bytes() for question in train_questions()}
     held = {question.image.read_bytes() for question in easy_vqa("test", 0)}
     assert len(held) > 900 and not trained & held
 
 
 def test_training_rows_show_training_images_and_google_drawings_only():
     google, fluent = emoji(40, 0)
-    of_train = {file_shown(question.image) for question in [*easy_vqa("train", 0), *google]}
-    of_test = {file_shown(question.image) for question in held_out(100, 40)}
-    shown = {png(row["images"][0]) for row in training_data(200, 40)}
+    of_train = {pixels(question.image) for question in [*train_questions(), *google]}
+    of_test = {pixels(question.image) for question in held_out(100, 40)}
+    shown = {row["images"][0].tobytes() for row in training_data(200, 40)}
     assert len(shown) > 100
     assert shown <= of_train and not shown & of_test
     assert [q.answer for q in google] == [q.answer for q in fluent]
@@ -82,24 +84,24 @@ def test_held_out_questions_are_as_many_of_each_kind_and_reveal_no_yes():
 def test_the_seed_decides_what_is_drawn():
     first, again, other = (training_data(24, 40, seed=seed) for seed in (1, 1, 2))
     assert first["messages"] == again["messages"] != other["messages"]
-    assert [png(row["images"][0]) for row in first] == [png(row["images"][0]) for row in again]
+    assert [row["images"][0].tobytes() for row in first] == [row["images"][0].tobytes() for row in again]
     assert held_out(20, 40, seed=1) == held_out(20, 40, seed=1) != held_out(20, 40, seed=2)
 
 
 def test_questions_of_a_row_are_about_its_image():
     true = defaultdict(set)
-    for question in easy_vqa("train", 0):
-        true[file_shown(question.image)].add((question.text, question.taught))
+    for question in train_questions():
+        true[pixels(question.image)].add((question.text, question.taught))
     for row in training_data(60, 40, emoji_share=0.0):
         user, assistant = (
             [m["content"][-1]["text"] for m in row["messages"] if m["role"] == r] for r in ("user", "assistant")
         )
-        assert set(zip(user, assistant, strict=True)) <= true[png(row["images"][0])]
+        assert set(zip(user, assistant, strict=True)) <= true[row["images"][0].tobytes()]
 
 
 def test_what_is_taught_begins_with_what_is_seen():
     by_image = defaultdict(list)
-    for question in easy_vqa("train", 0):
+    for question in train_questions():
         by_image[question.image].append(question)
     checked = 0
     for questions in by_image.values():

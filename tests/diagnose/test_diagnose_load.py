@@ -155,7 +155,7 @@ def test_what_does_not_exist(tmp_path):
     with pytest.raises(ValueError, match="has no config.json"):
         find(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json is no JSON"):
+    with pytest.raises(ValueError, match="config.json is not valid JSON"):
         find(str(tmp_path))
 
 

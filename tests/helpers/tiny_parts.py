@@ -4,6 +4,7 @@ import tiny
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AddedToken,
     AutoModelForCausalLM,
     BitImageProcessor,
     CLIPConfig,
@@ -15,6 +16,7 @@ from transformers import (
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
     LlamaConfig,
+    LlavaProcessor,
     PreTrainedTokenizerFast,
     SiglipImageProcessor,
     SiglipVisionModel,
@@ -44,14 +46,7 @@ ENCODERS = {
     "registers": lambda: Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**SIZES, num_register_tokens=4)),
     "vit": lambda: ViTModel(ViTConfig(**SIZES), add_pooling_layer=False),
 }
-FEATURES = {
-    "clip": 4,
-    "clip_full": 4,
-    "siglip": 4,
-    "dinov2": 4,
-    "registers": 8,
-    "vit": 4,
-}  # 2 x 2 patches, 4 registers
+FEATURES = {**dict.fromkeys(ENCODERS, 4), "registers": 8}  # 2 x 2 patches, 4 registers
 
 
 def image_processor(kind):
@@ -83,6 +78,23 @@ def tokenizer(chat_template=CHATML, extra=()):
     )
     made.chat_template = chat_template
     return made
+
+
+def llava(folder, model, chat_template=CHATML):
+    """A LLaVA checkpoint with the weights of `model`, whose image token is set."""
+    model.config.image_token_index = 3
+    model.save_pretrained(folder)
+    image_token = tokenizer(extra=("<image>",))
+    image_token.add_tokens(AddedToken("<image>", special=True, normalized=False), special_tokens=True)
+    LlavaProcessor(
+        image_processor=image_processor("clip"),
+        tokenizer=image_token,
+        patch_size=8,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+        chat_template=chat_template,
+    ).save_pretrained(folder)
+    return str(folder)
 
 
 def language(folder, tied=True, cls=LlamaConfig, rows=None, chat_template=CHATML, seed=2, **kwargs):

@@ -1,4 +1,4 @@
-"""Folders of data as a stranger may have made them: nothing outside of them is read, and errors are sentences."""
+"""Malicious and broken folders of data: nothing outside of them is read, and each error is one sentence."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_a_file_of_rows_cannot_be_a_link_out_of_the_folder(tmp_path, private, na
         ("dataset_dict.json", '{"splits": [1]}'),
     ],
 )
-def test_a_folder_that_datasets_stumbles_over(tmp_path, name, content):
+def test_a_folder_that_datasets_cannot_read(tmp_path, name, content):
     train_data.write_parquet(tmp_path / "data" / "rows.parquet", ROWS)
     (tmp_path / "data" / name).write_text(content)
     assert str(tmp_path / "data") in refused(tmp_path / "data")

@@ -1,0 +1,200 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The token-embedding matrix of a checkpoint, read without its other tensors.
+
+Of a safetensors file, in a folder or on the Hub, only the header and the bytes of one tensor are read, some rows at a
+time. `safetensors` opens local files only, and `huggingface_hub` does not tell how long the header is, from which the
+tensors' offsets count.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import torch
+from huggingface_hub import HfFileSystem
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
+
+from ..checkpoint.find import hub_model
+from ..checkpoint.loading import AGAIN, loading
+from ..checkpoint.names import INDEX, PICKLES, WEIGHTS
+from ..checkpoint.untrusted import check_files, check_inside, json_object, shards
+from ..modeling_normalign_llava import embedding_row_norms
+
+
+_NAMES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CHUNK_BYTES = 32 * 2**20
+_LARGEST_HEADER = 100 * 2**20  # the format's own limit
+
+Opener = Callable[[str], IO[bytes]]  # file name -> the file, seekable
+TokenText = Callable[[int], str | None]  # row of the embedding matrix -> text of the token
+
+
+class EmbeddingRows(NamedTuple):
+    """What is read of an embedding matrix `(V, d)`.
+
+    Attributes:
+        tensor: Its name in the weights.
+        norms: L2 norms of the rows `(V,)`, float64.
+        hidden_size: d.
+        config: The model's; None without a configuration that transformers knows.
+        text_of: The text of a token, by its row; None without a tokenizer.
+    """
+
+    tensor: str
+    norms: Tensor
+    hidden_size: int
+    config: PreTrainedConfig | None
+    text_of: TokenText
+
+
+def read_embeddings(model: str, revision: str | None = None) -> EmbeddingRows:
+    """Reads the token embeddings of a folder, a weight file or a Hub repository.
+
+    Raises:
+        ValueError: See [`~normalign_llava.assembly.gain.embedding_statistics`].
+    """
+    path = Path(model).expanduser()
+    source, revision, files, open_file = _local(path) if path.exists() else _hub(model, revision)
+    weights = _weight_file(model, files)
+    if not weights.endswith(".gguf"):
+        config, text_of = known_config(source, revision), _token_text(source, revision)
+        return EmbeddingRows(*_safetensors(model, weights, open_file), config, text_of)
+    if not path.exists():
+        raise ValueError(f"{model} has GGUF weights only, which cannot be read in part. Download {weights} first.")
+    return _gguf(Path(source) / weights)
+
+
+def known_config(source: str, revision: str | None = None) -> PreTrainedConfig | None:
+    """The configuration of a folder or Hub id, or None if it has none or one that transformers does not know."""
+    if check_files(source, revision).get("model_type") not in CONFIG_MAPPING:
+        return None
+    with loading(f"The configuration of {source}"):
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+
+
+def _local(path: Path) -> tuple[str, None, list[str], Opener]:
+    if path.is_file():
+        return str(path.parent), None, [path.name], lambda name: (path.parent / name).open("rb")
+    files = sorted(entry.name for entry in path.iterdir())
+    for name in files:
+        check_inside(path / name)
+    return str(path), None, files, lambda name: (path / name).open("rb")
+
+
+def _hub(model: str, revision: str | None) -> tuple[str, str | None, list[str], Opener]:
+    info = hub_model(model, revision)
+    system, commit = HfFileSystem(), info.sha  # pinned to the commit, so that all requests see the same files
+    files = [sibling.rfilename for sibling in info.siblings or []]
+    # Without read-ahead only the requested bytes are fetched.
+    return model, commit, files, lambda name: system.open(f"{model}/{name}", revision=commit, cache_type="none")
+
+
+def _weight_file(model: str, files: list[str]) -> str:
+    for standard in (INDEX, WEIGHTS):
+        if standard in files:
+            return standard
+    for suffix in (".safetensors", ".gguf"):
+        found = [name for name in files if name.endswith(suffix)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ValueError(f"{model} has {len(found)} {suffix} files and no index: {', '.join(found)}. Name one.")
+    if pickles := [name for name in files if name.endswith(PICKLES)]:
+        raise ValueError(
+            f"{model} has pickled weights only ({', '.join(pickles)}), which run code when read. Load it with "
+            "transformers where you trust it, and save it again: that writes safetensors."
+        )
+    raise ValueError(f"{model} has no weights: no safetensors or GGUF file among {', '.join(files) or 'no files'}.")
+
+
+def _embedding_name(model: str, names: Iterable[str]) -> str:
+    found = [name for name in names if name.split(".")[-2:] in [[each, "weight"] for each in _NAMES]]
+    # Layers that predict further tokens repeat the table (DeepSeek-V3).
+    found = [name for name in found if ".layers." not in name]
+    found = [name for name in found if "language_model." in name] or found
+    if len(found) > 1:
+        raise ValueError(
+            f"{model} has {len(found)} tensors that may be its token embedding: {', '.join(found)}. Measure a "
+            "checkpoint of the language model alone."
+        )
+    if not found:
+        raise ValueError(
+            f"{model} has no token embedding: no tensor is called {' or '.join(_NAMES)} (.weight). Name a language "
+            "model or, for an adapter, its base model."
+        )
+    return found[0]
+
+
+def _safetensors(model: str, weights: str, open_file: Opener) -> tuple[str, Tensor, int]:
+    """Name, row norms `(V,)` and width of the token embedding in a safetensors file, or in one that an index names."""
+    if weights == INDEX:
+        with open_file(weights) as file:
+            index = json_object(file.read(), f"{weights} of {model}")
+        shards(index, f"{weights} of {model}")
+        weights = index["weight_map"][_embedding_name(model, index["weight_map"])]
+    where = f"{weights} of {model}"
+    with loading(where, seconds=None), open_file(weights) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        start = 8 + int.from_bytes(file.read(8), "little")  # of the tensors' bytes
+        if not 8 < start <= _LARGEST_HEADER:
+            raise ValueError(f"{where} is not a safetensors file (a Git LFS pointer?). Fetch it again.")
+        header = json_object(file.read(start - 8), f"The header of {where}")
+        name = _embedding_name(model, header)
+        kind, shape, (begin, stop) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
+        if kind not in _DTYPES or len(shape) != 2:
+            raise ValueError(
+                f"{name} of {model} is {kind} of shape {shape}: quantized, or not a matrix of {', '.join(_DTYPES)}. "
+                "Measure the checkpoint that was quantized."
+            )
+        (rows, width), dtype, norms = shape, _DTYPES[kind], []
+        if rows < 1 or width < 1 or stop - begin != rows * width * dtype.itemsize:
+            raise ValueError(f"{where} is damaged: {name} is {header[name]} by its header. {AGAIN}")
+        if start + stop > end:
+            raise ValueError(f"{where} ends within {name}: the file is cut off. Fetch it again.")
+        file.seek(start + begin)
+        chunk = max(1, _CHUNK_BYTES // (width * dtype.itemsize))
+        for first in range(0, rows, chunk):
+            data = bytearray(file.read(min(chunk, rows - first) * width * dtype.itemsize))
+            norms.append(embedding_row_norms(torch.frombuffer(data, dtype=dtype).view(-1, width)))
+    return name, torch.cat(norms), width
+
+
+def _gguf(path: Path) -> EmbeddingRows:
+    try:
+        from gguf import GGUFReader, dequantize
+    except ImportError as error:
+        raise ImportError(f"Reading {path} needs the package gguf: `pip install gguf`.") from error
+    with loading(str(path)):
+        reader = GGUFReader(path)
+    tensor = next((tensor for tensor in reader.tensors if tensor.name == "token_embd.weight"), None)
+    if tensor is None:
+        raise ValueError(f"{path} has no token embedding (token_embd.weight). Name the GGUF file of a language model.")
+    width = int(tensor.shape[0])
+    chunk = max(1, _CHUNK_BYTES // (4 * width))
+    parts = (tensor.data[start : start + chunk] for start in range(0, len(tensor.data), chunk))
+    norms = [embedding_row_norms(torch.tensor(dequantize(part, tensor.tensor_type))) for part in parts]
+
+    architecture = reader.fields["general.architecture"].contents()
+    config: PreTrainedConfig | None = None
+    with suppress(ValueError):  # names that only llama.cpp knows
+        config = AutoConfig.for_model(architecture)
+        config.get_text_config().hidden_size = width
+        if multiplier := reader.fields.get(f"{architecture}.embedding_scale"):
+            config.get_text_config().embedding_multiplier = multiplier.contents()
+    tokens = reader.fields.get("tokenizer.ggml.tokens")
+    return EmbeddingRows(tensor.name, torch.cat(norms), width, config, lambda row: tokens and tokens.contents(row))
+
+
+def _token_text(source: str, revision: str | None) -> TokenText:
+    try:
+        with loading(f"The tokenizer of {source}"):
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except Exception:  # loading fails in many ways, and only the texts of a few tokens depend on it
+        return lambda row: None
+    return lambda row: str(tokenizer.decode([row])) if row < len(tokenizer) else None
