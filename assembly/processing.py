@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """A stock LlavaProcessor that writes as many image tokens as the vision encoder gives features."""
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers import (
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..checkpoint.loading import AGAIN, TEMPLATE_SECONDS, limited, loading
+from ..checkpoint.loading import AGAIN, TEMPLATE_BYTES, TEMPLATE_SECONDS, limited, loading
 
 
 VISION_ENCODERS = {
@@ -87,17 +88,17 @@ def load_preprocessor(cls: Any, name: str, **kwargs: Any) -> Any:
 
 
 def _check_template(template: str, where: str) -> None:
-    """Raises ValueError if a template does not render a short conversation in time, or is not valid Jinja.
+    """Raises ValueError if a template takes too long or too much memory for a short conversation, or is not Jinja.
 
     Whether it accepts that conversation does not matter here.
     """
     text = {"type": "text", "text": "What is this?"}
     turns = [{"role": "user", "content": [{"type": "image"}, text]}, {"role": "assistant", "content": [text]}]
     strings = [{**turn, "content": text["text"]} for turn in turns]
-    for messages in (turns + turns[:1], strings + strings[:1]):
-        with limited(where, TEMPLATE_SECONDS):
+    for messages, prompt in product((turns + turns[:1], strings + strings[:1]), (True, False)):
+        with limited(where, TEMPLATE_SECONDS, TEMPLATE_BYTES):
             try:
-                render_jinja_template([messages], chat_template=template, add_generation_prompt=True)
+                render_jinja_template([messages], chat_template=template, add_generation_prompt=prompt)
             except (MemoryError, RecursionError):
                 raise
             except (SecurityError, TemplateSyntaxError) as error:

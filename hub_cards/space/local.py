@@ -25,19 +25,20 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
     source = find_checkpoint(checkpoint)
     if find_spec("gradio") is None:
         raise ImportError(f"The demo needs gradio. {install('demo')}")
-    from ... import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
+    import torch
+
+    from ...assembly.parts import load_part
     from ...assembly.processing import load_processor
-    from ...checkpoint.loading import loading
-    from ...checkpoint.untrusted import check_files, check_weights
+    from ...checkpoint.untrusted import check_files
+    from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+    from .demo import ATTENTION, build_app, launch
 
     if (kind := check_files(source).get("model_type")) != "normalign_llava":
         raise ValueError(f"{source} is a {kind!r} model. The demo shows NormAlign-LLaVA models.")
-    check_weights(source)
     processor = load_processor(source)
-    from .demo import build_app, launch, load
-
-    with loading(f"The model {source}", seconds=None):
-        model, _ = load(source, trust_remote_code=False)
+    device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
+    model = load_part(NormAlignLlavaForConditionalGeneration, source, dtype, attn_implementation=ATTENTION)
+    model = model.to(device).eval()
     known = Path(source).resolve().name if Path(source).exists() else source
     app = build_app(model, processor, title="NormAlign-LLaVA", source=f"Model: `{known}`.")
     launch(app, server_name=host, server_port=port)

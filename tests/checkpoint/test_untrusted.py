@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import hostile_checkpoints as hostile
@@ -14,6 +15,7 @@ import training
 from paths import ROOT
 from typer.testing import CliRunner
 
+from normalign_llava.assembly.processing import load_processor
 from normalign_llava.checkpoint.untrusted import check_files, check_weights
 from normalign_llava.cli import app
 from normalign_llava.data.row_checks import token_lengths
@@ -215,6 +217,23 @@ def test_a_configuration_of_absurd_size_is_refused(commands, command):
 def test_a_template_that_does_not_end_is_refused(commands):
     commands.spoil("template, loops")
     assert "takes more than 2 seconds" in commands.error("publish")
+
+
+DOUBLED = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{% if not add_generation_prompt %}" + hostile.LOOPS + "{% endif %}", "more than 2 seconds"),
+        pytest.param(DOUBLED, "memory", marks=pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")),
+    ],
+)
+def test_a_template_without_end_is_refused_while_its_processor_is_loaded(good, tmp_path, template, words):
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=f"chat template of {folder} .*{words}"):
+        load_processor(str(folder))
 
 
 def test_a_template_that_loops_over_some_rows_alone_stops_at_the_first_of_them():

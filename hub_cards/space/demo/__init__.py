@@ -5,8 +5,8 @@
 A Hugging Face Space gets this folder as it is, so its files import nothing of the package but each other, relatively.
 """
 
-from .model import load
+from .model import ATTENTION, load
 from .page import build_app, launch
 
 
-__all__ = ["build_app", "launch", "load"]
+__all__ = ["ATTENTION", "build_app", "launch", "load"]

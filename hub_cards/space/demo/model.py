@@ -13,16 +13,16 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, StoppingCri
 from transformers.generation import BaseStreamer
 
 
-def load(source: str, revision: str | None = None, *, trust_remote_code: bool = True) -> tuple[Any, Any]:
-    """Loads model and processor, on a GPU if there is one, and there in the checkpoint's own precision.
+ATTENTION = {"text_config": "eager"}
+"""The only implementation that gives attention maps. Switching to it for one user's question would switch for all."""
 
-    The language model attends eagerly, the only way that gives attention maps, from the beginning: to switch for one
-    user's measurement would switch for all.
+
+def load(source: str, revision: str | None = None) -> tuple[Any, Any]:
+    """Loads model and processor with the code that comes with them, on a GPU in the checkpoint's own precision.
 
     Args:
         source: Hub id or folder.
         revision: Commit of the Hub repository; weights, processor and code come from it.
-        trust_remote_code: Whether to run the checkpoint's own code.
 
     Returns:
         The model in eval mode, and its processor.
@@ -32,11 +32,11 @@ def load(source: str, revision: str | None = None, *, trust_remote_code: bool = 
     model = AutoModelForImageTextToText.from_pretrained(
         source,
         dtype="auto" if gpu else torch.float32,
-        attn_implementation={"text_config": "eager"},
-        trust_remote_code=trust_remote_code,
+        attn_implementation=ATTENTION,
+        trust_remote_code=True,
         **pinned,
     )
-    processor = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code, **pinned)
+    processor = AutoProcessor.from_pretrained(source, trust_remote_code=True, **pinned)
     return model.to("cuda" if gpu else "cpu").eval(), processor
 
 
