@@ -9,7 +9,6 @@ import pytest
 import torch
 import train_data
 import training
-import yaml
 from datasets import Dataset
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -39,27 +38,9 @@ def parts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def adapter(parts):
     """What `normalign train` leaves of a run with adapters and the probe."""
-    options = {
-        "stage": "tune",
-        "model_name_or_path": str(parts / "model"),
-        "dataset_name": str(parts / "data" / "data.json"),
-        "output_dir": str(parts / "adapter"),
-        "use_peft": True,
-        "lora_r": 2,
-        "global_batch_size": 2,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "max_steps": 4,
-        "bf16": False,
-        "logging_steps": 2,
-        "save_steps": 2,
-        "probe_steps": [0, 2, 4],
-        "probe_rows": 8,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    (parts / "recipe.yaml").write_text(yaml.safe_dump(options))
-    return main([str(parts / "recipe.yaml")])
+    options = {"use_peft": True, "lora_r": 2, "global_batch_size": 2, "learning_rate": 1e-2, "max_steps": 4}
+    options |= {"logging_steps": 2, "save_steps": 2, "probe_steps": [0, 2, 4], "probe_rows": 8}
+    return main([training.recipe(parts, parts, **options)])
 
 
 def cosines_by_hand(model, batch):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import tiny_parts as parts
 import torch
+import yaml
 from datasets import Dataset
 from PIL import Image
 from transformers import AutoProcessor
@@ -32,6 +33,28 @@ def checkpoint(folder: Path, arm="gwc", vision="clip", **kwargs) -> Path:
     AutoProcessor.from_pretrained(folder / "built").save_pretrained(folder / "model")
     (folder / "model" / "build.json").write_bytes((folder / "built" / "build.json").read_bytes())
     return folder / "model"
+
+
+def recipe(folder: Path, parts: Path, **options) -> str:
+    """A recipe for a short run from `parts / "model"` on `parts / "data/data.json"` to `folder / "out"`."""
+    options = {
+        "stage": "tune",
+        "model_name_or_path": str(parts / "model"),
+        "dataset_name": str(parts / "data" / "data.json"),
+        "output_dir": str(folder / "out"),
+        "global_batch_size": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "max_steps": 2,
+        "bf16": False,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **options,
+    }
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(options))
+    return str(file)
 
 
 def image(seed: int, size=(16, 16)) -> bytes:

@@ -6,7 +6,6 @@ import card_folder as made
 import pytest
 import train_data
 import training
-import yaml
 from card_folder import listed, rows, section
 from diagnosed import diagnosed
 
@@ -120,11 +119,8 @@ def test_a_checkpoint_in_the_middle_of_training(tmp_path):
     training.checkpoint(tmp_path)
     conversations = [train_data.llava(f"<image>\nand {i}?", f"it is {i}", "red.png") for i in range(8)]
     train_data.write_json(tmp_path / "data", conversations)
-    options = {"stage": "tune", "model_name_or_path": str(tmp_path / "model"), "output_dir": str(tmp_path / "run")}
-    options |= {"dataset_name": str(tmp_path / "data" / "data.json"), "global_batch_size": 2, "max_steps": 3}
-    options |= {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 1, "bf16": False}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**options, "report_to": "none", "disable_tqdm": True}))
-    output = main([str(tmp_path / "recipe.yaml")])
+    options = {"global_batch_size": 2, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    output = main([training.recipe(tmp_path, tmp_path, **options)])
     for folder, steps, took in (output / "checkpoint-1", "1 of 3", "2 rows"), (output, "3", "6 rows"):
         table = rows(section(render_card(folder), "Training"))
         assert table["Steps"] == [steps] and table["Rows trained on"] == [took]

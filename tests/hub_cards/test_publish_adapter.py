@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import pytest
 import train_data
 import training
-import yaml
 from publish_worker import Worker
 
 from normalign_llava.hub_cards.push.contents import CODE
@@ -40,23 +39,8 @@ def base(parts):
 @pytest.fixture(scope="module")
 def adapter(parts):
     """What training wrote; its base is named by its folder."""
-    options = {
-        "stage": "tune",
-        "model_name_or_path": str(parts / "model"),
-        "dataset_name": str(parts / "data" / "data.json"),
-        "output_dir": str(parts / "adapter"),
-        "global_batch_size": 2,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "max_steps": 1,
-        "bf16": False,
-        "use_peft": True,
-        "lora_r": 2,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    (parts / "recipe.yaml").write_text(yaml.safe_dump(options))
-    folder = main([str(parts / "recipe.yaml")])
+    options = {"global_batch_size": 2, "learning_rate": 1e-2, "max_steps": 1, "use_peft": True, "lora_r": 2}
+    folder = main([training.recipe(parts, parts, **options)])
     (folder / "optimizer.pt").write_bytes(b"not to be sent")
     return folder
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import train_data
 import training
-import yaml
 from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -33,29 +32,8 @@ def parts(tmp_path_factory):
     return folder
 
 
-def recipe(folder: Path, parts: Path, **options) -> str:
-    options = {
-        "stage": "tune",
-        "model_name_or_path": str(parts / "model"),
-        "dataset_name": str(parts / "data" / "data.json"),
-        "output_dir": str(folder / "out"),
-        "global_batch_size": 4,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "max_steps": 2,
-        "bf16": False,
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        **options,
-    }
-    file = folder / "recipe.yaml"
-    file.write_text(yaml.safe_dump(options))
-    return str(file)
-
-
 def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path, parts, capsys):
-    output = main([recipe(tmp_path, parts, stage="align"), "--seed", "5"])
+    output = main([training.recipe(tmp_path, parts, stage="align"), "--seed", "5"])
     shown = " ".join(capsys.readouterr().out.split())
     record = json.loads((output / "training.json").read_text())
     counted = {row["module"]: (row["trained"], row["learning_rate"]) for row in record["run"]["modules"]}
@@ -76,7 +54,7 @@ def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path,
 
 
 def test_the_module_is_the_same_command_and_errors_have_no_traceback(tmp_path, parts):
-    file = recipe(tmp_path, parts, output_dir=str(tmp_path / "module"))
+    file = training.recipe(tmp_path, parts, output_dir=str(tmp_path / "module"))
     module = [sys.executable, "-W", "ignore", "-m", "normalign_llava.train", file]
     done = subprocess.run(module, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -115,7 +93,7 @@ def test_the_commands_that_are_named_next_lead_from_the_parts_to_the_report(tmp_
 @pytest.mark.parametrize("arm", ["none", "aligned"])
 def test_each_arm_is_built_and_trained(tmp_path, parts, arm):
     checkpoint = training.checkpoint(tmp_path, arm=arm)
-    output = main([recipe(tmp_path, parts, model_name_or_path=str(checkpoint), stage="align")])
+    output = main([training.recipe(tmp_path, parts, model_name_or_path=str(checkpoint), stage="align")])
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(output)
     assert arm_of(model.config) == arm
     assert json.loads((output / "training.json").read_text())["arm"] == arm
@@ -125,7 +103,9 @@ def test_an_untrained_checkpoint_can_be_trained_as_another_arm(tmp_path, parts):
     checkpoint = training.checkpoint(tmp_path, arm="none")
     still = ["--learning_rate", "0", "--vision_learning_rate", "1e-9"]  # a rate that moves nothing in float32
     for arm, gain in (("unit", 1.0), ("gwc", None), ("aligned", None)):
-        file = recipe(tmp_path, parts, model_name_or_path=str(checkpoint), output_dir=str(tmp_path / arm), arm=arm)
+        file = training.recipe(
+            tmp_path, parts, model_name_or_path=str(checkpoint), output_dir=str(tmp_path / arm), arm=arm
+        )
         model = NormAlignLlavaForConditionalGeneration.from_pretrained(main([file, *still]))
         gains = model.model.multi_modal_projector.norm.weight
         expected = gain or model.config.text_embedding_norm / 32**0.5
@@ -134,8 +114,8 @@ def test_an_untrained_checkpoint_can_be_trained_as_another_arm(tmp_path, parts):
 
 
 def test_a_trained_checkpoint_keeps_its_gain(tmp_path, parts):
-    trained = main([recipe(tmp_path, parts)])
-    file = recipe(tmp_path, parts, model_name_or_path=str(trained), output_dir=str(tmp_path / "again"))
+    trained = main([training.recipe(tmp_path, parts)])
+    file = training.recipe(tmp_path, parts, model_name_or_path=str(trained), output_dir=str(tmp_path / "again"))
     with pytest.raises(ValueError, match="was trained as arm 'gwc'; arm 'unit' would discard its gain"):
         main([file, "--arm", "unit"])
     main([file, "--arm", "aligned", "--learning_rate", "0", "--vision_learning_rate", "1e-9"])
@@ -153,7 +133,7 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys)
     rows[3]["image"] = "cut.png"
     train_data.write_json(folder, rows)
     (folder / "cut.png").write_bytes(train_data.image_bytes()[:60])
-    file = recipe(tmp_path, parts, dataset_name=str(folder / "data.json"))
+    file = training.recipe(tmp_path, parts, dataset_name=str(folder / "data.json"))
     with pytest.raises(ValueError, match="data.json, row 3: .*cut.png.*--bad_rows skip"):
         main([file])
     with pytest.raises(ValueError, match="row 3: .*cut.png"):
@@ -171,7 +151,7 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys)
 
 def test_held_out_loss_examples_and_curves(tmp_path, parts):
     options = dict(test_split_size=0.25, eval_strategy="steps", eval_steps=1, sample_count=2, sample_max_new_tokens=3)
-    output = main([recipe(tmp_path, parts, **options, probe_steps=[0, 2])])
+    output = main([training.recipe(tmp_path, parts, **options, probe_steps=[0, 2])])
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history if "eval_loss" in entry] == [1, 2]
     examples = json.loads((output / "samples" / "step-2.json").read_text())
@@ -194,14 +174,14 @@ def test_held_out_loss_examples_and_curves(tmp_path, parts):
 def test_errors_come_before_anything_is_written(tmp_path, parts, change, message):
     change = {key: value.format(parts=parts) if isinstance(value, str) else value for key, value in change.items()}
     with pytest.raises(ValueError, match=message):
-        main([recipe(tmp_path, parts, **change)])
+        main([training.recipe(tmp_path, parts, **change)])
     assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_is_merged_before_it_is_trained(tmp_path, parts):
-    adapter = main([recipe(tmp_path, parts, use_peft=True)])
+    adapter = main([training.recipe(tmp_path, parts, use_peft=True)])
     with pytest.raises(ValueError, match="is an adapter. Merge it first"):
-        main([recipe(tmp_path, parts, model_name_or_path=str(adapter), output_dir=str(tmp_path / "more"))])
+        main([training.recipe(tmp_path, parts, model_name_or_path=str(adapter), output_dir=str(tmp_path / "more"))])
 
 
 @pytest.mark.parametrize(("column", "told"), [("other", "no image, .* stage align"), ("img", "not read: column img")])
@@ -210,7 +190,7 @@ def test_align_without_images_is_an_error(tmp_path, parts, column, told):
     data = train_data.write_json(tmp_path / "data", [train_data.llava("Q", "A", **{column: "x"})] * 4)
     options = {"dataset_name": str(data)}
     with pytest.raises(ValueError, match=told):
-        main([recipe(tmp_path, parts, stage="align", **options)])
+        main([training.recipe(tmp_path, parts, stage="align", **options)])
     if column == "other":
         with pytest.raises(ValueError, match=told):
-            main([recipe(tmp_path, parts, stage="tune", language_learning_rate=0.0, **options)])
+            main([training.recipe(tmp_path, parts, stage="tune", language_learning_rate=0.0, **options)])
