@@ -78,6 +78,7 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "list.yaml").write_text("- a")
+    (tmp_path / "rows.jsonl").write_text("{}\n{}\n")
     (tmp_path / "recipe.yaml").write_text("model_name_or_path: ./none\n")
     (tmp_path / "mixture.yaml").write_text(
         "model_name_or_path: model\ndatasets: [{path: user/data}, {path: no.jsonl, fraction: 0.5}]"
@@ -101,7 +102,8 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
         ("gain", "/none"): f"/none {gone}",
         ("gain", "user/none"): "user/none is no file or folder here, and the Hub (",
         ("train", "none"): "There is no file none, and no recipe of that name. Recipes: align-llama",
-        ("train", "list.yaml"): "list.yaml is no recipe",
+        ("train", "rows.jsonl"): "Give it with --dataset_name rows.jsonl",
+        ("train", "list.yaml"): "list.yaml is not a recipe",
         ("train", "recipe.yaml"): "./none is no file or folder here. Make it with `normalign build`",
         ("train", "recipe.yaml", "--model_name_or_path", "adapter"): "Merge it first (`normalign merge adapter",
         ("train", "align-qwen2.5-7b"): f"qwen2.5-7b {gone}",

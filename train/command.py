@@ -162,9 +162,11 @@ def recipe_file(recipe: str | os.PathLike) -> Path:
     """The file of a recipe: the path itself, or the package's recipe of that name.
 
     Raises:
-        ValueError: Neither exists.
+        ValueError: Neither exists, or the file holds data.
     """
     if Path(recipe).is_file():
+        if Path(recipe).suffix in (".csv", ".jsonl", ".parquet"):
+            raise ValueError(f"{recipe} is data, not a recipe. Give it with --dataset_name {recipe}.")
         return Path(recipe)
     own = own_recipes()
     if str(recipe) not in own:
