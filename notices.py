@@ -13,6 +13,7 @@ NOTICES = {
     "accelerate.accelerator": "Gradient accumulation steps mismatch",  # the Trainer counts them itself
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
     "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
+    "transformers.utils.import_utils": "requires torchvision (not installed)",  # Pillow's serve as well
 }
 """Names of loggers, and a part of the message that is hidden."""
 

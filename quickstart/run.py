@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import disable_progress_bars
 from rich.console import Console
 from transformers import AutoProcessor, set_seed
+from transformers.utils import logging
 
 from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
@@ -100,6 +102,8 @@ def run_quickstart(
     """
     settings, cache, console = settings or Settings(), cache or cache_dir(), console or Console()
     journal = Journal(output, settings)
+    logging.disable_progress_bar()  # these parts load in a second
+    disable_progress_bars()
     for unfinished in output.glob(".*"):  # of a killed run
         if unfinished.is_dir():
             shutil.rmtree(unfinished)
