@@ -11,7 +11,7 @@ quickstart: $(VENV)/.quickstart
 	$(BIN)/normalign quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 3
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 -m "not slow"

@@ -89,7 +89,7 @@ def test_only_a_space_of_ours_or_an_empty_one_is_taken(tmp_path):
         assert said.pop("ann/empty") == said.pop("ann/new") == [None, None]
         for name in others:
             checked, pushed = said[f"ann/{name}"]
-            assert checked.startswith(f"ValueError: The Space ann/{name}-demo is there, and was not published by this")
+            assert checked.startswith(f"ValueError: The Space ann/{name}-demo exists and was not published by this")
             assert pushed.startswith("OSError: The model is published") and "not published by this package" in pushed
             assert hub.repository(f"ann/{name}-demo", "space").head() == heads[name]
         for name in ("new", "empty"):

@@ -199,7 +199,7 @@ def test_the_card_is_ours_and_stays_as_the_author_left_it(tmp_path, checkpoint, 
     assert by_hand(card.read_text())["notes"].startswith("Mine.")
     card.write_text("another card")
     trainer.save_model()
-    assert card.read_text() == "another card" and "was not written by `normalign card`" in caplog.text
+    assert card.read_text() == "another card" and "was not written by this package" in caplog.text
 
 
 def test_under_adapters_the_vision_tower_is_trained_and_saved_in_full_if_it_has_a_learning_rate(tmp_path, checkpoint):
