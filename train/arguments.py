@@ -113,6 +113,10 @@ class NormAlignConfig(SFTConfig):
             "help": "Whether to train on the CPU. Default: if there is no accelerator.",
         },
     )
+    padding_free: bool = field(
+        default=False,
+        metadata={"help": "Put the rows of a batch one after another in one sequence, without padding."},
+    )
     sample_count: int = field(
         default=4,
         metadata={"help": "Held-out examples to answer at each evaluation, in samples/."},
@@ -153,6 +157,8 @@ class NormAlignConfig(SFTConfig):
         check_trackers(self.report_to)
         if self.do_eval and self.eval_strategy == "no":
             raise ValueError("do_eval alone evaluates nothing. Set eval_strategy.")
+        if self.padding_free and self.pad_to_multiple_of:
+            raise ValueError("pad_to_multiple_of pads, and padding_free leaves no padding. Leave one of them out.")
         check_choice(self, "bad_steps", CHOICES["bad_steps"])
         if self.bad_steps == "skip" and self.deepspeed_plugin is not None:
             raise ValueError("bad_steps cannot be 'skip' with DeepSpeed, which takes the steps itself. Leave it out.")

@@ -13,6 +13,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from ..checkpoint.loading import loading
 from ..data.images import open_image
 from ..data.rows import DroppedRow, DroppedRows
+from .padding_free import without_padding
 
 
 _PROBE = [
@@ -35,6 +36,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
         max_image_pixels: Images with more pixels are bad.
         bad_rows: `"stop"` raises at a bad image, `"skip"` records the row in `dropped_rows`.
         dropped_rows: Where rows with bad images are recorded.
+        padding_free: Rows one after another in one sequence, as [`without_padding`] makes them.
 
     Raises:
         ValueError: The chat template marks no answer; when called, a bad image and its row.
@@ -44,6 +46,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
     max_image_pixels: int = 89_478_485
     bad_rows: Literal["stop", "skip"] = "stop"
     dropped_rows: DroppedRows | None = None
+    padding_free: bool = False
 
     def __post_init__(self):
         with loading("The chat template"):
@@ -59,6 +62,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
 
         Returns:
             `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values` `(images, channels, height, width)`.
+            With `padding_free`, what [`without_padding`] returns.
         """
         images = [self._images(example) for example in examples]
         batch = super().torch_call(
@@ -69,7 +73,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
         )
         for labels, example, (_, bad) in zip(batch["labels"], examples, images, strict=True):
             self._remove_labels(labels, example, bad)
-        return batch
+        return without_padding(batch) if self.padding_free else batch
 
     def _images(self, example: dict[str, Any]) -> tuple[list[Image.Image], bool]:
         """The row's images, white in place of bad ones, and whether there was a bad one."""

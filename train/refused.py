@@ -33,7 +33,6 @@ REFUSED: dict[str, str] = {
     "packing": _PACKING,
     "packing_strategy": _PACKING,
     "pad_token": "the checkpoint's tokenizer has one",
-    "padding_free": "TRL has it for text only",
     "parallelism_config": "the global batch counts rows for each process; shard a model with FSDP2 or ZeRO-3",
     "remove_unused_columns": "the collator needs every column",
     "router_aux_loss_coef": "LLaVA's outputs have no router logits",

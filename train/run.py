@@ -69,6 +69,7 @@ def _train(data_args: DataArguments, args: NormAlignConfig, model_args: ModelArg
     collator = ConversationCollator(
         processor,
         pad_to_multiple_of=args.pad_to_multiple_of,
+        padding_free=args.padding_free,
         max_image_pixels=data_args.max_image_pixels,
         bad_rows=data_args.bad_rows,
         dropped_rows=dropped,

@@ -11,6 +11,7 @@ from .callbacks import Measurements
 from .depth_probe import CosineProbe
 from .finite import FiniteCheck
 from .model import MODULES, base_model, eval_frozen, module_of
+from .padding_free import ROW_LENGTHS
 from .sampler import ModalityLengthGroupedSampler
 from .saving import SavingTrainer
 from .sharding import fill_gradients
@@ -82,6 +83,7 @@ class SteppingTrainer(SavingTrainer):
         Without Triton, TRL's fused head scores every position, which on a CPU is two thirds of a small model's step.
         The decoder's output is therefore cut to the answers first.
         """
+        inputs.pop(ROW_LENGTHS, None)
         if self.model.training:
             eval_frozen(base_model(self.model))
         answers = inputs["labels"][:, 1:] != -100

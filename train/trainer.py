@@ -4,6 +4,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -44,6 +45,7 @@ from .inputs import (
 )
 from .model import MODULES, base_model, freeze, projector_norm
 from .options import accumulation_steps, check_stream
+from .padding_free import RowsApart
 from .progress import ProgressLines
 from .record import Clock, training_record
 from .samples import SampleCallback
@@ -125,8 +127,10 @@ class NormAlignTrainer(SteppingTrainer):
             peft_config = language_adapter(peft_config, model, self.learning_rates, commit)
         processing_class = model_processor(processing_class, model, commit)
         data_collator = data_collator or ConversationCollator(
-            processing_class, pad_to_multiple_of=args.pad_to_multiple_of
+            processing_class, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free
         )
+        if args.padding_free and not getattr(data_collator, "padding_free", False):
+            raise ValueError("padding_free is given, but data_collator pads. Set it there, or leave it out here.")
         if report is None:
             need_images = args.stage == "align" or not self.learning_rates["language"]
             train_dataset, eval_dataset, report = checked_datasets(
@@ -148,6 +152,7 @@ class NormAlignTrainer(SteppingTrainer):
         model_init_kwargs = args.model_init_kwargs
         if loaded_here:  # with these, which TRL would report as ignored
             args.model_init_kwargs = quantization_config = None
+        padding_free, args.padding_free = args.padding_free, False  # TRL refuses it for images (huggingface/trl#4339)
         super().__init__(
             model=model,
             args=args,
@@ -164,7 +169,9 @@ class NormAlignTrainer(SteppingTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
-        args.model_init_kwargs = model_init_kwargs
+        args.model_init_kwargs, args.padding_free = model_init_kwargs, padding_free
+        if padding_free:
+            self.add_callback(RowsApart)
         for stock in (PrinterCallback, ProgressCallback):  # a notebook has neither, but a table
             if self.pop_callback(stock):
                 self.add_callback(ProgressLines)
@@ -199,6 +206,8 @@ class NormAlignTrainer(SteppingTrainer):
             examples = list(islice(readable, args.sample_count))
             self.add_callback(SampleCallback(examples, args.sample_max_new_tokens, pixels, trackers))
         if args.probe_steps:
+            if isinstance(collator, ConversationCollator):
+                collator = replace(collator, padding_free=False)
             batch = collator(list(islice(self.train_dataset, args.probe_rows)))
             self.add_callback(CosineProbe(args.probe_steps, batch))
 

@@ -19,12 +19,12 @@ from normalign_llava.train.model import load_model
 from normalign_llava.train.trainer import NormAlignTrainer
 
 
-def checkpoint(folder: Path, arm="gwc", vision="clip", **kwargs) -> Path:
+def checkpoint(folder: Path, arm="gwc", vision="clip", norm="layer_norm", **kwargs) -> Path:
     """A built checkpoint whose projector is of real scale: at these widths the norm's epsilon would show."""
     folder.mkdir(parents=True, exist_ok=True)
     encoder, language = parts.vision(folder / "vision", vision), parts.language(folder / "language", **kwargs)
     torch.manual_seed(3)
-    build_checkpoint(encoder, language, folder / "built", arm=arm)
+    build_checkpoint(encoder, language, folder / "built", arm=arm, norm=norm)
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder / "built")
     with torch.no_grad():
         model.model.multi_modal_projector.linear_1.weight *= 40.0
