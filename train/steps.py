@@ -18,13 +18,20 @@ from .sharding import fill_gradients
 
 
 class SteppingTrainer(SavingTrainer):
-    """[`SFTTrainer`] with a learning rate for each module, and batches without images."""
+    """[`SFTTrainer`] with a learning rate for each module, and batches without images.
+
+    Attributes:
+        only_answers: Whether only the answers go through the head, not every position. By default on a CPU, where
+            TRL's fused head lacks Triton.
+    """
 
     measurements: Measurements
+    only_answers: bool
 
     def _register_hooks(self, processor: LlavaProcessor) -> None:
         self.finite = FiniteCheck(self.model, self.args)
         self.add_callback(self.finite)
+        self.only_answers = self.args.device.type == "cpu"
         self._answers: torch.Tensor | None = None
         self._without_images = False
         image = processor.image_processor(Image.new("RGB", (32, 32)), return_tensors="pt")
@@ -88,7 +95,7 @@ class SteppingTrainer(SavingTrainer):
             eval_frozen(base_model(self.model))
         answers = inputs["labels"][:, 1:] != -100
         shortened = not return_outputs and self.label_smoother is None and self.compute_loss_func is None
-        if answers.device.type == "cpu" and shortened and answers.any():
+        if self.only_answers and shortened and answers.any():
             inputs["shift_labels"] = inputs.pop("labels")[:, 1:][answers][None]
             self._answers = answers
         self._without_images = "pixel_values" not in inputs

@@ -256,3 +256,22 @@ def test_the_steps_that_are_announced_are_those_of_the_run(checkpoint, tmp_path,
     trainer = training.trainer(tmp_path, checkpoint, rows, **options)
     trainer.train()
     assert trainer.facts["steps"] == trainer.state.max_steps == trainer.state.global_step == steps
+
+
+@pytest.mark.parametrize("options", [{}, {"use_peft": True, "lora_r": 2, "lora_dropout": 0.0}])
+def test_the_loss_over_the_answers_alone_is_that_over_all_positions(tmp_path, checkpoint, options):
+    trainer = training.trainer(tmp_path, checkpoint, training.rows(3, images=lambda number: number), **options)
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    found = []
+    for trainer.only_answers in (True, False):
+        loss = trainer.compute_loss(trainer.model, dict(batch))
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+        trainer.model.zero_grad()
+        found.append((loss.detach(), gradients))
+    (alone, expected), (everywhere, gradients) = found
+    torch.testing.assert_close(alone, everywhere, rtol=1e-6, atol=0)
+    assert gradients.keys() == expected.keys()
+    least = 1e-3 * max(gradient.norm() for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), least), name
