@@ -310,7 +310,11 @@ def quickstart(
     with errors_for_people(extra="quickstart"):
         from .quickstart.run import Settings, run_quickstart
 
-        run_quickstart(output, Settings.seeded(seed), full_baseline=full_baseline)
+        try:
+            run_quickstart(output, Settings.seeded(seed), full_baseline=full_baseline)
+        except KeyboardInterrupt:
+            Console(stderr=True).print("Stopped. Run the same command again: it resumes where it stopped.")
+            raise typer.Exit(130) from None
 
 
 @app.command()

@@ -121,7 +121,8 @@ class DataArguments:
     def __post_init__(self):
         check_choice(self, "bad_rows", ("stop", "skip"))
         if bool(self.dataset_name) == bool(self.datasets):
-            raise ValueError("Give either dataset_name or datasets: one names a data set, the other a mixture.")
+            both = "not both" if self.dataset_name else "to say what to train on"
+            raise ValueError(f"Give dataset_name (one data set) or datasets (a mixture), {both}.")
         if self.test_split_size is not None and not 0 < self.test_split_size < 1:
             raise ValueError(f"test_split_size is a share between 0 and 1, got {self.test_split_size}.")
         keys = set(DataSource.__dataclass_fields__)

@@ -78,6 +78,7 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "list.yaml").write_text("- a")
+    (tmp_path / "misspelt.yaml").write_text("model_name_or_path: model\ndataset_nam: a/b\n")
     (tmp_path / "rows.jsonl").write_text("{}\n{}\n")
     (tmp_path / "recipe.yaml").write_text("model_name_or_path: ./none\n")
     (tmp_path / "mixture.yaml").write_text(
@@ -103,6 +104,7 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
         ("gain", "user/none"): "user/none is no file or folder here, and the Hub (",
         ("train", "none"): "There is no file none, and no recipe of that name. Recipes: align-llama",
         ("train", "rows.jsonl"): "Give it with --dataset_name rows.jsonl",
+        ("train", "misspelt.yaml"): "no option dataset_nam. Did you mean dataset_name?",
         ("train", "list.yaml"): "list.yaml is not a recipe",
         ("train", "recipe.yaml"): "./none is no file or folder here. Make it with `normalign build`",
         ("train", "recipe.yaml", "--model_name_or_path", "adapter"): "Merge it first (`normalign merge adapter",
@@ -111,7 +113,7 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
         ("train", "--hub_token", "hf_x"): "Everybody on this machine can read a command line",
         ("train", "recipe.yaml", "--hub-token=hf_x"): "hf auth login",
         ("train", "--stage", "align"): "Give the checkpoint to train",
-        ("train", "--model_name_or_path", "model"): "Give either dataset_name or datasets",
+        ("train", "--model_name_or_path", "model"): "Give dataset_name (one data set) or datasets",
         ("train", "--model_name_or_path", "model", "--dataset_name", "a/b.json"): "There is no data file a/b.json",
         ("train", "--model_name_or_path", "model", "--dataset_name", "./a"): "./a is no file or folder here",
         ("train", "mixture.yaml"): "There is no data file no.jsonl",

@@ -13,6 +13,10 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from safetensors import SafetensorError
 
 from ..checkpoint.files import read_json, write_failure
 from ..checkpoint.names import STATE
@@ -92,6 +96,24 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
             raise
         _remove(folder)
         raise OSError(_explain(folder, cause, world_size)) from error
+
+
+@contextmanager
+def reading_checkpoint(checkpoint: str | os.PathLike | None) -> Iterator[None]:
+    """Turns the error of a damaged file of a checkpoint into a sentence.
+
+    Raises:
+        ValueError: A file cannot be read.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
+        raise ValueError(
+            f"A file of {checkpoint} is damaged or does not fit this run ({str(error).splitlines()[0]}). Resume from "
+            "an earlier checkpoint: --resume_from_checkpoint CHECKPOINT."
+        ) from error
 
 
 def _random_states(world_size: int) -> set[str]:

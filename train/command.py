@@ -3,6 +3,7 @@
 """What `normalign train` does before TRL is imported: its help, the recipe, and checks of the command line."""
 
 import argparse
+import difflib
 import os
 import shlex
 from collections.abc import Sequence
@@ -135,6 +136,9 @@ def check_words(words: Sequence[str]) -> None:
         if (value := options.get(name)) is not None and value not in values:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}.")
     check_flags({name: options.get(name) for name in flags})
+    for name in ("model_name_or_path", *DATA):
+        if not options.get(name) and (close := difflib.get_close_matches(name, options.keys() - vars(given), 1, 0.9)):
+            raise ValueError(f"There is no option {close[0]}. Did you mean {name}?")
     if not (model := options.get("model_name_or_path")):
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, created by `normalign build`.")
     find_checkpoint(str(model), options.get("model_revision"), remedy=NO_MODEL)
@@ -186,5 +190,6 @@ def read_recipe(file: str | os.PathLike) -> dict[str, Any]:
     except (yaml.YAMLError, OSError) as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} is not a recipe: a recipe is a YAML mapping of options to values, not {content!r}.")
+        hint = f" Give data with --dataset_name {file}." if isinstance(content, list) else ""
+        raise ValueError(f"{file} is not a recipe: a recipe is a YAML mapping of options to values.{hint}")
     return content

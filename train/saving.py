@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..checkpoint.files import write_failure
 from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
-from .checkpoints import writing_checkpoint
+from .checkpoints import reading_checkpoint, writing_checkpoint
 from .finite import FiniteCheck
 from .model import freeze
 from .push import PushingTrainer
@@ -75,11 +75,20 @@ class SavingTrainer(PushingTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         # PEFT loads an adapter in float32 and makes all of it trainable: the run would not resume as it was.
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with reading_checkpoint(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         for name, parameter in self.model.named_parameters():
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
         freeze(self.model, self.learning_rates)
+
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        with reading_checkpoint(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint) -> None:
+        with reading_checkpoint(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"

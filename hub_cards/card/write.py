@@ -17,7 +17,7 @@ from ...checkpoint.files import finished_file
 from ...checkpoint.loading import loading
 from ...checkpoint.names import CARD
 from ...diagnose.paper import paper_ratios
-from .facts import Facts, Part, read_facts
+from .facts import LLAVA, Facts, Part, read_facts
 from .hand_written import by_hand, check_replaceable, decode_card, derived_keys, first_by_hand, is_ours
 from .markdown import hub_link, link, literal, table, text, yaml_block
 from .metadata import (
@@ -193,6 +193,8 @@ def _warnings(facts: Facts, follows: Terms, by_author: bool, named: bool, adapte
             f"{' and '.join(missing)} {have} no Hub id in the checkpoint, so the metadata does not name {them}. "
             "Write `base_model:` into the front matter of README.md, if the Hub has them; it is kept."
         )
+    if facts.moved is False and not facts.stages and facts.build and facts.parts[:1] and facts.parts[0].role != LLAVA:
+        found.append(f"{facts.name} was never trained: its projector is random, so it cannot see yet.")
     if is_stale(facts):
         found.append(
             f"diagnostics/report.json was measured on other weights than those of {facts.name}, and the card shows "

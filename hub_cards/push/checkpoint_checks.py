@@ -71,8 +71,11 @@ def check_checkpoint(checkpoint: str | os.PathLike) -> None:
         inside = ", ".join(sorted(path.name for path in folder.glob("checkpoint-*")))
         hint = f" It has {inside}: name one of them." if inside else ""
         raise ValueError(f"{checkpoint} is not a checkpoint folder: it has neither config.json nor weights.{hint}")
-    faults = _code_faults(folder)
+    faults: list[str] = []
     content = _read(folder / "config.json", faults)
+    if (kind := content.get("model_type", NormAlignLlavaConfig.model_type)) != NormAlignLlavaConfig.model_type:
+        raise ValueError(f"{checkpoint} is a {kind!r} model. Only NormAlign-LLaVA checkpoints can be published.")
+    faults = _code_faults(folder) + faults
     faults += _config_faults(content)
     try:
         with torch.device("meta"):
@@ -116,7 +119,6 @@ def _code_faults(folder: Path) -> list[str]:
 
 def _config_faults(content: dict[str, Any]) -> list[str]:
     expected = {
-        "model_type": NormAlignLlavaConfig.model_type,
         "architectures": [NormAlignLlavaForConditionalGeneration.__name__],
         "auto_map": NormAlignLlavaConfig.auto_map_entries,
     }

@@ -107,6 +107,16 @@ def test_killed_and_resumed_is_as_if_never_stopped(tmp_path, parts, capfd, when,
     assert_same(whole, stopped)
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "model.safetensors"])
+def test_a_damaged_file_of_a_checkpoint_is_an_error_that_names_the_checkpoint(tmp_path, parts, name):
+    file, output = recipe(tmp_path / "run", parts, max_steps=2), tmp_path / "out"
+    main([str(file), "--output_dir", str(output)])
+    damaged = output / "checkpoint-2" / name
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    with pytest.raises(ValueError, match="checkpoint-2 is damaged .* Resume from an earlier checkpoint"):
+        main([str(file), "--output_dir", str(output), "--resume_from_checkpoint", "--max_steps", "3"])
+
+
 CASES = {
     "with a process that reads data": dict(dataloader_num_workers=1),
     "adapters with dropout": dict(use_peft=True, lora_dropout=0.3),

@@ -83,7 +83,7 @@ def test_bad_options_are_named(tmp_path, words, message):
 
 
 def test_one_data_set_or_a_mixture(tmp_path):
-    with pytest.raises(ValueError, match="either dataset_name or datasets"):
+    with pytest.raises(ValueError, match="dataset_name .one data set. or datasets"):
         options(tmp_path, datasets=[{"path": "a"}, {"path": "b"}])
 
 
