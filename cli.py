@@ -21,7 +21,6 @@ BaseQuantization = Literal["none", "nf4", "nf4-double", "fp4", "fp4-double", "in
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Vision-language models whose visual tokens enter the language model with the norm of text.",
 )
 
 
@@ -37,6 +36,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
+    """Vision-language models whose visual tokens enter the language model with the norm of text."""
     hide_notices()
 
 

@@ -164,6 +164,9 @@ def test_readme_leads_from_the_parts_to_the_hub_and_the_pages_on_training_and_pu
 
 def test_the_page_on_diagnosis(world):
     run_page(DOCS / "diagnose.md", world, set())
+    models = ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct")
+    for folder in ("my-model/diagnostics", *(f"diagnostics/{model}" for model in models)):
+        assert (world[0] / folder / "report.html").exists()
 
 
 def test_the_server_answers_the_page_s_client(world):
