@@ -164,8 +164,11 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
     return trainer
 
 
-def train(variant: str, folder: Path, options: argparse.Namespace, steps: int, turns) -> None:
-    """Trains in this process: each step sends the seconds of the one before to the pipe `turns`, and waits for it."""
+def train(make, variant: str, folder: Path, options: argparse.Namespace, steps: int, turns) -> None:
+    """Trains what `make` returns, in this process.
+
+    Each step sends the seconds of the one before to the pipe `turns`, and waits for it.
+    """
     from transformers import TrainerCallback, logging
 
     logging.set_verbosity_error()
@@ -181,7 +184,7 @@ def train(variant: str, folder: Path, options: argparse.Namespace, steps: int, t
             turns.recv()
             self.started = time.perf_counter()
 
-    trainer = make_trainer(variant, folder, options, steps)
+    trainer = make(variant, folder, options, steps)
     trainer.add_callback(InTurns())
     trainer.train()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -195,13 +198,19 @@ def train(variant: str, folder: Path, options: argparse.Namespace, steps: int, t
     )
 
 
-def run(folder: Path, variants: list[str], options: argparse.Namespace, steps: int) -> tuple[dict, dict]:
-    """Trains all variants in turns: the seconds of every step, and the last message of each process."""
+def run(
+    folder: Path, variants: list[str], options: argparse.Namespace, steps: int, make=make_trainer
+) -> tuple[dict, dict]:
+    """Trains all variants in turns: the seconds of every step, and the last message of each process.
+
+    `make` is called in each process with the variant, `folder`, `options` and `steps`, and returns its trainer.
+    """
     spawn = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
     for variant in variants:
         pipes[variant], theirs = spawn.Pipe()
-        processes.append(spawn.Process(target=train, args=(variant, folder, options, steps, theirs), daemon=True))
+        arguments = (make, variant, folder, options, steps, theirs)
+        processes.append(spawn.Process(target=train, args=arguments, daemon=True))
         processes[-1].start()
         theirs.close()  # so that recv raises if the process fails
         pipes[variant].recv()  # models are loaded one after the other

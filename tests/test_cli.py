@@ -59,7 +59,7 @@ def test_help_of_training_shows_options_that_exist():
     named = [name for options in OPTIONS.values() for name in options]
     parsed = {option for action in option_parser()._actions for option in action.option_strings}
     ours = {option for parameter in app_commands()["train"].params for option in parameter.opts}
-    assert len(named) == len(set(named)) == 25
+    assert len(named) == len(set(named)) == 27
     assert {f"--{name}" for name in named} <= parsed | ours
     shown = invoke("train", "--help").output
     assert "Usage: normalign train RECIPE [--option value ...]" in shown and "qlora, quickstart-" in shown
@@ -131,7 +131,7 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
         ("merge", "empty", "--output", "x"): "empty holds no adapter_config.json",
         ("train", "--stage", "algin"): "stage must be one of 'align', 'tune', got 'algin'",
         ("train", "--bad_rows=drop"): "bad_rows must be one of 'stop', 'skip', got 'drop'",
-        ("train", "--stage", "tune", "--packing"): "packing cannot be used here: TRL packs no rows with images",
+        ("train", "--stage", "tune", "--eval_packing"): "eval_packing cannot be used here: packing here divides",
         ("merge", "adapter", "--output", "x"): "adapter holds no adapter_model.safetensors",
         ("diagnose", "none"): f"none {gone}",
         ("diagnose", "model", "--against", "./none"): f"./none {gone}",

@@ -117,6 +117,20 @@ class NormAlignConfig(SFTConfig):
         default=False,
         metadata={"help": "Put the rows of a batch one after another in one sequence, without padding."},
     )
+    packing: bool = field(
+        default=False,
+        metadata={
+            "help": "Divide the rows of each step into forward passes of nearly equal numbers of tokens, without "
+            "padding. The rows of a step stay the same."
+        },
+    )
+    tokens_per_device: int | None = field(
+        default=None,
+        metadata={
+            "help": "With packing, in place of per_device_train_batch_size: the most tokens in a forward pass. "
+            "Accumulation steps are derived from it."
+        },
+    )
     sample_count: int = field(
         default=4,
         metadata={"help": "Held-out examples to answer at each evaluation, in samples/."},
@@ -146,6 +160,10 @@ class NormAlignConfig(SFTConfig):
         check_choice(self, "stage", (None, *CHOICES["stage"]))
         check_choice(self, "arm", (None, *CHOICES["arm"]))
         self.learning_rate_is_given = self.learning_rate is not None
+        if self.tokens_per_device and self.per_device_train_batch_size is not None:
+            raise ValueError("tokens_per_device takes the place of per_device_train_batch_size. Leave one out.")
+        if self.tokens_per_device:
+            self.per_device_train_batch_size = 1
         defaults = {**BOTH_STAGES, **STAGES[self.stage]} if self.stage else {}
         for name in ("learning_rate", "per_device_train_batch_size", "global_batch_size", *BOTH_STAGES):
             if getattr(self, name) is None:
@@ -157,6 +175,8 @@ class NormAlignConfig(SFTConfig):
         check_trackers(self.report_to)
         if self.do_eval and self.eval_strategy == "no":
             raise ValueError("do_eval alone evaluates nothing. Set eval_strategy.")
+        self._check_packing()
+        self.padding_free = self.padding_free or self.packing
         if self.padding_free and self.pad_to_multiple_of:
             raise ValueError("pad_to_multiple_of pads, and padding_free leaves no padding. Leave one of them out.")
         check_choice(self, "bad_steps", CHOICES["bad_steps"])
@@ -173,10 +193,21 @@ class NormAlignConfig(SFTConfig):
         if not any(learning_rates.values()):
             raise ValueError("Every learning rate is 0, so nothing would be trained. Give some module another.")
         least_of = {"per_device_train_batch_size": 1, "global_batch_size": 1, "probe_rows": 1, "sample_count": 0}
+        least_of["tokens_per_device"] = 1
         for name, least in least_of.items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
         self.router_aux_loss_coef = 0.0  # TRL would take it from the language model's configuration
+
+    def _check_packing(self) -> None:
+        if self.packing and self.train_sampling_strategy == "batch_rebalance":
+            raise ValueError("packing balances batches without padding; batch_rebalance does with it. Leave one out.")
+        if self.tokens_per_device is None:
+            return
+        if not self.packing:
+            raise ValueError("tokens_per_device is for packing. Add packing.")
+        if self.global_batch_size is None:
+            raise ValueError("tokens_per_device divides the rows of a step. Set global_batch_size, or a stage.")
 
     def learning_rates(self, use_peft: bool) -> dict[str, float]:
         """The peak learning rate of each module; 0 if it is frozen.

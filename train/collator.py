@@ -13,6 +13,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from ..checkpoint.loading import loading
 from ..data.images import open_image
 from ..data.rows import DroppedRow, DroppedRows
+from .packing import PACKED
 from .padding_free import without_padding
 
 
@@ -58,12 +59,13 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
             )
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """A batch of B canonical rows, padded on the right to T tokens.
+        """A batch of B canonical rows, or of an element of a packed stream, padded on the right to T tokens.
 
         Returns:
             `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values` `(images, channels, height, width)`.
             With `padding_free`, what [`without_padding`] returns.
         """
+        examples = [row for example in examples for row in example.get(PACKED, [example])]
         images = [self._images(example) for example in examples]
         batch = super().torch_call(
             [

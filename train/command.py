@@ -57,6 +57,8 @@ OPTIONS = {
         "max_steps": "Steps, in place of epochs.",
         "global_batch_size": "Rows in a step, on any number of processes.",
         "per_device_train_batch_size": "Rows in a forward pass: lower it if memory is short.",
+        "packing": "No padding, and forward passes of nearly equal numbers of tokens; steps keep their rows.",
+        "tokens_per_device": "With packing, in place of per_device_train_batch_size: most tokens in a forward pass.",
     },
     "Adapters": {
         "use_peft": "Train LoRA adapters in place of the language model.",

@@ -55,6 +55,14 @@ def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> 
     if args.global_batch_size is None:
         return args.gradient_accumulation_steps
     world_size = world_size or args.world_size
+    if args.tokens_per_device:
+        if args.gradient_accumulation_steps != 1:
+            raise ValueError("gradient_accumulation_steps are derived from tokens_per_device. Leave them out.")
+        if args.global_batch_size < world_size:
+            raise ValueError(
+                f"global_batch_size {args.global_batch_size} is below the {world_size} processes. Raise it."
+            )
+        return 1  # until the lengths of the rows are known
     together = args.per_device_train_batch_size * world_size
     steps, rest = divmod(args.global_batch_size, together)
     product = f"per_device_train_batch_size {args.per_device_train_batch_size} x {world_size} process(es)"
@@ -74,5 +82,9 @@ def check_stream(streaming: bool, args: NormAlignConfig) -> None:
     """Raises ValueError if options need the length of a streamed data set, or of its rows."""
     if streaming and args.max_steps <= 0:
         raise ValueError("A streamed data set has no length. Set max_steps.")
+    if streaming and args.tokens_per_device:
+        raise ValueError(
+            "tokens_per_device needs the lengths of all rows, and a stream has none. Give per_device_train_batch_size."
+        )
     if streaming and args.train_sampling_strategy == "group_by_length":
         raise ValueError("train_sampling_strategy group_by_length needs data in memory, not a stream.")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from trl import SFTConfig
 
 
-_PACKING = "TRL packs no rows with images"
+_PACKING = "packing here divides the rows of each step and cuts none; evaluation has no padding with it"
 _PRECISION = "it would round the gain, which is float32; evaluation has the precision of training"
 _LIGER = "Liger has no kernels for this architecture"
 
@@ -30,7 +30,6 @@ REFUSED: dict[str, str] = {
     "label_names": "the labels are always called labels",
     "length_column_name": "lengths are counted here, in tokens, image tokens included",
     "liger_kernel_config": _LIGER,
-    "packing": _PACKING,
     "packing_strategy": _PACKING,
     "pad_token": "the checkpoint's tokenizer has one",
     "parallelism_config": "the global batch counts rows for each process; shard a model with FSDP2 or ZeRO-3",

@@ -2,15 +2,21 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What TRL's `SFTTrainer` lacks in its steps: a learning rate for each module, and batches without images."""
 
+from math import ceil
+
 import torch
+from accelerate.data_loader import SeedableRandomSampler
+from datasets import IterableDataset
 from PIL import Image
 from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
 from transformers import LlavaProcessor
 
 from .callbacks import Measurements
 from .depth_probe import CosineProbe
 from .finite import FiniteCheck
 from .model import MODULES, base_model, eval_frozen, module_of
+from .packing import BalancedSampler, packed_stream
 from .padding_free import ROW_LENGTHS
 from .sampler import ModalityLengthGroupedSampler
 from .saving import SavingTrainer
@@ -70,19 +76,51 @@ class SteppingTrainer(SavingTrainer):
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset=None):
-        # The Trainer's own sampler knows no modalities.
+        args = self.args
         train_dataset = self.train_dataset if train_dataset is None else train_dataset
-        if self.args.train_sampling_strategy != "group_by_length" or "length" not in (
-            train_dataset.column_names or []
-        ):
+        grouped = args.train_sampling_strategy == "group_by_length"
+        if not (grouped or args.packing) or "length" not in (train_dataset.column_names or []):
             return super()._get_train_sampler(train_dataset)
         columns = train_dataset.with_format(None)  # reads the columns alone, without building rows
-        return ModalityLengthGroupedSampler(
-            columns["length"],
-            [count > 0 for count in columns["image_count"]],
-            batch_size=self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+        lengths, rows_per_step = columns["length"][:], self.get_total_train_batch_size(args)
+        if grouped:  # the Trainer's own sampler knows no modalities
+            has_image = [count > 0 for count in columns["image_count"]]
+            seed = args.seed if args.data_seed is None else args.data_seed
+            sampler = ModalityLengthGroupedSampler(lengths, has_image, batch_size=rows_per_step, seed=seed)
+        else:
+            sampler = super()._get_train_sampler(train_dataset)
+        if not args.packing:
+            return sampler
+        if isinstance(sampler, RandomSampler):  # in the order that accelerate gives it later
+            sampler = SeedableRandomSampler(train_dataset, data_seed=args.data_seed)
+        return BalancedSampler(
+            sampler,
+            lengths,
+            rows_per_step=rows_per_step,
+            rows_per_pass=args.train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            processes=args.world_size,
+            rank=args.process_index,
+            drop_last=args.dataloader_drop_last,
         )
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The Trainer's data loader; with packing, of a stream of forward passes if the data are a stream."""
+        if not (self.args.packing and isinstance(self.train_dataset, IterableDataset)):
+            return super().get_train_dataloader()
+        rows, accumulation = self.get_total_train_batch_size(self.args), self.args.gradient_accumulation_steps
+        passes = packed_stream(self.train_dataset, rows, accumulation, self.args.world_size)
+        return self._get_dataloader(passes, description="Training", batch_size=1, is_training=True)
+
+    def _derive_accumulation(self) -> None:
+        args, sampler = self.args, self._get_train_sampler()
+        steps = ceil(len(self.train_dataset) / args.global_batch_size)
+        epochs = args.max_steps / steps if args.max_steps > 0 else args.num_train_epochs
+        args.gradient_accumulation_steps = sampler.fit(args.tokens_per_device, ceil(epochs))
+
+    def get_total_train_batch_size(self, args) -> int:
+        """Rows in an optimizer step, over all processes."""
+        return args.global_batch_size or super().get_total_train_batch_size(args)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """TRL's loss, with frozen modules in evaluation mode, and on a CPU with the answers alone through the head.
@@ -124,10 +162,16 @@ class SteppingTrainer(SavingTrainer):
             output.last_hidden_state = output.last_hidden_state[:, :-1][self._answers][None]
         return output
 
-    def _run_epoch(self, *args, **kwargs) -> None:
+    def _run_epoch(self, model, epoch, train_dataloader, **kwargs) -> None:
+        # In several processes, accelerate does not tell a sampler of ours the epoch in which a run is resumed.
+        sampler = getattr(train_dataloader, "batch_sampler", None)
+        while sampler is not None:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
         # The Trainer checks for the end of a run only after a step: resumed at the end, it would take one more.
         if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(*args, **kwargs)
+            super()._run_epoch(model, epoch, train_dataloader, **kwargs)
         else:
             self.control.should_training_stop = True
 

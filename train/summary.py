@@ -38,6 +38,7 @@ def summary(
     learning_rates: dict[str, tuple[float, str]],
     report: DataReport,
     *,
+    rows: int,
     steps: int,
     tokens_per_image: int,
 ) -> dict[str, Any]:
@@ -48,19 +49,22 @@ def summary(
         args: The trainer's arguments, after the trainer was created.
         learning_rates: What `args.explained_learning_rates` returns.
         report: How many rows were used and dropped.
+        rows: Rows in an optimizer step, over all processes.
         steps: Optimizer steps of the whole run.
         tokens_per_image: Length of an image in tokens.
     """
     batch = {
+        "rows": rows,
         "per_device": args.per_device_train_batch_size,
         "processes": args.world_size,
         "accumulation": args.gradient_accumulation_steps,
+        "packed": args.packing,
     }
     return {
         "modules": modules(model, learning_rates),
         "data": [{**source, "dropped": len(source["dropped"])} for source in report.to_dict()["sources"]],
         "tokens_per_image": tokens_per_image,
-        "batch": {"rows": math.prod(batch.values()), **batch},
+        "batch": batch,
         "steps": steps,
         "warmup_steps": args.get_warmup_steps(steps),
         "schedule": str(args.lr_scheduler_type.value),
@@ -190,10 +194,11 @@ def _facts_table(facts: dict[str, Any]) -> Table:
     batch, used = facts["batch"], facts["memory"]
     parts = ", ".join(f"{name} {_gib(used[name])}" for name in used if name != "total")
     table = Table.grid(padding=(0, 2))
+    passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
+    divided = f"packed into {passes}" if batch["packed"] else f"= {batch['per_device']:,} per device x {passes}"
     for name, value in {
         "Tokens per image": f"{facts['tokens_per_image']:,}",
-        "Batch": f"{batch['rows']:,} rows = {batch['per_device']:,} per device x {batch['processes']:,} process(es) x "
-        f"{batch['accumulation']:,} accumulation step(s)",
+        "Batch": f"{batch['rows']:,} rows {divided}",
         "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up; {facts['schedule']} schedule",
         "Optimizer": facts["optimizer"],
         "Precision": f"{facts['autocast']} autocast" if facts["autocast"] else "that of the weights",

@@ -130,7 +130,12 @@ class NormAlignTrainer(SteppingTrainer):
             processing_class, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free
         )
         if args.padding_free and not getattr(data_collator, "padding_free", False):
-            raise ValueError("padding_free is given, but data_collator pads. Set it there, or leave it out here.")
+            name = "packing" if args.packing else "padding_free"
+            raise ValueError(f"{name} is given, but data_collator pads. Set padding_free there, or leave {name} out.")
+        if args.packing and not isinstance(data_collator, ConversationCollator):
+            raise ValueError(
+                "packing needs the lengths of rows as ConversationCollator counts them. Give no other one."
+            )
         if report is None:
             need_images = args.stage == "align" or not self.learning_rates["language"]
             train_dataset, eval_dataset, report = checked_datasets(
@@ -152,7 +157,8 @@ class NormAlignTrainer(SteppingTrainer):
         model_init_kwargs = args.model_init_kwargs
         if loaded_here:  # with these, which TRL would report as ignored
             args.model_init_kwargs = quantization_config = None
-        padding_free, args.padding_free = args.padding_free, False  # TRL refuses it for images (huggingface/trl#4339)
+        # TRL refuses both for images (huggingface/trl#4339).
+        (padding_free, packing), args.padding_free, args.packing = (args.padding_free, args.packing), False, False
         super().__init__(
             model=model,
             args=args,
@@ -169,7 +175,7 @@ class NormAlignTrainer(SteppingTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
-        args.model_init_kwargs, args.padding_free = model_init_kwargs, padding_free
+        args.model_init_kwargs, args.padding_free, args.packing = model_init_kwargs, padding_free, packing
         if padding_free:
             self.add_callback(RowsApart)
         for stock in (PrinterCallback, ProgressCallback):  # a notebook has neither, but a table
@@ -181,13 +187,18 @@ class NormAlignTrainer(SteppingTrainer):
         self._register_hooks(processing_class)
         if self.is_fsdp_enabled:
             name_fsdp_units(self.accelerator.state.fsdp_plugin, base_model(self.model))
+        if args.tokens_per_device:
+            self._derive_accumulation()
         batch_size, drop_last = args.train_batch_size * args.world_size, args.dataloader_drop_last
         batches = DataLoader(self.train_dataset, batch_size, drop_last=drop_last)  # counted, never read
+        if packing and not isinstance(train_dataset, IterableDataset):
+            batches = DataLoader(self.train_dataset, batch_sampler=self._get_train_sampler())
         self.facts = summary(
             self.model,
             args,
             learning_rates,
             report,
+            rows=self.get_total_train_batch_size(args),
             steps=self.set_initial_training_values(args, batches)[-1],
             tokens_per_image=model.config.image_seq_length,
         )

@@ -221,10 +221,12 @@ def test_every_option_of_trl_arrives(tmp_path):
 
 
 def test_what_an_sftconfig_may_not_set_is_refused_or_warned_of(tmp_path, checkpoint, caplog):
-    with pytest.raises(ValueError, match="packing cannot be used here"):
-        NormAlignTrainer(str(checkpoint), SFTConfig(str(tmp_path), **SHORT, packing=True), train_dataset=rows())
-    args = SFTConfig(str(tmp_path), **SHORT, padding_free=True)
-    assert NormAlignTrainer(str(checkpoint), args, train_dataset=rows()).data_collator.padding_free
+    args = SFTConfig(str(tmp_path), **SHORT, packing=True, packing_strategy="wrapped")
+    with pytest.raises(ValueError, match="packing_strategy cannot be used here"):
+        NormAlignTrainer(str(checkpoint), args, train_dataset=rows())
+    for option in ("padding_free", "packing"):
+        args = SFTConfig(str(tmp_path), **SHORT, **{option: True})
+        assert NormAlignTrainer(str(checkpoint), args, train_dataset=rows()).data_collator.padding_free
     assert "assistant_only_loss is False, but the loss is on the assistant's turns alone" in caplog.text
 
 

@@ -75,6 +75,17 @@ def test_loss_of_every_row_and_gradient_of_every_parameter_are_those_of_the_padd
     assert_same(loaded(checkpoint, attention), *batches(checkpoint, rows))
 
 
+def test_flex_attention_keeps_rows_apart(checkpoint):
+    padded, free = batches(checkpoint, training.rows(len(IMAGES), images=lambda number: IMAGES[number]))
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # on a CPU it has no backward
+        expected = losses(loaded(checkpoint), padded)
+        found = losses(loaded(checkpoint, "flex_attention"), dict(free))
+        free["position_ids"] = torch.arange(free["input_ids"].shape[1])[None]
+        mixed = losses(loaded(checkpoint, "flex_attention"), free)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (mixed - expected).abs().max() > 1e-2
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_another_first_row_changes_no_other_row(checkpoint, attention):
     model, found = loaded(checkpoint, attention), []

@@ -66,7 +66,15 @@ EVALUATED = {
     "sample_max_new_tokens": 5,
 }
 LORA = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0.0, "vision_learning_rate": 0}
+# Two steps an epoch. The run is resumed in the third.
+EPOCHS = {"global_batch_size": 8, "per_device_train_batch_size": 2, "max_steps": 10, "save_strategy": "steps"}
+EPOCHS |= {"train_sampling_strategy": "random", "save_steps": 5}
+PACKED = {**EPOCHS, "packing": "true"}
 QLORA = {**LORA, "load_in_4bit": "true", "dtype": "bfloat16", "bf16": "true"}
+
+
+RESUMED = {"resumed": "mixed/checkpoint-2"}
+RESUMED |= {f"{name} resumed": f"{name}/checkpoint-5" for name in ("grouped epochs", "packed")}
 
 
 class Room:
@@ -83,7 +91,8 @@ class Room:
         }
         for number in (3, 4):  # the one is met by process 1, the other by process 0
             (folder / "bad" / f"{number}.png").write_bytes(b"no image")
-        mixed = {"model_name_or_path": self.bare, "arm": "gwc", "eval_dataset_name": self.data["eval"], **EVALUATED}
+        untied = {"model_name_or_path": self.bare, "arm": "gwc"}
+        mixed = {**untied, "eval_dataset_name": self.data["eval"], **EVALUATED}
         mixed["probe_steps"] = 2
         grouped = {"train_sampling_strategy": "group_by_length", "lr_scheduler_type": "constant"}
         self.options = {
@@ -95,6 +104,13 @@ class Room:
             "grouped": grouped,
             "skipped": {"dataset_name": self.data["bad"], "bad_rows": "skip"},
             "resumed": mixed,
+            "epochs": {**untied, **EPOCHS},
+            "grouped epochs": {**untied, **EPOCHS, **grouped},
+            "grouped epochs resumed": {**untied, **EPOCHS, **grouped},
+            "epochs lora": {**EPOCHS, **LORA},
+            "packed": {**untied, **PACKED},
+            "packed resumed": {**untied, **PACKED},
+            "packed lora": {**PACKED, **LORA},
             "bad step": {"bad_steps": "skip"},
             "broken": {"save_strategy": "steps", "save_steps": 1},
             "busy": {},
@@ -130,8 +146,8 @@ class Room:
             words = {}
             for name in names:
                 options = self.options[name]
-                if name == "resumed":
-                    options = {**options, "resume_from_checkpoint": folder / "mixed" / "checkpoint-2"}
+                if name in RESUMED:
+                    options = {**options, "resume_from_checkpoint": folder / RESUMED[name]}
                 words[name] = self.words(folder / name, **options)
             folder.mkdir()
             (folder / "runs.json").write_text(json.dumps(words))
@@ -200,14 +216,17 @@ def room(tmp_path_factory) -> Room:
 
 @pytest.fixture(scope="module")
 def one(room) -> Path:
-    return room.runs("one", "mixed", "lora", "qlora", "bfloat16", "grouped", "bad step")
+    packed = ("epochs", "epochs lora", "packed", "packed lora", "packed resumed")
+    return room.runs("one", "mixed", "lora", "qlora", "bfloat16", "grouped", "bad step", *packed)
 
 
 @pytest.fixture(scope="module")
 def two(room):
+    packed = ("packed", "packed resumed", "packed lora")
     names = {
-        "ddp": ("busy", "refused", "mixed", "resumed", "lora", "qlora", "grouped", "skipped", "bad step", "broken"),
-        "fsdp2": ("mixed", "resumed", "lora", "bfloat16", "autocast", "bad step", "broken"),
+        "ddp": ("busy", "refused", "mixed", "resumed", "lora", "qlora", "grouped", "skipped", "bad step", "broken")
+        + ("grouped epochs", "grouped epochs resumed", *packed),
+        "fsdp2": ("mixed", "resumed", "lora", "bfloat16", "autocast", "bad step", "broken", *packed),
     }
     return lambda mode, zero="mixed": room.runs(mode, *names.get(mode, (zero,)))
 
@@ -266,6 +285,20 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(mode, two):
     folder = two(mode)
     assert seen(folder, "resumed", 0)["batches"] == seen(folder, "mixed", 0)["batches"][4:]
     assert_same_run(folder / "resumed", folder / "mixed", weights=0, figures=0)
+
+
+@pytest.mark.parametrize("mode", ["one", "ddp", "fsdp2", pytest.param("zero3", marks=ZERO)])
+def test_packing_changes_no_step(mode, one, two):
+    folder = one if mode == "one" else two(mode, zero="packed")
+    assert_same_run(folder / "packed", one / "epochs", weights=1e-6, figures=1e-5)
+    if mode != "zero3":
+        assert_same_run(folder / "packed lora", one / "epochs lora", weights=1e-6, figures=1e-5)
+        assert_same_run(folder / "packed resumed", folder / "packed", weights=0, figures=0)
+
+
+def test_a_run_of_two_processes_is_resumed_in_the_order_of_its_epoch(two):
+    folder = two("ddp")
+    assert_same_run(folder / "grouped epochs resumed", folder / "grouped epochs", weights=0, figures=0)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])

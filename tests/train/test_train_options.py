@@ -47,7 +47,7 @@ def test_an_option_that_would_do_nothing_or_harm_is_refused_with_the_reason(tmp_
 def test_what_would_do_nothing_is_refused_in_trls_own_options_too(tmp_path):
     plain = dict(bf16=False, use_cpu=True)
     normalign_config(SFTConfig(str(tmp_path), assistant_only_loss=True, **plain), "model")
-    for option in (dict(router_aux_loss_coef=0.1), dict(dataset_text_field="caption"), dict(packing=True)):
+    for option in (dict(router_aux_loss_coef=0.1), dict(dataset_text_field="caption"), dict(eval_packing=True)):
         with pytest.raises(ValueError, match=f"^{next(iter(option))} cannot be used here"):
             normalign_config(SFTConfig(str(tmp_path), **plain, **option), "model")
 

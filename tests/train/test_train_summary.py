@@ -145,9 +145,9 @@ def report():
 
 def test_the_tables_say_it_all_in_a_hundred_columns_and_in_json(checkpoint, tmp_path):
     trainer = make_trainer(checkpoint, tmp_path, rank=2, warmup_steps=0.03, bf16=True)
-    facts = summary(trainer.model, trainer.args, RATES, report(), steps=5197, tokens_per_image=729)
+    facts = summary(trainer.model, trainer.args, RATES, report(), rows=4, steps=5197, tokens_per_image=729)
     assert json.loads(json.dumps(facts)) == facts
-    assert facts["batch"] == {"rows": 4, "per_device": 2, "processes": 1, "accumulation": 2}
+    assert facts["batch"] == {"rows": 4, "per_device": 2, "processes": 1, "accumulation": 2, "packed": False}
     assert facts["steps"] == 5197 and facts["warmup_steps"] == 156
     assert facts["autocast"] == "bfloat16" and facts["data"][0]["longest"] == 2048
     stream = io.StringIO()

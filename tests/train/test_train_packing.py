@@ -1,0 +1,218 @@
+"""Packing: forward passes of nearly equal numbers of tokens, of the rows that each step has without it."""
+
+import random
+
+import pytest
+import torch
+import training
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from datasets import Dataset
+from torch.utils.data import BatchSampler
+
+from normalign_llava.train.options import check_stream
+from normalign_llava.train.packing import BalancedSampler, balanced, packed_stream
+
+
+LENGTHS = [random.Random(0).choice((20, 60, 300, 900)) for _ in range(43)]
+
+
+def sampler(count=43, *, rank=0, processes=1, rows_per_pass=2, accumulation=2, drop_last=False) -> BalancedSampler:
+    return BalancedSampler(
+        SeedableRandomSampler(range(count), data_seed=5),
+        LENGTHS[:count],
+        rows_per_step=rows_per_pass * accumulation * processes,
+        rows_per_pass=rows_per_pass,
+        accumulation=accumulation,
+        processes=processes,
+        rank=rank,
+        drop_last=drop_last,
+    )
+
+
+def test_rows_go_longest_first_to_the_pass_with_the_fewest_tokens():
+    # By hand: 9, 7, 5 and 4 open a pass each; 3 joins 4, and 1 joins 5. Sums, largest first: 9, 7, 4 + 3, 5 + 1.
+    assert balanced([4, 9, 1, 7, 5, 3], passes=4) == [[1], [3], [0, 5], [4, 2]]
+
+
+def test_the_order_of_processes_alternates():
+    # One row a pass. Process 0 has 8, 5, 4, 1 and process 1 has 7, 6, 3, 2: 18 tokens each.
+    found = [rows[0] for rows in balanced([1, 2, 3, 4, 5, 6, 7, 8], passes=8, processes=2)]
+    assert [number + 1 for number in found] == [8, 7, 5, 6, 4, 3, 1, 2]
+
+
+@pytest.mark.parametrize("passes", [1, 3, 8, 43])
+def test_passes_differ_by_no_more_than_the_longest_row(passes):
+    found = balanced(LENGTHS, passes)
+    assert sorted(position for rows in found for position in rows) == list(range(43))
+    tokens = [sum(LENGTHS[position] for position in rows) for rows in found]
+    assert tokens == sorted(tokens, reverse=True) and tokens[0] - tokens[-1] <= max(LENGTHS) and tokens[-1] > 0
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("count", [5, 24, 41, 43])
+def test_each_step_has_the_rows_that_accelerate_gives_without_packing(count, processes, drop_last):
+    rows_per_pass = accumulation = 2
+    for epoch in (0, 1):
+        given, packed = [], []
+        for rank in range(processes):
+            order = SeedableRandomSampler(range(count), data_seed=5)
+            order.set_epoch(epoch)
+            batches = BatchSampler(order, rows_per_pass, drop_last)
+            given.append(list(BatchSamplerShard(batches, processes, rank) if processes > 1 else batches))
+            ours = sampler(count, rank=rank, processes=processes, drop_last=drop_last)
+            ours.set_epoch(epoch)
+            packed.append(list(ours))
+            assert len(packed[-1]) == len(ours)
+        assert len({len(passes) for passes in packed}) == 1
+        assert [len(passes) for passes in packed] == [len(batches) for batches in given]
+        for start in range(0, len(packed[0]), accumulation):
+            expected, found = (
+                sorted(row for each in which for rows in each[start : start + accumulation] for row in rows)
+                for which in (given, packed)
+            )
+            assert found == expected
+
+
+def test_accumulation_is_the_least_with_which_no_pass_has_more_tokens():
+    def largest(accumulation, epochs):
+        sizes = []
+        for epoch in range(epochs):
+            order = SeedableRandomSampler(range(43), data_seed=5)
+            order.set_epoch(epoch)
+            rows = list(order)
+            for start in range(0, 43, 8):
+                step = [LENGTHS[row] for row in rows[start : start + 8]]
+                sizes += [sum(step[i] for i in part) for part in balanced(step, min(accumulation, len(step)))]
+        return max(sizes)
+
+    ours = BalancedSampler(
+        SeedableRandomSampler(range(43), data_seed=5),
+        LENGTHS,
+        rows_per_step=8,
+        rows_per_pass=1,
+        accumulation=1,
+        processes=1,
+        rank=0,
+        drop_last=False,
+    )
+    found = ours.fit(1500, epochs=3)
+    assert found > 1 and largest(found, 3) <= 1500 < largest(found - 1, 3)
+    with pytest.raises(ValueError, match="A row has 900 tokens, more than tokens_per_device 899"):
+        ours.fit(899, epochs=1)
+
+
+def test_a_stream_is_packed_in_a_buffer_of_one_step():
+    rows = Dataset.from_dict({"length": LENGTHS, "row": list(range(43))}).to_iterable_dataset()
+    passes = [each["packed"] for each in packed_stream(rows, rows_per_step=12, accumulation=2, processes=2)]
+    assert len(passes) == 16  # three whole steps, and seven rows in the last
+    for step in range(4):
+        found = [[row["row"] for row in rows] for rows in passes[4 * step : 4 * step + 4]]
+        lengths = LENGTHS[12 * step : 12 * step + 12]
+        assert found == [[12 * step + i for i in part] for part in balanced(lengths, 4, 2)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return training.checkpoint(tmp_path_factory.mktemp("packing"))
+
+
+OPTIONS = {"global_batch_size": 6, "max_steps": 5, "optim": "sgd", "learning_rate": 0.1, "logging_steps": 1}
+
+
+def rows_of_different_lengths(checkpoint):
+    data = training.rows(20, images=lambda number: number % 3, turns=lambda number: 1 + number % 4)
+    return data.select_columns(["images", "messages"])  # of which the trainer counts the tokens
+
+
+def ended(trainer):
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return losses, training.weights(trainer.model)
+
+
+def assert_same(found, expected, tolerance=1e-5):
+    assert found[0] == pytest.approx(expected[0], rel=tolerance) and len(found[0]) == 5
+    for name, weight in expected[1].items():
+        assert (found[1][name] - weight).norm() <= tolerance * weight.norm() + 1e-7, name
+
+
+@pytest.mark.slow
+def test_tokens_per_device_changes_no_step(tmp_path, checkpoint):
+    data = rows_of_different_lengths(checkpoint)
+    unpacked = training.trainer(tmp_path / "unpacked", checkpoint, data, **OPTIONS)
+    unpacked.train()
+    tokens = 2 * max(unpacked.train_dataset.with_format(None)["length"])
+    options = {**OPTIONS, "packing": True, "tokens_per_device": tokens, "per_device_train_batch_size": None}
+    packed = training.trainer(tmp_path / "packed", checkpoint, data, **options)
+    assert packed.facts["batch"]["rows"] == 6 and packed.facts["steps"] == 5
+    assert packed.args.gradient_accumulation_steps > 1
+    sizes = []
+    packed.model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    packed.train()
+    assert max(sizes) <= tokens < sum(sizes) / 5
+    assert_same(ended(packed), ended(unpacked))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["group_by_length", "sequential"])
+def test_packing_keeps_the_steps_of_other_samplers(tmp_path, checkpoint, strategy):
+    data, ends = rows_of_different_lengths(checkpoint), []
+    for packing in (False, True):
+        options = {**OPTIONS, "packing": packing, "train_sampling_strategy": strategy}
+        trainer = training.trainer(tmp_path / str(packing), checkpoint, data, **options)
+        trainer.train()
+        ends.append(ended(trainer))
+    assert_same(*reversed(ends))
+
+
+@pytest.mark.slow
+def test_a_stream_keeps_its_steps(tmp_path, checkpoint):
+    data, ends = rows_of_different_lengths(checkpoint), []
+    for packing in (False, True):
+        stream = data.repeat(2).to_iterable_dataset()
+        trainer = training.trainer(tmp_path / str(packing), checkpoint, stream, packing=packing, **OPTIONS)
+        trainer.train()
+        ends.append(ended(trainer))
+    assert_same(*reversed(ends))
+
+
+@pytest.mark.slow
+def test_a_resumed_packed_stream_is_bitwise_the_uninterrupted_one(tmp_path, checkpoint):
+    data = rows_of_different_lengths(checkpoint)
+    options = {**OPTIONS, "packing": True, "save_strategy": "steps", "save_steps": 3}
+    trainers = []
+    for resume in (None, str(tmp_path / "out" / "checkpoint-3")):
+        trainers.append(
+            training.trainer(tmp_path / "out", checkpoint, data.repeat(2).to_iterable_dataset(), **options)
+        )
+        trainers[-1].train(resume_from_checkpoint=resume)
+    whole, resumed = (training.weights(trainer.model) for trainer in trainers)
+    assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"tokens_per_device": 512, "per_device_train_batch_size": None}, "Add packing"),
+        ({"tokens_per_device": 512, "packing": True}, "per_device_train_batch_size. Leave one out"),
+        ({"tokens_per_device": 512, "packing": True, "per_device_train_batch_size": None}, "Set global_batch_size"),
+        ({"packing": True, "pad_to_multiple_of": 8}, "pad_to_multiple_of"),
+        (
+            {"packing": True, "packing_strategy": "wrapped"},
+            "packing_strategy cannot be used here: packing here divides",
+        ),
+        ({"packing": True, "eval_packing": True}, "eval_packing cannot be used here"),
+        ({"packing": True, "train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+    ],
+)
+def test_options_that_contradict_packing_are_refused(tmp_path, options, words):
+    with pytest.raises(ValueError, match=words):
+        training.arguments(tmp_path, **options)
+
+
+def test_a_stream_has_no_lengths_to_fit(tmp_path):
+    options = {"packing": True, "tokens_per_device": 512, "per_device_train_batch_size": None, "global_batch_size": 8}
+    with pytest.raises(ValueError, match="a stream has none. Give per_device_train_batch_size"):
+        check_stream(True, training.arguments(tmp_path, **options))
