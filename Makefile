@@ -23,7 +23,7 @@ lint: $(VENV)/.dev
 	$(BIN)/python tests/helpers/type_check.py
 
 benchmark: $(VENV)/.dev
-	$(BIN)/python benchmarks/norm.py
+	$(BIN)/python benchmarks
 
 $(VENV)/.quickstart: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

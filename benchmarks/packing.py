@@ -18,7 +18,6 @@ same of each step.
 """
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from measuring import write
 from rich.console import Console
 from rich.table import Table
 from step import real_parts, run
@@ -235,9 +235,14 @@ def main() -> None:
     console.print(
         f"{len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens, {statistics.mean(lengths):.0f} on average."
     )
-    if options.output:
-        content = {"options": vars(options), "lengths": lengths, "variants": found, "seconds": seconds}
-        Path(options.output).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    what = f"packing, {options.data}"
+    lines = [
+        (what, f"tokens per second / {variant}", f"{found[variant]['packed_over_it']:.2f}") for variant in VARIANTS[1:]
+    ]
+    for variant, counted in balance.items():
+        figures = f"{counted['padding']:.1%}, {counted['pass'] - 1:.1%}, {counted['step'] - 1:.1%}"
+        lines.append((f"{what}: {variant}", "padding, imbalance of passes, of steps", figures))
+    write(lines, options, lengths=lengths, variants=found, seconds=seconds)
 
 
 if __name__ == "__main__":
