@@ -36,7 +36,8 @@ def _on(kind: int, tensor: torch.Tensor) -> torch.Tensor:
     capsule = torch._C._to_dlpack(tensor)
     kind_of_device = _pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
     ctypes.c_int32.from_address(kind_of_device).value = kind
-    return torch._C._from_dlpack(capsule)
+    with torch.inference_mode(False):  # a view of an ordinary tensor is ordinary in inference mode, too
+        return torch._C._from_dlpack(capsule)
 
 
 def _check(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:

@@ -9,6 +9,7 @@ import training
 import vlm_families
 from strict_device import STRICT, on_device
 
+from normalign_llava.assembly.processing import check_processor
 from normalign_llava.diagnose import probe
 from normalign_llava.diagnose.measure.attention import attention_maps
 from normalign_llava.diagnose.measure.embeddings import embedding_table_of
@@ -17,6 +18,7 @@ from normalign_llava.diagnose.measure.gain_table import gain_of
 from normalign_llava.hub_cards.space import demo
 from normalign_llava.hub_cards.space.demo.measuring import Meter
 from normalign_llava.hub_cards.space.demo.model import stream
+from normalign_llava.quickstart.evaluate import answer
 from normalign_llava.serve.answering import Answering
 from normalign_llava.serve.requests import ChatRequest
 
@@ -75,21 +77,28 @@ def test_what_the_demo_measures(checkpoint):
         assert shares == pytest.approx(expected.shares[layer], rel=1e-4)
 
 
-def test_the_demo_and_the_server_answer_as_on_the_cpu(checkpoint):
+def test_demo_server_and_quickstart_answer_as_on_the_cpu(checkpoint):
     model, processor = demo.load(str(checkpoint))
-    inputs = space_parts.prompt(processor, space_parts.noise((16, 16)), "what is it")
-    expected = list(stream(model, inputs, 4))
+    image = space_parts.noise((16, 16))
+    inputs = space_parts.prompt(processor, image, "what is it")
     content = [{"type": "text", "text": "what is it"}]
     request = ChatRequest.model_validate(
         {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "temperature": 0}
     )
 
-    async def answer():
+    async def served():
         answering = Answering(model, processor)
         with answering.slot() as slot:
             return "".join([piece async for piece in await answering.start(slot, request, [])])
 
-    said = asyncio.run(answer())
+    def answers(inputs):
+        return [*stream(model, inputs, 4)], asyncio.run(served()), answer(model, processor, [("what", image)] * 2)
+
+    expected = answers(inputs)
     model.to(STRICT)
-    assert list(stream(model, on_device(inputs), 4)) == expected
-    assert asyncio.run(answer()) == said != ""
+    assert answers(on_device(inputs)) == expected and all(expected)
+
+
+def test_a_processor_is_checked_on_the_model_s_device(checkpoint):
+    model, processor = demo.load(str(checkpoint))
+    assert check_processor(processor, model.to(STRICT)) == 4
