@@ -23,7 +23,7 @@ lint: $(VENV)/.dev
 	$(BIN)/python tests/helpers/type_check.py
 
 benchmark: $(VENV)/.dev
-	$(BIN)/python benchmarks/norm.py
+	$(BIN)/python benchmarks
 
 # Needs a GPU that torch sees: where the default build sees none, give another in TORCH or VENV.
 benchmark-gpu: $(VENV)/.dev

@@ -13,7 +13,6 @@ so too, for a comparison at equal work.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import random
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -302,9 +302,12 @@ def main() -> None:
     )
     for variant in variants:
         console.print(f"Losses, {variant}: {', '.join(f'{loss:.3f}' for loss in ends[variant]['losses'])}")
-    if options.output:
-        content = {"options": vars(options), "ratios": found, "seconds": runs, "peak_bytes": peaks}
-        Path(options.output).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    rows = []
+    for pair, row in found.items():
+        variant, reference = pair.split(" / ")
+        name = f"training step, {options.train} trained, {precision}: {variant}"
+        rows.append((name, f"time, peak memory / {reference}", f"{row['all steps']:.3f}, {row['peak memory']:.3f}"))
+    write(rows, options, ratios=found, seconds=runs, peak_bytes=peaks)
 
 
 if __name__ == "__main__":
