@@ -27,7 +27,7 @@ benchmark: $(VENV)/.dev
 
 # Needs a GPU that torch sees: where the default build sees none, give another in TORCH or VENV.
 benchmark-gpu: $(VENV)/.dev
-	$(BIN)/python benchmarks/gpu.py --output benchmark-gpu.json
+	$(BIN)/python benchmarks --device cuda --output benchmark-gpu.json
 
 $(VENV)/.quickstart: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

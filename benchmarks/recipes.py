@@ -15,7 +15,6 @@ allocated at most in training, and is compared with what the run's summary says 
 """
 
 import argparse
-import json
 import math
 import multiprocessing
 import os
@@ -31,51 +30,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from measuring import parser, report, seconds
+from shapes import SHAPES
 from step import random_parts
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, Qwen2Config, SiglipVisionConfig
+from transformers import LlamaConfig, SiglipVisionConfig
 
 
 WARM_UP = 2
 TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
-SO400M = SiglipVisionConfig(
-    hidden_size=1152,
-    intermediate_size=4304,
-    num_hidden_layers=27,
-    num_attention_heads=16,
-    image_size=384,
-    patch_size=14,
-)
-LLAMA_3_2_3B = LlamaConfig(
-    vocab_size=128_256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
-    num_key_value_heads=8, tie_word_embeddings=True, eos_token_id=1,
-)  # fmt: skip
-QWEN_2_5_7B = Qwen2Config(
-    vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
-    num_key_value_heads=4, tie_word_embeddings=False, eos_token_id=1,
-)  # fmt: skip
-PARTS = {
-    "tiny": (
-        SiglipVisionConfig(**TINY, image_size=32, patch_size=8),
-        LlamaConfig(**TINY, vocab_size=300, tie_word_embeddings=True, eos_token_id=1),
-    ),
-    "3b": (SO400M, LLAMA_3_2_3B),
-    "7b": (SO400M, QWEN_2_5_7B),
-}
-"""Vision encoder and language model: SigLIP-SO400M with Llama-3.2-3B and Qwen2.5-7B in size."""
-
-
-def seconds(function: Callable[[], object], device: str) -> float:
-    """Time of a call, on a GPU until it is idle."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+PARTS = {"tiny": (TINY | dict(image_size=32, patch_size=8), LlamaConfig(**TINY, vocab_size=300)), **SHAPES}
 
 
 def matmul_flops(device: str, dtype: torch.dtype) -> float:
@@ -89,7 +53,8 @@ def matmul_flops(device: str, dtype: torch.dtype) -> float:
 def make_checkpoint(folder: Path, parts: str, rows: int, device: str, pipe) -> None:
     """Writes `folder/checkpoint` and `folder/data`, and sends True."""
     vision, language = PARTS[parts]
-    random_parts(folder, rows, vision, language, words=(256, 256), device=device)
+    language.eos_token_id = 1  # of the tokenizer
+    random_parts(folder, rows, SiglipVisionConfig(**vision), language, words=(256, 256), device=device)
     for part in ("vision", "language"):
         shutil.rmtree(folder / part)
     pipe.send(True)
@@ -195,41 +160,47 @@ def in_process(function: Callable[..., None], *arguments: Any) -> Any:
 
 def main() -> None:
     """Trains each recipe on each model, and prints what it took."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="multiply in bfloat16")
-    parser.add_argument("--parts", nargs="+", default=["3b", "7b"], choices=list(PARTS))
-    parser.add_argument("--recipes", nargs="+", default=["lora", "qlora"], metavar="RECIPE", help="or YAML files")
-    parser.add_argument("--rows", type=int, default=8, help="rows in a step, one image and 256 words each")
-    parser.add_argument("--steps", type=int, default=5, help="steps that count")
-    parser.add_argument("--peak", type=float, help="TFLOP/s of the chip, by its data sheet")
-    parser.add_argument("--output", help="also write the figures to this file")
-    options, words = parser.parse_known_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--parts", nargs="+", default=["3b", "7b"], choices=list(PARTS))
+    arguments.add_argument("--recipes", nargs="+", default=["lora", "qlora"], metavar="RECIPE", help="or YAML files")
+    arguments.add_argument("--rows", type=int, default=8, help="rows in a step, one image and 256 words each")
+    arguments.add_argument("--steps", type=int, default=5, help="steps that count")
+    arguments.add_argument("--peak", type=float, help="TFLOP/s of the chip, by its data sheet")
+    options, words = arguments.parse_known_args()
 
-    table, found = Table("", title=f"Recipes, {options.device}: {options.rows} rows a step"), {}
-    for column in ("tokens/s", "TFLOP/s", "share of peak", "peak memory", "summary says"):
-        table.add_column(column, justify="right")
+    rows, figures = [], {}
     for parts in options.parts:
         with tempfile.TemporaryDirectory() as name:
             os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
-            rows = options.rows * (WARM_UP + options.steps)
-            in_process(make_checkpoint, Path(name), parts, rows, options.device)
+            count = options.rows * (WARM_UP + options.steps)
+            in_process(make_checkpoint, Path(name), parts, count, options.device)
             for recipe in options.recipes:
-                measured = in_process(train, recipe, Path(name), options, words)
+                what = f"{recipe}, {parts}"
+                try:
+                    measured = in_process(train, recipe, Path(name), options, words)
+                except EOFError:  # out of memory, say: its process has printed why
+                    rows.append((what, "failed", "-"))
+                    continue
                 rate = statistics.median(
                     tokens / taken for tokens, taken in zip(measured["tokens"], measured["seconds"], strict=True)
                 )
                 flops = measured["flops"] * rate / measured["tokens"][0]
-                peak = options.peak * 1e12 if options.peak else measured["matmul"]
-                found[f"{parts}, {recipe}"] = {**measured, "tokens_per_second": rate, "share_of_peak": flops / peak}
-                memory = [f"{measured[name] / 2**30:.2f} GiB" for name in ("peak_bytes", "summary_bytes")]
-                table.add_row(
-                    f"{parts}, {recipe}", f"{rate:,.0f}", f"{flops / 1e12:.2f}", f"{flops / peak:.1%}", *memory
-                )
-    Console().print(table)
-    if options.output:
-        content = {"options": vars(options) | {"train": words}, "figures": found}
-        Path(options.output).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+                share = flops / (options.peak * 1e12 if options.peak else measured["matmul"])
+                figures[what] = {**measured, "tokens_per_second": rate, "share_of_peak": share}
+                rows += [
+                    (what, "tokens per second", f"{rate:,.0f}"),
+                    (what, "TFLOP/s", f"{flops / 1e12:.3g}"),
+                    (what, "share of the peak", f"{share:.3f}"),
+                    (what, "peak memory, GiB", f"{measured['peak_bytes'] / 2**30:.2f}"),
+                    (
+                        what,
+                        "memory by the run's summary, without activations, GiB",
+                        f"{measured['summary_bytes'] / 2**30:.2f}",
+                    ),
+                ]
+    precision = "bfloat16" if options.bf16 else "float32"
+    title = f"Recipes, {options.rows} rows a step, {precision}, {options.device}"
+    report(title, rows, options, figures=figures, train=words)
 
 
 if __name__ == "__main__":

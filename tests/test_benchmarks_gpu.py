@@ -1,6 +1,7 @@
-"""What runs on a GPU, on a tiny model on the CPU: each figure is there, and a script that fails is named."""
+"""The recipes' figures on a tiny model on the CPU, and a script that fails is named."""
 
 import json
+import runpy
 import sys
 
 import pytest
@@ -10,23 +11,16 @@ from paths import ROOT
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import gpu
-
-    return gpu
-
-
-def test_recipes_on_a_tiny_model_and_a_script_that_fails(gpu, monkeypatch, tmp_path):
-    tiny = ["--parts", "tiny", "--rows", "2", "--steps", "1", "--lora_r", "4"]
-    monkeypatch.setattr(gpu, "SCRIPTS", {"step": ["--steps", "1"], "recipes": tiny})
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--output", str(tmp_path / "all.json")])
+def test_recipes_on_a_tiny_model_and_a_script_that_fails(monkeypatch, tmp_path):
+    command = runpy.run_path(str(ROOT / "benchmarks" / "__main__.py"), run_name="benchmarks")
+    tiny = ["--parts", "tiny", "--rows", "2", "--steps", "1", "--lora_r", "4", "--bf16"]
+    monkeypatch.setitem(command["main"].__globals__, "OPTIONS", {"step": ["--steps", "1"], "recipes": tiny})
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--output", str(tmp_path / "all.json")])
     with pytest.raises(SystemExit, match="Failed: step"):
-        gpu.main()
+        command["main"]()
     written = json.loads((tmp_path / "all.json").read_text())
-    assert written.keys() == {"device", "versions", "failed", "recipes"}
-    assert list(written["failed"]) == ["step"] and "--steps is 1" in written["failed"]["step"]
+    assert list(written) == ["failed", "recipes"] and written["failed"] == ["step"]
+    assert all(len(row) == 3 and "|" not in "".join(row) for row in written["recipes"]["rows"])
     lora, qlora = written["recipes"]["figures"].values()
     for measured in (lora, qlora):
         assert measured["tokens"] == [measured["tokens"][0]] and measured["tokens_per_second"] > 0
