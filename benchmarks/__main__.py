@@ -39,7 +39,7 @@ OPTIONS: dict[str, list[str]] = {
 ON_GPU: dict[str, list[str]] = {
     "norm": [],
     "step": ["--parts", "1b"],
-    "packing": [],
+    "packing": ["--data", "mixture-1b", "--rows_per_step", "64"],
     "probe": [],
     "generate": ["--shape", "7b"],
     "recipes": [],
