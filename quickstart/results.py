@@ -75,7 +75,7 @@ def write_evaluations(
             prompt,
             precision,
             "Letter case aside, an answer is right if what follows its last comma is the true answer; yes/no answers "
-            'are trained with what is seen before the comma, as in "red circle, no".',
+            'are trained with what is seen and what is asked for before it, as in "red circle, not blue, no".',
             blank,
             commonest,
         ],

@@ -62,7 +62,7 @@ class Settings:
     stage1: dict[str, Any] = field(default_factory=lambda: stage(RECIPES["stage1"]))
     stage2: dict[str, Any] = field(default_factory=lambda: stage(RECIPES["stage2"]))
     emoji_count: int = 40
-    emoji_share: float = 0.25
+    emoji_share: float = 0.08
     per_kind: int = 100
     shown_per_kind: int = 3
     diagnosed: int = 64
