@@ -52,6 +52,7 @@ class Settings:
         emoji_count: Number of different emoji to name.
         emoji_share: Share of training rows about emoji.
         per_kind: Held-out easy-VQA questions of each kind; even.
+        per_kind_before: How many of each kind the untrained model is asked.
         shown_per_kind: Questions of each kind in the image, which are also those asked again after reloading.
         diagnosed: Held-out images for the diagnosis.
         seed: Seed of the data, the held-out questions and the projector; the recipes have seeds of their own.
@@ -64,6 +65,7 @@ class Settings:
     emoji_count: int = 40
     emoji_share: float = 0.08
     per_kind: int = 100
+    per_kind_before: int = 24
     shown_per_kind: int = 3
     diagnosed: int = 64
     seed: int = 0
@@ -124,7 +126,8 @@ def run_quickstart(
 
     questions = held_out(settings.per_kind, settings.emoji_count, seed, cache)
     with journal.step("evaluate before"):
-        before = evaluate_once(untrained, questions, output / "evaluation" / "before.json", bf16)
+        few = [questions[i] for i in first_of_each_kind(questions, settings.per_kind_before)]
+        before = evaluate_once(untrained, few, output / "evaluation" / "before.json", bf16)
     write_data(data, settings, cache)
     train_step(journal, "stage 1", settings.stage1, untrained, data / "stage1", stage1)
     train_step(journal, "stage 2", settings.stage2, stage1, data / "stage2", stage2)
@@ -157,7 +160,7 @@ def run_quickstart(
             pages.append(diagnose_once(stage1, names[0], plain_stage1, names[1], settings.diagnosed))
 
     results = {
-        "before": {key: before[key] for key in ("accuracy", "blank")},
+        "before": {key: before[key] for key in ("accuracy", "blank", "count")},
         "after": {key: after[key] for key in ("accuracy", "blank")},
         "baseline": of_baseline and {key: of_baseline[key] for key in ("accuracy", "blank")},
         "majority": after["majority"],
