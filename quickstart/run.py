@@ -156,8 +156,8 @@ def run_quickstart(
     with journal.step("diagnose"):
         pages = [diagnose_once(model, OURS, plain, BASELINE, settings.diagnosed)]
         if full_baseline:
-            names = (f"{OURS}-stage1", f"{BASELINE}-stage1")
-            pages.append(diagnose_once(stage1, names[0], plain_stage1, names[1], settings.diagnosed))
+            ours, theirs = (f"{name}-stage1" for name in (OURS, BASELINE))
+            pages.append(diagnose_once(stage1, ours, plain_stage1, theirs, settings.diagnosed))
 
     results = {
         "before": {key: before[key] for key in ("accuracy", "blank", "count")},
