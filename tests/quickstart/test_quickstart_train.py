@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.data.easy_vqa import FEATURES, png
+from normalign_llava.quickstart.time_left import TimeLeft, TrainingPace
 from normalign_llava.quickstart.train import rows_of, stage, train_stage, words
 from normalign_llava.train.run import main
 
@@ -79,8 +80,10 @@ def test_a_stage_is_its_recipe_with_changes():
 
 
 def test_stage_1_changes_the_projector_and_nothing_else(untrained, data, tmp_path):
-    trained = tmp_path / "stage1"
-    train_stage(stage("quickstart-align", **SHORT), untrained, data, trained)
+    trained, left = tmp_path / "stage1", TimeLeft({"stage 1": 1e6, "stage 2": 1e6})
+    pace = TrainingPace(left, "stage 1")
+    train_stage(stage("quickstart-align", **SHORT), untrained, data, trained, callbacks=[pace])
+    assert 0 < left.seconds() < 1e6  # stage 1 is done, and stage 2 will not take 12 days either
     names = changed(untrained, trained)
     assert all(name.startswith("model.multi_modal_projector.") for name in names)
     assert len(names) == 6  # two linear layers and the norm, each with weight and bias
@@ -97,9 +100,9 @@ def test_stage_2_adapts_the_language_model_and_the_projector_and_not_the_vision_
     assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (16, 32, 0.0)
     merge_adapter(tmp_path / "adapter", tmp_path / "merged")
     names = changed(untrained, tmp_path / "merged")
-    adapted = [f".{name}.weight" for name in stage("quickstart-tune")["lora_target_modules"]]
+    adapted = tuple(f".{name}_proj.weight" for name in ("q", "v", "o", "down"))
     tensors = load_file(untrained / "model.safetensors")
-    of_language = {name for name in tensors if "language_model" in name and name.endswith(tuple(adapted))}
+    of_language = {name for name in tensors if "language_model" in name and name.endswith(adapted)}
     assert {name for name in names if "multi_modal_projector" not in name} == of_language
     assert len(of_language) == 2 * 4 and len(names) == 2 * 4 + 6
 
