@@ -160,10 +160,8 @@ class NormAlignConfig(SFTConfig):
         check_choice(self, "stage", (None, *CHOICES["stage"]))
         check_choice(self, "arm", (None, *CHOICES["arm"]))
         self.learning_rate_is_given = self.learning_rate is not None
-        if self.tokens_per_device and self.per_device_train_batch_size is not None:
-            raise ValueError("tokens_per_device takes the place of per_device_train_batch_size. Leave one out.")
         if self.tokens_per_device:
-            self.per_device_train_batch_size = 1
+            self.per_device_train_batch_size = 1  # in whose place it is
         defaults = {**BOTH_STAGES, **STAGES[self.stage]} if self.stage else {}
         for name in ("learning_rate", "per_device_train_batch_size", "global_batch_size", *BOTH_STAGES):
             if getattr(self, name) is None:
@@ -202,6 +200,16 @@ class NormAlignConfig(SFTConfig):
     def _check_packing(self) -> None:
         if self.packing and self.train_sampling_strategy == "batch_rebalance":
             raise ValueError("packing balances batches without padding; batch_rebalance does with it. Leave one out.")
+        if self.packing and not (self.average_tokens_across_devices and self.accelerator_config.use_seedable_sampler):
+            raise ValueError(
+                "packing needs average_tokens_across_devices and accelerator_config's use_seedable_sampler, which are "
+                "on by default, or steps would change. Leave both out."
+            )
+        if (self.packing or self.padding_free) and self.neftune_noise_alpha is not None:
+            raise ValueError(
+                "neftune_noise_alpha scales noise by the length of a sequence, which with packing or padding_free "
+                "holds several rows. Leave one out."
+            )
         if self.tokens_per_device is None:
             return
         if not self.packing:

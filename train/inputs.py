@@ -27,10 +27,10 @@ logger = get_logger(__name__)  # logs in one process only
 
 
 def normalign_config(args: TrainingArguments | None, model: Any) -> NormAlignConfig:
-    """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it means in TRL, with two exceptions.
+    """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it means in TRL, with three exceptions.
 
     The loss is on the assistant's turns even if `assistant_only_loss` is false, with a warning: on every token, image
-    tokens would be labels. Rows longer than `max_length` are dropped, not cut.
+    tokens would be labels. Rows longer than `max_length` are dropped, not cut. `packing` keeps the rows of each step.
 
     Args:
         args: Options; None for the defaults.

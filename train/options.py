@@ -58,9 +58,9 @@ def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> 
     if args.tokens_per_device:
         if args.gradient_accumulation_steps != 1:
             raise ValueError("gradient_accumulation_steps are derived from tokens_per_device. Leave them out.")
-        if args.global_batch_size < world_size:
+        if args.global_batch_size % world_size:
             raise ValueError(
-                f"global_batch_size {args.global_batch_size} is below the {world_size} processes. Raise it."
+                f"global_batch_size {args.global_batch_size} is not a multiple of {world_size} processes. Change it."
             )
         return 1  # until the lengths of the rows are known
     together = args.per_device_train_batch_size * world_size

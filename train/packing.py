@@ -2,8 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Divides the rows of each optimizer step into forward passes of nearly equal numbers of tokens.
 
-Which rows make a step, and in which order the steps come, stays as it is. TRL's packing fills sequences with rows of
-any step, and cuts some.
+Which rows make a step, and in which order the steps come, stays as it is.
 """
 
 import heapq
@@ -88,6 +87,11 @@ class BalancedSampler(BatchRebalanceSampler):
             for part in self._divide(rows)[self.rank :: self.dp_size]:
                 yield [rows[position] for position in part]
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch, the last of which may have fewer rows."""
+        return ceil(self._rows_of_epoch() / self.effective_batch_size)
+
     def __len__(self) -> int:
         whole, rest = divmod(self._rows_of_epoch(), self.effective_batch_size)
         return whole * self.grad_accum + self._passes(rest) // self.dp_size
@@ -109,10 +113,7 @@ class BalancedSampler(BatchRebalanceSampler):
         Raises:
             ValueError: A single row has more.
         """
-        if (longest := max(self.lengths)) > tokens:
-            raise ValueError(
-                f"A row has {longest} tokens, more than tokens_per_device {tokens}. Raise it, or lower max_length."
-            )
+        check_longest(max(self.lengths), tokens)
         for epoch in range(epochs):
             self.set_epoch(epoch)
             for rows in self.steps():
@@ -139,20 +140,31 @@ class BalancedSampler(BatchRebalanceSampler):
         return balanced([self.lengths[row] for row in rows], self._passes(len(rows)), self.dp_size)
 
 
-def packed_stream(rows: IterableDataset, rows_per_step: int, accumulation: int, processes: int) -> IterableDataset:
+def check_longest(longest: int, tokens: int, source: str = "The data") -> None:
+    """Raises ValueError if the longest row has more tokens than a forward pass may have."""
+    if longest > tokens:
+        raise ValueError(
+            f"{source}: the longest row has {longest} tokens, more than tokens_per_device {tokens}. Raise it, or "
+            "lower max_length."
+        )
+
+
+def packed_stream(rows: IterableDataset, rows_per_pass: int, accumulation: int, processes: int) -> IterableDataset:
     """A stream of forward passes, each a list of rows, from a buffer of the rows of one optimizer step.
 
     Args:
         rows: Canonical rows, of which every process reads all.
-        rows_per_step: Rows in an optimizer step, over all processes.
+        rows_per_pass: Rows in a forward pass without packing.
         accumulation: Forward passes of a process in a step.
         processes: Number of processes, which take the elements in turns.
     """
+    together = rows_per_pass * processes
 
     def divide(columns: dict[str, list[Any]]) -> dict[str, list[list[dict[str, Any]]]]:
         step = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        passes = min(accumulation, len(step) // processes) * processes  # fewer at the end of the stream
-        parts = balanced([row["length"] for row in step], passes, processes) if passes else []
+        passes = ceil(len(step) / together) * processes  # fewer at the end of the stream
+        step = list(islice(cycle(step), max(len(step), passes)))  # each process has a row, if one comes twice
+        parts = balanced([row["length"] for row in step], passes, processes)
         return {PACKED: [[step[position] for position in part] for part in parts]}
 
-    return rows.map(divide, batched=True, batch_size=rows_per_step, remove_columns=rows.column_names)
+    return rows.map(divide, batched=True, batch_size=together * accumulation, remove_columns=rows.column_names)

@@ -56,8 +56,10 @@ class RowsApart(TrainerCallback):
 
         with evaluating(model, args), torch.no_grad():
             alone, behind, behind_another = states(rows[2]), states(rows[0], rows[2]), states(rows[1], rows[2])
-        apart = (alone - behind).norm() / alone.norm()
-        if not torch.equal(behind, behind_another) or apart > (0.05 if args.bf16 or args.fp16 else 1e-3):
+        # Rounding depends on the shapes of products, and these, in a mixture of experts, on the other rows.
+        by_place, by_others = ((behind - other).norm() / alone.norm() for other in (alone, behind_another))
+        half = args.bf16 or args.fp16
+        if by_place > (0.05 if half else 1e-3) or by_others > (0.01 if half else 1e-5):
             kind = model.config.get_text_config().model_type
             raise ValueError(
                 f"padding_free cannot be used with this language model ({kind}): it does not keep the rows of one "

@@ -22,6 +22,7 @@ from .command import next_command
 from .lock import only_run
 from .model import check_checkpoint
 from .options import accumulation_steps, check_stream, parse
+from .packing import check_longest
 from .record import check_same_run, render_options
 from .resume import resolve_resume
 from .summary import render, render_dropped
@@ -91,6 +92,9 @@ def _train(
         need_images=args.stage == "align" or not args.learning_rates(model_args.use_peft)["language"],
         dropped_rows=dropped,
     )
+    for source in data.report.sources:
+        if args.tokens_per_device and source.split == "train":
+            check_longest(source.longest or 0, args.tokens_per_device, source.source)
     args.model_init_kwargs = {
         "revision": revision,
         "dtype": model_args.dtype,

@@ -106,16 +106,20 @@ class SteppingTrainer(SavingTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """The Trainer's data loader; with packing, of a stream of forward passes if the data are a stream."""
-        if not (self.args.packing and isinstance(self.train_dataset, IterableDataset)):
+        args = self.args
+        if args.tokens_per_device:  # again: the order of rows depends on torch's seed, which may have been set since
+            self._derive_accumulation()
+        if not (args.packing and isinstance(self.train_dataset, IterableDataset)):
             return super().get_train_dataloader()
-        rows, accumulation = self.get_total_train_batch_size(self.args), self.args.gradient_accumulation_steps
-        passes = packed_stream(self.train_dataset, rows, accumulation, self.args.world_size)
+        passes = packed_stream(
+            self.train_dataset, args.train_batch_size, args.gradient_accumulation_steps, args.world_size
+        )
         return self._get_dataloader(passes, description="Training", batch_size=1, is_training=True)
 
     def _derive_accumulation(self) -> None:
         args, sampler = self.args, self._get_train_sampler()
-        steps = ceil(len(self.train_dataset) / args.global_batch_size)
-        epochs = args.max_steps / steps if args.max_steps > 0 else args.num_train_epochs
+        sampler.grad_accum = 1
+        epochs = args.max_steps / sampler.steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
         args.gradient_accumulation_steps = sampler.fit(args.tokens_per_device, ceil(epochs))
 
     def get_total_train_batch_size(self, args) -> int:

@@ -39,6 +39,7 @@ def summary(
     report: DataReport,
     *,
     rows: int,
+    tokens_per_device: int | None = None,
     steps: int,
     tokens_per_image: int,
 ) -> dict[str, Any]:
@@ -50,12 +51,14 @@ def summary(
         learning_rates: What `args.explained_learning_rates` returns.
         report: How many rows were used and dropped.
         rows: Rows in an optimizer step, over all processes.
+        tokens_per_device: The most tokens in a forward pass, in place of a number of rows.
         steps: Optimizer steps of the whole run.
         tokens_per_image: Length of an image in tokens.
     """
     batch = {
         "rows": rows,
-        "per_device": args.per_device_train_batch_size,
+        "per_device": None if tokens_per_device else args.per_device_train_batch_size,
+        "tokens_per_device": tokens_per_device,
         "processes": args.world_size,
         "accumulation": args.gradient_accumulation_steps,
         "packed": args.packing,
@@ -196,6 +199,8 @@ def _facts_table(facts: dict[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
     passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
     divided = f"packed into {passes}" if batch["packed"] else f"= {batch['per_device']:,} per device x {passes}"
+    if batch["tokens_per_device"]:
+        divided += f", each with at most {batch['tokens_per_device']:,} tokens"
     for name, value in {
         "Tokens per image": f"{facts['tokens_per_image']:,}",
         "Batch": f"{batch['rows']:,} rows {divided}",

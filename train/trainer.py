@@ -129,13 +129,16 @@ class NormAlignTrainer(SteppingTrainer):
         data_collator = data_collator or ConversationCollator(
             processing_class, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free
         )
+        if args.packing and not isinstance(data_collator, ConversationCollator):
+            raise ValueError(
+                "packing needs rows with their lengths. Leave data_collator out, or give a ConversationCollator."
+            )
         if args.padding_free and not getattr(data_collator, "padding_free", False):
             name = "packing" if args.packing else "padding_free"
             raise ValueError(f"{name} is given, but data_collator pads. Set padding_free there, or leave {name} out.")
-        if args.packing and not isinstance(data_collator, ConversationCollator):
-            raise ValueError(
-                "packing needs the lengths of rows as ConversationCollator counts them. Give no other one."
-            )
+        args.padding_free = getattr(data_collator, "padding_free", False)
+        if args.padding_free and compute_metrics is not None:
+            raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
         if report is None:
             need_images = args.stage == "align" or not self.learning_rates["language"]
             train_dataset, eval_dataset, report = checked_datasets(
@@ -199,6 +202,7 @@ class NormAlignTrainer(SteppingTrainer):
             learning_rates,
             report,
             rows=self.get_total_train_batch_size(args),
+            tokens_per_device=args.tokens_per_device,
             steps=self.set_initial_training_values(args, batches)[-1],
             tokens_per_image=model.config.image_seq_length,
         )

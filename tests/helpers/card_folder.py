@@ -84,7 +84,14 @@ def run(**changes) -> dict:
         "modules": [_module("vision tower", 700, 0, 0.0), _module("projector", 90, 90, 1e-3)]
         + [_module("norm", 8, 8, 2e-3), _module("language model", 900, 0, 0.0)],
         "tokens_per_image": 4,
-        "batch": {"rows": 16, "per_device": 4, "processes": 2, "accumulation": 2, "packed": False},
+        "batch": {
+            "rows": 16,
+            "per_device": 4,
+            "processes": 2,
+            "accumulation": 2,
+            "packed": False,
+            "tokens_per_device": None,
+        },
         "steps": 32,
         "warmup_steps": 1,
         "schedule": "cosine",

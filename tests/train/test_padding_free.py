@@ -164,6 +164,7 @@ def model_of(kind, **settings):
         ("qwen2", {}, True),
         ("gemma2", {"head_dim": 8, "sliding_window": 4}, True),
         ("mistral", {"sliding_window": 4}, True),
+        ("mixtral", {"hidden_size": 256, "intermediate_size": 512, "num_local_experts": 8}, True),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, False),
         ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 64, "max_position_embeddings": 64}, None),
     ],

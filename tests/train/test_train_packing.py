@@ -8,9 +8,13 @@ import training
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from datasets import Dataset
 from torch.utils.data import BatchSampler
+from transformers import AutoProcessor
 
-from normalign_llava.train.options import check_stream
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.options import accumulation_steps, check_stream
 from normalign_llava.train.packing import BalancedSampler, balanced, packed_stream
+from normalign_llava.train.padding_free import RowsApart
+from normalign_llava.train.trainer import NormAlignTrainer
 
 
 LENGTHS = [random.Random(0).choice((20, 60, 300, 900)) for _ in range(43)]
@@ -98,14 +102,16 @@ def test_accumulation_is_the_least_with_which_no_pass_has_more_tokens():
     )
     found = ours.fit(1500, epochs=3)
     assert found > 1 and largest(found, 3) <= 1500 < largest(found - 1, 3)
-    with pytest.raises(ValueError, match="A row has 900 tokens, more than tokens_per_device 899"):
+    with pytest.raises(ValueError, match="the longest row has 900 tokens, more than tokens_per_device 899"):
         ours.fit(899, epochs=1)
 
 
 def test_a_stream_is_packed_in_a_buffer_of_one_step():
     rows = Dataset.from_dict({"length": LENGTHS, "row": list(range(43))}).to_iterable_dataset()
-    passes = [each["packed"] for each in packed_stream(rows, rows_per_step=12, accumulation=2, processes=2)]
-    assert len(passes) == 16  # three whole steps, and seven rows in the last
+    passes = [each["packed"] for each in packed_stream(rows, rows_per_pass=3, accumulation=2, processes=2)]
+    assert (
+        len(passes) == 16
+    )  # three whole steps, and seven rows in the last, of which a process may have six in a pass
     for step in range(4):
         found = [[row["row"] for row in rows] for rows in passes[4 * step : 4 * step + 4]]
         lengths = LENGTHS[12 * step : 12 * step + 12]
@@ -168,10 +174,11 @@ def test_packing_keeps_the_steps_of_other_samplers(tmp_path, checkpoint, strateg
 
 
 @pytest.mark.slow
-def test_a_stream_keeps_its_steps(tmp_path, checkpoint):
+@pytest.mark.parametrize("rows", [40, 19])
+def test_a_stream_keeps_its_steps(tmp_path, checkpoint, rows):
     data, ends = rows_of_different_lengths(checkpoint), []
     for packing in (False, True):
-        stream = data.repeat(2).to_iterable_dataset()
+        stream = data.repeat(2).select(range(rows)).to_iterable_dataset()  # 19 rows end within a step
         trainer = training.trainer(tmp_path / str(packing), checkpoint, stream, packing=packing, **OPTIONS)
         trainer.train()
         ends.append(ended(trainer))
@@ -196,8 +203,11 @@ def test_a_resumed_packed_stream_is_bitwise_the_uninterrupted_one(tmp_path, chec
     "options, words",
     [
         ({"tokens_per_device": 512, "per_device_train_batch_size": None}, "Add packing"),
-        ({"tokens_per_device": 512, "packing": True}, "per_device_train_batch_size. Leave one out"),
-        ({"tokens_per_device": 512, "packing": True, "per_device_train_batch_size": None}, "Set global_batch_size"),
+        ({"tokens_per_device": 512, "packing": True}, "Set global_batch_size"),
+        ({"packing": True, "neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"padding_free": True, "neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"packing": True, "average_tokens_across_devices": False}, "average_tokens_across_devices"),
+        ({"packing": True, "accelerator_config": {"use_seedable_sampler": False}}, "use_seedable_sampler"),
         ({"packing": True, "pad_to_multiple_of": 8}, "pad_to_multiple_of"),
         (
             {"packing": True, "packing_strategy": "wrapped"},
@@ -210,6 +220,28 @@ def test_a_resumed_packed_stream_is_bitwise_the_uninterrupted_one(tmp_path, chec
 def test_options_that_contradict_packing_are_refused(tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
         training.arguments(tmp_path, **options)
+
+
+@pytest.mark.slow
+def test_what_needs_rows_is_refused_with_a_collator_that_leaves_none(tmp_path, checkpoint):
+    collator = ConversationCollator(AutoProcessor.from_pretrained(checkpoint), padding_free=True)
+    trainer = NormAlignTrainer(str(checkpoint), training.arguments(tmp_path), collator, train_dataset=training.rows(4))
+    assert trainer.args.padding_free
+    assert any(isinstance(callback, RowsApart) for callback in trainer.callback_handler.callbacks)
+    for options, words in (
+        ({"data_collator": collator, "compute_metrics": dict}, "compute_metrics compares rows"),
+        ({"data_collator": list, "args": training.arguments(tmp_path, packing=True)}, "needs rows with their lengths"),
+    ):
+        given = {"args": training.arguments(tmp_path), "train_dataset": training.rows(4), **options}
+        with pytest.raises(ValueError, match=words):
+            NormAlignTrainer(str(checkpoint), **given)
+
+
+def test_the_rows_of_a_step_are_dealt_to_all_processes(tmp_path):
+    args = training.arguments(tmp_path, packing=True, tokens_per_device=512, global_batch_size=3)
+    assert accumulation_steps(args, world_size=3) == 1
+    with pytest.raises(ValueError, match="global_batch_size 3"):
+        accumulation_steps(args, world_size=2)
 
 
 def test_a_stream_has_no_lengths_to_fit(tmp_path):

@@ -147,7 +147,14 @@ def test_the_tables_say_it_all_in_a_hundred_columns_and_in_json(checkpoint, tmp_
     trainer = make_trainer(checkpoint, tmp_path, rank=2, warmup_steps=0.03, bf16=True)
     facts = summary(trainer.model, trainer.args, RATES, report(), rows=4, steps=5197, tokens_per_image=729)
     assert json.loads(json.dumps(facts)) == facts
-    assert facts["batch"] == {"rows": 4, "per_device": 2, "processes": 1, "accumulation": 2, "packed": False}
+    assert facts["batch"] == {
+        "rows": 4,
+        "per_device": 2,
+        "processes": 1,
+        "accumulation": 2,
+        "packed": False,
+        "tokens_per_device": None,
+    }
     assert facts["steps"] == 5197 and facts["warmup_steps"] == 156
     assert facts["autocast"] == "bfloat16" and facts["data"][0]["longest"] == 2048
     stream = io.StringIO()
