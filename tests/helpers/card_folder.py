@@ -19,7 +19,7 @@ from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.diagnose.findings import findings
 from normalign_llava.diagnose.report import Drawing, Gain, Report
 from normalign_llava.diagnose.verdict import verdict
-from normalign_llava.hub_cards.card.evaluation import Evaluation, Metric
+from normalign_llava.evaluate.results import Evaluation, Metric
 
 
 SECRET = "Who is the person in the image?"

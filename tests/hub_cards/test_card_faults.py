@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlavaProcessor
 
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
-from normalign_llava.hub_cards.card.evaluation import Evaluation, Metric
+from normalign_llava.evaluate.results import Evaluation, Metric
 from normalign_llava.hub_cards.card.write import AdapterBase, render_card, write_card
 
 
