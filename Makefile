@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # What development and CI run on. The package itself asks for a lower bound only.
 TORCH := torch==2.13.0
 
-.PHONY: quickstart test test-fast lint benchmark clean
+.PHONY: quickstart test test-fast lint benchmark benchmark-gpu clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/normalign quickstart
@@ -23,7 +23,11 @@ lint: $(VENV)/.dev
 	$(BIN)/python tests/helpers/type_check.py
 
 benchmark: $(VENV)/.dev
-	$(BIN)/python benchmarks/norm.py
+	$(BIN)/python benchmarks
+
+# Needs a GPU that torch sees: where the default build sees none, give another in TORCH or VENV.
+benchmark-gpu: $(VENV)/.dev
+	$(BIN)/python benchmarks --device cuda --output benchmark-gpu.json
 
 $(VENV)/.quickstart: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

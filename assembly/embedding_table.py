@@ -10,8 +10,9 @@ tensors' offsets count.
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import HfFileSystem
@@ -30,7 +31,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _CHUNK_BYTES = 32 * 2**20
 _LARGEST_HEADER = 100 * 2**20  # the format's own limit
 
-Opener = Callable[[str], IO[bytes]]  # file name -> the file, seekable
+Opener = Callable[[str], BufferedIOBase]  # file name -> the file, seekable
 TokenText = Callable[[int], str | None]  # row of the embedding matrix -> text of the token
 
 
@@ -152,17 +153,22 @@ def _safetensors(model: str, weights: str, open_file: Opener) -> tuple[str, Tens
                 f"{name} of {model} is {kind} of shape {shape}: quantized, or not a matrix of {', '.join(_DTYPES)}. "
                 "Measure the checkpoint that was quantized."
             )
-        (rows, width), dtype, norms = shape, _DTYPES[kind], []
+        (rows, width), dtype = shape, _DTYPES[kind]
         if rows < 1 or width < 1 or stop - begin != rows * width * dtype.itemsize:
             raise ValueError(f"{where} is damaged: {name} is {header[name]} by its header. {AGAIN}")
+        cut_off = f"{where} ends within {name}: the file is cut off. Fetch it again."
         if start + stop > end:
-            raise ValueError(f"{where} ends within {name}: the file is cut off. Fetch it again.")
+            raise ValueError(cut_off)
         file.seek(start + begin)
-        chunk = max(1, _CHUNK_BYTES // (width * dtype.itemsize))
-        for first in range(0, rows, chunk):
-            data = bytearray(file.read(min(chunk, rows - first) * width * dtype.itemsize))
-            norms.append(embedding_row_norms(torch.frombuffer(data, dtype=dtype).view(-1, width)))
-    return name, torch.cat(norms), width
+        # One buffer for all rows: what is freed between small allocations is not always used again.
+        buffer = bytearray(min(rows, max(1, _CHUNK_BYTES // (width * dtype.itemsize))) * width * dtype.itemsize)
+        chunk, norms = torch.frombuffer(buffer, dtype=dtype).view(-1, width), torch.empty(rows, dtype=torch.float64)
+        for part in norms.split(len(chunk)):
+            wanted = memoryview(buffer)[: len(part) * width * dtype.itemsize]
+            if file.readinto(wanted) < len(wanted):
+                raise ValueError(cut_off)
+            part.copy_(embedding_row_norms(chunk[: len(part)], chunk_rows=256))
+    return name, norms, width
 
 
 def _gguf(path: Path) -> EmbeddingRows:

@@ -1,31 +1,28 @@
-"""What the compensated norm costs: forward and backward, compared with torch's LayerNorm and the hook form.
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What the compensated norms cost, forward and backward: against torch's own, eager and compiled, and the hook form.
 
-    python benchmarks/norm.py [--device cuda] [--json results.json]
+    python benchmarks/norm.py [--device cuda] [--bf16] [--no-compile] [--output results.json]
 
-Prints ratios of times, and of bytes kept for backward; then the time of `from_pretrained` relative to stock LLaVA's,
-for a checkpoint with the norm and for one whose norm has to be aligned.
+Ratios of times, and of bytes kept for backward; and the share of the memory's bandwidth that a copy of the tokens has:
+forward reads and writes them once, backward reads tokens and gradient and writes a gradient. Compiling is
+`torch.compile(fullgraph=True)`, which needs a C++ compiler on a CPU and Triton on a GPU.
 """
 
 import argparse
-import json
-import random
-import statistics
-import tempfile
-import time
-from collections.abc import Callable
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from measuring import in_turns, parser, quartiles, report, seconds
 from torch import nn
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from normalign_llava import (
-    GlobalWeightCompensatedLayerNorm,
-    GlobalWeightCompensatedRMSNorm,
-    NormAlignLlavaConfig,
-    NormAlignLlavaForConditionalGeneration,
-)
+from normalign_llava import GlobalWeightCompensatedLayerNorm, GlobalWeightCompensatedRMSNorm
+
+
+LAYER, RMS = "torch's LayerNorm", "torch's RMSNorm"
+OURS, OURS_RMS, HOOK = "LayerNorm, compensated", "RMSNorm, compensated", "LayerNorm, hook form"
+COPY = "copy"
+PAIRS = ((OURS, LAYER), (OURS_RMS, RMS), (HOOK, OURS))
+COMPILED_PAIRS = ((OURS, LAYER), (OURS_RMS, RMS))
 
 
 class HookLayerNorm(nn.Module):
@@ -51,17 +48,6 @@ def step(norm: nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> None:
     norm(x).backward(upstream)
 
 
-def seconds(function: Callable[[], None], device: str) -> float:
-    """Time of one call."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def kept_bytes(norm: nn.Module, x: torch.Tensor) -> int:
     """Bytes of distinct storages that autograd keeps between forward and backward."""
     kept: dict[int, int] = {}
@@ -75,104 +61,58 @@ def kept_bytes(norm: nn.Module, x: torch.Tensor) -> int:
     return sum(kept.values())
 
 
-def compare_norms(width: int, tokens: int, rounds: int, device: str, dtype: torch.dtype) -> dict[str, float]:
-    """Median over rounds of each form's time divided by LayerNorm's in the same round, and bytes kept against its."""
-    x = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
-    upstream = torch.randn(tokens, width, device=device, dtype=dtype)
+def compare(width: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Quartiles of the times of each pair, and bytes that ours keeps for backward against LayerNorm's."""
+    device, dtype = options.device, torch.bfloat16 if options.bf16 else torch.float32
+    x = torch.randn(options.tokens, width, device=device, dtype=dtype, requires_grad=True)
+    upstream = torch.randn(options.tokens, width, device=device, dtype=dtype)
     forms: dict[str, nn.Module] = {
-        "LayerNorm": nn.LayerNorm(width),
-        "ours": GlobalWeightCompensatedLayerNorm(width),
-        "hook": HookLayerNorm(width, 0.0134),
-        "RMSNorm": nn.RMSNorm(width, eps=1e-5),
-        "ours, RMS": GlobalWeightCompensatedRMSNorm(width),
+        LAYER: nn.LayerNorm(width),
+        OURS: GlobalWeightCompensatedLayerNorm(width),
+        HOOK: HookLayerNorm(width, 0.0134),
+        RMS: nn.RMSNorm(width, eps=1e-5),
+        OURS_RMS: GlobalWeightCompensatedRMSNorm(width),
     }
-    for norm in forms.values():
-        norm.to(device=device, dtype=dtype)
-        for _ in range(3):
-            step(norm, x, upstream)
-    ratios: dict[str, list[float]] = {name: [] for name in forms}
-    for _ in range(rounds):
-        times = {}
-        for name in random.sample(list(forms), len(forms)):  # the first finds the memory in another state
-            times[name] = seconds(lambda norm=forms[name]: step(norm, x, upstream), device)
-        for name, value in times.items():
-            ratios[name].append(value / times["RMSNorm" if "RMS" in name else "LayerNorm"])
-    result = {name: statistics.median(values) for name, values in ratios.items()}
-    result["hook / ours"] = statistics.median(
-        hook / ours for hook, ours in zip(ratios["hook"], ratios["ours"], strict=True)
-    )
-    result["kept"] = kept_bytes(forms["ours"], x) / kept_bytes(forms["LayerNorm"], x)
-    return result
-
-
-def compare_loading(rounds: int) -> dict[str, float]:
-    """Median time of loading relative to stock LLaVA's, with the norm on disk and with the norm to be aligned."""
-    parts = {
-        "vision_config": CLIPVisionConfig(
-            hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4
-        ),
-        "text_config": LlamaConfig(
-            hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=8
-        ),
-    }
-    stock = LlavaForConditionalGeneration(LlavaConfig(**parts))
-    ours = NormAlignLlavaForConditionalGeneration(NormAlignLlavaConfig(**parts))
-    with tempfile.TemporaryDirectory() as folder:
-        stock.save_pretrained(f"{folder}/llava")
-        ours.save_pretrained(f"{folder}/ours")
-        loaders = {
-            "stock": lambda: LlavaForConditionalGeneration.from_pretrained(f"{folder}/llava"),
-            "ours": lambda: NormAlignLlavaForConditionalGeneration.from_pretrained(f"{folder}/ours"),
-            "ours, from LLaVA": lambda: NormAlignLlavaForConditionalGeneration.from_pretrained(f"{folder}/llava"),
-        }
-        for load in loaders.values():
-            load()
-        ratios: dict[str, list[float]] = {name: [] for name in loaders}
-        for _ in range(rounds):
-            times = {name: seconds(load, "cpu") for name, load in loaders.items()}
-            for name, value in times.items():
-                ratios[name].append(value / times["stock"])
-    return {name: statistics.median(values) for name, values in ratios.items()}
+    for name, norm in forms.items():  # the gain stays float32, as in a model that is loaded in bfloat16
+        norm.to(device=device, dtype=None if name in (OURS, OURS_RMS) else dtype)
+    kept = kept_bytes(forms[OURS], x) / kept_bytes(forms[LAYER], x)
+    pairs = [*PAIRS]
+    if options.compile:
+        torch.compiler.reset()
+        for name in (LAYER, OURS, RMS, OURS_RMS):
+            forms[f"{name}, compiled"] = torch.compile(forms[name], fullgraph=True, dynamic=False)
+        pairs += [(f"{ours}, compiled", f"{theirs}, compiled") for ours, theirs in COMPILED_PAIRS]
+    calls = {name: lambda norm=norm: step(norm, x, upstream) for name, norm in forms.items()}
+    spare = torch.empty_like(upstream)
+    calls[COPY] = lambda: spare.copy_(upstream)
+    times = in_turns(calls, options.rounds, lambda call: seconds(call, device))
+    found = {f"{form}: time / {reference}": quartiles(times[form], times[reference]) for form, reference in pairs}
+    for form in (OURS, OURS_RMS):  # five tensors of this size are moved, two by a copy
+        found[f"{form}: share of the memory's bandwidth"] = quartiles([5 / 2 * t for t in times[COPY]], times[form])
+    return {**found, f"{OURS}: kept for backward / {LAYER}": [kept] * 3}
 
 
 def main() -> None:
     """Runs the comparisons and prints them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--tokens", type=int, default=64 * 729, help="default: 64 images of SigLIP at 384 pixels")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--json", help="also write the figures to this file")
-    arguments = parser.parse_args()
-
-    console = Console()
-    dtype = getattr(torch, arguments.dtype)
-    table = Table(title=f"Forward + backward, {arguments.tokens} tokens, {arguments.dtype}, {arguments.device}")
-    for column in (
-        "d",
-        "ours / LayerNorm",
-        "hook / LayerNorm",
-        "hook / ours",
-        "kept / LayerNorm",
-        "RMS: ours / RMSNorm",
-    ):
-        table.add_column(column, justify="right")
-    results: dict[str, dict[str, float]] = {}
-    for width in (576, 1152, 3584):
-        found = compare_norms(width, arguments.tokens, arguments.rounds, arguments.device, dtype)
-        results[str(width)] = found
-        shown = [found[name] for name in ("ours", "hook", "hook / ours", "kept", "ours, RMS")]
-        table.add_row(str(width), *(f"{value:.3f}" for value in shown))
-    console.print(table)
-
-    results["from_pretrained"] = compare_loading(rounds=7)
-    table = Table(title="from_pretrained, time relative to stock LLaVA", show_header=False)
-    for name, value in results["from_pretrained"].items():
-        table.add_row(name, f"{value:.3f}")
-    console.print(table)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=2)
+    arguments = parser(__doc__)
+    arguments.add_argument("--tokens", type=int, default=64 * 729, help="default: 64 images of SigLIP at 384 pixels")
+    arguments.add_argument("--rounds", type=int, default=12)
+    arguments.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    arguments.add_argument("--widths", type=int, nargs="+", default=[576, 1152, 3584], help="d")
+    options = arguments.parse_args()
+    found = {width: compare(width, options) for width in options.widths}
+    rows = []
+    for name in found[options.widths[0]]:
+        what, measure = name.split(": ")
+        rows.append((what, measure, ", ".join(f"{found[width][name][1]:.2f}" for width in options.widths)))
+    precision = "bfloat16" if options.bf16 else "float32"
+    widths = ", ".join(map(str, options.widths))
+    report(
+        f"Forward + backward, {options.tokens} tokens, d = {widths}, {precision}, {options.device}",
+        rows,
+        options,
+        ratios=found,
+    )
 
 
 if __name__ == "__main__":

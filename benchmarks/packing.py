@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What padding costs: rows and tokens per second of ours packed, ours padded, and TRL's `SFTTrainer` on stock LLaVA.
 
-    python benchmarks/packing.py [--data quickstart|mixture] [--device cuda] [--output results.json]
+    python benchmarks/packing.py [--data quickstart|mixture|mixture-1b] [--device cuda] [--output results.json]
 
 All variants train on the same rows for one epoch, LoRA on the language model with projector and norm, each in its own
 process, and the processes take turns step by step. Peak memory is that of the process; on a CPU, with what glibc keeps
@@ -18,9 +18,9 @@ same of each step.
 """
 
 import argparse
-import json
 import os
 import random
+import shutil
 import statistics
 import tempfile
 from pathlib import Path
@@ -28,9 +28,10 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from measuring import write
 from rich.console import Console
 from rich.table import Table
-from step import real_parts, run
+from step import random_parts, real_parts, run
 from torch.utils.data import BatchSampler
 
 
@@ -58,25 +59,39 @@ def mixture_lengths(rows: int, tokens_per_image: int, seed: int = 0) -> list[tup
 
 def mixture(folder: Path, rows: int) -> None:
     """The quickstart's untrained checkpoint with images of 112 pixels, 64 tokens, and rows of the mixture."""
-    from datasets import Dataset
-    from PIL import Image
-
     from normalign_llava import build_checkpoint
-    from normalign_llava.data.easy_vqa import FEATURES, png
     from normalign_llava.quickstart.convert import convert_language, convert_vision
 
     build_checkpoint(str(convert_vision(112)), str(convert_language()), folder / "checkpoint", feature_layer=-4)
+    write_rows(folder, rows, tokens_per_image=64, side=112)
+
+
+def large_mixture(folder: Path, rows: int) -> None:
+    """Random weights of 1B in size with images of 729 tokens, and rows of the mixture."""
+    random_parts(folder, 1)
+    shutil.rmtree(folder / "data")
+    write_rows(folder, rows, tokens_per_image=729, side=384)
+
+
+def write_rows(folder: Path, rows: int, tokens_per_image: int, side: int) -> None:
+    """Writes rows of the mixture to `folder/data`, with images of random pixels."""
+    from datasets import Dataset
+    from PIL import Image
+
+    from normalign_llava.data.easy_vqa import FEATURES, png
+
     rng, data = random.Random(0), []
-    for images, tokens in mixture_lengths(rows, 64):
+    for images, tokens in mixture_lengths(rows, tokens_per_image):
         user = [{"type": "image"}] * images + [{"type": "text", "text": "describe"}]
         answer = [{"type": "text", "text": " ".join(rng.choices("etaoin", k=tokens))}]
-        stored = [{"bytes": png(Image.frombytes("RGB", (112, 112), rng.randbytes(3 * 112**2)))} for _ in range(images)]
+        pixels = [rng.randbytes(3 * side**2) for _ in range(images)]
+        stored = [{"bytes": png(Image.frombytes("RGB", (side, side), each))} for each in pixels]
         messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
         data.append({"images": stored, "messages": messages})
     Dataset.from_list(data, features=FEATURES).save_to_disk(folder / "data")
 
 
-DATA = {"quickstart": real_parts, "mixture": mixture}
+DATA = {"quickstart": real_parts, "mixture": mixture, "mixture-1b": large_mixture}
 
 
 def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps: int):
@@ -235,9 +250,14 @@ def main() -> None:
     console.print(
         f"{len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens, {statistics.mean(lengths):.0f} on average."
     )
-    if options.output:
-        content = {"options": vars(options), "lengths": lengths, "variants": found, "seconds": seconds}
-        Path(options.output).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    what = f"packing, {options.data}"
+    lines = [
+        (what, f"tokens per second / {variant}", f"{found[variant]['packed_over_it']:.2f}") for variant in VARIANTS[1:]
+    ]
+    for variant, counted in balance.items():
+        figures = f"{counted['padding']:.1%}, {counted['pass'] - 1:.1%}, {counted['step'] - 1:.1%}"
+        lines.append((f"{what}: {variant}", "padding, imbalance of passes, of steps", figures))
+    write(lines, options, lengths=lengths, variants=found, seconds=seconds)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What measuring costs: `diagnose.probe` compared with the bare forward pass, on the quickstart's real parts.
 
-    python benchmarks/probe.py [--device cuda] [--batches 16] [--rounds 7] [--json results.json]
+    python benchmarks/probe.py [--device cuda] [--bf16] [--output results.json]
 
 In turns, on the same batches of 4 sequences of 64 tokens, 16 of them visual: the base model alone; with all hooks; and
 `probe`, which also reads every row of the embedding matrix first. Compares CPU times, or times until a GPU is idle.
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -17,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from measuring import in_turns, parser, quartiles, report, spread
 from torch import Tensor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
@@ -61,19 +58,18 @@ def batches(model: NormAlignLlavaForConditionalGeneration, count: int) -> list[d
 
 def main() -> None:
     """Measures, prints the ratios and, if asked, writes all times."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--batches", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--batches", type=int, default=16)
+    arguments.add_argument("--rounds", type=int, default=7)
+    options = arguments.parse_args()
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
 
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "model"
         build_checkpoint(str(convert_vision(PIXELS)), str(convert_language()), checkpoint, feature_layer=-4)
-        model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
-    model.to(arguments.device).eval()
-    parts, inputs = find_parts(model), batches(model, arguments.batches)
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=dtype)
+    model.to(options.device).eval()
+    parts, inputs = find_parts(model), batches(model, options.batches)
     special = boundary_ids(model.config)
 
     @torch.no_grad()
@@ -91,25 +87,14 @@ def main() -> None:
     def whole() -> None:
         probe(model, inputs)
 
-    names = {"bare passes": bare, "with hooks": hooked, "probe(), with its set-up": whole}
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for round_ in range(arguments.rounds + 1):
-        for name, function in names.items():
-            taken = seconds(function, arguments.device)
-            if round_:  # the first warms up
-                times[name].append(taken)
-
-    title = f"{arguments.batches} batches of {SEQUENCES} x {TOKENS} tokens, {arguments.device}"
-    table = Table("", "seconds, median", "ratio, median (quartiles)", title=title)
-    ratios = {}
-    for name in names:
-        each = [taken / reference for taken, reference in zip(times[name], times["bare passes"], strict=True)]
-        low, middle, high = statistics.quantiles(each, n=4)
-        ratios[name] = middle
-        table.add_row(name, f"{statistics.median(times[name]):.2f}", f"{middle:.3f} ({low:.3f} to {high:.3f})")
-    Console().print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"title": title, "seconds": times, "ratios": ratios}, indent=2) + "\n")
+    bare_passes = "forward passes without it"
+    names = {bare_passes: bare, "measuring, hooks alone": hooked, "measuring, probe() with its set-up": whole}
+    times = in_turns(names, options.rounds, lambda call: seconds(call, options.device))
+    ratios = {name: quartiles(times[name], times[bare_passes]) for name in names}
+    rows = [(name, f"time / {bare_passes}", spread(ratios[name])) for name in list(names)[1:]]
+    title = f"{options.batches} batches of {SEQUENCES} x {TOKENS} tokens, {dtype}, {options.device}"
+    title += f"; bare {statistics.median(times[bare_passes]):.2f} s"
+    report(title, rows, options, ratios=ratios, seconds=times)
 
 
 if __name__ == "__main__":

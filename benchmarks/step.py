@@ -13,7 +13,6 @@ so too, for a comparison at equal work.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import random
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -53,8 +53,16 @@ def real_parts(folder: Path, rows: int) -> None:
     training_data(rows, emoji_count=40).save_to_disk(folder / "data")
 
 
-def random_parts(folder: Path, rows: int) -> None:
-    """A checkpoint with random weights, of SigLIP-SO400M at 384 pixels and Llama-3.2-1B in size, and random rows."""
+def random_parts(folder: Path, rows: int, vision=None, language=None, words=(120, 360), device="cpu") -> None:
+    """A checkpoint with random weights, by default of SigLIP-SO400M at 384 pixels and Llama-3.2-1B in size, and rows.
+
+    Args:
+        folder: Gets `checkpoint` and `data`.
+        rows: How many rows, each with one image and an answer of words of one letter.
+        vision, language: Configurations of a SigLIP encoder and of a language model.
+        words: Fewest and most words of an answer.
+        device: Where the weights are made.
+    """
     from datasets import Dataset
     from PIL import Image
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -71,26 +79,29 @@ def random_parts(folder: Path, rows: int) -> None:
         tokenizer_object=backend, eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"], chat_template=CHATML
     )
     tokenizer.save_pretrained(folder / "language")
-    language = LlamaConfig(
+    language = language or LlamaConfig(
         vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
         num_key_value_heads=8, tie_word_embeddings=True, eos_token_id=1,
     )  # fmt: skip
-    vision = SiglipVisionConfig(
+    vision = vision or SiglipVisionConfig(
         hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16, image_size=384,
         patch_size=14,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(language, dtype=torch.bfloat16).save_pretrained(folder / "language")
-    AutoModel.from_config(vision, dtype=torch.bfloat16).save_pretrained(folder / "vision")
-    SiglipImageProcessor(size={"height": 384, "width": 384}).save_pretrained(folder / "vision")
+    for model, config, name in ((AutoModelForCausalLM, language, "language"), (AutoModel, vision, "vision")):
+        with torch.device(device):
+            made = model.from_config(config, dtype=torch.bfloat16)
+        made.save_pretrained(folder / name)
+    side = vision.image_size
+    SiglipImageProcessor(size={"height": side, "width": side}).save_pretrained(folder / "vision")
     build_checkpoint(str(folder / "vision"), str(folder / "language"), folder / "checkpoint")
 
     rng = random.Random(0)
     data = []
     for _ in range(rows):
         user = [{"type": "image"}, {"type": "text", "text": "what is in the image?"}]
-        answer = [{"type": "text", "text": " ".join(rng.choices("etaoin", k=rng.randint(120, 360)))}]
+        answer = [{"type": "text", "text": " ".join(rng.choices("etaoin", k=rng.randint(*words)))}]
         messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
-        image = Image.frombytes("RGB", (384, 384), rng.randbytes(3 * 384**2))
+        image = Image.frombytes("RGB", (side, side), rng.randbytes(3 * side**2))
         data.append({"images": [{"bytes": png(image)}], "messages": messages})
     Dataset.from_list(data, features=FEATURES).save_to_disk(folder / "data")
 
@@ -300,9 +311,12 @@ def main() -> None:
     )
     for variant in variants:
         console.print(f"Losses, {variant}: {', '.join(f'{loss:.3f}' for loss in ends[variant]['losses'])}")
-    if options.output:
-        content = {"options": vars(options), "ratios": found, "seconds": runs, "peak_bytes": peaks}
-        Path(options.output).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    rows = []
+    for pair, row in found.items():
+        variant, reference = pair.split(" / ")
+        name = f"training step, {options.train} trained, {precision}: {variant}"
+        rows.append((name, f"time, peak memory / {reference}", f"{row['all steps']:.3f}, {row['peak memory']:.3f}"))
+    write(rows, options, ratios=found, seconds=runs, peak_bytes=peaks)
 
 
 if __name__ == "__main__":

@@ -117,4 +117,4 @@ def restore_projector(model: PeftModel, values: dict[str, torch.Tensor], float32
         _, copied, name = name.partition("multi_modal_projector.modules_to_save.default.")
         if copied:
             dtype = torch.float32 if float32 or name.startswith("norm.") else values[name].dtype
-            parameter.data = values[name].to(dtype)
+            parameter.data = values[name].to(parameter.device, dtype)

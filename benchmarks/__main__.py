@@ -1,0 +1,119 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Runs the scripts of this folder one after another, and writes what they found as a table into docs/method.md.
+
+    python benchmarks [norm startup ...] [--device cuda] [--output results.json]
+
+The table is written only if all scripts have run on a CPU. On a GPU they run in bfloat16, for the file alone. A script
+that fails is named, in the file too, and the others run.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "method.md"
+START, END = "<!-- written by `make benchmark` -->", "<!-- to here -->"
+
+OPTIONS: dict[str, list[str]] = {
+    "norm": ["--rounds", "8"],
+    "step": ["--steps", "18", "--repeats", "1", "--batch", "4"],
+    "packing": ["--steps", "8"],
+    "probe": ["--rounds", "5"],
+    "generate": [],
+    "startup": ["--rounds", "7"],
+}
+"""The scripts, with options that keep all of them together under 20 minutes on 2 cores."""
+
+ON_GPU: dict[str, list[str]] = {
+    "norm": [],
+    "step": ["--parts", "1b"],
+    "packing": ["--data", "mixture-1b", "--rows_per_step", "64"],
+    "probe": [],
+    "generate": ["--shape", "7b"],
+    "recipes": [],
+}
+"""The scripts that have something to do there, with their options besides the device and the precision."""
+
+
+def run(script: str, options: list[str], folder: Path) -> dict[str, Any] | None:
+    """Runs a script: what it wrote, with its minutes, or None if it failed."""
+    output, start = folder / f"{script}.json", time.monotonic()
+    command = [sys.executable, str(HERE / f"{script}.py"), *options, "--output", str(output)]
+    if subprocess.run(command).returncode or not output.exists():
+        return None
+    return {**json.loads(output.read_text()), "minutes": (time.monotonic() - start) / 60}
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The rows of all scripts as Markdown, below the machine that they ran on."""
+    (machine,) = {json.dumps(result["machine"]): result["machine"] for result in results.values()}.values()
+    device = machine["accelerator"] or f"{machine['cores']} cores of {machine['processor']}"
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "trl"))
+    minutes = sum(result["minutes"] for result in results.values())
+    lines = [
+        f"{device}; {versions}; {date.today()}, {minutes:.0f} minutes. Medians, in brackets the outer quartiles.",
+        "",
+        "| | measured | figure |",
+        "|---|---|---|",
+        *(f"| {' | '.join(row)} |" for result in results.values() for row in result["rows"]),
+    ]
+    return "\n".join(lines)
+
+
+def write_table(text: str, page: Path) -> None:
+    """Puts the table between the marks of a page, in place of the one that is there."""
+    before, rest = page.read_text(encoding="utf-8").split(START)
+    page.write_text(f"{before}{START}\n\n{text}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+def main() -> None:
+    """Runs the scripts, then writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "scripts", nargs="*", metavar="script", help=f"of {', '.join(OPTIONS | ON_GPU)}; all by default"
+    )
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--output", type=Path, help="also write all figures to this JSON file")
+    parser.add_argument("--page", type=Path, default=PAGE, help="where the table goes")
+    options = parser.parse_args()
+    on_gpu = {script: ["--device", "cuda", "--bf16", *more] for script, more in ON_GPU.items()}
+    known = OPTIONS if options.device == "cpu" else on_gpu
+    if unknown := sorted(set(options.scripts) - set(known)):
+        parser.error(f"there is no script {', '.join(unknown)} for this device, but {', '.join(known)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU. Install a build of torch for CUDA")
+    console, scripts = Console(), options.scripts or list(known)
+    results: dict[str, dict[str, Any]] = {}
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for script in scripts:
+            if result := run(script, known[script], Path(folder)):
+                results[script] = result
+            else:
+                failed.append(script)
+            if options.output:  # each time, so that figures are kept if a later script takes the machine down
+                content = json.dumps({"failed": failed, **results}, indent=2)
+                options.output.write_text(content + "\n", encoding="utf-8")
+    for script, result in results.items():
+        console.print(f"{script}: {result['minutes']:.1f} minutes")
+    if failed:
+        sys.exit(f"Failed: {', '.join(failed)}.")
+    if options.device == "cpu" and set(results) == set(OPTIONS):
+        write_table(table(results), options.page)
+        console.print(f"Written to {options.page}.")
+
+
+if __name__ == "__main__":
+    main()

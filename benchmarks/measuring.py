@@ -1,0 +1,102 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What the scripts of this folder share: options, measuring in turns, and the rows of the table of results."""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+Row = tuple[str, str, str]
+"""A line of the table: what was measured, in which unit or against what, and the figures."""
+
+Value = TypeVar("Value")
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of every script: `--device`, `--bf16` and `--output`."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    made.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=False, help="instead of float32")
+    made.add_argument("--output", type=Path, help="also write the figures to this JSON file")
+    return made
+
+
+def seconds(function: Callable[[], object], device: str) -> float:
+    """Time of a call, on a GPU until it is idle."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def in_turns(
+    functions: dict[str, Callable[[], object]], rounds: int, measure: Callable[[Callable[[], object]], Value]
+) -> dict[str, list[Value]]:
+    """What `measure` finds of each function in each round, after one round that warms up.
+
+    The order within a round is random, since the first finds the memory in another state.
+    """
+    found: dict[str, list[Value]] = {name: [] for name in functions}
+    for round_ in range(rounds + 1):
+        for name in random.sample(list(functions), len(functions)):
+            value = measure(functions[name])
+            if round_:
+                found[name].append(value)
+    return found
+
+
+def quartiles(values: Sequence[float], references: Sequence[float]) -> list[float]:
+    """Median and outer quartiles of the ratios of values of the same round, in rising order."""
+    return statistics.quantiles(
+        [value / of for value, of in zip(values, references, strict=True)], n=4, method="inclusive"
+    )
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """Quartiles as text, the median first."""
+    low, middle, high = ratios
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the figures depend on: processor, cores, GPU, versions."""
+    about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.split(":")[1].strip() for line in about.splitlines() if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "accelerator": torch.cuda.get_device_name() if device == "cuda" else None,
+        **{name: version(name) for name in ("torch", "transformers", "trl")},
+    }
+
+
+def report(title: str, rows: list[Row], options: argparse.Namespace, **figures: Any) -> None:
+    """Prints the rows, and writes them with all figures, options and the machine to `--output`."""
+    table = Table("", "measured", "median (quartiles)", title=title)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    write(rows, options, **figures)
+
+
+def write(rows: list[Row], options: argparse.Namespace, **figures: Any) -> None:
+    """Writes a script's figures to `--output`, if that is given."""
+    if options.output:
+        content = {"machine": machine(options.device), "options": vars(options), "rows": rows, **figures}
+        Path(options.output).write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,135 @@
+"""A device that computes on the CPU and refuses, as CUDA does, to mix its tensors with the CPU's.
+
+Importing this registers `strict` as torch's private device, for the whole process. Its tensors are ordinary ones in
+the CPU's memory, and operations run the CPU's kernels. An operation on tensors of both devices raises RuntimeError,
+except as CUDA allows: copies, indices on the CPU, 0-dimensional CPU tensors in operations that check devices
+themselves. There is no autocast and no pinned memory, and random numbers are the CPU's.
+"""
+
+import ctypes
+from pathlib import Path
+
+import torch
+import torchgen
+from torch.nn.attention import SDPBackend
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+CPU, PRIVATE = 1, 12  # DLDeviceType of dlpack.h
+INDEXED = ("aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+
+# For every operation but these, torch generates a check of all tensors that runs before CUDA's kernel.
+_declarations = (Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml").read_text()
+CHECK_THEMSELVES = {
+    f"aten::{declared.partition('(')[0]}"
+    for declared in _declarations.split("\n- func: ")
+    if "device_check: NoCheck" in declared
+}
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+def _on(kind: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory on the other device: what DLPack hands over begins with an address and the kind of device."""
+    capsule = torch._C._to_dlpack(tensor)
+    kind_of_device = _pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+    ctypes.c_int32.from_address(kind_of_device).value = kind
+    with torch.inference_mode(False):  # a view of an ordinary tensor is ordinary in inference mode, too
+        return torch._C._from_dlpack(capsule)
+
+
+def _check(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
+    name = op._schema.name
+    scalars_may_mix = f"{name}.{op._schema.overload_name}".rstrip(".") in CHECK_THEMSELVES
+    for value in tree_leaves((args[0], args[2:], kwargs) if name in INDEXED else (args, kwargs)):
+        if (
+            isinstance(value, torch.Tensor)
+            and value.device.type == "cpu"
+            and not (scalars_may_mix and value.dim() == 0)
+        ):
+            raise RuntimeError(f"Expected all tensors to be on the same device, but {op} got cpu and strict.")
+
+
+def _run(op: torch._ops.OpOverload, *args, **kwargs):
+    _check(op, args, kwargs)
+    given = {}
+
+    def to_cpu(tensor):
+        if tensor.device.type == "cpu":
+            return tensor
+        # An empty one may be the place for a result, which enlarges it; memory from DLPack cannot grow.
+        on_cpu = _on(CPU, tensor) if tensor.numel() else torch.empty_like(tensor, device="cpu")
+        given[on_cpu] = tensor
+        return on_cpu
+
+    def to_strict(tensor):
+        if tensor not in given:
+            return _on(PRIVATE, tensor)
+        own = given[tensor]
+        if (own.shape, own.stride()) != (tensor.shape, tensor.stride()):
+            own.data = _on(PRIVATE, tensor)
+        return own
+
+    # A number given for a tensor comes here as a number.
+    args = [
+        torch.tensor(value)
+        if isinstance(value, int | float) and isinstance(argument.type, torch.TensorType)
+        else value
+        for argument, value in zip(op._schema.arguments, args, strict=False)
+    ]
+    args, kwargs = tree_map_only(torch.Tensor, to_cpu, (args, kwargs))
+    if "device" in kwargs:
+        kwargs["device"] = "cpu"
+    return tree_map_only(torch.Tensor, to_strict, op(*args, **kwargs))
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    _on(CPU, target).copy_(_on(CPU, source))
+    return target
+
+
+def _set(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+    memory.owner = storage
+    tensor.data = _on(PRIVATE, torch.frombuffer(memory, dtype=tensor.dtype))
+    return tensor
+
+
+def _convolution_backward(gradient, x, weight, *options):
+    return _run(torch.ops.aten.convolution_backward.default, gradient, x, weight, None, *options)
+
+
+class _Backend(backend_registration._DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return []
+
+
+KERNELS = {
+    "_copy_from": _copy,
+    "set_.source_Storage": _set,  # saving does so
+    "convolution_overrideable": lambda *args: _run(torch.ops.aten.convolution.default, *args),
+    "convolution_backward_overrideable": _convolution_backward,
+    "_fused_sdp_choice": lambda *args, **kwargs: SDPBackend.MATH.value,
+}
+"""What torch calls differently on private devices, or asks of them."""
+
+backend_registration._setup_privateuseone_for_python_backend("strict", _Backend())
+_fallback, _kernels = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+_fallback.fallback(_run, "PrivateUse1")
+for _name, _kernel in KERNELS.items():
+    _kernels.impl(_name, _kernel, "PrivateUse1")
+# `module.to` keeps parameters the same objects, so that tied ones stay tied, as it does on CUDA.
+torch.__future__.set_swap_module_params_on_conversion(True)
+STRICT = torch.device("strict:0")
+
+
+def on_device(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.to(STRICT) for name, value in batch.items()}
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, **tolerance: float) -> None:
+    """Asserts that a tensor is on the device and has the values of one on the CPU."""
+    assert found.device == STRICT
+    torch.testing.assert_close(found.cpu(), expected, **tolerance)

@@ -1,0 +1,61 @@
+"""The architecture and its alignment: the same numbers as on the CPU."""
+
+import pytest
+import tiny
+import torch
+from strict_device import STRICT, close, on_device
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+
+
+NORMS = [{}, {"projector_norm": "rms_norm"}, {"projector_norm": "none", "gradient_compensation": "none"}]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("images", [0, 1, 2])
+def test_forward_backward_and_generation(norm, images):
+    model, batch = tiny.model(**norm), tiny.inputs(images=images, batch=2)
+    loss = model(**batch, labels=batch["input_ids"]).loss
+    loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    answer = model.generate(**batch, max_new_tokens=4, do_sample=False)
+    model.zero_grad()
+
+    model, batch = model.to(STRICT), on_device(batch)
+    found = model(**batch, labels=batch["input_ids"]).loss
+    found.backward()
+    close(found, loss)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+    close(model.generate(**batch, max_new_tokens=4, do_sample=False), answer)
+
+
+@pytest.mark.parametrize("norm", NORMS[:2])
+def test_bfloat16(norm):
+    model = tiny.model(**norm).to(torch.bfloat16).to(STRICT)
+    model.base_model.multi_modal_projector.norm.float()
+    batch = on_device(tiny.inputs())
+    batch["pixel_values"] = batch["pixel_values"].bfloat16()
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    assert model.base_model.multi_modal_projector.norm.weight.grad.dtype == torch.float32
+
+
+def test_measuring_and_alignment():
+    model = tiny.model().to(STRICT)
+    norm = model.base_model.multi_modal_projector.norm
+    torch.nn.init.ones_(norm.weight)
+    n_text = model.align_projector_norm()
+    assert n_text == pytest.approx(tiny.reference_n_text(model.get_input_embeddings().weight), rel=1e-12)
+    close(norm.weight.detach(), torch.full((tiny.WIDTH,), n_text / tiny.WIDTH**0.5))
+
+
+def test_a_llava_checkpoint_is_aligned_as_it_is_loaded(tmp_path):
+    tiny.llava().save_pretrained(tmp_path)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path, device_map={"": STRICT})
+    n_text = tiny.reference_n_text(model.get_input_embeddings().weight)
+    close(
+        model.base_model.multi_modal_projector.norm.weight.detach(),
+        torch.full((tiny.WIDTH,), n_text / tiny.WIDTH**0.5),
+    )

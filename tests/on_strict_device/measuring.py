@@ -1,0 +1,104 @@
+"""Diagnosis, the demo and the server: the same numbers and answers as on the CPU."""
+
+import asyncio
+
+import pytest
+import space_parts
+import tiny
+import training
+import vlm_families
+from strict_device import STRICT, on_device
+
+from normalign_llava.assembly.processing import check_processor
+from normalign_llava.diagnose import probe
+from normalign_llava.diagnose.measure.attention import attention_maps
+from normalign_llava.diagnose.measure.embeddings import embedding_table_of
+from normalign_llava.diagnose.measure.encoder import probe_encoder
+from normalign_llava.diagnose.measure.gain_table import gain_of
+from normalign_llava.hub_cards.space import demo
+from normalign_llava.hub_cards.space.demo.measuring import Meter
+from normalign_llava.hub_cards.space.demo.model import stream
+from normalign_llava.quickstart.evaluate import answer
+from normalign_llava.serve.answering import Answering
+from normalign_llava.serve.requests import ChatRequest
+
+
+def same(found, expected):
+    """Numbers of two reports, at any depth."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            same(found[key], expected[key])
+    elif isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            same(one, other)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    else:
+        assert found == expected
+
+
+# Kimi's experts take another path where the device is not the CPU, to a histogram that only CUDA has for integers.
+@pytest.mark.parametrize("family", sorted({*vlm_families.FAMILIES} - {"kimi_k25"}))
+def test_probe(family):
+    model, batch = vlm_families.make(family)
+    expected = probe(model, [batch]).to_dict()
+    same(probe(model.to(STRICT), [batch]).to_dict(), expected)
+
+
+def test_attention_tables_and_encoder():
+    model, batch = tiny.model(), tiny.inputs()
+
+    def measured():
+        attention = attention_maps(model, batch, question="?")
+        encoder = probe_encoder(model.model.vision_tower, [{"pixel_values": batch["pixel_values"]}])
+        table = embedding_table_of(model, name="tiny")
+        return [attention.__dict__, encoder.to_dict(), gain_of(model).__dict__, table.__dict__]
+
+    expected = measured()
+    model.to(STRICT)
+    same(measured(), expected)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return training.checkpoint(tmp_path_factory.mktemp("device"))
+
+
+def test_what_the_demo_measures(checkpoint):
+    model, processor = demo.load(str(checkpoint))
+    inputs = space_parts.prompt(processor, space_parts.noise((16, 16)), "what is it")
+    expected = Meter(model, processor).measure(inputs, [5, 6])
+    model, processor = demo.load(str(checkpoint))
+    found = Meter(model.to(STRICT), processor).measure(on_device(inputs), [5, 6])
+    same(found.norms, expected.norms)
+    assert found.shares.keys() == expected.shares.keys() != set()
+    for layer, shares in found.shares.items():
+        assert shares == pytest.approx(expected.shares[layer], rel=1e-4)
+
+
+def test_demo_server_and_quickstart_answer_as_on_the_cpu(checkpoint):
+    model, processor = demo.load(str(checkpoint))
+    image = space_parts.noise((16, 16))
+    inputs = space_parts.prompt(processor, image, "what is it")
+    content = [{"type": "text", "text": "what is it"}]
+    request = ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "temperature": 0}
+    )
+
+    async def served():
+        answering = Answering(model, processor)
+        with answering.slot() as slot:
+            return "".join([piece async for piece in await answering.start(slot, request, [])])
+
+    def answers(inputs):
+        return [*stream(model, inputs, 4)], asyncio.run(served()), answer(model, processor, [("what", image)] * 2)
+
+    expected = answers(inputs)
+    model.to(STRICT)
+    assert answers(on_device(inputs)) == expected and all(expected)
+
+
+def test_a_processor_is_checked_on_the_model_s_device(checkpoint):
+    model, processor = demo.load(str(checkpoint))
+    assert check_processor(processor, model.to(STRICT)) == 4

@@ -1,0 +1,132 @@
+"""Training with all callbacks, resuming and merging: the same numbers as on the CPU."""
+
+import json
+
+import pytest
+import torch
+import training
+from accelerate.state import AcceleratorState
+from strict_device import STRICT, close, on_device
+from transformers import AutoProcessor
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.model import base_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return training.checkpoint(tmp_path_factory.mktemp("device"))
+
+
+@pytest.fixture
+def trainer(checkpoint, tmp_path, monkeypatch):
+    """Makes a trainer on a device, which writes into a folder of the device's name."""
+
+    def make(device, **options):
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", str(torch.device(device, 0) if device == "strict" else device))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        options = {
+            "dataset": training.rows(12, images=lambda n: n // 2 % 3),
+            "dataloader_pin_memory": False,
+            **options,
+        }
+        made = training.trainer(tmp_path / device, checkpoint, use_cpu=device == "cpu", **options)
+        assert made.args.device.type == device and all(p.device == made.args.device for p in made.model.parameters())
+        return made
+
+    yield make
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def written(trainer):
+    """What a run wrote of its probe and of its samples."""
+    folder = training.Path(trainer.args.output_dir)
+    probed = [json.loads(line) for line in (folder / "dynamics.jsonl").read_text().splitlines()]
+    samples = {file.name: json.loads(file.read_text()) for file in sorted((folder / "samples").glob("*.json"))}
+    return probed, samples
+
+
+TIMED = ("runtime", "per_second")
+
+
+@pytest.mark.parametrize(
+    ("options", "only_answers"),
+    [
+        ({}, False),
+        ({"padding_free": True, "gradient_accumulation_steps": 2}, False),
+        ({"use_peft": True, "lora_r": 2, "padding_free": True, "gradient_checkpointing": True}, False),
+        ({"train_sampling_strategy": "sequential", "arm": "none"}, True),  # the first batch has no images
+    ],
+)
+def test_training_steps_with_all_callbacks(trainer, options, only_answers):
+    runs = []
+    for device in ("cpu", "strict"):
+        run = trainer(
+            device,
+            held_out=training.rows(2),
+            probe_steps=[0, 1, 2],
+            sample_count=2,
+            sample_max_new_tokens=3,
+            eval_strategy="steps",
+            eval_steps=1,
+            optim="sgd",
+            learning_rate=0.1,
+            lora_dropout=0.0,
+            **options,
+        )
+        assert run.only_answers == (device == "cpu")
+        run.only_answers = only_answers
+        run.train()
+        runs.append(run)
+    on_cpu, on_strict = runs
+    assert len(on_strict.state.log_history) == len(on_cpu.state.log_history) == 5
+    for found, expected in zip(on_strict.state.log_history, on_cpu.state.log_history, strict=True):
+        assert found.keys() == expected.keys()
+        kept = [name for name in expected if not name.endswith(TIMED)]
+        assert {name: found[name] for name in kept} == pytest.approx(
+            {name: expected[name] for name in kept}, rel=1e-4, abs=1e-6
+        )
+    (probed, samples), (probed_on_cpu, samples_on_cpu) = written(on_strict), written(on_cpu)
+    assert len(probed) == 3 and len(samples) == 2 and samples == samples_on_cpu
+    for found, expected in zip(probed, probed_on_cpu, strict=True):
+        for kind in ("visual", "text"):
+            assert found[kind] == pytest.approx(expected[kind], rel=1e-5)
+    for parameter, expected in zip(on_strict.model.parameters(), on_cpu.model.parameters(), strict=True):
+        close(parameter.detach(), expected.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_is_not_finite_stops_the_run(trainer):
+    run = trainer("strict", logging_steps=5)
+    hook = base_model(run.model).model.multi_modal_projector.linear_2.register_full_backward_hook
+    hook(lambda module, given, got: (given[0] * float("inf"),))
+    with pytest.raises(FloatingPointError, match="first in the gradient"):
+        run.train()
+
+
+def test_a_run_resumes_from_its_checkpoint(trainer):
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "data_seed": 0}
+    whole = trainer("strict", **options)
+    whole.train()
+    expected = training.weights(whole.model)
+    resumed = trainer("strict", **options)
+    resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
+    assert resumed.state.global_step == 3
+    for name, parameter in resumed.model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def test_an_adapter_trained_there_is_merged(trainer, checkpoint, tmp_path):
+    run = trainer("strict", use_peft=True, lora_r=2, learning_rate=1e-2)
+    run.train()
+    run.save_model(tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    merged = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "merged").to(STRICT)
+    batch = on_device(ConversationCollator(AutoProcessor.from_pretrained(checkpoint))(list(training.rows(2))))
+    run.model.eval()
+    with torch.no_grad():
+        expected, found = (model(**batch).logits for model in (run.model, merged))
+        close(found, expected.cpu(), rtol=1e-4, atol=1e-4)
+        run.model.merge_and_unload()
+        close(run.model.get_base_model()(**batch).logits, expected.cpu(), rtol=1e-4, atol=1e-4)
