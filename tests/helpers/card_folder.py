@@ -127,17 +127,16 @@ def measured(folder: Path, baseline: Report | None = NO_NORM) -> None:
 
 def evaluated(folder: Path, samples: int = 500, **changes) -> Evaluation:
     """An evaluation with a subset."""
+    given = {"title": "POPE", "protocol": ["Greedy decoding.", "Exact match decides."], **changes}
     evaluation = Evaluation(
         task="pope",
-        title="POPE",
         metrics=[
             Metric("accuracy", 0.8125, 0.0175, {"blank image": 0.5, "commonest answer": 0.51}, None, samples),
             Metric("accuracy", 0.7, 0.03, {"blank image": 0.4}, "adversarial", samples // 2),
         ],
         samples=samples,
         total=500,
-        protocol=["Greedy decoding.", "Exact match decides."],
-        **changes,
+        **given,
     )
     evaluation.write(folder)
     return evaluation
