@@ -286,6 +286,25 @@ def evaluate(
 
 
 @app.command()
+def compare(
+    models: Annotated[
+        list[str], typer.Argument(help="Evaluated checkpoints: FOLDER, or NAME=FOLDER,FOLDER,... for several seeds.")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for comparison.json and comparison.png.")] = Path("comparison"),
+) -> None:
+    """Compare evaluated models with the first one, over the same questions, with intervals."""
+    with errors_for_people(extra="evaluate"):
+        from .evaluate.compare import compare as run
+        from .evaluate.compare import read_arm, render, write
+
+        found = run([read_arm(model) for model in models])
+        write(found, output)
+        console = Console()
+        console.print(render(found))
+        console.print(f"Written to {output}.", soft_wrap=True)
+
+
+@app.command()
 def diagnose(
     model: Annotated[str, typer.Argument(help="Folder or Hub id: a vision-language model, or one of its parts.")],
     against: Annotated[str | None, typer.Option(help="Baseline, measured on the same images.")] = None,
