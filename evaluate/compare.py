@@ -145,8 +145,8 @@ def write(differences: Sequence[Difference], output: Path) -> None:
     names = [f"{each.task}\n{each.arm} - {each.against}" for each in reversed(differences)]
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(-0.6, len(names) - 0.4)
-    thick = "; thick: over seeds" if any(each.over_seeds for each in differences) else ""
-    axes.set_xlabel(f"difference of scores, 95 % intervals (thin: over questions{thick})")
+    seeds = "; grey: over seeds" if any(each.over_seeds for each in differences) else ""
+    axes.set_xlabel(f"difference of scores, with 95 % intervals (black: over questions{seeds})")
     with finished_file(output / "comparison.png") as partial:
         figure.savefig(partial, format="png", dpi=120)
 
