@@ -31,7 +31,6 @@ SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
 KINDS = ("shape", "colour", "yes/no")
 OVERALL = "easy-VQA"
-YES_NO_PER_ROW = 3
 
 FEATURES = Features({"images": List(Image()), "messages": MESSAGES})
 
@@ -67,9 +66,10 @@ def easy_vqa(split: str, seed: int, cache: Path | None = None) -> list[Question]
     from the question alone is right half the time. All shape and colour questions are kept; their answers are about
     even.
 
-    The answer taught to a yes/no question begins with what the image shows, "red circle, no": in trials, the model
-    learned to compare a question with its own words, but not in as many steps with the image directly. Colour and
-    shape come from the split's other questions about the image; without both, the question is not trained on.
+    The answer taught to a yes/no question begins with what the image shows and whether that is what is asked for:
+    "red circle, not blue, no". Half of these questions are negated ("is there not a blue shape?"): in trials a bare
+    "yes" or "no" was not learned, and "red circle, no" with some seeds only. Colour and shape come from the split's
+    other questions about the image; without both, the question is not trained on.
     """
     folder, triples = _triples(split, cache)
     rng = random.Random(seed)
@@ -85,7 +85,9 @@ def easy_vqa(split: str, seed: int, cache: Path | None = None) -> list[Question]
         taught = answer
         if kind == "yes/no":
             words = [word for word in (*COLOURS, *SHAPES) if word in seen[image]]
-            taught = f"{' '.join(words)}, {answer}" if len(words) == 2 else None
+            (asked,) = {*COLOURS, *SHAPES} & set(text.rstrip("?").split())
+            fact = asked if asked in words else f"not {asked}"
+            taught = f"{' '.join(words)}, {fact}, {answer}" if len(words) == 2 else None
         question = Question(kind, text, answer, folder / "images" / f"{image}.png", taught)
         (by_wording[text][answer] if kind == "yes/no" else kept).append(question)
     pairs = [pair for answers in by_wording.values() for pair in zip(answers["yes"], answers["no"], strict=False)]
@@ -109,12 +111,12 @@ def emoji(count: int, seed: int, cache: Path | None = None) -> tuple[list[Questi
 
 
 def training_data(
-    rows: int, emoji_count: int, emoji_share: float = 0.25, seed: int = 0, cache: Path | None = None
+    rows: int, emoji_count: int, emoji_share: float = 0.08, seed: int = 0, cache: Path | None = None
 ) -> Dataset:
     """Conversations about training images, in the form that TRL's `SFTTrainer` reads.
 
-    A row of easy-VQA has up to three yes/no questions about an image and one about its shape or colour, in random
-    order: several answers for one image.
+    A row of easy-VQA has a yes/no question about an image and one about its shape or colour, in random order, so that
+    rows have about one length and need little padding. Images without both are left out.
 
     Args:
         rows: Number of conversations.
@@ -131,16 +133,15 @@ def training_data(
     for question in easy_vqa("train", seed, cache):
         if question.taught:
             by_image[question.image][question.kind].append(question)
-    images, drawings = sorted(by_image), emoji(emoji_count, EMOJI_SEED, cache)[0]
+    both = [image for image, kinds in by_image.items() if kinds["yes/no"] and kinds["shape"] + kinds["colour"]]
+    images, drawings = sorted(both), emoji(emoji_count, EMOJI_SEED, cache)[0]
     conversations = []
     for _ in range(rows):
         if rng.random() < emoji_share:
             conversations.append([rng.choice(drawings)])
             continue
         of_kind = by_image[rng.choice(images)]
-        turns = rng.sample(of_kind["yes/no"], min(YES_NO_PER_ROW, len(of_kind["yes/no"])))
-        if others := [question for kind in ("shape", "colour") for question in of_kind[kind]]:
-            turns.append(rng.choice(others))
+        turns = [rng.choice(of_kind["yes/no"]), rng.choice(of_kind["shape"] + of_kind["colour"])]
         rng.shuffle(turns)
         conversations.append(turns)
     return Dataset.from_list([conversation(turns) for turns in conversations], features=FEATURES)

@@ -17,8 +17,8 @@ from ..checkpoint.files import finished_file
 from ..data.easy_vqa import KINDS, OVERALL, Question, load_image, prompt
 
 
-BATCH_SIZE = 32
-MAX_NEW_TOKENS = 8
+BATCH_SIZE = 128
+MAX_NEW_TOKENS = 10
 BLANK = Image.new("RGB", (64, 64), "white")
 
 

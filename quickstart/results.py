@@ -60,6 +60,7 @@ def write_evaluations(
     prompt = f'The system prompt is "{SYSTEM}"; the user\'s turn is the image, then the question.'
     blank = f"Blank image: the trained model is shown a white square of {BLANK.width} pixels in place of each image."
     commonest = "Commonest answer: the share of questions, of each kind, that have the commonest true answer."
+    untrained = "Before training: the untrained model's answers to the first {} of these questions{}."
     per_kind = after["count"][KINDS[0]]
     Evaluation(
         task="easy-vqa",
@@ -75,9 +76,10 @@ def write_evaluations(
             prompt,
             precision,
             "Letter case aside, an answer is right if what follows its last comma is the true answer; yes/no answers "
-            'are trained with what is seen before the comma, as in "red circle, no".',
+            'are trained with what is seen and what is asked for before it, as in "red circle, not blue, no".',
             blank,
             commonest,
+            untrained.format(before["count"][KINDS[0]], " of each kind"),
         ],
         **about,
     ).write(checkpoint)
@@ -96,6 +98,7 @@ def write_evaluations(
             "Letter case aside, an answer is right if it is the emoji's name, one word, or ends in it after a comma.",
             blank,
             commonest,
+            untrained.format(before["count"][EMOJI], ""),
         ],
         **about,
     ).write(checkpoint)

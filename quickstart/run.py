@@ -33,6 +33,7 @@ from .display import draw_images, print_parts, print_results, versions
 from .evaluate import evaluate, write_json
 from .journal import Journal
 from .results import write_evaluations
+from .time_left import SECONDS, TrainingPace
 from .train import rows_of, stage, train_stage
 
 
@@ -51,6 +52,7 @@ class Settings:
         emoji_count: Number of different emoji to name.
         emoji_share: Share of training rows about emoji.
         per_kind: Held-out easy-VQA questions of each kind; even.
+        per_kind_before: How many of each kind the untrained model is asked.
         shown_per_kind: Questions of each kind in the image, which are also those asked again after reloading.
         diagnosed: Held-out images for the diagnosis.
         seed: Seed of the data, the held-out questions and the projector; the recipes have seeds of their own.
@@ -61,8 +63,9 @@ class Settings:
     stage1: dict[str, Any] = field(default_factory=lambda: stage(RECIPES["stage1"]))
     stage2: dict[str, Any] = field(default_factory=lambda: stage(RECIPES["stage2"]))
     emoji_count: int = 40
-    emoji_share: float = 0.25
+    emoji_share: float = 0.08
     per_kind: int = 100
+    per_kind_before: int = 24
     shown_per_kind: int = 3
     diagnosed: int = 64
     seed: int = 0
@@ -84,12 +87,11 @@ def run_quickstart(
 ) -> dict[str, Any]:
     """Builds, trains, evaluates and diagnoses a NormAlign-LLaVA from real parts, in `output`.
 
-    The baseline is the same model without the norm. It is trained through stage 1, and both are compared there.
-
     Args:
         output: Folder of the run; the trained checkpoint is `output/model`.
         settings: The run's settings; the README's figures belong to the defaults.
-        full_baseline: Train the baseline through stage 2 as well, evaluate it, and compare the finished models too.
+        full_baseline: Build and train the same model without the norm as well, evaluate it, and compare both, after
+            stage 1 and finished.
         cache: Folder of archives and converted parts, `fetch.cache_dir()` by default.
         console: Where tables are printed.
 
@@ -101,7 +103,8 @@ def run_quickstart(
         ValueError: `output` holds a run with other settings.
     """
     settings, cache, console = settings or Settings(), cache or cache_dir(), console or Console()
-    journal = Journal(output, settings)
+    names = [name for name in SECONDS if full_baseline or "baseline" not in name]
+    journal = Journal(output, settings, names, console)
     logging.disable_progress_bar()  # these parts load in a second
     disable_progress_bars()
     for unfinished in output.glob(".*"):  # of a killed run
@@ -123,12 +126,11 @@ def run_quickstart(
 
     questions = held_out(settings.per_kind, settings.emoji_count, seed, cache)
     with journal.step("evaluate before"):
-        before = evaluate_once(untrained, questions, output / "evaluation" / "before.json", bf16)
+        few = [questions[i] for i in first_of_each_kind(questions, settings.per_kind_before)]
+        before = evaluate_once(untrained, few, output / "evaluation" / "before.json", bf16)
     write_data(data, settings, cache)
-    with journal.step("stage 1"):
-        train_stage(settings.stage1, untrained, data / "stage1", stage1, bf16=bf16)
-    with journal.step("stage 2"):
-        train_stage(settings.stage2, stage1, data / "stage2", stage2, bf16=bf16)
+    train_step(journal, "stage 1", settings.stage1, untrained, data / "stage1", stage1)
+    train_step(journal, "stage 2", settings.stage2, stage1, data / "stage2", stage2)
     with journal.step("merge"):
         if not model.exists():
             merge_adapter(stage2, model, base=str(stage1))
@@ -141,33 +143,31 @@ def run_quickstart(
         here, elsewhere = reload_elsewhere(model, [questions[i] for i in shown], output / "evaluation")
 
     baseline = output / "baseline"
-    with journal.step("baseline, stage 1"):
-        build(vision, language, baseline / "untrained", settings, arm="none")
-        train_stage(settings.stage1, baseline / "untrained", data / "stage1", baseline / "stage1", bf16=bf16)
-    of_baseline = None
+    of_baseline, plain = None, None
     if full_baseline:
-        with journal.step("baseline, stage 2"):
-            train_stage(settings.stage2, baseline / "stage1", data / "stage2", baseline / "stage2", bf16=bf16)
-            if not (baseline / "model").exists():
-                merge_adapter(baseline / "stage2", baseline / "model", base=str(baseline / "stage1"))
+        plain, untrained, plain_stage1 = (baseline / name for name in ("model", "untrained", "stage1"))
+        build(vision, language, untrained, settings, arm="none")
+        train_step(journal, "baseline, stage 1", settings.stage1, untrained, data / "stage1", plain_stage1)
+        train_step(journal, "baseline, stage 2", settings.stage2, plain_stage1, data / "stage2", baseline / "stage2")
+        if not plain.exists():
+            merge_adapter(baseline / "stage2", plain, base=str(plain_stage1))
         with journal.step("evaluate baseline"):
-            of_baseline = evaluate_once(baseline / "model", questions, output / "evaluation" / "baseline.json", bf16)
+            of_baseline = evaluate_once(plain, questions, output / "evaluation" / "baseline.json", bf16)
     with journal.step("diagnose"):
-        counterpart = baseline / "model" if full_baseline else None
-        pages = [
-            diagnose_once(stage1, f"{OURS}-stage1", baseline / "stage1", f"{BASELINE}-stage1", settings.diagnosed),
-            diagnose_once(model, OURS, counterpart, BASELINE, settings.diagnosed),
-        ]
+        pages = [diagnose_once(model, OURS, plain, BASELINE, settings.diagnosed)]
+        if full_baseline:
+            ours, theirs = (f"{name}-stage1" for name in (OURS, BASELINE))
+            pages.append(diagnose_once(stage1, ours, plain_stage1, theirs, settings.diagnosed))
 
     results = {
-        "before": {key: before[key] for key in ("accuracy", "blank")},
+        "before": {key: before[key] for key in ("accuracy", "blank", "count")},
         "after": {key: after[key] for key in ("accuracy", "blank")},
         "baseline": of_baseline and {key: of_baseline[key] for key in ("accuracy", "blank")},
         "majority": after["majority"],
         "count": after["count"],
         "reloaded_answers": len(elsewhere),
         "reloaded_answers_identical": here == elsewhere,
-        "verdicts": {each.name: read_report(each)["verdict"] for each in (stage1, model)},
+        "verdicts": {page.parent.parent.name: read_report(page.parent.parent)["verdict"] for page in pages},
         "settings": asdict(settings),
         "bf16": bf16,
         "steps": journal.steps,
@@ -188,6 +188,15 @@ def run_quickstart(
     write_json(output / "results.json", results)
     print_results(console, results, output, pages)
     return results
+
+
+def train_step(
+    journal: Journal, name: str, options: dict[str, Any], checkpoint: Path, data: Path, output: Path
+) -> None:
+    """Trains one stage as a step of the run, by [`train_stage`]."""
+    with journal.step(name):
+        pace = TrainingPace(journal.time_left, name)
+        train_stage(options, checkpoint, data, output, bf16=journal.bf16, callbacks=[pace])
 
 
 def build(vision: Path, language: Path, output: Path, settings: Settings, *, arm: str) -> None:

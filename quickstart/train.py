@@ -4,12 +4,15 @@
 
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from ..checkpoint.files import finished_folder
+from ..train.checkpoints import checkpoints_in
 from ..train.command import read_recipe, recipe_file
 from ..train.options import parse
 from ..train.run import train
@@ -30,7 +33,15 @@ def rows_of(options: dict[str, Any]) -> int:
     return options["max_steps"] * options["global_batch_size"]
 
 
-def train_stage(options: dict[str, Any], checkpoint: Path, data: Path, output: Path, *, bf16: bool = False) -> None:
+def train_stage(
+    options: dict[str, Any],
+    checkpoint: Path,
+    data: Path,
+    output: Path,
+    *,
+    bf16: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> None:
     """Trains `checkpoint` and writes the trained checkpoint, or the adapter, to `output`.
 
     Until it is finished the run is in a folder beside `output`, from which a stopped run is resumed.
@@ -41,13 +52,14 @@ def train_stage(options: dict[str, Any], checkpoint: Path, data: Path, output: P
         data: Folder of a saved data set.
         output: Folder of the result.
         bf16: Whether to multiply in bfloat16; trained parameters stay float32.
+        callbacks: Callbacks of the trainer.
     """
     run = output.with_name(output.name + "-trainer")
     if not output.exists():
         given = {"model_name_or_path": checkpoint, "dataset_name": data, "output_dir": run, "bf16": bf16}
-        if run.exists():
+        if checkpoints_in(run):
             given["resume_from_checkpoint"] = "last"
-        train(*parse(words({**options, **given})))
+        train(*parse(words({**options, **given})), callbacks)
         with finished_folder(output) as folder:
             for file in run.iterdir():
                 if file.is_file():  # folders are the trainer's checkpoints

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers import TrainerCallback
 from trl import get_peft_config, get_quantization_config
 
 from ..assembly.processing import load_processor
@@ -49,13 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     return output
 
 
-def train(data_args: DataArguments, args: NormAlignConfig, model_args: ModelArguments) -> Path:
-    """Trains and writes the result to `args.output_dir`; raises what [`main`] raises."""
+def train(
+    data_args: DataArguments,
+    args: NormAlignConfig,
+    model_args: ModelArguments,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Path:
+    """Trains, with further callbacks, and writes the result to `args.output_dir`; raises what [`main`] raises."""
     with only_run(args.output_dir):
-        return _train(data_args, args, model_args)
+        return _train(data_args, args, model_args, callbacks)
 
 
-def _train(data_args: DataArguments, args: NormAlignConfig, model_args: ModelArguments) -> Path:
+def _train(
+    data_args: DataArguments, args: NormAlignConfig, model_args: ModelArguments, callbacks: Sequence[TrainerCallback]
+) -> Path:
     output = Path(args.output_dir)
     resume = resolve_resume(args.resume_from_checkpoint, output, args.world_size)
     args.gradient_accumulation_steps = accumulation_steps(args)
@@ -96,6 +104,7 @@ def _train(data_args: DataArguments, args: NormAlignConfig, model_args: ModelArg
         data.train,
         data.eval,
         processor,
+        callbacks=list(callbacks),
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
         report=data.report,

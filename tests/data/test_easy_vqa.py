@@ -110,13 +110,14 @@ def test_what_is_taught_begins_with_what_is_seen():
             if question.kind != "yes/no":
                 assert question.taught == question.answer
             elif question.taught:
-                seen, answer = question.taught.split(", ")
+                seen, fact, answer = question.taught.split(", ")
                 colour, shape = seen.split()
                 assert answer == question.answer and colour in COLOURS and shape in SHAPES
                 assert told <= {colour, shape}
                 named = colour in question.text or shape in question.text
                 negated = " not " in question.text or " no " in question.text
-                assert (answer == "yes") == (named != negated)
+                assert (answer == "yes") == (named != negated) and named == (not fact.startswith("not "))
+                assert fact.removeprefix("not ") in question.text
                 checked += 1
     assert checked > 5000
 

@@ -23,6 +23,7 @@ from normalign_llava.hub_cards.card.hand_written import is_ours
 from normalign_llava.quickstart.display import shortfalls
 from normalign_llava.quickstart.evaluate import majority, score
 from normalign_llava.quickstart.run import Journal, Settings, first_of_each_kind, run_quickstart
+from normalign_llava.quickstart.time_left import TimeLeft
 from normalign_llava.quickstart.train import stage
 
 
@@ -57,7 +58,9 @@ QUESTIONS = [
 def test_a_killed_quickstart_is_resumed_to_its_end(archives, tmp_path):
     output = tmp_path / "quickstart"
     source = textwrap.dedent(START).format(tests=[str(HELPERS), str(Path(__file__).parent)], output=str(output))
-    process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path / "log"
+    with log.open("w") as written:
+        process = subprocess.Popen([sys.executable, "-c", source], stdout=written, stderr=written)
     while process.poll() is None and not list((output / "stage2-trainer").glob("checkpoint-*/trainer_state.json")):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
@@ -66,6 +69,8 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, tmp_path):
     finished = [path for folder in ("untrained", "stage1") for path in (output / folder).iterdir()]
     before = {path: path.stat().st_mtime_ns for path in finished}
     assert (output / "evaluation" / "before.json").exists()
+    printed = log.read_text()
+    assert "stage 2, about" in printed and "Resuming" not in printed
 
     console = Console(record=True, width=120)
     results = run_quickstart(output, SHORT, console=console)
@@ -75,10 +80,8 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, tmp_path):
     assert results["count"] == {**dict.fromkeys(KINDS, 2), OVERALL: 6, "emoji": 4}
     assert list(results["steps"])[:4] == ["fetch", "convert", "build", "evaluate before"]
     assert {path.name for path in output.iterdir()} == {
-        "untrained", "data", "stage1", "stage2", "model", "baseline", "evaluation", "journal.json", "images.png",
-        "results.json",
+        "untrained", "data", "stage1", "stage2", "model", "evaluation", "journal.json", "images.png", "results.json",
     }  # fmt: skip
-    assert {path.name for path in (output / "baseline").iterdir()} == {"untrained", "stage1"}
     assert not [path for folder in ("stage1", "stage2", "model") for path in (output / folder).glob("checkpoint-*")]
     assert json.loads((output / "model" / "training.json").read_text())["options"]["max_steps"] == 2
     build = json.loads((output / "model" / "build.json").read_text())
@@ -90,24 +93,26 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, tmp_path):
     with Image.open(output / "images.png") as image:
         assert min(image.size) > 200
     shown = console.export_text()
-    for word in (*KINDS, "blank image", "majority answer", "the same answers", "peak memory", "report.html"):
+    words = (*KINDS, "blank image", "majority answer", "the same answers", "peak memory", "report.html")
+    for word in (*words, "stage 1, finished before"):
         assert word in shown
 
-    compared, alone = (report(output / folder) for folder in ("stage1", "model"))
-    assert (compared["report"]["model"], compared["against"]["model"]) == (
-        "quickstart-stage1",
-        "quickstart-no-norm-stage1",
-    )
-    assert (compared["report"]["norm"], compared["against"]["norm"]) == ("layer_norm", "none")
-    assert compared["report"]["interface"]["ratio"] == pytest.approx(1.0, abs=0.1)
-    assert [step["step"] for step in compared["report"]["dynamics"]] == [0]  # of the recipe's steps, those there were
-    assert alone["against"] is None and results["verdicts"]["model"] == alone["verdict"]
+    alone = report(output / "model")
+    assert alone["against"] is None and results["verdicts"] == {"model": alone["verdict"]}
 
     console = Console(record=True, width=160)
     again = run_quickstart(output, SHORT, full_baseline=True, console=console)
     assert {name: again["steps"][name] for name in results["steps"]} == results["steps"]
     assert again["baseline"]["accuracy"].keys() == again["after"]["accuracy"].keys()
     assert report(output / "model")["against"]["model"] == "quickstart-no-norm"
+    stage1 = report(output / "stage1")
+    assert (stage1["report"]["model"], stage1["against"]["model"]) == (
+        "quickstart-stage1",
+        "quickstart-no-norm-stage1",
+    )
+    assert (stage1["report"]["norm"], stage1["against"]["norm"]) == ("layer_norm", "none")
+    assert stage1["report"]["interface"]["ratio"] == pytest.approx(1.0, abs=0.1)
+    assert [step["step"] for step in stage1["report"]["dynamics"]] == [0]  # of the recipe's steps, those there were
     (easy_vqa, _) = read_evaluations(output / "model")
     assert easy_vqa.metrics[0].references["trained without the norm"] == again["baseline"]["accuracy"][OVERALL]
     assert "without the norm" in console.export_text() and (output / "baseline" / "model").exists()
@@ -151,6 +156,19 @@ def test_targets_that_are_missed_are_named():
     missed = {**reached, OVERALL: 0.7, "yes/no": 0.6}
     lines = shortfalls({"after": {"accuracy": missed, "blank": blank}})
     assert len(lines) == 2 and "0.70" in lines[0] and "yes/no is 10 points" in lines[1]
+
+
+def test_the_time_left_follows_the_pace_of_training():
+    left = TimeLeft({"stage 1": 60.0, "stage 2": 240.0, "diagnose": 30.0})
+    assert left.seconds() == 330 and str(left) == "about 6 minutes left in all"
+    left.advance("stage 1", 0.5, seconds=60)  # half as fast as usual
+    assert left.seconds() == 2 * (30 + 240 + 30) and str(left) == "about 10 minutes left in all"
+    left.finish("stage 1")
+    left.advance("stage 2", 0.75)  # before it was resumed
+    assert left.seconds() == 2 * (60 + 30)
+    left.finish("stage 2")
+    left.finish("diagnose")
+    assert left.seconds() == 0 and str(left) == "about a minute left in all"
 
 
 def test_the_journal_keeps_the_first_time_of_a_step(tmp_path):
