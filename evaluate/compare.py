@@ -155,7 +155,9 @@ def paired_bootstrap(differences: np.ndarray, seed: int = 0) -> Interval:
     """95 % percentile interval of the mean of differences `(questions,)`, resampled with replacement."""
     random = np.random.default_rng(seed)
     count = len(differences)
-    means = [differences[random.integers(count, size=count)].mean() for _ in range(RESAMPLES)]
+    # How often each question is drawn, 500 resamples at a time.
+    even = np.full(count, 1 / count)
+    means = [random.multinomial(count, even, size=500) @ differences / count for _ in range(RESAMPLES // 500)]
     low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
