@@ -65,7 +65,7 @@ def evaluate(
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     manager = task_manager(include_path)
-    chosen = chosen_tasks(manager, suites, tasks)
+    chosen = chosen_tasks(manager, suites, tasks, limit)
     found = find(model, trust_remote_code=trust_remote_code)
     folder = Path(found.source) if Path(found.source).is_dir() else None
     output = output or folder or Path("evaluations", found.name.replace("/", "--"))
