@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +17,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
 from lm_eval.loggers import EvaluationTracker
+from lm_eval.models.hf_vlms import HFMultimodalLM
 from lm_eval.tasks import TaskManager
 
 from ..diagnose.load import Found, load
@@ -32,7 +34,7 @@ SEED = 1234
 """Of few-shot examples and everything else that a task draws."""
 
 
-class MultimodalLM(get_model("hf-multimodal")):
+class MultimodalLM(HFMultimodalLM):
     """The harness's `hf-multimodal`, which fails at a batch of questions without images."""
 
     def _model_multimodal_generate(self, inputs, *args, **kwargs):
@@ -41,6 +43,7 @@ class MultimodalLM(get_model("hf-multimodal")):
         return super()._model_multimodal_generate(inputs, *args, **kwargs)
 
 
+@cache
 def task_manager(include_path: Path | None = None) -> TaskManager:
     """The harness's tasks, those of this package, and those in a folder of one's own, which come first."""
     own = [str(include_path)] if include_path else []
