@@ -243,6 +243,68 @@ def merge(
 
 
 @app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id: a vision-language model, or a language model.")],
+    suite: Annotated[list[str] | None, typer.Option(help="paper, vision or text. May be repeated.")] = None,
+    tasks: Annotated[list[str] | None, typer.Option(help="A task of lm-evaluation-harness. May be repeated.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Folder with task files of your own.")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N samples of a task.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder to write evaluation/ to.", show_default="MODEL's, or evaluations/MODEL for a Hub id"
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Samples together.")] = 1,
+    dtype: Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the checkpoint's), {DTYPES}.")] = "auto",
+    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")
+    ] = False,
+) -> None:
+    """Evaluate a model on benchmarks with lm-evaluation-harness. Finished tasks are skipped the next time."""
+    with errors_for_people(extra="evaluate"):
+        from .checkpoint.find import find_model
+
+        find_model(model)
+
+        from .evaluate.run import evaluate as run
+        from .evaluate.run import render
+
+        done = run(
+            model, suites=suite or (), tasks=tasks or (), include_path=include_path, limit=limit,
+            batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code,
+            output=output,
+        )  # fmt: skip
+        console = Console()
+        console.print(render(done))
+        console.print(f"Written to {done.file}.", soft_wrap=True)
+        for task, reason in done.failed.items():
+            console.print(f"Not evaluated: {task}. {reason}", soft_wrap=True)
+        if done.failed:
+            raise typer.Exit(1)
+
+
+@app.command()
+def compare(
+    models: Annotated[
+        list[str], typer.Argument(help="Evaluated checkpoints: FOLDER, or NAME=FOLDER,FOLDER,... for several seeds.")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for comparison.json and comparison.png.")] = Path("comparison"),
+) -> None:
+    """Compare evaluated models with the first one, over the same questions, with intervals."""
+    with errors_for_people(extra="evaluate"):
+        from .evaluate.compare import compare as run
+        from .evaluate.compare import read_arm, render, write
+
+        found = run([read_arm(model) for model in models])
+        write(found, output)
+        console = Console()
+        console.print(render(found))
+        console.print(f"Written to {output}.", soft_wrap=True)
+
+
+@app.command()
 def diagnose(
     model: Annotated[str, typer.Argument(help="Folder or Hub id: a vision-language model, or one of its parts.")],
     against: Annotated[str | None, typer.Option(help="Baseline, measured on the same images.")] = None,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.easy_vqa import EMOJI_QUESTION, KINDS, OVERALL, SYSTEM
-from ..hub_cards.card.evaluation import Evaluation, Metric
+from ..evaluate.results import Evaluation, Metric
 from .display import versions
 from .evaluate import BATCH_SIZE, BLANK, MAX_NEW_TOKENS
 

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 
 ELSEWHERE = {
     "cluster.md": "train/test_train_cluster.py",
+    "evaluate.md": "evaluate/test_evaluate_run.py",
     "data.md": "data/test_forms.py",
     "trl.md": "train/test_trl_trainers.py",
     "report.md": "diagnose/test_diagnose_run.py",

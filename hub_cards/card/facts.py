@@ -14,8 +14,8 @@ from ...checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUILD_RECORD, I
 from ...checkpoint.untrusted import check_files, check_inside, shards
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
+from ...evaluate.results import Evaluation, read_evaluations
 from ..push.contents import DIAGNOSTICS, public_report
-from .evaluation import Evaluation, read_evaluations
 from .weights import Gain, read_weights
 
 

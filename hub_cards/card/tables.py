@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ...diagnose.verdict import number, with_error
-from .evaluation import Evaluation, Metric
+from ...evaluate.results import Evaluation, Metric
 from .facts import Facts
 from .markdown import text
 from .training_tables import DASH, Table, count, part_link, run, title, trained_rows

@@ -24,7 +24,7 @@ from ...checkpoint.names import (
 )
 from ...checkpoint.untrusted import is_inside, json_object, shards
 from ...diagnose.report import PAGE, REPORT, SCHEMA_VERSION
-from ..card.evaluation import FOLDER as EVALUATION
+from ...evaluate.results import FOLDER as EVALUATION
 
 
 DIAGNOSTICS, TEMPLATES = "diagnostics", "chat_templates"

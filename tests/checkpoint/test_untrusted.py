@@ -285,7 +285,7 @@ def test_gain_of_an_embedding_whose_header_lies(tmp_path, shape, offsets):
         ("training.json", '{"a": ' + hostile.DEEP + "}"),
         ("training.json", '{"options": [1], "data": {"x": 1}, "before": "a", "learning_rates": "x"}'),
         ("diagnostics/report.json", hostile.DEEP),
-        ("evaluation/task.json", hostile.DEEP),
+        ("evaluation/summary.json", hostile.DEEP),
     ],
 )
 def test_a_card_of_broken_records(commands, file, content):

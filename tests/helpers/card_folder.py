@@ -19,7 +19,7 @@ from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.diagnose.findings import findings
 from normalign_llava.diagnose.report import Drawing, Gain, Report
 from normalign_llava.diagnose.verdict import verdict
-from normalign_llava.hub_cards.card.evaluation import Evaluation, Metric
+from normalign_llava.evaluate.results import Evaluation, Metric
 
 
 SECRET = "Who is the person in the image?"
@@ -134,17 +134,16 @@ def measured(folder: Path, baseline: Report | None = NO_NORM) -> None:
 
 def evaluated(folder: Path, samples: int = 500, **changes) -> Evaluation:
     """An evaluation with a subset."""
+    given = {"title": "POPE", "protocol": ["Greedy decoding.", "Exact match decides."], **changes}
     evaluation = Evaluation(
         task="pope",
-        title="POPE",
         metrics=[
             Metric("accuracy", 0.8125, 0.0175, {"blank image": 0.5, "commonest answer": 0.51}, None, samples),
             Metric("accuracy", 0.7, 0.03, {"blank image": 0.4}, "adversarial", samples // 2),
         ],
         samples=samples,
         total=500,
-        protocol=["Greedy decoding.", "Exact match decides."],
-        **changes,
+        **given,
     )
     evaluation.write(folder)
     return evaluation

@@ -321,7 +321,7 @@ def test_a_record_may_say_next_to_nothing(folder):
     assert "\n\n\n" not in card.text and "None" not in card.text
 
 
-@pytest.mark.parametrize("name", ["training.json", "build.json", "diagnostics/report.json", "evaluation/pope.json"])
+@pytest.mark.parametrize("name", ["training.json", "build.json", "diagnostics/report.json", "evaluation/summary.json"])
 def test_a_damaged_record_is_named(full, name):
     (full / name).write_text('{"cut')
     with pytest.raises(ValueError, match=name.rpartition("/")[2]):

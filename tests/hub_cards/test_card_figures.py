@@ -9,7 +9,7 @@ import training
 from card_folder import listed, rows, section
 from diagnosed import diagnosed
 
-from normalign_llava.hub_cards.card.evaluation import Evaluation, Metric
+from normalign_llava.evaluate.results import Evaluation, Metric
 from normalign_llava.hub_cards.card.unmeasured import STALE
 from normalign_llava.hub_cards.card.write import render_card
 from normalign_llava.train.run import main

@@ -93,8 +93,8 @@ def test_of_a_trainers_checkpoint_the_model_is_sent_alone(built, tmp_path):
 
 def test_everything_else_is_left_with_a_reason(checkpoint):
     add(checkpoint, "samples/step-1.json", "dropped_rows.jsonl", "pytorch_model.bin", "notes.txt", ".env", "my.py")
-    add(checkpoint, ".cache/token", "evaluation/samples/pope.json", "tokenizer.pkl", "LICENSE.pt", "tf/config.json")
-    add(checkpoint, "LICENSE", "LICENSE-LLAMA.txt", "NOTICE", "evaluation/pope.json")
+    add(checkpoint, ".cache/token", "evaluation/pope/samples.jsonl", "tokenizer.pkl", "LICENSE.pt", "tf/config.json")
+    add(checkpoint, "LICENSE", "LICENSE-LLAMA.txt", "NOTICE", "evaluation/summary.json")
     add(checkpoint, "chat_templates/tools.jinja", "README.md", "dynamics.jsonl", "training.json")
     found = contents(checkpoint)
     assert found.left == {
@@ -102,7 +102,7 @@ def test_everything_else_is_left_with_a_reason(checkpoint):
         ".env": "hidden",
         "LICENSE.pt": "a pickle",
         "dropped_rows.jsonl": "rows of the data",
-        "evaluation/samples/": "answers to samples of the data",
+        "evaluation/pope/": "not on the list of what is sent",
         "my.py": "not on the list of what is sent",
         "notes.txt": "not on the list of what is sent",
         "pytorch_model.bin": "a pickle",
@@ -116,7 +116,7 @@ def test_everything_else_is_left_with_a_reason(checkpoint):
         ("NOTICE", "record"),
         ("chat_templates/tools.jinja", "processor"),
         ("dynamics.jsonl", "record"),
-        ("evaluation/pope.json", "evaluation"),
+        ("evaluation/summary.json", "evaluation"),
         ("README.md", "card"),
         ("training.json", "record"),
     }

@@ -18,7 +18,7 @@ from PIL import Image
 from rich.console import Console
 
 from normalign_llava.data.easy_vqa import KINDS, OVERALL, Question, split_size
-from normalign_llava.hub_cards.card.evaluation import read_evaluations
+from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.hub_cards.card.hand_written import is_ours
 from normalign_llava.quickstart.display import shortfalls
 from normalign_llava.quickstart.evaluate import majority, score

@@ -1,21 +1,23 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Results of evaluations: `evaluation/TASK.json` in a checkpoint folder, one file per task."""
+"""Results of evaluations: `evaluation/summary.json` in a checkpoint folder."""
 
+import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.untrusted import json_object
+from ..checkpoint.files import finished_file
+from ..checkpoint.untrusted import json_object
 
 
-FOLDER = "evaluation"
-"""The folder within a checkpoint that holds its evaluations."""
+FOLDER, SUMMARY = "evaluation", "summary.json"
+"""The folder within a checkpoint that holds its evaluations, and the file of their results."""
 
-SCHEMA_VERSION = 1
-"""Of `evaluation/TASK.json`; raised when a field is renamed, removed or changes its meaning."""
+SCHEMA_VERSION = 2
+"""Of `summary.json`; raised when a field is renamed, removed or changes its meaning."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,15 @@ class Evaluation:
     """The results of one task, and how they were obtained.
 
     Attributes:
-        task: Short name, also of the file.
+        task: Short name.
         title: Full name.
         metrics: The results.
         samples, total: How many samples were evaluated, of how many. Fewer than all, or none, is a partial run.
         protocol: Prompt, decoding and scoring, one sentence each.
         date: ISO 8601.
-        versions: Of the packages that evaluated.
+        versions: Of the packages that evaluated, and of the task.
+        weights: [`weights_hash`] of the model.
+        settings: What else the results depend on: batch size, precision, seeds.
     """
 
     task: str
@@ -61,41 +65,67 @@ class Evaluation:
     protocol: list[str]
     date: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    weights: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def partial(self) -> bool:
+        """Whether samples were left out."""
         return self.samples < self.total or self.samples == 0
 
     def write(self, checkpoint: Path) -> Path:
-        """Writes `evaluation/TASK.json` into a checkpoint folder."""
-        file = checkpoint / FOLDER / f"{self.task}.json"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=2) + "\n", "utf-8")
+        """Writes the results into `evaluation/summary.json` of a folder, in place of earlier ones of the task.
+
+        Returns:
+            The file.
+
+        Raises:
+            ValueError: The file is not valid; it stays as it is.
+        """
+        others = [each for each in read_evaluations(checkpoint) if each.task != self.task]
+        tasks = sorted([*others, self], key=lambda each: each.task)
+        content = {"schema_version": SCHEMA_VERSION, "evaluations": [asdict(each) for each in tasks]}
+        file = checkpoint / FOLDER / SUMMARY
+        with finished_file(file) as partial:
+            partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return file
 
 
 def read_evaluations(checkpoint: Path) -> list[Evaluation]:
-    """The evaluations in a checkpoint folder, by name of task.
+    """The evaluations in a checkpoint folder, by name of task; none without a file.
 
     Raises:
-        ValueError: A file has another schema or none, or a result is not a finite number.
+        ValueError: The file has another schema or none, or a result is not a finite number.
     """
-    return [_read(file) for file in sorted((checkpoint / FOLDER).glob("*.json"))]
-
-
-def _read(file: Path) -> Evaluation:
+    file = checkpoint / FOLDER / SUMMARY
+    if not file.exists():
+        return []
     try:
         content = json_object(file.read_bytes(), str(file))
-        if (version := content.pop("schema_version")) != SCHEMA_VERSION:
+        if (version := content["schema_version"]) != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {version!r}, not {SCHEMA_VERSION}")
-        if unknown := content.keys() - {each.name for each in fields(Evaluation)}:
-            raise ValueError(f"unknown fields {', '.join(sorted(unknown))}")
-        content["metrics"] = [Metric(**metric) for metric in content["metrics"]]
-        evaluation = Evaluation(**content)
-        _check(evaluation)
-        return evaluation
+        return [_evaluation(each) for each in content["evaluations"]]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is not a valid evaluation: {error}. Evaluate again, or remove it.") from error
+
+
+def weights_hash(checkpoint: Path) -> str:
+    """SHA-256 over names and contents of the safetensors files of a folder."""
+    digest = hashlib.sha256()
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        digest.update(file.name.encode())
+        with file.open("rb") as content:
+            while block := content.read(2**20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _evaluation(content: dict[str, Any]) -> Evaluation:
+    if unknown := content.keys() - {each.name for each in fields(Evaluation)}:
+        raise ValueError(f"unknown fields {', '.join(sorted(unknown))}")
+    evaluation = Evaluation(**{**content, "metrics": [Metric(**metric) for metric in content["metrics"]]})
+    _check(evaluation)
+    return evaluation
 
 
 def _check(evaluation: Evaluation) -> None:

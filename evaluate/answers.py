@@ -1,0 +1,111 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a generated answer says: the option that it chooses, or yes or no.
+
+No language model judges the answers. Both functions follow VLMEvalKit without its judge (`can_infer` and
+`YOrN_Extraction`, version 0.2). lmms-eval 0.7 has a rule for each benchmark; most of them accept fewer forms.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+
+_REFUSAL = re.compile(
+    r"\W*(?:I['’]m |I am )?(?:sorry|unable to|I (?:cannot|can['’]t|can not)|cannot determine)\b", re.I
+)
+
+
+def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
+    """Which option an answer to a multiple-choice question chooses.
+
+    In this order:
+
+    1. an answer that is a letter: "B", "b", "(B)", "**B**", "B.";
+    2. an answer that is the full text of an option;
+    3. a letter after "answer", "option" or "choice": "The answer is B", "option b";
+    4. the one capital letter that stands alone, at the start or among the last four words, or "b)";
+    5. the one option whose full text is in the answer, if the answer is at most twice as long as all options together.
+
+    Several letters ("A or B"), a refusal, and a letter that the question does not have choose nothing. The "A"
+    of "A dog" is no letter.
+
+    VLMEvalKit has 3, 4 and 5, with these differences: "A dog" is option A, and so is "The answer is A or B"; "not B"
+    is B; "cat" is in "category"; lower case is no letter; a letter at the start of a long answer is not seen; four
+    sentences are refusals. lmms-eval sees the letter at the start; it ignores case in ScienceQA, AI2D and
+    SEED-Bench-2-Plus, and knows the article in MMBench. But it takes one of several letters in MMStar, and the first
+    character whatever it is in SEED-Bench-2-Plus.
+
+    Args:
+        answer: What the model wrote.
+        options: Text of each option by its capital letter.
+
+    Returns:
+        A key of `options`, or None.
+    """
+    answer = answer.strip()
+    whole, named, another, alone, in_brackets = _patterns("".join(options))
+    if letter := whole.fullmatch(answer):
+        return letter[1].upper()
+    same = [key for key, text in options.items() if _plain(text) == _plain(answer) != ""]
+    if len(same) == 1:
+        return same[0]
+    if _REFUSAL.match(answer):
+        return None
+    if found := list(named.finditer(answer)):
+        several = any(another.match(answer, each.end()) for each in found)
+        letters = {each[1].upper() for each in found}
+        return letters.pop() if len(letters) == 1 and not several else None
+    if found := [*alone.finditer(answer), *in_brackets.finditer(answer)]:
+        if len({each[1].upper() for each in found}) > 1:
+            return None
+        if any(_is_at_an_end(answer, each) for each in found):
+            return found[0][1].upper()
+    return _option_within(answer, options)
+
+
+def yes_or_no(answer: str) -> str | None:
+    """Which of the words "yes" and "no" is in the answer, in upper or lower case; None for neither and for both.
+
+    This is VLMEvalKit's rule. lmms-eval counts the bare word alone, so "Yes." is wrong there. The authors of POPE take
+    every answer without "no" or "not" for a yes, refusals among them.
+    """
+    said = {"yes", "no"} & set(re.findall(r"\w+", answer.lower()))
+    return said.pop() if len(said) == 1 else None
+
+
+@lru_cache
+def _patterns(letters: str) -> tuple[re.Pattern, ...]:
+    either = f"[{letters}{letters.lower()}]"
+    # A letter or digit before or after makes it part of a word; a Chinese character does not: "答案是B".
+    before = r"(?<![A-Za-z0-9°])(?<![A-Za-z]-)(?<!\bnot )"
+    article = r"(?<=[Aa])[ \t]+(?!(?:is|or|and|nor|because|since)\b)\w"
+    after = rf"(?![A-Za-z0-9]|['’-][A-Za-z]|{article})"
+    marks = r"[\W_]*?"
+    return (
+        re.compile(rf"[\W_]*({either})[\W_]*"),
+        re.compile(rf"\b(?:answer|option|choice)(?:\s+is)?{marks}(?:option\s)?{marks}{before}({either}){after}", re.I),
+        re.compile(rf"{marks}(?:,|/|&|\bor\b|\band\b){marks}(?:option\s)?{marks}{either}{after}", re.I),
+        re.compile(rf"{before}([{letters}]){after}"),
+        re.compile(rf"{before}([{letters.lower()}])(?:\)|(?<=^.)[.:](?=\s))"),
+    )
+
+
+def _is_at_an_end(answer: str, letter: re.Match) -> bool:
+    return not re.search(r"\w", answer[: letter.start()]) or len(re.findall(r"\w+", answer[letter.end() :])) < 4
+
+
+def _option_within(answer: str, options: Mapping[str, str]) -> str | None:
+    answer = _plain(answer)
+    texts = {key: plain for key, text in options.items() if (plain := _plain(text))}
+    if len(answer) > 2 * sum(map(len, texts.values())):
+        return None
+    within = [
+        key for key, text in texts.items() if re.search(rf"(?<![A-Za-z0-9]){re.escape(text)}(?![A-Za-z0-9])", answer)
+    ]
+    return within[0] if len(within) == 1 else None
+
+
+def _plain(text: str) -> str:
+    """Lower case, single spaces, without marks at its ends."""
+    return re.sub(r"^[\s\"'*_.,:;!?()\[\]]+|[\s\"'*_.,:;!?()\[\]]+$", "", " ".join(text.lower().split()))

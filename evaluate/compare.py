@@ -1,0 +1,228 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""`normalign compare`: which model is better, by how much, and whether that is noise.
+
+Models are compared over the same questions, so that what makes a question hard for all of them cancels. Two kinds of
+noise are kept apart: other questions (a bootstrap over questions), and other training runs (a t interval over seeds).
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from scipy import stats
+
+from ..checkpoint.files import finished_file
+from .results import FOLDER, read_evaluations
+
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+Interval = tuple[float, float]
+Scores = dict[tuple[str, int], float]
+"""The score of each question, by task and number."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One model, or the same model trained with several seeds.
+
+    Attributes:
+        name: What the table calls it.
+        runs: The scores of each run, by task as it was asked for.
+    """
+
+    name: str
+    runs: list[dict[str, Scores]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An arm against the first one on a task. Scores are means over questions and runs.
+
+    Attributes:
+        task, arm, against: What is compared.
+        questions: How many.
+        score, reference: The arm's score, and the first one's.
+        over_questions: 95 % interval of the difference if other questions of the kind were asked, by a paired
+            bootstrap.
+        over_seeds: 95 % t interval of the difference over training runs, paired in their order if there are as many;
+            None with fewer than two runs on either side.
+        mcnemar: Two-sided exact p-value of McNemar's test: whether as many questions are right in one alone as in the
+            other alone. None with several runs, or if scores are not right or wrong.
+    """
+
+    task: str
+    arm: str
+    against: str
+    questions: int
+    score: float
+    reference: float
+    over_questions: Interval
+    over_seeds: Interval | None
+    mcnemar: float | None
+
+    @property
+    def value(self) -> float:
+        """The difference."""
+        return self.score - self.reference
+
+
+def read_arm(argument: str) -> Arm:
+    """Reads `FOLDER`, or `NAME=FOLDER,FOLDER,...` for several runs.
+
+    Raises:
+        ValueError: A folder has no evaluation, or only a partial one.
+    """
+    name, equals, folders = argument.partition("=")
+    paths = [Path(each) for each in (folders if equals else argument).split(",")]
+    return Arm(name if equals else paths[0].resolve().name, [_run(path) for path in paths])
+
+
+def compare(arms: Sequence[Arm]) -> list[Difference]:
+    """Each arm against the first, on each task that all of their runs have.
+
+    Raises:
+        ValueError: There are fewer than two arms, no common task, or other questions under the same name of a task.
+    """
+    if len(arms) < 2:
+        raise ValueError("Name two or more models to compare.")
+    runs = [run for arm in arms for run in arm.runs]
+    tasks = [task for task in runs[0] if all(task in run for run in runs)]
+    if not tasks:
+        raise ValueError("The models have no task in common. Run `normalign evaluate` on each with the same tasks.")
+    found = []
+    for task in tasks:
+        if len({frozenset(run[task]) for run in runs}) > 1:
+            raise ValueError(f"{task} asked the models other questions. Evaluate them again, with the same versions.")
+        order = sorted(runs[0][task])
+        table = {arm.name: np.array([[run[task][key] for key in order] for run in arm.runs]) for arm in arms}
+        first, *others = arms
+        found += [_difference(task, arm.name, first.name, table[arm.name], table[first.name]) for arm in others]
+    return found
+
+
+def render(differences: Sequence[Difference]) -> Table:
+    """The comparison, for `rich.console.Console.print`."""
+    table = Table()
+    for column in ("task", "model", "score", "against", "score", "difference", "over questions", "over seeds", "p"):
+        table.add_column(column, justify="left" if column in ("task", "model", "against") else "right")
+    for each in differences:
+        table.add_row(
+            each.task,
+            each.arm,
+            f"{each.score:.3f}",
+            each.against,
+            f"{each.reference:.3f}",
+            f"{each.value:+.3f}",
+            _shown(each.over_questions),
+            _shown(each.over_seeds),
+            "-" if each.mcnemar is None else f"{each.mcnemar:.3f}",
+        )
+    return table
+
+
+def write(differences: Sequence[Difference], output: Path) -> None:
+    """Writes `comparison.json` and `comparison.png` into a folder."""
+    from matplotlib.figure import Figure
+
+    with finished_file(output / "comparison.json") as partial:
+        partial.write_text(json.dumps([asdict(each) for each in differences], indent=2) + "\n", encoding="utf-8")
+    figure = Figure(figsize=(7, 1 + 0.5 * len(differences)), layout="constrained")
+    axes = figure.subplots()
+    for row, each in enumerate(reversed(differences)):
+        for interval, width, colour in ((each.over_seeds, 6, "lightgrey"), (each.over_questions, 2, "black")):
+            if interval:
+                axes.plot(interval, (row, row), linewidth=width, color=colour, solid_capstyle="butt")
+        axes.plot(each.value, row, "o", color="black")
+    axes.axvline(0, color="grey", linewidth=1)
+    names = [f"{each.task}\n{each.arm} - {each.against}" for each in reversed(differences)]
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    seeds = "; grey: over seeds" if any(each.over_seeds for each in differences) else ""
+    axes.set_xlabel(f"difference of scores, with 95 % intervals (black: over questions{seeds})")
+    with finished_file(output / "comparison.png") as partial:
+        figure.savefig(partial, format="png", dpi=120)
+
+
+def paired_bootstrap(differences: np.ndarray, seed: int = 0) -> Interval:
+    """95 % percentile interval of the mean of differences `(questions,)`, resampled with replacement."""
+    random = np.random.default_rng(seed)
+    count = len(differences)
+    # How often each question is drawn, 500 resamples at a time.
+    even = np.full(count, 1 / count)
+    means = [random.multinomial(count, even, size=500) @ differences / count for _ in range(RESAMPLES // 500)]
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def mcnemar(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Two-sided exact p-value of McNemar's test on answers `(questions,)` that are right, 1, or wrong, 0."""
+    alone, other = int(((ours == 1) & (theirs == 0)).sum()), int(((ours == 0) & (theirs == 1)).sum())
+    return float(stats.binomtest(alone, alone + other, 0.5).pvalue) if alone + other else 1.0
+
+
+def over_seeds(ours: np.ndarray, theirs: np.ndarray) -> Interval | None:
+    """95 % t interval of the difference of mean scores of runs, `(runs,)` each: paired if there are as many runs,
+    otherwise Welch's. None with fewer than two runs on either side."""
+    if min(len(ours), len(theirs)) < 2:
+        return None
+    paired = len(ours) == len(theirs)
+    test = stats.ttest_rel(ours, theirs) if paired else stats.ttest_ind(ours, theirs, equal_var=False)
+    low, high = test.confidence_interval(CONFIDENCE)
+    value = float(ours.mean() - theirs.mean())
+    return (value, value) if math.isnan(low) else (float(low), float(high))  # all runs differ alike
+
+
+def _difference(task: str, arm: str, against: str, ours: np.ndarray, theirs: np.ndarray) -> Difference:
+    single = len(ours) == len(theirs) == 1
+    binary = single and set(np.unique([ours, theirs])) <= {0.0, 1.0}
+    return Difference(
+        task,
+        arm,
+        against,
+        questions=ours.shape[1],
+        score=float(ours.mean()),
+        reference=float(theirs.mean()),
+        over_questions=paired_bootstrap(ours.mean(0) - theirs.mean(0)),
+        over_seeds=over_seeds(ours.mean(1), theirs.mean(1)),
+        mcnemar=mcnemar(ours[0], theirs[0]) if binary else None,
+    )
+
+
+def _run(folder: Path) -> dict[str, Scores]:
+    evaluations = read_evaluations(folder)
+    if not evaluations:
+        raise ValueError(f"{folder} has no evaluation/. Run `normalign evaluate {folder}` first.")
+    found = {}
+    for evaluation in evaluations:
+        scores = _scores(folder / FOLDER / evaluation.task)
+        if evaluation.partial:
+            raise ValueError(f"{folder}: {evaluation.task} is partial. Evaluate it without --limit.")
+        if scores:
+            found[evaluation.task] = scores
+    return found
+
+
+def _scores(folder: Path) -> Scores:
+    """The first metric of each question that is a number."""
+    scores: Scores = {}
+    for file in sorted(folder.glob("samples_*.jsonl")):
+        name = file.name.removeprefix("samples_").rpartition("_")[0]
+        for line in file.read_text(encoding="utf-8").splitlines():
+            sample: dict[str, Any] = json.loads(line)
+            for metric in sample["metrics"]:
+                if isinstance(sample.get(metric), int | float):
+                    scores[name, sample["doc_id"]] = float(sample[metric])
+                    break
+    return scores
+
+
+def _shown(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"

@@ -1,0 +1,161 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""lm-evaluation-harness: which tasks there are, a checkpoint as its model, and the results of a task."""
+
+import difflib
+import json
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from functools import cache
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.api.registry import get_model
+from lm_eval.loggers import EvaluationTracker
+from lm_eval.models.hf_vlms import HFMultimodalLM
+from lm_eval.tasks import TaskManager
+
+from ..diagnose.load import Found, load
+from .results import FOLDER, Evaluation, Metric
+
+
+VISION = ("mmbench_en_dev", "mmstar", "pope", "seedbench_2_plus", "ocrbench", "scienceqa", "ai2d")
+TEXT = ("mmlu", "hellaswag")
+SUITES: dict[str, tuple[str, ...]] = {"paper": (*VISION, *TEXT), "vision": VISION, "text": TEXT}
+"""Tasks of each suite; `"paper"` has the paper's nine (table 4)."""
+
+PACKAGES = ("lm_eval", "torch", "transformers", "normalign_llava")
+SEED = 1234
+"""Of few-shot examples and everything else that a task draws."""
+
+
+class MultimodalLM(HFMultimodalLM):
+    """The harness's `hf-multimodal`, which fails at a batch of questions without images."""
+
+    def _model_multimodal_generate(self, inputs, *args, **kwargs):
+        if len(inputs["pixel_values"]) == 0:
+            del inputs["pixel_values"]
+        return super()._model_multimodal_generate(inputs, *args, **kwargs)
+
+
+@cache
+def task_manager(include_path: Path | None = None) -> TaskManager:
+    """The harness's tasks, those of this package, and those in a folder of one's own, which come first."""
+    own = [str(include_path)] if include_path else []
+    return TaskManager(include_path=[str(files(__package__) / "tasks"), *own])
+
+
+def chosen_tasks(
+    manager: TaskManager, suites: Sequence[str], tasks: Sequence[str], limit: int | None = None
+) -> list[str]:
+    """The tasks of some suites, and others by name, each once.
+
+    Raises:
+        ValueError: A suite or task is unknown, with the nearest name; there is none; or one cannot be limited.
+    """
+    for suite in suites:
+        if suite not in SUITES:
+            raise ValueError(f"There is no suite {suite!r}. There are {', '.join(SUITES)}.")
+    for task in tasks:
+        if task not in manager.all_tasks:
+            close = difflib.get_close_matches(task, manager.all_tasks, n=1)
+            hint = f"Did you mean {close[0]}?" if close else "`lm-eval ls tasks` lists those of the harness."
+            raise ValueError(f"There is no task {task!r}. {hint}")
+    chosen = list(dict.fromkeys([task for suite in suites for task in SUITES[suite]] + list(tasks)))
+    if limit and "mmbench_en_dev" in chosen:
+        raise ValueError("mmbench_en_dev asks each question several times, and --limit would cut them. Leave one out.")
+    if not chosen:
+        raise ValueError(f"Name a suite ({', '.join(SUITES)}) or tasks to evaluate on.")
+    return chosen
+
+
+def as_lm(found: Found, *, batch_size: int, dtype: str = "auto", load_in_4bit: bool = False) -> LM:
+    """A checkpoint as a model of the harness: `hf-multimodal`, or `hf` for a language model alone."""
+    if found.kind == "vision encoder":
+        raise ValueError(f"{found.name} is a vision encoder, which answers nothing. Name a vision-language model.")
+    if found.kind == "language model":
+        options = {"load_in_4bit": True} if load_in_4bit else {}
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return get_model("hf")(pretrained=found.source, batch_size=batch_size, dtype=dtype, device=device, **options)
+    model = load(found, dtype=dtype, load_in_4bit=load_in_4bit)
+    return MultimodalLM(pretrained=model, batch_size=batch_size, trust_remote_code=found.remote)
+
+
+def run_task(lm: LM, task: str, manager: TaskManager, *, limit: int | None) -> dict[str, Any]:
+    """What the harness's `simple_evaluate` returns for one task or group of tasks.
+
+    Tasks that generate answers get them through the chat template; likelihoods are of plain text, as is usual.
+    """
+    loaded = manager.load([task])["tasks"].values()
+    generates = all(each.get_config("output_type") == "generate_until" for each in loaded)
+    chat = generates and bool(getattr(lm.tokenizer, "chat_template", None) or getattr(lm, "processor", None))
+    seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED)
+    found = simple_evaluate(lm, tasks=[task], limit=limit, apply_chat_template=chat, task_manager=manager, **seeds)
+    assert found is not None  # in the first process
+    return found
+
+
+def save(found: dict[str, Any], task: str, checkpoint: Path) -> None:
+    """Writes what [`run_task`] found in the harness's own form to `evaluation/TASK/` of a checkpoint folder."""
+    folder = checkpoint / FOLDER / task
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():  # of an earlier run
+        file.unlink()
+    samples = found.pop("samples", {})
+    tracker = EvaluationTracker(output_path=str(folder / "results.json"))
+    tracker.general_config_tracker.model_name_sanitized = checkpoint.name
+    tracker.save_results_aggregated(found, samples=samples)
+    for name, answers in samples.items():
+        tracker.save_results_samples(name, answers)
+
+
+def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict[str, Any]) -> Evaluation:
+    """The results of a task, of a group as a whole first, then of its parts."""
+    metrics = []
+    for name in sorted(found["results"], key=lambda name: name != task):
+        scores = found["results"][name]
+        for key, value in scores.items():
+            metric, _, rule = key.partition(",")
+            if not rule or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = scores.get(f"{metric}_stderr,{rule}")
+            metrics.append(
+                Metric(
+                    metric if rule == "none" else f"{metric}, {rule}",
+                    float(value),
+                    error if isinstance(error, int | float) else None,
+                    subset=None if name == task else scores.get("alias", name).strip(" -"),
+                    samples=found["n-samples"][name]["effective"] if name in found["n-samples"] else None,
+                )
+            )
+    counts = found["n-samples"].values()
+    config = next(iter(found["configs"].values()))
+    return Evaluation(
+        task=task,
+        title=task,
+        metrics=metrics,
+        samples=sum(count["effective"] for count in counts),
+        total=sum(count["original"] for count in counts),
+        protocol=_protocol(config, chat=found["config"].get("chat_template_sha") is not None),
+        date=datetime.now(timezone.utc).date().isoformat(),
+        versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
+        weights=weights,
+        settings=settings,
+    )
+
+
+def _protocol(config: dict[str, Any], *, chat: bool) -> list[str]:
+    data = " ".join(filter(None, (config.get("dataset_path"), config.get("dataset_name"))))
+    sentences = [f"lm-evaluation-harness runs its task {config['task']} on {data}."]
+    if config["output_type"] == "generate_until":
+        sentences.append(f"Answers are generated with {json.dumps(config['generation_kwargs'])}.")
+    else:
+        sentences.append(f"Answers are chosen by {config['output_type']}.")
+    shots = config.get("num_fewshot") or 0
+    template = "through the chat template" if chat else "as plain text"
+    return [*sentences, f"Prompts are given {template}, with {shots} examples before the question."]

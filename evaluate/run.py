@@ -1,0 +1,114 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""`normalign evaluate`: tasks one after the other, each kept when it is finished."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lm_eval.api.model import LM
+from rich.table import Table
+
+from ..diagnose.load import find
+from ..errors import Console
+from .engine import SEED, as_lm, chosen_tasks, run_task, save, summarized, task_manager
+from .results import FOLDER, SUMMARY, Evaluation, read_evaluations, weights_hash
+
+
+@dataclass
+class Evaluated:
+    """What [`evaluate`] returns.
+
+    Attributes:
+        file: The summary.
+        results: The tasks that were asked for and are finished.
+        failed: Why the others are not, by name.
+    """
+
+    file: Path
+    results: list[Evaluation] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def evaluate(
+    model: str,
+    *,
+    suites: Sequence[str] = (),
+    tasks: Sequence[str] = (),
+    include_path: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 1,
+    dtype: str = "auto",
+    load_in_4bit: bool = False,
+    trust_remote_code: bool = False,
+    output: Path | None = None,
+) -> Evaluated:
+    """Evaluates a model with lm-evaluation-harness, and writes the results to `evaluation/` in its folder.
+
+    A finished task is written at once, and skipped the next time if weights and settings are the same. A task that
+    fails, such as one whose data set cannot be reached, is named, and the others are run.
+
+    Args:
+        model: Folder or Hub id of a vision-language model or a language model.
+        suites, tasks: What to evaluate on; see [`SUITES`].
+        include_path: Folder with task files of one's own, as the harness reads them.
+        limit: Use the first so many samples of each task. The result is marked as partial.
+        batch_size: Samples together.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the checkpoint's own.
+        load_in_4bit: Quantize with bitsandbytes.
+        trust_remote_code: Run code that comes with the checkpoint.
+        output: Folder in which to write `evaluation/`, by default the model's; of a Hub id, `evaluations/NAME`.
+
+    Raises:
+        ValueError: The model or a task does not exist.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    manager = task_manager(include_path)
+    chosen = chosen_tasks(manager, suites, tasks, limit)
+    found = find(model, trust_remote_code=trust_remote_code)
+    folder = Path(found.source) if Path(found.source).is_dir() else None
+    output = output or folder or Path("evaluations", found.name.replace("/", "--"))
+    weights = weights_hash(folder) if folder else f"{found.source}"
+    settings = {"batch_size": batch_size, "dtype": dtype, "load_in_4bit": load_in_4bit, "limit": limit, "seed": SEED}
+    done = Evaluated(output / FOLDER / SUMMARY)
+    earlier = {each.task: each for each in read_evaluations(output)}
+    lm: LM | None = None
+    console = Console(stderr=True)
+    for number, task in enumerate(chosen, start=1):
+        old = earlier.get(task)
+        if old and old.weights == weights and old.settings == settings:
+            console.print(f"{task} ({number} of {len(chosen)}): done before.")
+            done.results.append(old)
+            continue
+        console.print(f"{task} ({number} of {len(chosen)})")
+        lm = lm or as_lm(found, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit)
+        try:
+            raw = run_task(lm, task, manager, limit=limit)
+        except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+            done.failed[task] = _reason(error)
+            console.print(f"[red]{task} could not be run:[/] {done.failed[task]}")
+            continue
+        result = summarized(raw, task, weights=weights, settings=settings)
+        save(raw, task, output)
+        result.write(output)
+        done.results.append(result)
+    return done
+
+
+def render(done: Evaluated) -> Table:
+    """The results, for `rich.console.Console.print`."""
+    table = Table()
+    for column in ("task", "metric", "value", "±", "samples"):
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
+    for result in done.results:
+        partial = f" of {result.total:,}, partial" if result.partial else ""
+        for metric in result.metrics:
+            if metric.subset is None:
+                error = "" if metric.stderr is None else f"{metric.stderr:.4f}"
+                table.add_row(result.task, metric.name, f"{metric.value:.4f}", error, f"{result.samples:,}{partial}")
+    return table
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"

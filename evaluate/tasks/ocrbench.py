@@ -1,0 +1,52 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""OCRBench: text in images. An answer is right if one of the accepted texts is in it."""
+
+from datasets import Dataset
+
+from normalign_llava.evaluate.tasks.documents import checked
+
+
+# The five parts, of 300, 200, 200, 200 and 100 questions.
+PARTS = {
+    "regular text recognition": "text_recognition",
+    "irregular text recognition": "text_recognition",
+    "artistic text recognition": "text_recognition",
+    "handwriting recognition": "text_recognition",
+    "digit string recognition": "text_recognition",
+    "non-semantic text recognition": "text_recognition",
+    "scene text-centric vqa": "scene_text_vqa",
+    "doc-oriented vqa": "document_vqa",
+    "key information extraction": "key_information",
+    "handwritten mathematical expression recognition": "handwritten_math",
+}
+
+
+def documents(split: Dataset) -> Dataset:
+    columns = ["image", "question", "answer", "question_type", "dataset"]
+    return checked(split, "ocrbench", columns, {"question_type": PARTS})
+
+
+def text(document: dict) -> str:
+    return f"<image>{document['question'].strip()}"
+
+
+def results(document: dict, answers: list[str]) -> dict:
+    accepted = [document["answer"]] if isinstance(document["answer"], str) else document["answer"]
+    plain = _formula if document["dataset"] == "HME100k" else _lower
+    right = float(any(plain(each) in plain(answers[0]) for each in accepted))
+    return {"total": right, PARTS[document["question_type"].strip().lower()]: right, "acc": right}
+
+
+def points(right: list[float]) -> float:
+    """Number of right answers, as OCRBench counts: the total is out of 1000."""
+    return sum(right)
+
+
+def _lower(text: str) -> str:
+    return text.lower().strip().replace("\n", " ")
+
+
+def _formula(text: str) -> str:
+    # LaTeX: spaces mean nothing, upper and lower case do.
+    return text.strip().replace("\n", "").replace(" ", "")

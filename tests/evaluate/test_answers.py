@@ -1,0 +1,116 @@
+"""What an answer says, in the shapes that models give it."""
+
+import pytest
+
+from normalign_llava.evaluate.answers import chosen_option, yes_or_no
+
+
+OPTIONS = {"A": "a dog", "B": "a cat", "C": "a red car", "D": "a horse"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "B", "b", "B.", "B)", "b)", "(B)", "(b)", "[B]", "**B**", " B\n", "B:", "b. a cat", "B. a cat", "B. A cat",
+        "**B.** a cat", "B - a cat", "B: the animal that one sees in this picture", "B\nIt is a cat, as one sees.",
+        "The answer is B", "the answer is b", "The answer is: (B).", "The correct answer is **B**. For A barks.",
+        "The answer is B, a cat.", "The answer is 'B'.", "Answer: B", "Option B", "option b",
+        "The correct choice is option B.", "I think it's B", "La respuesta es B", "答案是B", "B, not A",
+        "b. The animal that one sees in this picture",
+        "a cat", "A cat", "A cat.", "A CAT", "The answer is a cat", "A cat sits there.",
+    ],
+)  # fmt: skip
+def test_answers_that_choose_the_second_option(answer):
+    assert chosen_option(answer, OPTIONS) == "B"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "", "   ", "...", "A or B", "A and B", "A, B", "A/B", "(A), (B)", "Either B or C.", "Neither A nor B",
+        "the answer is a or b", "The answer is A or B", "The answer is not B", "A. a dog B. a cat C. a red car",
+        "a dog and a cat",
+        "Option A is wrong, and option C is wrong.", "Hepatitis-B", "The answer is B-flat", "It is D'Artagnan",
+        "E", "The answer is E", "(F)", "T-shirts", "It is 25 °C", "Because it meows", "The man is a DJ",
+        "A bird", "A Bird", "A bird in a tree far away from the house", "Es un gato", "一只猫",
+        "Sorry, I can't help with images of people yet.", "I'm sorry, but I cannot see a cat.", "I can't tell. B?",
+        "I cannot determine whether it is B.",
+        "I would say that it is B since there are ears that one can see in the picture",
+        "A story about a cat that goes on for so long that it cannot be meant as the text of one of the options",
+    ],
+)  # fmt: skip
+def test_answers_that_choose_nothing(answer):
+    assert chosen_option(answer, OPTIONS) is None
+
+
+def test_the_letter_a_is_an_option_where_it_is_no_article():
+    for answer in (
+        "A",
+        "a",
+        "A.",
+        "(A)",
+        "A is right",
+        "A because it barks",
+        "The answer is A",
+        "A\nIt barks, as one hears.",
+    ):
+        assert chosen_option(answer, OPTIONS) == "A"
+    assert chosen_option("A dog runs over the grass", OPTIONS) == "A"  # by its text
+    assert chosen_option("A dog runs", {"A": "two cats", "B": "dog"}) == "B"
+
+
+def test_options_that_are_letters_are_chosen_by_their_own_letter():
+    labels = {"A": "D", "B": "C", "C": "B", "D": "A"}
+    assert chosen_option("D", labels) == "D"
+    assert chosen_option("The answer is B", labels) == "B"
+
+
+def test_an_option_within_another_and_within_a_word():
+    assert chosen_option("red car", {"A": "red", "B": "red car"}) == "B"
+    assert chosen_option("It is the red car", {"A": "red", "B": "red car"}) is None
+    assert chosen_option("category", {"A": "cat", "B": "dog"}) is None
+    assert chosen_option("vitamin C", {"A": "vitamin A", "B": "vitamin C", "C": "iron"}) == "B"
+    assert chosen_option("25°C", {"A": "15°C", "B": "25°C", "C": "35°C"}) == "B"
+    assert chosen_option("4.5", {"A": "4", "B": "4.5"}) == "B"
+    assert chosen_option("Sorry", {"A": "Thanks", "B": "Sorry"}) == "B"
+
+
+def test_two_options_of_the_same_text_are_told_apart_by_letter_only():
+    assert chosen_option("north", {"A": "north", "B": "north"}) is None
+    assert chosen_option("B. north", {"A": "north", "B": "north"}) == "B"
+
+
+def test_options_whose_text_is_not_known():
+    assert chosen_option("(C)", {"A": "", "B": "", "C": ""}) == "C"
+    assert chosen_option("", {"A": "", "B": ""}) is None
+
+
+@pytest.mark.parametrize(
+    "answer", ["yes", "Yes", "YES.", "**Yes**", "Yes, there is a dog in it.", "yes\n", "I think yes"]
+)
+def test_yes(answer):
+    assert yes_or_no(answer) == "yes"
+
+
+@pytest.mark.parametrize("answer", ["no", "No.", "(No)", "No, there is not.", "There is no dog."])
+def test_no(answer):
+    assert yes_or_no(answer) == "no"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "Yes and no",
+        "yes or no?",
+        "I don't know",
+        "Sorry, I can't see it.",
+        "Ja",
+        "是",
+        "nope",
+        "yesterday",
+        "A dog",
+    ],
+)
+def test_neither_yes_nor_no(answer):
+    assert yes_or_no(answer) is None

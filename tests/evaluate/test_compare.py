@@ -1,0 +1,83 @@
+"""Differences, intervals and tests of a comparison, against scipy and by hand."""
+
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from normalign_llava.evaluate.compare import compare, mcnemar, over_seeds, paired_bootstrap, read_arm, render, write
+from normalign_llava.evaluate.results import Evaluation, Metric
+
+
+def evaluated(folder, answers, task="pope", total=None):
+    """A folder as `normalign evaluate` leaves it."""
+    count = len(answers)
+    Evaluation(task, task, [Metric("acc", float(np.mean(answers)))], count, total or count, []).write(folder)
+    place = folder / "evaluation" / task
+    place.mkdir()
+    lines = [json.dumps({"doc_id": i, "metrics": ["acc"], "acc": value}) for i, value in enumerate(answers)]
+    (place / f"samples_{task}_2026-01-01T00-00-00.jsonl").write_text("\n".join(lines))
+    return str(folder)
+
+
+def answers(share, seed, count=200):
+    return (np.random.default_rng(seed).random(count) < share).astype(int).tolist()
+
+
+def test_two_models_over_the_same_questions(tmp_path):
+    theirs, ours = answers(0.5, 1), answers(0.7, 2)
+    arms = [read_arm(evaluated(tmp_path / name, which)) for name, which in (("base", theirs), ("model", ours))]
+    (found,) = compare(arms)
+    assert (found.arm, found.against, found.questions) == ("model", "base", 200)
+    assert found.value == pytest.approx(np.mean(ours) - np.mean(theirs)) and found.over_seeds is None
+    reference = stats.bootstrap((np.subtract(ours, theirs),), np.mean, method="percentile", rng=3).confidence_interval
+    assert found.over_questions == pytest.approx(tuple(reference), abs=0.01)
+    write(compare(arms), tmp_path)
+    assert json.loads((tmp_path / "comparison.json").read_text())[0]["questions"] == 200
+    assert (tmp_path / "comparison.png").stat().st_size > 5000 and render([found]).row_count == 1
+
+
+def test_mcnemar_by_hand():
+    # 8 questions right in ours alone, 1 in theirs alone: 2 (C(9,0) + C(9,1)) / 2^9 = 20 / 512.
+    ours, theirs = np.array([1] * 8 + [0] + [1] * 5), np.array([0] * 8 + [1] + [1] * 5)
+    assert mcnemar(ours, theirs) == pytest.approx(20 / 512)
+    assert mcnemar(ours, ours) == 1.0
+
+
+def test_interval_over_seeds_by_hand():
+    # Differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt(3), t of 2 degrees of freedom 4.3027.
+    found = over_seeds(np.array([0.6, 0.8, 0.7]), np.array([0.5, 0.6, 0.4]))
+    assert found == pytest.approx((0.2 - 4.3027 * 0.1 / 3**0.5, 0.2 + 4.3027 * 0.1 / 3**0.5), abs=1e-4)
+    assert over_seeds(np.array([0.6]), np.array([0.5, 0.6])) is None
+    assert over_seeds(np.array([0.6, 0.7]), np.array([0.5, 0.6])) == pytest.approx((0.1, 0.1))
+
+
+def test_a_bootstrap_covers_as_often_as_it_says():
+    random = np.random.default_rng(0)
+    intervals = [paired_bootstrap(random.normal(0.3, 1, 60), seed) for seed in range(60)]
+    assert 0.85 < np.mean([low <= 0.3 <= high for low, high in intervals]) <= 1
+
+
+def test_several_seeds_of_two_arms(tmp_path):
+    arms = []
+    for name, share in (("none", 0.5), ("gwc", 0.6)):
+        folders = [evaluated(tmp_path / f"{name}-{seed}", answers(share, seed)) for seed in range(3)]
+        arms.append(read_arm(f"{name}={','.join(folders)}"))
+    (found,) = compare(arms)
+    assert (found.arm, found.against) == ("gwc", "none") and found.mcnemar is None
+    assert found.over_seeds is not None and found.over_seeds[0] < found.value < found.over_seeds[1]
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path):
+    whole = evaluated(tmp_path / "a", answers(0.5, 1))
+    with pytest.raises(ValueError, match="two or more"):
+        compare([read_arm(whole)])
+    with pytest.raises(ValueError, match="no task in common"):
+        compare([read_arm(whole), read_arm(evaluated(tmp_path / "b", answers(0.5, 1), task="mmstar"))])
+    with pytest.raises(ValueError, match="pope asked the models other questions"):
+        compare([read_arm(whole), read_arm(evaluated(tmp_path / "c", answers(0.5, 1, count=100)))])
+    with pytest.raises(ValueError, match="pope is partial"):
+        read_arm(evaluated(tmp_path / "d", answers(0.5, 1), total=900))
+    with pytest.raises(ValueError, match="has no evaluation/"):
+        read_arm(str(tmp_path / "none"))
