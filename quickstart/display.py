@@ -47,11 +47,11 @@ def draw_images(answered: Sequence[tuple[Question, str]], output: Path, columns:
         right = is_right(question, given)
         axes.imshow(load_image(question.image))
         axes.set_title(f"{question.text}\n", fontsize=9, wrap=True)
-        style = {"transform": axes.transAxes, "ha": "center", "fontsize": 10}
+        style = {"transform": axes.transAxes, "ha": "center", "fontsize": 9}
         axes.text(
             0.5,
             1.02,
-            shorten(given, 24, placeholder=" ..."),
+            shorten(given, 40, placeholder=" ..."),
             color="green" if right else "crimson",
             weight="bold",
             **style,
@@ -59,7 +59,7 @@ def draw_images(answered: Sequence[tuple[Question, str]], output: Path, columns:
         if not right:
             axes.text(0.5, -0.08, f"truth: {question.answer}", **style)
     with finished_file(output) as partial:
-        figure.savefig(partial, format="png", dpi=120)
+        figure.savefig(partial, format="png", dpi=120, bbox_inches="tight")
 
 
 def print_results(console: Console, results: dict[str, Any], output: Path, pages: Sequence[Path]) -> None:
