@@ -12,9 +12,9 @@ The mixture stands in for LLaVA-NeXT's data, whose lengths are not published: ki
 its authors give (500 thousand rows of short answers, 158 of conversations, 50 of long answers, 40 of text alone), one
 row in twenty with two to four images, and lengths as in `KINDS`.
 
-Padding and balance depend on the lengths alone. They are counted over the same rows on eight processes, 128 rows a
-step: tokens that are padding, the tokens of the process with the most against the mean of each forward pass, and the
-same of each step.
+Padding and balance depend on the lengths alone. They are counted for eight processes and 128 rows a step, over 16,384
+rows of the mixture, or over the quickstart's rows 50 times: tokens that are padding, and by how much the process with
+the most tokens is off the mean of all, in a forward pass and in a step.
 """
 
 import argparse
@@ -35,8 +35,8 @@ from step import random_parts, real_parts, run
 from torch.utils.data import BatchSampler
 
 
-PACKED, PADDED, GROUPED = "ours, packed", "ours, padded", "ours, padded, grouped by length"
-TRL, TRL_GROUPED = "TRL, padded", "TRL, padded, grouped by length"
+PACKED, PADDED, GROUPED = "ours, packed", "ours, padded", "ours, grouped"  # by length, and padded
+TRL, TRL_GROUPED = "TRL, padded", "TRL, grouped"
 VARIANTS = [PACKED, PADDED, GROUPED, TRL, TRL_GROUPED]
 KINDS = {"short": (500, 20, 120), "conversation": (158, 150, 500), "long": (50, 250, 800), "text": (40, 300, 2000)}
 """Thousands of rows, and the least and most tokens of text."""
@@ -142,7 +142,7 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
         rows = rows.add_column("length", data.with_format(None)["length"][:])  # TRL groups by it
         trainer = SFTTrainer(
             model,
-            SFTConfig(**shared),
+            SFTConfig(**shared, remove_unused_columns=False),  # it would remove the lengths
             train_dataset=rows,
             processing_class=processor,
             peft_config=language_adapter(adapter, model, rates),
@@ -223,12 +223,14 @@ def main() -> None:
         seconds, ends = run(folder, VARIANTS, options, options.steps, make_trainer)
     rows, tokens = len(lengths), sum(lengths)
     spent = {variant: sum(times) for variant, times in seconds.items()}
-    balance = counts(lengths * -(-20 * ROWS_PER_STEP // len(lengths)))
+    patches = {"mixture": 64, "mixture-1b": 729}.get(options.data)
+    many = [count * patches + text for count, text in mixture_lengths(16_384, patches)] if patches else lengths * 50
+    balance = counts(many)
 
     table = Table(
         "", title=f"{options.data}, {options.rows_per_step} rows a step, {options.device}", title_justify="left"
     )
-    columns = ("rows/s", "tokens/s", "packed over it", "peak GiB", "padding", "imbalance, pass", "imbalance, step")
+    columns = ("rows/s", "tokens/s", "packed / it", "peak GiB", "padding", "off, pass", "off, step")
     for column in columns:
         table.add_column(column, justify="right")
     found: dict[str, dict[str, float]] = {}
