@@ -14,7 +14,7 @@ SECONDS = {
     "build": (2, 2),
     "evaluate before": (5, 15),
     "stage 1": (35, 60),
-    "stage 2": (240, 480),
+    "stage 2": (370, 750),
     "merge": (2, 2),
     "evaluate after": (12, 30),
     "reload": (10, 15),
