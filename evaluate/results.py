@@ -124,7 +124,10 @@ def _evaluation(content: dict[str, Any]) -> Evaluation:
     if unknown := content.keys() - {each.name for each in fields(Evaluation)}:
         raise ValueError(f"unknown fields {', '.join(sorted(unknown))}")
     evaluation = Evaluation(**{**content, "metrics": [Metric(**metric) for metric in content["metrics"]]})
-    _check(evaluation)
+    try:
+        _check(evaluation)
+    except ValueError as error:
+        raise ValueError(f"in {evaluation.task}, {error}") from error
     return evaluation
 
 

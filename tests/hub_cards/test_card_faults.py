@@ -119,14 +119,14 @@ NAN, INFINITY = float("nan"), float("inf")
 )
 def test_a_result_that_is_no_number_is_named(folder, metric):
     evaluated(folder, Metric("accuracy", 0.5), metric)
-    with pytest.raises(ValueError, match=r"pope.json .* accuracy .*Evaluate again, or remove it"):
+    with pytest.raises(ValueError, match=r"summary.json .* in pope, .*accuracy .*Evaluate again, or remove it"):
         render_card(folder)
 
 
 @pytest.mark.parametrize("samples, total", [(1, None), (-1, 5), (6, 5), ("1", 2)])
 def test_samples_are_counted(folder, samples, total):
     evaluated(folder, Metric("accuracy", 0.5), samples=samples, total=total)
-    with pytest.raises(ValueError, match=r"pope.json .* samples .*Evaluate again, or remove it"):
+    with pytest.raises(ValueError, match=r"summary.json .* in pope, .*samples .*Evaluate again, or remove it"):
         render_card(folder)
 
 
