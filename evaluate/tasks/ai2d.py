@@ -8,16 +8,20 @@ from normalign_llava.evaluate.tasks.documents import ASK_FOR_LETTER, by_letter, 
 
 
 def documents(split: Dataset) -> Dataset:
+    """The rows, once their columns are checked."""
     return checked(split, "ai2d", ["image", "question", "options", "answer"])
 
 
 def text(document: dict) -> str:
+    """The prompt for a row."""
     return f"<image>{document['question']}\n{listed(by_letter(document['options']))}\n{ASK_FOR_LETTER}"
 
 
 def target(document: dict) -> str:
+    """The right answer to a row."""
     return "ABCDEFGH"[int(document["answer"])]
 
 
 def results(document: dict, answers: list[str]) -> dict:
+    """The scores of an answer, by metric, as the harness aggregates them."""
     return {"acc": is_right(answers[0], by_letter(document["options"]), target(document))}

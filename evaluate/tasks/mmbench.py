@@ -13,15 +13,18 @@ ROTATION = 1_000_000  # A rotated question has the index of the first plus a mul
 
 
 def documents(split: Dataset) -> Dataset:
+    """The rows, once their columns are checked."""
     return checked(split, "mmbench_en_dev", ["index", "image", "question", "hint", "answer", "A", "B", "C", "D"])
 
 
 def text(document: dict) -> str:
+    """The prompt for a row."""
     question = " ".join(part for part in (document["hint"], document["question"]) if part and part != "nan")
     return f"<image>{question} There are several options:\n{listed(_options(document))}\n\n{ASK_FOR_LETTER}"
 
 
 def results(document: dict, answers: list[str]) -> dict:
+    """The scores of an answer, by metric, as the harness aggregates them."""
     right = is_right(answers[0], _options(document), document["answer"])
     return {"acc_circular": (int(document["index"]), right), "acc": right}
 

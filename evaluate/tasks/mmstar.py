@@ -15,15 +15,18 @@ OPTION = re.compile(r"(?:^|[\s,])\(?([A-D])[:.)]\s*(.*?)(?=\s+\(?[A-D][:.)]|$)",
 
 
 def documents(split: Dataset) -> Dataset:
+    """The rows, once their columns are checked."""
     return checked(split, "mmstar", ["image", "question", "answer", "l2_category"])
 
 
 def text(document: dict) -> str:
+    """The prompt for a row."""
     question = document["question"].strip().replace(" Please answer yes or no.", "")
     return f"<image>{question}\n{ASK_FOR_LETTER.removesuffix('.')}"
 
 
 def results(document: dict, answers: list[str]) -> dict:
+    """The scores of an answer, by metric, as the harness aggregates them."""
     right = is_right(answers[0], _options(document["question"]), document["answer"].strip().upper())
     return {"acc_by_category": (document["l2_category"], right), "acc": right}
 
