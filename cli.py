@@ -16,6 +16,9 @@ from .notices import hide_notices
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = "float32, bfloat16 or float16"
+DtypeOption = Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the checkpoint's), {DTYPES}.")]
+In4BitOption = Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
 BaseQuantization = Literal["none", "nf4", "nf4-double", "fp4", "fp4-double", "int8"]
 
 app = typer.Typer(
@@ -256,11 +259,9 @@ def evaluate(
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Samples together.")] = 1,
-    dtype: Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the checkpoint's), {DTYPES}.")] = "auto",
-    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")
-    ] = False,
+    dtype: DtypeOption = "auto",
+    load_in_4bit: In4BitOption = False,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Evaluate a model on benchmarks with lm-evaluation-harness. Finished tasks are skipped the next time."""
     with errors_for_people(extra="evaluate"):
@@ -328,11 +329,9 @@ def diagnose(
     against_name: Annotated[str | None, typer.Option(help="What to call the baseline.")] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Images per batch.")] = 8,
     seed: Annotated[int, typer.Option(help="Decides which samples are drawn.")] = 0,
-    dtype: Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the checkpoint's), {DTYPES}.")] = "auto",
-    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")
-    ] = False,
+    dtype: DtypeOption = "auto",
+    load_in_4bit: In4BitOption = False,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure norms, rotation and attention of any vision-language model, as the paper does, and write a report."""
     with errors_for_people(extra="qlora"):
@@ -476,7 +475,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port.")] = 8000,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the checkpoint's), {DTYPES}.")] = "auto",
+    dtype: DtypeOption = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     quantization: Annotated[
         Literal["bnb-4bit", "bnb-8bit"] | None,
