@@ -116,6 +116,11 @@ def test_too_many_requests_are_refused_until_clients_leave(server):
     assert server.ask()
 
 
+def until_closed(connection):
+    """All that a connection sends before it ends."""
+    return b"".join(iter(lambda: connection.recv(10**4), b""))
+
+
 def test_connections_without_a_request_are_closed(server):
     slow = [server.begin(FOREVER, sent=0) for _ in range(2)]
     address = slow[0].getpeername()
@@ -124,10 +129,9 @@ def test_connections_without_a_request_are_closed(server):
     begun[2].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTTP/1.1\r\n")
     slow[1].close()
     answering = server.begin(FOREVER)
-    refused = slow[0].recv(10**4)
+    refused, *unanswered, answered = (until_closed(connection) for connection in (slow[0], *begun))
     assert refused.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 30 seconds" in refused
-    assert [connection.recv(10**4)[:15] for connection in begun[:2]] == [b"", b""]
-    assert begun[2].recv(10**4).startswith(b"HTTP/1.1 200 ") and begun[2].recv(10**4) == slow[0].recv(10**4) == b""
+    assert unanswered == [b"", b""] and answered.count(b"HTTP/1.1 ") == answered.count(b"HTTP/1.1 200 ") == 1
     assert server.requests == 1  # an answer may take longer
     answering.close()
     server.wait_for_requests(0)
@@ -268,5 +272,5 @@ def test_a_checkpoint_that_names_other_code_is_refused_without_a_question(checkp
 
 def test_code_that_a_checkpoint_does_not_need_is_not_run(server):
     assert server.ask()
-    folder = Path(httpx.get(f"{server.url}/models").json()["data"][0]["id"])
+    folder = Path(httpx.get(f"{server.url}/models", timeout=300).json()["data"][0]["id"])
     assert (folder / "theirs.py").exists() and not (folder.parent / "ran").exists()
