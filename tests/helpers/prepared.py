@@ -6,6 +6,7 @@ on stdout. A test of how a process begins, or of what the package imports, start
 
 import gc
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -36,15 +37,15 @@ class Started:
         self.prepared, self.words, self.pid, self.folder = prepared, words, pid, folder
         self.status: int | None = None
 
-    def poll(self, options: int = os.WNOHANG) -> int | None:
-        """Its status, negative for a signal; None while it runs."""
+    def poll(self, seconds: float | None = 0) -> int | None:
+        """Its status, negative for a signal; None if it runs for longer."""
         if self.status is None:
-            self.status = self.prepared.ask({"wait": self.pid, "options": options})
+            self.status = self.prepared.ask({"wait": self.pid, "seconds": seconds})
         return self.status
 
     def wait(self) -> subprocess.CompletedProcess:
         """Waits for its end: its status, and what it wrote."""
-        self.poll(0)
+        self.poll(None)
         out, err = (Path(self.folder.name, name).read_text() for name in ("stdout", "stderr"))
         return subprocess.CompletedProcess(self.words, self.status, out, err)
 
@@ -125,19 +126,17 @@ if __name__ == "__main__":
     for module in sys.argv[1:]:
         import_module(module)
     gc.freeze()
-    running = set()
+    running = {}
     for line in sys.stdin:
         asked = json.loads(line)
         if "wait" in asked:
-            pid, status = os.waitpid(asked["wait"], asked["options"])
-            running.discard(pid)
-            reply = os.waitstatus_to_exitcode(status) if pid else None
+            process = running[asked["wait"]]
+            process.join(asked["seconds"])
+            reply = process.exitcode
         else:
-            if (reply := os.fork()) == 0:
-                replies.close()
-                _become(**asked)
-                sys.exit()
-            running.add(reply)
+            process = multiprocessing.get_context("fork").Process(target=_become, kwargs=asked)
+            process.start()
+            running[reply := process.pid] = process
         print(json.dumps(reply), file=replies, flush=True)
-    for pid in running:  # of a test that failed
-        os.kill(pid, signal.SIGKILL)
+    for process in running.values():  # of tests that failed
+        process.kill()
