@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 # What development and CI run on. The package itself asks for a lower bound only.
 TORCH := torch==2.13.0
+# What a file of tests makes for all of them is made once.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart test test-fast lint benchmark benchmark-gpu clean
 
@@ -11,10 +13,10 @@ quickstart: $(VENV)/.quickstart
 	$(BIN)/normalign quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 3
+	$(BIN)/python -m pytest -q -n 3 $(BY_FILE)
 
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 $(BY_FILE) -m "not slow"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

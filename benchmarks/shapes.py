@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlavaConfig, PreTrainedConfig, Qwen2Config
 SIGLIP_BASE = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
 SIGLIP_SO400M = dict(hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16)
 
+TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
 SMOLLM2_135M = dict(
     vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
     num_key_value_heads=3, tie_word_embeddings=True,
@@ -24,11 +25,12 @@ QWEN2_5_7B = dict(
 )  # fmt: skip
 
 SHAPES: dict[str, tuple[dict[str, Any], PreTrainedConfig]] = {
+    "tiny": (TINY | dict(image_size=32, patch_size=8), LlamaConfig(**TINY, vocab_size=300)),
     "135m": (SIGLIP_BASE | dict(image_size=224, patch_size=16), LlamaConfig(**SMOLLM2_135M)),
     "3b": (SIGLIP_SO400M | dict(image_size=384, patch_size=14), LlamaConfig(**LLAMA_3_2_3B)),
     "7b": (SIGLIP_SO400M | dict(image_size=384, patch_size=14), Qwen2Config(**QWEN2_5_7B)),
 }
-"""Vision encoder and language model of each: SigLIP-base with SmolLM2-135M; the paper's (appendix E)."""
+"""Vision encoder and language model of each: for tests; SigLIP-base with SmolLM2-135M; the paper's (appendix E)."""
 
 
 def llava_config(shape: str, cls: type[LlavaConfig] = LlavaConfig) -> LlavaConfig:

@@ -33,12 +33,7 @@ from transformers.utils import logging
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
 
 
-LOADED = {
-    "vision_config": CLIPVisionConfig(
-        hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4
-    ),
-    "text_config": LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=8),
-}
+VISION = CLIPVisionConfig(hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4)
 EMBEDDINGS = "model.embed_tokens.weight"
 SHARDS = 4
 MEASURED_GAIN = """
@@ -81,10 +76,12 @@ def compare_processes(rounds: int) -> tuple[list[Row], dict[str, list[float]]]:
     return rows, times
 
 
-def compare_loading(folder: Path, rounds: int) -> tuple[list[Row], dict[str, list[float]]]:
+def compare_loading(folder: Path, layers: int, rounds: int) -> tuple[list[Row], dict[str, list[float]]]:
     """Times of loading relative to stock LLaVA's."""
-    LlavaForConditionalGeneration(LlavaConfig(**LOADED)).save_pretrained(folder / "llava")
-    NormAlignLlavaForConditionalGeneration(NormAlignLlavaConfig(**LOADED)).save_pretrained(folder / "ours")
+    sizes = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=8)
+    parts = {"vision_config": VISION, "text_config": LlamaConfig(**sizes)}
+    LlavaForConditionalGeneration(LlavaConfig(**parts)).save_pretrained(folder / "llava")
+    NormAlignLlavaForConditionalGeneration(NormAlignLlavaConfig(**parts)).save_pretrained(folder / "ours")
     loaders = {
         "stock LLaVA": (LlavaForConditionalGeneration, "llava"),
         "from_pretrained": (NormAlignLlavaForConditionalGeneration, "ours"),
@@ -149,13 +146,14 @@ def main() -> None:
     """Measures and prints."""
     arguments = parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=10)
+    arguments.add_argument("--layers", type=int, default=16, help="of the language model that is loaded")
     arguments.add_argument("--shape", default="7b", choices=list(SHAPES), help="of the model whose gain is measured")
     options = arguments.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     processes, process_times = compare_processes(options.rounds)
     with tempfile.TemporaryDirectory() as name:
-        loading, loading_times = compare_loading(Path(name), options.rounds)
+        loading, loading_times = compare_loading(Path(name), options.layers, options.rounds)
         gain, found = measure_gain(Path(name), SHAPES[options.shape][1])
     figures = {"processes": process_times, "from_pretrained": loading_times, "gain": found}
     report("Starting", [*processes, *loading, *gain], options, **figures)

@@ -1,4 +1,6 @@
+import gc
 import os
+import shutil
 
 import pytest
 
@@ -8,6 +10,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tiny models are faster on one thread than on two that wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+LONGEST = ("docs", "quickstart_run", "train_push", "train_distributed", "serve_strangers", "benchmarks", "device")
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest come first, so that workers with a file each end together."""
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)
+
+
+def pytest_collection_finish():
+    """Each run of a trainer collects garbage, among which modules and tests need not be looked for."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +38,30 @@ def archives():
         if os.environ.get("CI"):
             raise
         pytest.skip(f"the real parts cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="session")
+def server():
+    """The hub that `prepared` processes know."""
+    from hub_server import HubServer
+
+    with HubServer() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="session")
+def prepared(server, tmp_path_factory):
+    """Starts processes of Python with the package imported, which have no token."""
+    from prepared import Prepared
+
+    started = Prepared(server.environment(tmp_path_factory.mktemp("prepared") / "home"))
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def hub(server, prepared):
+    """The same hub with nothing in it, and nothing of it in its clients' cache."""
+    server.clear()
+    shutil.rmtree(prepared.environment["HF_HOME"], ignore_errors=True)
+    return server

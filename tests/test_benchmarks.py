@@ -4,34 +4,27 @@ import json
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 
 import pytest
 from paths import DOCS, ROOT
 
 
 FOLDER = ROOT / "benchmarks"
-COMPILED = ["--compile" if shutil.which("g++") else "--no-compile"]
 SMALLEST = {
-    "norm": ["--tokens", "8", "--widths", "32", "64", "--rounds", "2", *COMPILED],
-    "generate": ["--text", "2", "--tokens", "2", "--rounds", "2", "--bf16"],
-    "startup": ["--rounds", "2", "--shape", "135m"],
+    "norm": ["--tokens", "8", "--widths", "32", "64", "--rounds", "2", "--no-compile"],
+    "generate": ["--shape", "tiny", "--text", "2", "--tokens", "2", "--rounds", "2", "--bf16"],
+    "startup": ["--rounds", "2", "--layers", "1", "--shape", "135m"],
     "probe": ["--batches", "1", "--rounds", "2"],
 }
 """Without step.py and packing.py, whose shortest runs take minutes."""
 
 
-def start(*words: object) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, archives) -> dict[str, dict]:
+def results(tmp_path_factory, prepared, archives) -> dict[str, dict]:
     found = {}
     for script, options in SMALLEST.items():
         output = tmp_path_factory.mktemp("figures") / f"{script}.json"
-        done = start(FOLDER / f"{script}.py", *options, "--output", output)
+        done = prepared.run([FOLDER / f"{script}.py", *options, "--output", output])
         assert done.returncode == 0, done.stderr[-3000:]
         found[script] = json.loads(output.read_text())
     return found
@@ -78,8 +71,8 @@ def test_the_page_has_a_table_of_that_form():
     assert rows and all(len(row) == 3 and re.match(r"\d+(\.\d+)?( |,|$)", row[2]) for row in rows)
 
 
-def test_a_script_that_does_not_exist_is_refused():
-    done = start(FOLDER, "norms")
+def test_a_script_that_does_not_exist_is_refused(prepared):
+    done = prepared.run([FOLDER / "__main__.py", "norms"])
     assert done.returncode == 2 and "there is no script norms" in done.stderr
 
 

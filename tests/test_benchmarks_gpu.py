@@ -14,12 +14,12 @@ pytestmark = pytest.mark.slow
 def test_recipes_on_a_tiny_model_and_a_script_that_fails(monkeypatch, tmp_path):
     command = runpy.run_path(str(ROOT / "benchmarks" / "__main__.py"), run_name="benchmarks")
     tiny = ["--parts", "tiny", "--rows", "2", "--steps", "1", "--lora_r", "4", "--bf16"]
-    monkeypatch.setitem(command["main"].__globals__, "OPTIONS", {"step": ["--steps", "1"], "recipes": tiny})
+    monkeypatch.setitem(command["main"].__globals__, "OPTIONS", {"norm": ["--tokens", "few"], "recipes": tiny})
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--output", str(tmp_path / "all.json")])
-    with pytest.raises(SystemExit, match="Failed: step"):
+    with pytest.raises(SystemExit, match="Failed: norm"):
         command["main"]()
     written = json.loads((tmp_path / "all.json").read_text())
-    assert list(written) == ["failed", "recipes"] and written["failed"] == ["step"]
+    assert list(written) == ["failed", "recipes"] and written["failed"] == ["norm"]
     assert all(len(row) == 3 and "|" not in "".join(row) for row in written["recipes"]["rows"])
     lora, qlora = written["recipes"]["figures"].values()
     for measured in (lora, qlora):

@@ -1,7 +1,6 @@
 """Commands and snippets of README and docs, run as printed: on tiny models and data under the names that they use."""
 
 import json
-import os
 import re
 import shutil
 import socket
@@ -15,7 +14,6 @@ import pytest
 import tiny_parts as parts
 import yaml
 from datasets import Dataset
-from hub_server import HubServer
 from paths import DOCS, ROOT
 from PIL import Image
 from transformers import AutoProcessor, LlavaForConditionalGeneration
@@ -65,7 +63,7 @@ def commands(page: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, archives):
+def made(tmp_path_factory, archives, server):
     """A folder with what the pages assume to be there, and a hub with what they load from it."""
     root = tmp_path_factory.mktemp("docs")
     vision, language = parts.vision(root / "vision", "siglip"), parts.language(root / "language", tied=False)
@@ -94,41 +92,37 @@ def made(tmp_path_factory, archives):
     (root / "data").mkdir()
     next_data = [{**row, "image": Image.open(here / "kite.png").copy()} for row in rows]
     Dataset.from_list(next_data).to_parquet(str(root / "data" / "train-00000-of-00001.parquet"))
-    hub = HubServer(
-        {
-            "google/siglip-so400m-patch14-384": Path(vision),
-            "Qwen/Qwen2.5-7B-Instruct": Path(language),
-            "llava-hf/llava-1.5-7b-hf": root / "llava",
-            "Qwen/Qwen2.5-VL-3B-Instruct": root / "llava",
-            "Qwen/Qwen2.5-VL-7B-Instruct": root / "llava",
-        }
-    )
-    hub.serve("lmms-lab/LLaVA-NeXT-Data", root / "data", kind="dataset")
-    with hub:
-        yield here, hub
+    server.clear()
+    for name, folder in {
+        "google/siglip-so400m-patch14-384": Path(vision),
+        "Qwen/Qwen2.5-7B-Instruct": Path(language),
+        "llava-hf/llava-1.5-7b-hf": root / "llava",
+        "Qwen/Qwen2.5-VL-3B-Instruct": root / "llava",
+        "Qwen/Qwen2.5-VL-7B-Instruct": root / "llava",
+    }.items():
+        server.serve(name, folder)
+    server.serve("lmms-lab/LLaVA-NeXT-Data", root / "data", kind="dataset")
+    return here
 
 
 @pytest.fixture
-def world(made, tmp_path):
-    here, hub = made
-    shutil.copytree(here, tmp_path / "here")
-    scripts = Path(sys.executable).parent
-    environment = {**hub.environment(tmp_path / "home", hub.token("user")), "CI": "1"}
-    environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
-    for name in list(hub.repositories):
+def world(made, server, prepared, tmp_path):
+    """A copy of the folder, and what runs Python there, as `user`."""
+    shutil.copytree(made, tmp_path / "here")
+    for name in list(server.repositories):
         if name.startswith("user/"):
-            del hub.repositories[name]
-    return tmp_path / "here", environment
+            del server.repositories[name]
+    return tmp_path / "here", prepared, {"CI": "1", "HF_TOKEN": server.token("user")}
 
 
-def run(words: list[str], world) -> str:
-    folder, environment = world
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+def run(words: list[str], world) -> None:
+    """Runs Python with these words."""
+    folder, prepared, variables = world
+    done = prepared.run(words, folder, **variables)
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
 
 
-def run_command(command: str, world) -> str:
+def run_command(command: str, world) -> None:
     """Runs it with settings for a tiny model; what it makes is taken away first."""
     if made := re.search(r"--output(?:_dir)? (\S+)", command):
         shutil.rmtree(world[0] / made[1], ignore_errors=True)
@@ -136,7 +130,9 @@ def run_command(command: str, world) -> str:
         recipe = yaml.safe_load((ROOT / "train" / "recipes" / f"{command.split()[2]}.yaml").read_text())
         shutil.rmtree(world[0] / recipe["output_dir"], ignore_errors=True)
     tiny = next((options for name, options in ON_TINY.items() if command.startswith(name)), "")
-    return run([*command.replace('"', "").split(), *tiny.split()], world)
+    program, *words = command.replace('"', "").split()
+    assert program == "normalign"
+    run(["-m", "normalign_llava", *words, *tiny.split()], world)
 
 
 def run_page(page: Path, world, done: set[str]) -> None:
@@ -146,7 +142,7 @@ def run_page(page: Path, world, done: set[str]) -> None:
             run_command(line, world)
             done.add(line)
     for snippet in blocks(page, "python"):
-        run([sys.executable, "-c", GIVEN.get(page.name, "") + snippet], world)
+        run(["-c", GIVEN.get(page.name, "") + snippet], world)
 
 
 def test_readme_is_short():
@@ -155,12 +151,12 @@ def test_readme_is_short():
     assert [len(snippet.splitlines()) <= 11 for snippet in blocks(ROOT / "README.md", "python")] == [True]
 
 
-def test_readme_leads_from_the_parts_to_the_hub_and_the_pages_on_training_and_publishing_go_on(world, made):
+def test_readme_leads_from_the_parts_to_the_hub_and_the_pages_on_training_and_publishing_go_on(world, server):
     done: set[str] = set()
     for page in (ROOT / "README.md", DOCS / "train.md", DOCS / "publish.md"):
         run_page(page, world, done)
     assert {"build", "train", "merge", "publish", "diagnose", "card", "gain"} == {line.split()[1] for line in done}
-    assert made[1].repository("user/my-model").read("README.md")
+    assert server.repository("user/my-model").read("README.md")
     assert all(yaml.safe_load(recipe) for recipe in blocks(DOCS / "train.md", "yaml"))
 
 
@@ -172,11 +168,12 @@ def test_the_page_on_diagnosis(world):
 
 
 def test_the_server_answers_the_page_s_client(world):
-    folder, environment = world
+    folder, prepared, variables = world
     (command,) = (line for line in commands(DOCS / "serving.md") if line.startswith("normalign serve"))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = subprocess.Popen([*command.split(), "--port", str(port)], cwd=folder, env=environment)
+    command = str(Path(sys.executable).with_name(command.split()[0])), *command.split()[1:], "--port", str(port)
+    server = subprocess.Popen(command, cwd=folder, env={**prepared.environment, **variables})
     try:
         while server.poll() is None:
             try:
@@ -186,7 +183,7 @@ def test_the_server_answers_the_page_s_client(world):
                 time.sleep(0.2)
         assert server.poll() is None
         (snippet,) = blocks(DOCS / "serving.md", "python")
-        run([sys.executable, "-c", snippet.replace(":8000", f":{port}")], world)
+        run(["-c", snippet.replace(":8000", f":{port}")], world)
     finally:
         server.terminate()
         server.wait()

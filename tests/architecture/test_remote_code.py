@@ -88,52 +88,41 @@ def test_a_stranger_gets_what_the_installed_package_gives(tmp_path, checkpoint):
     assert (again / "config.json").read_text() == (checkpoint / "config.json").read_text()
 
 
-def test_public_names_come_from_the_two_files_alone(tmp_path, checkpoint):
-    code = """
-import json
-from transformers.dynamic_module_utils import get_class_from_dynamic_module as get
-names = ["GlobalWeightCompensatedLayerNorm", "GlobalWeightCompensatedRMSNorm", "mean_embedding_norm"]
-found = [get("modeling_normalign_llava." + name, sys.argv[1]).__name__ for name in names]
-print(json.dumps(found))
-"""
-    assert len(run_blocked(tmp_path, code, checkpoint)) == 3
-
-
-def test_without_remote_code_the_checkpoint_is_refused(tmp_path, checkpoint):
-    code = """
-import json
-from transformers import AutoConfig, AutoModelForImageTextToText
-errors = []
-for load in (AutoConfig, AutoModelForImageTextToText):
-    try:
-        load.from_pretrained(sys.argv[1], trust_remote_code=False)
-    except Exception as error:
-        errors.append(str(error))
-print(json.dumps(errors))
-"""
-    errors = run_blocked(tmp_path, code, checkpoint)
-    assert len(errors) == 2 and all("trust_remote_code" in error for error in errors)
-
-
-def test_missing_tensors_are_an_error_for_strangers_too(tmp_path, checkpoint):
-    code = """
+STRANGER = """
 import json, shutil
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, pipeline
-folder = sys.argv[2]
-shutil.copytree(sys.argv[1], folder)
+from transformers import AutoConfig, AutoModelForImageTextToText, pipeline
+from transformers.dynamic_module_utils import get_class_from_dynamic_module as get
+folder, damaged = sys.argv[1:3]
+names = ["GlobalWeightCompensatedLayerNorm", "GlobalWeightCompensatedRMSNorm", "mean_embedding_norm"]
+found = {"names": [get("modeling_normalign_llava." + name, folder).__name__ for name in names]}
+shutil.copytree(folder, damaged)
 state = {k: v for k, v in load_file(folder + "/model.safetensors").items() if k != "lm_head.weight"}
-save_file(state, folder + "/model.safetensors", metadata={"format": "pt"})
-errors = []
-for load in (
-    lambda: AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True),
-    lambda: pipeline("image-text-to-text", model=folder, trust_remote_code=True),
-):
-    try:
-        load()
-    except Exception as error:
-        errors.append(str(error))
-print(json.dumps(errors))
+save_file(state, damaged + "/model.safetensors", metadata={"format": "pt"})
+def errors(*calls):
+    told = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            told.append(str(error))
+    return told
+found["untrusted"] = errors(
+    lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False),
+    lambda: AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=False),
+)
+found["damaged"] = errors(
+    lambda: AutoModelForImageTextToText.from_pretrained(damaged, trust_remote_code=True),
+    lambda: pipeline("image-text-to-text", model=damaged, trust_remote_code=True),
+)
+print(json.dumps(found))
 """
-    errors = run_blocked(tmp_path, code, checkpoint, tmp_path / "damaged")
-    assert len(errors) == 2 and all("lacks 1 tensors" in e and "lm_head.weight" in e for e in errors)
+
+
+def test_names_and_refusals_are_a_stranger_s_too(tmp_path, checkpoint):
+    found = run_blocked(tmp_path, STRANGER, checkpoint, tmp_path / "damaged")
+    names = ["GlobalWeightCompensatedLayerNorm", "GlobalWeightCompensatedRMSNorm", "mean_embedding_norm"]
+    assert found["names"] == names  # from the two files alone
+    assert len(found["untrusted"]) == 2 and all("trust_remote_code" in error for error in found["untrusted"])
+    assert len(found["damaged"]) == 2
+    assert all("lacks 1 tensors" in error and "lm_head.weight" in error for error in found["damaged"])

@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import tiny
@@ -15,21 +12,14 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("mode", ["dtensor", "zero3"])
-def test_sharded_embeddings_are_gathered(tmp_path, mode):
+def test_sharded_embeddings_are_gathered(prepared, tmp_path, mode):
     if mode == "zero3" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("needs deepspeed")
     llava = tiny.llava(tied=False)
     llava.save_pretrained(tmp_path / "llava")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    worker = [
-        str(HELPERS / "sharded_worker.py"),
-        mode,
-        str(tmp_path / "llava"),
-        str(tmp_path / "found"),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*launch, *worker], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    worker = [HELPERS / "sharded_worker.py", mode, tmp_path / "llava", tmp_path / "found"]
+    done = prepared.run_ranks(worker, DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr[-3000:]
     expected = tiny.reference_n_text(llava.get_input_embeddings().weight)
     for rank in range(2):
         found = json.loads((tmp_path / f"found.{rank}").read_text())

@@ -1,15 +1,12 @@
 """`normalign gain`: N_text from the embedding tensor alone, against numpy, wherever the tensor lies."""
 
 import json
-import subprocess
-import sys
 
 import gguf
 import numpy as np
 import pytest
 import tiny
 import torch
-from hub_server import HubServer
 from rich.console import Console
 from safetensors.torch import save_file
 from transformers import (
@@ -287,7 +284,7 @@ CLIENT = """
 import json, sys
 from normalign_llava.assembly.gain import embedding_statistics
 answers = []
-for model, revision in json.load(sys.stdin):
+for model, revision in json.loads(sys.argv[1]):
     try:
         answers.append(json.loads(embedding_statistics(model, top=3, revision=revision).to_json()))
     except ValueError as error:
@@ -298,7 +295,7 @@ PINNED = "acme/pinned.v1"
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory):
+def told(server, prepared, tmp_path_factory):
     """A hub that one client process has asked about every repository, and what the client was told."""
     root = tmp_path_factory.mktemp("hub")
     torch.manual_seed(0)
@@ -311,24 +308,19 @@ def hub(tmp_path_factory):
     torch.save({}, root / "pickled" / "pytorch_model.bin")
     write_gguf(root / "gguf" / "x.gguf", table().numpy())
     folders = {f"acme/{folder.name}.v1": folder for folder in root.iterdir()} | {PINNED: root / "whole"}
-    with HubServer(folders) as server:
-        questions = [(name, None) for name in folders if name != PINNED]
-        questions += [("acme/nothing", None), ("./acme/model/deep", None)]
-        questions += [(PINNED, server.repositories[PINNED].commit), (PINNED, "v9")]
-        client = subprocess.run(
-            [sys.executable, "-c", CLIENT],
-            input=json.dumps(questions),
-            capture_output=True,
-            text=True,
-            env=server.environment(root.parent / "hub_client_home"),
-        )
+    server.clear()
+    for name, folder in folders.items():
+        server.serve(name, folder)
+    questions = [(name, None) for name in folders if name != PINNED]
+    questions += [("acme/nothing", None), ("./acme/model/deep", None)]
+    questions += [(PINNED, server.repositories[PINNED].commit), (PINNED, "v9")]
+    client = prepared.run(["-c", CLIENT, json.dumps(questions)])
     assert client.returncode == 0, client.stderr
-    return server, dict(zip(questions, json.loads(client.stdout), strict=True))
+    return dict(zip(questions, json.loads(client.stdout), strict=True))
 
 
 @pytest.mark.parametrize("name", ["whole", "sharded"])
-def test_hub_sends_only_the_header_and_the_tensor(hub, name):
-    server, told = hub
+def test_hub_sends_only_the_header_and_the_tensor(server, told, name):
     repository = server.repositories[f"acme/{name}.v1"]
     local = json.loads(embedding_statistics(str(repository.folder), top=3).to_json())
     assert told[f"acme/{name}.v1", None] == {**local, "model": f"acme/{name}.v1"}
@@ -343,8 +335,7 @@ def test_hub_sends_only_the_header_and_the_tensor(hub, name):
     assert sent[holder] < 0.2 * sum(weights.values())
 
 
-def test_hub_revisions(hub):
-    server, told = hub
+def test_hub_revisions(server, told):
     commit = server.repositories[PINNED].commit
     assert told[PINNED, commit]["n_text"] == told["acme/whole.v1", None]["n_text"]
     assert "on the Hub it has no revision 'v9'" in told[PINNED, "v9"]
@@ -359,8 +350,8 @@ def test_hub_revisions(hub):
         ("acme/gguf.v1", "GGUF weights only, which cannot be read in part. Download x.gguf"),
     ],
 )
-def test_hub_errors(hub, name, said):
-    assert said in hub[1][name, None]
+def test_hub_errors(told, name, said):
+    assert said in told[name, None]
 
 
 # ---------------------------------------------------------------------------------------------------------- the real

@@ -5,8 +5,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from typing import get_args
 
 import pytest
@@ -394,9 +392,8 @@ except OSError as error:
 """
 
 
-def test_a_full_disk_leaves_nothing_and_says_so(bases, tmp_path):
+def test_a_full_disk_leaves_nothing_and_says_so(prepared, bases, tmp_path):
     make_adapter(bases["tied"], tmp_path / "adapter")
-    arguments = [sys.executable, "-c", LIMITED, str(tmp_path / "adapter"), str(tmp_path / "merged")]
-    done = subprocess.run(arguments, capture_output=True, text=True)
+    done = prepared.run(["-c", LIMITED, tmp_path / "adapter", tmp_path / "merged"])
     assert "merged could not be written: File too large. Nothing of it is left." in done.stdout, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]

@@ -14,7 +14,6 @@ import tiny_parts
 import torch
 import train_data
 import training
-from hub_server import HubServer
 from huggingface_hub import ModelCard
 from paths import ROOT
 
@@ -36,17 +35,18 @@ def git(folder, *words):
     return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True).stdout.strip()
 
 
-def test_parts_of_the_hub_are_named_with_commit_and_licence(tmp_path):
+def test_parts_of_the_hub_are_named_with_commit_and_licence(hub, prepared, tmp_path):
     vision, language = tiny_parts.vision(tmp_path / "vision"), tiny_parts.language(tmp_path / "language")
     terms = "license: other\nlicense_name: llama3.2\nlicense_link: LICENSE.txt"
     (tmp_path / "language" / "README.md").write_text(f"---\n{terms}\n---\n")
-    with HubServer({"user/vit": Path(vision), "user/lm": Path(language)}) as hub:
-        environment = hub.environment(tmp_path / "home")
-        words = [sys.executable, "-c", BUILD, "user/vit", "user/lm"]
-        subprocess.run([*words, str(tmp_path / "built")], env=environment, check=True, capture_output=True)
-        commits = [hub.repository(name).commit for name in ("user/vit", "user/lm")]
-        link = f"{hub.url}/user/lm/blob/{commits[1]}/LICENSE.txt"
-    subprocess.run([*words, str(tmp_path / "offline")], env=environment | {"HF_HUB_OFFLINE": "1"}, check=True)
+    hub.serve("user/vit", Path(vision))
+    hub.serve("user/lm", Path(language))
+    words = ["-c", BUILD, "user/vit", "user/lm"]
+    assert prepared.run([*words, tmp_path / "built"]).returncode == 0
+    commits = [hub.repository(name).commit for name in ("user/vit", "user/lm")]
+    link = f"{hub.url}/user/lm/blob/{commits[1]}/LICENSE.txt"
+    environment = {**prepared.environment, "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, *words, tmp_path / "offline"], env=environment, check=True)
     for folder in ("built", "offline"):  # the second from the client's cache alone
         record = json.loads((tmp_path / folder / "build.json").read_text())
         assert [record["vision_revision"], record["language_revision"]] == commits

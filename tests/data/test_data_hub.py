@@ -1,8 +1,6 @@
 """Data sets of the Hub: what `datasets` found there itself is read, what a row names is not."""
 
 import json
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -20,12 +18,13 @@ pytestmark = pytest.mark.slow
 CLIENT = """
 import json, sys
 from itertools import islice
+sys.path.append(sys.argv[1])
 import train_data
 from normalign_llava.data.images import open_image
 from normalign_llava.data.mixtures import load_data
 from normalign_llava.diagnose.data import load_samples
 found = {}
-for name in json.loads(sys.argv[1]):
+for name in json.loads(sys.argv[2]):
     found[name] = []
     for streaming in (False, True):
         given = train_data.arguments(name, dataset_streaming=streaming, shuffle_buffer_size=1)
@@ -54,7 +53,7 @@ def write_struct(file: Path, path: str) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row], schema=features.arrow_schema), file)
 
 
-def test_files_of_a_hub_data_set_are_read_and_addresses_in_its_rows_are_not(tmp_path_factory):
+def test_files_of_a_hub_data_set_are_read_and_addresses_in_its_rows_are_not(hub, prepared, tmp_path_factory):
     base = tmp_path_factory.mktemp("hub")
     images(base / "folder", "red.png", "blue.png")
     lines = [{"file_name": f"{colour}.png", "question": "Q", "answer": colour} for colour in ("red", "blue")]
@@ -80,10 +79,9 @@ def test_files_of_a_hub_data_set_are_read_and_addresses_in_its_rows_are_not(tmp_
     rows = [{**train_data.llava("<image>\nQ", "zero"), "image": train_data.inside("red")}, *texts]
     train_data.write_parquet(base / "tiny.data" / "train-00000.parquet", rows)
     train_data.write_parquet(base / "tiny.data" / "test-00000.parquet", rows[1:])
-    with train_data.DatasetHub({f"user/{name}": base / name for name in (*names, "tiny.data")}) as hub:
-        environment = {**hub.environment(base / "home"), "PYTHONPATH": str(HELPERS)}
-        command = [sys.executable, "-c", CLIENT, json.dumps([f"user/{name}" for name in names])]
-        client = subprocess.run(command, env=environment, capture_output=True, text=True)
+    for name in (*names, "tiny.data"):
+        hub.serve(f"user/{name}", base / name, kind="dataset")
+    client = prepared.run(["-c", CLIENT, HELPERS, json.dumps([f"user/{name}" for name in names])])
     assert client.returncode == 0, client.stderr
     found = json.loads(client.stdout.splitlines()[-1])
     name = "user/tiny.data"

@@ -1,8 +1,6 @@
 """Images with questions from every place they may be in, which of them are drawn, and the inputs made of them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -214,7 +212,7 @@ def hub_data(folder: Path, name: str, files: dict[str, list], configs: list) -> 
 
 
 @pytest.mark.slow
-def test_the_hub_and_the_benchmarks_of_the_paper(tmp_path):
+def test_the_hub_and_the_benchmarks_of_the_paper(hub, prepared, tmp_path):
     numbered = [{"question": f"{i}?"} for i in range(9)]
     choices = [{**row, "hint": "nan", "A": "yes", "B": "no", "C": "nan", "D": "nan"} for row in numbered]
     repositories = {
@@ -233,9 +231,9 @@ def test_the_hub_and_the_benchmarks_of_the_paper(tmp_path):
         "lmms-lab/POPE": hub_data(tmp_path, "pope", {"test.parquet": numbered}, [("default", {"test": "test*"})]),
         "Lin-Chen/MMStar": hub_data(tmp_path, "mmstar", {"mmstar.parquet": numbered}, [("val", {"val": "mmstar*"})]),
     }
-    with train_data.DatasetHub(repositories) as hub:
-        environment = hub.environment(tmp_path / "home")
-        client = subprocess.run([sys.executable, "-c", CLIENT], env=environment, capture_output=True, text=True)
+    for name, folder in repositories.items():
+        hub.serve(name, folder, kind="dataset")
+    client = prepared.run(["-c", CLIENT])
     assert client.returncode == 0, client.stderr
     tiny, other, no_split, nobody, paper, mmstar, again = json.loads(client.stdout.splitlines()[-1])
     assert tiny[0] == "user/tiny" and len(tiny[1]) == 7

@@ -1,15 +1,12 @@
 """Loading what is to be diagnosed: what it is found to be, in which form it comes, and every error."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import tiny
 import tiny_parts
 import torch
 import training
-from hub_server import HubServer
 from transformers import (
     AutoImageProcessor,
     CLIPVisionModel,
@@ -163,7 +160,7 @@ CLIENT = """
 from normalign_llava.diagnose.load import find, load
 found = find("user/tiny.clip")
 print(found.kind, found.name, type(load(found)).__name__)
-for name in ("user/adapter", "user/none"):
+for name in ("user/tiny.adapter", "user/none"):
     try:
         find(name)
     except ValueError as error:
@@ -172,16 +169,19 @@ for name in ("user/adapter", "user/none"):
 
 
 @pytest.mark.slow
-def test_models_of_the_hub(tmp_path):
+def test_models_of_the_hub(hub, prepared, tmp_path):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     tiny_parts.vision(tmp_path / "clip")
-    with HubServer({"user/tiny.clip": tmp_path / "clip", "user/adapter": tmp_path / "adapter"}) as hub:
-        environment = hub.environment(tmp_path / "home")
-        client = subprocess.run([sys.executable, "-c", CLIENT], env=environment, capture_output=True, text=True)
+    for name in ("clip", "adapter"):
+        hub.serve(f"user/tiny.{name}", tmp_path / name)
+    client = prepared.run(["-c", CLIENT])
     assert client.returncode == 0, client.stderr
     assert client.stdout.startswith("vision encoder user/tiny.clip CLIPVisionModel\n")
-    assert "user/adapter is an adapter. Merge it first (`normalign merge user/adapter --output DIR`)" in client.stdout
+    assert (
+        "user/tiny.adapter is an adapter. Merge it first (`normalign merge user/tiny.adapter --output DIR`)"
+        in client.stdout
+    )
     assert "user/none is no file or folder here, and the Hub has no model of that name" in client.stdout
 
 

@@ -50,6 +50,16 @@ class HubServer:
 
     def __init__(self, repositories: dict[str, Path] | None = None, *, xet: Path | None = None):
         self.xet = XetStore(xet.resolve()) if xet else None
+        self.lock = RLock()
+        self.clear()
+        self.uploads = Path(mkdtemp(prefix="hub_uploads_"))
+        weakref.finalize(self, shutil.rmtree, self.uploads, ignore_errors=True)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        for repo_id, folder in (repositories or {}).items():
+            self.serve(repo_id, folder)
+
+    def clear(self) -> None:
+        """Makes it an empty hub without accounts, at the same address."""
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
         self.sent: Counter[str] = Counter()
@@ -58,12 +68,6 @@ class HubServer:
         self.accounts: dict[str, Account] = {}
         self.faults: list[Fault] = []
         self.pauses: list[Pause] = []
-        self.lock = RLock()
-        self.uploads = Path(mkdtemp(prefix="hub_uploads_"))
-        weakref.finalize(self, shutil.rmtree, self.uploads, ignore_errors=True)
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        for repo_id, folder in (repositories or {}).items():
-            self.serve(repo_id, folder)
 
     @property
     def url(self) -> str:

@@ -1,59 +1,49 @@
-"""A process that publishes: `Worker` starts one, this file is also its script.
+"""Processes that publish: `Worker` starts them, this file is also their script.
 
-Requests come as lines of JSON on stdin, answers go as lines of JSON to stdout: what was done, or the error with its
-traceback as Python prints it. All loggers say all they can on stderr.
+A request is JSON, an answer is JSON on stdout: what was done, or the error with its traceback as Python prints it. All
+loggers say all they can on stderr.
 """
 
 import json
 import logging
-import os
-import subprocess
 import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+from prepared import Prepared
+
 
 class Worker:
-    """A process of its own, with an empty cache and no token but those in requests.
+    """Publishes in processes of their own, which have no token but those in requests.
 
     Args:
-        folder: For its cache and what it logs.
-        xet: Whether to upload by Xet where the hub offers it.
+        prepared: Starts them.
         variables: Further environment variables.
+
+    Attributes:
+        process: The last one.
+        log: What all of them said on stderr.
     """
 
-    def __init__(self, folder: Path, xet: bool = False, **variables: str):
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING_FACE"))}
-        environment = inherited | {"HF_HOME": str(folder / "home"), **variables}
-        if not xet:
-            environment["HF_HUB_DISABLE_XET"] = "1"
-        self.log = folder / "log.txt"
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("a"),
-            text=True,
-            env=environment,
-        )
+    def __init__(self, prepared: Prepared, **variables: str):
+        self.prepared, self.variables, self.log = prepared, variables, ""
 
     def start(self, request: dict) -> None:
         """Sends a request, and does not wait."""
-        self.request = json.dumps(request)
-        self.process.stdin.write(self.request + "\n")
-        self.process.stdin.flush()
+        self.request = request
+        self.process = self.prepared.start([__file__, json.dumps(request)], **self.variables)
 
     def answer(self) -> dict:
         """Waits for what became of it. No token of the request is in the answer or in any log."""
-        line = self.process.stdout.readline()
-        assert line, f"the worker ended: {self.log.read_text()[-3000:]}"
-        request = json.loads(self.request)
-        for each in request.get("at_once", [request]):
+        done = self.process.wait()
+        self.log += done.stderr
+        assert done.returncode == 0, f"the worker ended: {done.stderr[-3000:]}"
+        for each in self.request.get("at_once", [self.request]):
             for part in each.get("arguments", {}).get("token", "").split():
-                assert part not in line and part not in self.log.read_text()
-        reply = json.loads(line)
+                assert part not in done.stdout and part not in self.log
+        reply = json.loads(done.stdout)
         print(reply)  # which pytest shows of a test that fails
         return reply
 
@@ -61,11 +51,6 @@ class Worker:
         """`start`, then `answer`."""
         self.start(request)
         return self.answer()
-
-    def stop(self) -> None:
-        """Kills the process, wherever it is."""
-        self.process.kill()
-        self.process.wait()
 
 
 def run(request: dict) -> dict:
@@ -114,13 +99,12 @@ def _push(folder: Path, repo_id: str, said: list[str], arguments: dict):
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.DEBUG, stream=sys.stderr)
+    logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, force=True)
     replies, sys.stdout = sys.stdout, sys.stderr  # some libraries print
-    for line in sys.stdin:
-        asked = json.loads(line)
-        if "at_once" in asked:
-            with ThreadPoolExecutor() as threads:
-                reply: dict = {"all": list(threads.map(run, asked["at_once"]))}
-        else:
-            reply = run(asked)
-        print(json.dumps(reply), file=replies, flush=True)
+    asked = json.loads(sys.argv[1])
+    if "at_once" in asked:
+        with ThreadPoolExecutor() as threads:
+            reply: dict = {"all": list(threads.map(run, asked["at_once"]))}
+    else:
+        reply = run(asked)
+    print(json.dumps(reply), file=replies)

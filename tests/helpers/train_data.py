@@ -8,7 +8,6 @@ from pathlib import Path
 
 import tiny_parts
 from datasets import Dataset, Features, Image, List, Value
-from hub_server import HubServer
 from PIL import Image as PILImage
 from transformers import AddedToken, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -136,12 +135,3 @@ def user(content) -> dict:
 
 def assistant(content) -> dict:
     return {"role": "assistant", "content": content}
-
-
-class DatasetHub(HubServer):
-    """The same hub, whose repositories are data sets."""
-
-    def __init__(self, repositories: dict[str, Path]):
-        super().__init__()
-        for repo_id, folder in repositories.items():
-            self.serve(repo_id, folder, kind="dataset")

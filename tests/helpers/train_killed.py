@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -21,8 +22,9 @@ class Killed(NormAlignTrainer):
         if when == "step" and self.state.global_step == int(number):
             os.kill(os.getpid(), signal.SIGKILL)
         if when == "wait" and self.state.global_step == int(number):
-            print("waiting", flush=True)
-            sys.stdin.readline()
+            Path(f"{self.args.output_dir}-waiting").touch()
+            while not Path(f"{self.args.output_dir}-go-on").exists():
+                time.sleep(0.01)
         return super().training_step(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir):

@@ -1,4 +1,4 @@
-"""Started by torchrun in test_train_distributed.py: trains by the command's own path, and writes what it saw.
+"""Started by test_train_distributed.py, as torchrun does: trains by the command's own path, and writes what it saw.
 
 accelerate shards nothing without a GPU unless it is told to, so the first lines stand for the GPUs that are not there.
 """
@@ -22,8 +22,10 @@ from normalign_llava.train.trainer import NormAlignTrainer
 
 def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
     if mode in ("ddp", "fsdp2"):
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), processes, is_master=rank == 0
+        )
     for name, words in runs.items():
         if mode in ("ddp", "fsdp2"):  # each run ends its process group, and the next must not read what it left
             dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=processes)
@@ -80,6 +82,10 @@ def seen(trainer: Watched) -> dict:
     }
 
 
+if sys.argv[1].startswith("zero"):
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}  # gloo's collectives are there; DeepSpeed's own it would compile for minutes
 run.NormAlignTrainer = Watched
 main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), sys.argv[3])
 sys.stdout.flush()

@@ -2,23 +2,13 @@ import shutil
 
 import card_folder as made
 import pytest
-from hub_server import HubServer
 from publish_worker import Worker
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory):
-    """A process that publishes."""
-    started = Worker(tmp_path_factory.mktemp("worker"))
-    yield started
-    started.stop()
-
-
-@pytest.fixture
-def hub():
-    """An empty hub."""
-    with HubServer() as server:
-        yield server
+def worker(prepared):
+    """Processes that publish."""
+    return Worker(prepared)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import sys
 import pytest
 import training
 from hub_server import HubServer
+from prepared import Prepared
 from publish_worker import Worker
 from safetensors.torch import load_file, save_file
 
@@ -177,8 +178,9 @@ def test_names_that_no_repository_has(worker, hub, tmp_path, repo_id):
 
 def test_by_xet(tmp_path):
     folder = fill(tmp_path / "files", {"model.safetensors": os.urandom(2**20), "config.json": b"{}"})
-    worker = Worker(tmp_path, xet=True)
     with HubServer(xet=tmp_path / "store") as hub:
+        by_xet = Prepared(hub.environment(tmp_path / "home"))
+        worker = Worker(by_xet)
         try:
             done = ask(worker, hub, folder=folder)["done"]
             assert hub.repository("ann/m").read("model.safetensors") == (folder / "model.safetensors").read_bytes()
@@ -187,7 +189,7 @@ def test_by_xet(tmp_path):
                 **done, "parent": done["commit"], "changed": False, "sent_files": [], "sent_bytes": 0
             }  # fmt: skip
         finally:
-            worker.stop()
+            by_xet.stop()
 
 
 def card(notes):

@@ -45,25 +45,14 @@ def adapter(parts):
     return folder
 
 
-@contextmanager
-def worker(folder, **variables):
-    made = Worker(folder, **variables)
-    try:
-        yield made
-    finally:
-        made.stop()
-
-
 def request(hub, adapter, **arguments):
     arguments = {"token": hub.token("ann"), "endpoint": hub.url, "waits": [0, 0], **arguments}
     return {"checkpoint": str(adapter), "repo_id": "ann/m", "arguments": arguments}
 
 
-def test_by_default_the_merged_model_is_published_from_the_command_line(hub, adapter, tmp_path):
-    token, code = hub.token("ann"), "from normalign_llava.cli import app; app()"
-    environment = hub.environment(tmp_path / "home", token) | {"TMPDIR": str(tmp_path), "COLUMNS": "60"}
-    command = [sys.executable, "-c", code, "publish", str(adapter), "--repo-id", "ann/m"]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+def test_by_default_the_merged_model_is_published_from_the_command_line(hub, prepared, adapter, tmp_path):
+    token, command = hub.token("ann"), ["-m", "normalign_llava", "publish", adapter, "--repo-id", "ann/m"]
+    ran = prepared.run(command, HF_TOKEN=token, TMPDIR=str(tmp_path), COLUMNS="60")
     assert ran.returncode == 0, ran.stderr
     files = set(hub.repository("ann/m").head().files) - {".gitattributes"}
     assert {"model.safetensors", "modeling_normalign_llava.py", "README.md"} <= files
@@ -76,41 +65,38 @@ def test_by_default_the_merged_model_is_published_from_the_command_line(hub, ada
     assert not list(tmp_path.glob("normalign-merged-*")) + list(tmp_path.glob("clean-process-*"))
 
 
-def test_as_an_adapter_with_its_base_pinned(hub, base, adapter, tmp_path):
+def test_as_an_adapter_with_its_base_pinned(worker, hub, base, adapter, tmp_path):
     served = hub.serve("lab/base", base)
     unfit = shutil.copytree(adapter, tmp_path / "unfit")
     (unfit / "chat_template.jinja").write_text("no image")
-    with worker(tmp_path, HF_ENDPOINT=hub.url) as process:
-        said = process.ask(request(hub, unfit, dry_run=True))
-        assert said["type"] == "ValueError" and f"The checkpoint {unfit}, merged, cannot be published" in said["error"]
-        assert "normalign-merged" not in said["error"]
-        said = process.ask(request(hub, adapter, as_adapter=True))
-        assert said["type"] == "ValueError" and "Publish the base first" in said["error"]
-        said = process.ask(request(hub, adapter, as_adapter=True, base="lab/other"))
-        assert said["type"] == "ValueError" and "lab/other" in said["error"] and "--base" in said["error"]
-        other = shutil.copytree(adapter, tmp_path / "other-arm")
-        record = json.loads((other / "training.json").read_text())
-        record["config_changes"]["projector_gain_init"] = "one"
-        (other / "training.json").write_text(json.dumps(record))
-        said = process.ask(request(hub, other, as_adapter=True, base="lab/base"))
-        assert said["type"] == "ValueError" and "projector_gain_init 'one', not 'text_norm'" in said["error"]
-        assert "lab/base" in said["error"] and "without --adapter" in said["error"]
-        for name, content in {
-            "modeling_normalign_llava.py": served.read("modeling_normalign_llava.py") + b"open('ran', 'w')\n",
-            "tokenizer_config.json": b'{"auto_map": {"AutoTokenizer": ["x.X", null]}}',
-        }.items():
-            hub.create(
-                "lab/foreign", files={path: served.read(path) for path in served.head().files} | {name: content}
-            )
-            said = process.ask(request(hub, adapter, as_adapter=True, base="lab/foreign"))
-            assert said["type"] == "ValueError" and "would run code that is not this" in said["error"]
-            assert name in said["error"] and "or the merged model, without --adapter" in said["error"]
-        empty = {"config.json": (base / "config.json").read_bytes()}
-        hub.create("lab/empty", files=empty | {name: served.read(name) for name in CODE})
-        said = process.ask(request(hub, adapter, base="lab/empty"))
-        assert said["type"] == "ValueError" and "lab/empty has no weights in safetensors" in said["error"]
-        assert not [line for line in hub.requests if line.startswith("POST")]
-        done = process.ask(request(hub, adapter, as_adapter=True, base="lab/base"))["done"]
+    said = worker.ask(request(hub, unfit, dry_run=True))
+    assert said["type"] == "ValueError" and f"The checkpoint {unfit}, merged, cannot be published" in said["error"]
+    assert "normalign-merged" not in said["error"]
+    said = worker.ask(request(hub, adapter, as_adapter=True))
+    assert said["type"] == "ValueError" and "Publish the base first" in said["error"]
+    said = worker.ask(request(hub, adapter, as_adapter=True, base="lab/other"))
+    assert said["type"] == "ValueError" and "lab/other" in said["error"] and "--base" in said["error"]
+    other = shutil.copytree(adapter, tmp_path / "other-arm")
+    record = json.loads((other / "training.json").read_text())
+    record["config_changes"]["projector_gain_init"] = "one"
+    (other / "training.json").write_text(json.dumps(record))
+    said = worker.ask(request(hub, other, as_adapter=True, base="lab/base"))
+    assert said["type"] == "ValueError" and "projector_gain_init 'one', not 'text_norm'" in said["error"]
+    assert "lab/base" in said["error"] and "without --adapter" in said["error"]
+    for name, content in {
+        "modeling_normalign_llava.py": served.read("modeling_normalign_llava.py") + b"open('ran', 'w')\n",
+        "tokenizer_config.json": b'{"auto_map": {"AutoTokenizer": ["x.X", null]}}',
+    }.items():
+        hub.create("lab/foreign", files={path: served.read(path) for path in served.head().files} | {name: content})
+        said = worker.ask(request(hub, adapter, as_adapter=True, base="lab/foreign"))
+        assert said["type"] == "ValueError" and "would run code that is not this" in said["error"]
+        assert name in said["error"] and "or the merged model, without --adapter" in said["error"]
+    empty = {"config.json": (base / "config.json").read_bytes()}
+    hub.create("lab/empty", files=empty | {name: served.read(name) for name in CODE})
+    said = worker.ask(request(hub, adapter, base="lab/empty"))
+    assert said["type"] == "ValueError" and "lab/empty has no weights in safetensors" in said["error"]
+    assert not [line for line in hub.requests if line.startswith("POST")]
+    done = worker.ask(request(hub, adapter, as_adapter=True, base="lab/base"))["done"]
     repository, commit = hub.repository("ann/m"), served.head().oid
     config = json.loads(repository.read("adapter_config.json"))
     assert (config["base_model_name_or_path"], config["revision"]) == ("lab/base", commit)
@@ -138,26 +124,22 @@ def small_disk(folder, kilobytes):
         subprocess.run(["umount", folder], check=True)
 
 
-def test_a_disk_that_is_full_while_merging(hub, adapter, tmp_path):
+def test_a_disk_that_is_full_while_merging(hub, prepared, adapter, tmp_path):
     with small_disk(tmp_path / "disk", 64) as disk:
-        with worker(tmp_path, TMPDIR=str(disk)) as process:
-            said = process.ask(request(hub, adapter))
+        said = Worker(prepared, TMPDIR=str(disk)).ask(request(hub, adapter))
         left = list(disk.iterdir())
     assert said["type"] == "OSError" and str(disk) in said["error"] and "TMPDIR" in said["error"]
     assert "No space left" in said["error"] and not left
     assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
 
 
-def test_a_disk_without_room_for_what_is_loaded_afterwards(hub, base, tmp_path):
+def test_a_disk_without_room_for_what_is_loaded_afterwards(hub, prepared, base, tmp_path):
     with small_disk(tmp_path / "disk", 100) as disk:
-        with worker(tmp_path, TMPDIR=str(disk)) as process:
-            said = process.ask(request(hub, base))
+        said = Worker(prepared, TMPDIR=str(disk)).ask(request(hub, base))
         # Nobody knows beforehand what code and the base of an adapter take.
         code = f"from normalign_llava.hub_cards.push.clean_process import *; ask_clean_process({str(base)!r})"
         (disk / "full").write_bytes(bytes(90_000))
-        ran = subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(disk)}, capture_output=True, text=True
-        )
+        ran = prepared.run(["-c", code], TMPDIR=str(disk))
         left = [path.name for path in disk.iterdir()]
     assert said["type"] == "OSError" and f"{disk} has " in said["error"] and "Set TMPDIR" in said["error"]
     assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]

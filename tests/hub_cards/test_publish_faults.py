@@ -21,10 +21,8 @@ COMMIT, PUT = r"POST .*/commit/", r"PUT "
 
 
 @pytest.fixture(scope="module")
-def second(tmp_path_factory):
-    made = Worker(tmp_path_factory.mktemp("second"))
-    yield made
-    made.stop()
+def second(prepared):
+    return Worker(prepared)
 
 
 @pytest.fixture
@@ -116,12 +114,12 @@ def test_a_lost_answer_to_a_commit_to_which_the_hub_added(worker, hub, folder):
 def test_what_fails_each_time_is_a_sentence_and_the_branch_is_as_it_was(worker, hub, folder, kind, request_, status):
     before = hub.create("ann/m", files={"config.json": b"old"}).head().oid if "create" not in request_ else None
     hub.fault(kind, request_, times=99)
-    logged = len(worker.log.read_text())
+    logged = len(worker.log)
     request = asked(hub, folder)
     said = worker.ask(request)
     assert said["type"] == "OSError" and "\n" not in said["error"]
     assert status is None or f"({status})" in said["error"]
-    waited = worker.log.read_text()[logged:].count(f"(status {status}). Trying again" if status else "Trying again in")
+    waited = worker.log[logged:].count(f"(status {status}). Trying again" if status else "Trying again in")
     assert waited == len(request["arguments"]["waits"])
     if before:
         assert hub.repository("ann/m").head().oid == before
@@ -160,18 +158,17 @@ def test_what_the_client_gives_up_leaves_the_branch_and_only_the_rest_is_sent(wo
             hub.__exit__()
 
 
-def test_killed_during_the_upload_and_run_again(worker, hub, tmp_path):
+def test_killed_during_the_upload_and_run_again(worker, second, hub, tmp_path):
     folder = fill(tmp_path / "files", **{"other.safetensors": os.urandom(3000)})
     before = hub.create("ann/m", files={"config.json": b"old"}).head()
     first, other = digest(folder / "model.safetensors"), digest(folder / "other.safetensors")
     verified = hub.pause(r"POST .*/objects/verify")  # reached when the first is there
     pause = hub.pause(f"PUT .*{other}")
-    killed = Worker(tmp_path)
     request = asked(hub, folder)
-    killed.start(request)
+    second.start(request)
     assert pause.reached.wait(60) and verified.reached.wait(60)
-    os.kill(killed.process.pid, signal.SIGKILL)
-    killed.stop()
+    os.kill(second.process.pid, signal.SIGKILL)
+    second.process.wait()
     pause.release()
     verified.release()
     assert hub.repository("ann/m").head() == before

@@ -63,16 +63,15 @@ print(json.dumps(said))
 """
 
 
-def send(hub, home, **private):
+def send(hub, prepared, **private):
     """For each of Ann's models, what `check_space` and `push_space` of its Space said; None if nothing was wrong."""
     models = json.dumps({f"ann/{name}": is_private for name, is_private in private.items()})
-    environment = hub.environment(home, hub.token("ann"))
-    ran = subprocess.run([sys.executable, "-c", SEND, models], env=environment, capture_output=True, text=True)
+    ran = prepared.run(["-c", SEND, models], HF_TOKEN=hub.token("ann"))
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 
 
-def test_only_a_space_of_ours_or_an_empty_one_is_taken(tmp_path):
+def test_only_a_space_of_ours_or_an_empty_one_is_taken(hub, prepared):
     card = b"---\nsdk: docker\n---\n"
     others = {
         "gradio": {"app.py": b"print()"},
@@ -80,34 +79,28 @@ def test_only_a_space_of_ours_or_an_empty_one_is_taken(tmp_path):
         "static": {"README.md": card, "index.html": b"<p>"},
         "notes": {"notes.txt": b"mine"},
     }
-    with HubServer() as hub:
-        for name, files in others.items():
-            hub.create(f"ann/{name}-demo", kind="space", files=files)
-        heads = {name: hub.repository(f"ann/{name}-demo", "space").head() for name in others}
-        hub.create("ann/empty-demo", kind="space", files={"README.md": card})
-        said = send(hub, tmp_path / "home", empty=False, new=False, **dict.fromkeys(others, False))
-        assert said.pop("ann/empty") == said.pop("ann/new") == [None, None]
-        for name in others:
-            checked, pushed = said[f"ann/{name}"]
-            assert checked.startswith(f"ValueError: The Space ann/{name}-demo exists and was not published by this")
-            assert pushed.startswith("OSError: The model is published") and "not published by this package" in pushed
-            assert hub.repository(f"ann/{name}-demo", "space").head() == heads[name]
-        for name in ("new", "empty"):
-            card = SpaceCard(hub.repository(f"ann/{name}-demo", "space").read("README.md").decode())
-            assert (card.data.sdk, card.data.models) == ("gradio", [f"ann/{name}"])
+    for name, files in others.items():
+        hub.create(f"ann/{name}-demo", kind="space", files=files)
+    heads = {name: hub.repository(f"ann/{name}-demo", "space").head() for name in others}
+    hub.create("ann/empty-demo", kind="space", files={"README.md": card})
+    said = send(hub, prepared, empty=False, new=False, **dict.fromkeys(others, False))
+    assert said.pop("ann/empty") == said.pop("ann/new") == [None, None]
+    for name in others:
+        checked, pushed = said[f"ann/{name}"]
+        assert checked.startswith(f"ValueError: The Space ann/{name}-demo exists and was not published by this")
+        assert pushed.startswith("OSError: The model is published") and "not published by this package" in pushed
+        assert hub.repository(f"ann/{name}-demo", "space").head() == heads[name]
+    for name in ("new", "empty"):
+        card = SpaceCard(hub.repository(f"ann/{name}-demo", "space").read("README.md").decode())
+        assert (card.data.sdk, card.data.models) == ("gradio", [f"ann/{name}"])
 
 
-def test_a_space_that_is_there_stays_public_or_private_as_it_is(tmp_path):
-    with HubServer() as hub:
-        assert send(hub, tmp_path / "home", hidden=True, shown=False) == dict.fromkeys(
-            ["ann/hidden", "ann/shown"], [None, None]
-        )
-        hidden, shown = (hub.repository(f"ann/{name}-demo", "space") for name in ("hidden", "shown"))
-        assert (hidden.private, shown.private) == (True, False)
-        assert send(hub, tmp_path / "home", hidden=False, shown=True) == dict.fromkeys(
-            ["ann/hidden", "ann/shown"], [None, None]
-        )
-        assert (hidden.private, shown.private) == (True, False)
+def test_a_space_that_is_there_stays_public_or_private_as_it_is(hub, prepared):
+    assert send(hub, prepared, hidden=True, shown=False) == dict.fromkeys(["ann/hidden", "ann/shown"], [None, None])
+    hidden, shown = (hub.repository(f"ann/{name}-demo", "space") for name in ("hidden", "shown"))
+    assert (hidden.private, shown.private) == (True, False)
+    assert send(hub, prepared, hidden=False, shown=True) == dict.fromkeys(["ann/hidden", "ann/shown"], [None, None])
+    assert (hidden.private, shown.private) == (True, False)
 
 
 def test_the_files_of_a_space():

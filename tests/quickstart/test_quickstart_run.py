@@ -5,8 +5,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from dataclasses import replace
@@ -55,22 +53,19 @@ QUESTIONS = [
 ]
 
 
-def test_a_killed_quickstart_is_resumed_to_its_end(archives, tmp_path):
+def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, tmp_path):
     output = tmp_path / "quickstart"
     source = textwrap.dedent(START).format(tests=[str(HELPERS), str(Path(__file__).parent)], output=str(output))
-    log = tmp_path / "log"
-    with log.open("w") as written:
-        process = subprocess.Popen([sys.executable, "-c", source], stdout=written, stderr=written)
+    process = prepared.start(["-c", source])
     while process.poll() is None and not list((output / "stage2-trainer").glob("checkpoint-*/trainer_state.json")):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    done = process.wait()
     assert not (output / "stage2").exists() and not (output / "results.json").exists()
     finished = [path for folder in ("untrained", "stage1") for path in (output / folder).iterdir()]
     before = {path: path.stat().st_mtime_ns for path in finished}
     assert (output / "evaluation" / "before.json").exists()
-    printed = log.read_text()
-    assert "stage 2, about" in printed and "Resuming" not in printed
+    assert "stage 2, about" in done.stdout and "Resuming" not in done.stdout + done.stderr
 
     console = Console(record=True, width=120)
     results = run_quickstart(output, SHORT, console=console)

@@ -5,8 +5,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -115,11 +113,11 @@ RUN = """
 """
 
 
-def test_a_killed_stage_is_resumed_and_ends_with_the_same_weights(untrained, data, tmp_path):
+def test_a_killed_stage_is_resumed_and_ends_with_the_same_weights(prepared, untrained, data, tmp_path):
     options = {**SHORT, "max_steps": 12, "disable_tqdm": True}
     killed, run, recipe = tmp_path / "killed", tmp_path / "killed-trainer", "quickstart-tune"
     source = RUN.format(recipe=recipe, options=options, untrained=str(untrained), data=str(data), output=str(killed))
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(source)])
+    process = prepared.start(["-c", textwrap.dedent(source)])
     while process.poll() is None and not list(run.glob("checkpoint-*/trainer_state.json")):
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)

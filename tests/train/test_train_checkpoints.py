@@ -232,19 +232,21 @@ CHILD = """
 """
 
 
-def start(what, untrained, *arguments):
+@pytest.fixture
+def child(untrained):
+    """The words with which Python does one thing or another with the checkpoints."""
     source = textwrap.dedent(CHILD).format(tests=[str(HELPERS), str(Path(__file__).parent)])
-    command = [sys.executable, "-c", source, what, str(untrained), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return lambda what, *arguments: ["-c", source, what, str(untrained), *map(str, arguments)]
 
 
-def test_a_full_disk_is_an_error_with_a_remedy_and_leaves_the_last_checkpoint(untrained, tmp_path):
+def test_a_full_disk_is_an_error_with_a_remedy_and_leaves_the_last_checkpoint(child, untrained, tmp_path):
     weights = (untrained / "large" / "model.safetensors").stat().st_size
     # The first file that cannot be written is text, the weights, or the optimizer's, which is twice as large.
     limits = {300: "OSError", weights // 2: "SafetensorError", weights * 3 // 2: "RuntimeError"}
-    out, err = start("full disk", untrained, tmp_path, *limits).communicate()
-    reports = [json.loads(line) for line in out.splitlines() if line.startswith('["limit"')]
-    assert [(number, cause) for _, number, _, _, cause in reports] == list(limits.items()), err
+    command = [sys.executable, *child("full disk", tmp_path, *limits)]
+    done = subprocess.run(command, capture_output=True, text=True)  # to pipes, which have no limit
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["limit"')]
+    assert [(number, cause) for _, number, _, _, cause in reports] == list(limits.items()), done.stderr
     for _, number, kind, said, _ in reports:
         output = tmp_path / str(number)
         assert kind == "OSError"
@@ -267,22 +269,21 @@ def loads(folder: Path) -> bool:
         return False
 
 
-def test_death_in_the_middle_of_a_file_leaves_a_checkpoint_that_is_skipped(untrained, tmp_path):
+def test_death_in_the_middle_of_a_file_leaves_a_checkpoint_that_is_skipped(prepared, child, untrained, tmp_path):
     limit = int(1.5 * (untrained / "large" / "model.safetensors").stat().st_size)  # the optimizer's is twice as large
-    process = start("die", untrained, tmp_path, limit)
-    _, err = process.communicate()
-    assert process.returncode == -signal.SIGXFSZ, err
+    done = prepared.run(child("die", tmp_path, limit))
+    assert done.returncode == -signal.SIGXFSZ, done.stderr
     output = tmp_path / str(limit)
     assert (output / "checkpoint-4" / "optimizer.pt").exists() and not loads(output / "checkpoint-4")
     assert resolve_resume("last", output, 1) == output / "checkpoint-2" and loads(output / "checkpoint-2")
 
 
-def test_after_a_kill_while_saving_complete_checkpoints_are_those_that_load(untrained, tmp_path):
-    process = start("run", untrained, tmp_path)
+def test_after_a_kill_while_saving_complete_checkpoints_are_those_that_load(prepared, child, tmp_path):
+    process = prepared.start(child("run", tmp_path))
     while process.poll() is None and not (tmp_path / "checkpoint-6" / "model.safetensors").exists():
         time.sleep(0.0005)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.wait()
     folders = {int(path.name.rpartition("-")[2]): path for path in tmp_path.glob("checkpoint-*")}
     verdicts = {step: not missing_from(path, 1) for step, path in folders.items()}
     assert verdicts == {step: loads(path) for step, path in folders.items()}

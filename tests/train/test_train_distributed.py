@@ -15,6 +15,7 @@ import training
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from paths import HELPERS
+from prepared import Prepared
 from safetensors.torch import load_file
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -39,6 +40,7 @@ KINDS = {
 # Images, four rows a step. Process 0 has the even rows of a step, process 1 the odd ones.
 IMAGES = [1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1]
 MINUTES = 3  # a run that hangs fails
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "COLUMNS": "500"}  # messages on one line
 
 OPTIONS = {
     "bf16": "false",
@@ -80,8 +82,8 @@ RESUMED |= {f"{name} resumed": f"{name}/checkpoint-5" for name in ("grouped epoc
 class Room:
     """A folder with checkpoints, data, and what runs in it left."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, prepared: Prepared):
+        self.folder, self.prepared = folder, prepared
         self.aligned = training.checkpoint(folder / "aligned")
         self.bare = training.checkpoint(folder / "bare", arm="none", tied=False)
         self.data = {
@@ -153,10 +155,23 @@ class Room:
             (folder / "runs.json").write_text(json.dumps(words))
             worker = [HELPERS / "train_worker.py", mode, folder / "runs.json", folder / "seen"]
             with only_run(folder / "busy"):
-                done = start(*worker, config=None if mode == "one" else mode)
-            assert done.returncode == 0, done.stderr[-6000:]
-            (folder / "stdout").write_text(done.stdout)
+                done = self.start(worker, mode)
+            assert not any(each.returncode for each in done), done[0].stderr[-6000:] + done[-1].stderr[-6000:]
+            (folder / "stdout").write_text("".join(each.stdout for each in done))
         return self.done[place]
+
+    def start(self, worker: list, mode: str) -> list[subprocess.CompletedProcess]:
+        """One process, or two with what accelerate sets for a configuration."""
+        if mode == "one":
+            return [self.prepared.run(worker, **ENVIRONMENT)]
+        prepare = prepare_deepspeed_cmd_env if mode.startswith("zero") else prepare_multi_gpu_env
+        found = prepare(launch_arguments(mode))
+        accelerates = {
+            name: value
+            for name, value in (found[1] if isinstance(found, tuple) else found).items()
+            if os.environ.get(name) != value
+        }
+        return self.prepared.run_ranks(worker, MINUTES, **{**accelerates, **ENVIRONMENT})
 
 
 def launch_arguments(config: str):
@@ -164,27 +179,6 @@ def launch_arguments(config: str):
     arguments = _validate_launch_command(launch_command_parser().parse_args([*words, "script.py"]))[0]
     arguments.deepspeed_fields_from_accelerate_config = "zero_stage"
     return arguments
-
-
-def start(*words, config: str | None = None) -> subprocess.CompletedProcess:
-    """Runs Python; with a configuration in two processes of torchrun, with what accelerate sets for that one."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    environment["COLUMNS"] = "500"  # messages on one line
-    if config:
-        prepare = prepare_deepspeed_cmd_env if config.startswith("zero") else prepare_multi_gpu_env
-        prepared = prepare(launch_arguments(config))
-        environment = {**(prepared[1] if isinstance(prepared, tuple) else prepared), **environment}
-        words = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *words)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, *map(str, words)]
-    with subprocess.Popen(command, env=environment, **pipes) as process:
-        try:
-            out, err = process.communicate(timeout=60 * MINUTES)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the launcher ends its processes
-            out, err = process.communicate()
-            raise AssertionError(f"It hangs.\n{out[-2000:]}\n{err[-4000:]}") from None
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def seen(folder: Path, name: str, rank: int) -> dict:
@@ -210,8 +204,8 @@ FIGURES |= {f"{kind}/{part}" for kind in ("grad_norm", "update_ratio") for part 
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory) -> Room:
-    return Room(tmp_path_factory.mktemp("room"))
+def room(tmp_path_factory, prepared) -> Room:
+    return Room(tmp_path_factory.mktemp("room"), prepared)
 
 
 @pytest.fixture(scope="module")
@@ -387,7 +381,8 @@ def test_the_command_starts_as_many_processes_as_the_file_says_and_a_bad_row_on_
     own = tmp_path / "own.yaml"
     own.write_text(Path(str(CONFIGS / "ddp.yaml")).read_text() + "num_processes: 2\n")
     words = room.words(tmp_path / "out", dataset_name=room.data["bad"])
-    done = start("-m", "normalign_llava", "train", tmp_path / "recipe.yaml", "--accelerate_config", own, *words)
+    command = ["-m", "normalign_llava", "train", tmp_path / "recipe.yaml", "--accelerate_config", own, *words]
+    done = room.prepared.run(command, **ENVIRONMENT)
     assert done.returncode != 0 and "2 process(es)" in done.stdout
     assert "data.json, row 3" in done.stderr and "--bad_rows skip" in done.stderr
     assert not (tmp_path / "out" / "model.safetensors").exists()

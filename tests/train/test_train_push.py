@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import train_data
@@ -60,45 +61,35 @@ def parts(tmp_path_factory):
 
 
 @pytest.fixture
-def hub():
-    with HubServer() as server:
-        yield server
+def run(prepared, tmp_path, parts):
+    """A run that pushes."""
 
+    def run(token, **options):
+        given = {
+            "stage": "tune",
+            "model_name_or_path": parts / "model",
+            "dataset_name": parts / "data" / "data.json",
+            "output_dir": tmp_path / "out",
+            "global_batch_size": 2,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-2,
+            "vision_learning_rate": 1e-2,
+            "max_steps": 2,
+            "bf16": False,
+            "use_cpu": True,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "push_to_hub": True,
+            "hub_model_id": REPO,
+            "hub_token": token,
+            "hub_always_push": True,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            **options,
+        }
+        return prepared.run(["-c", RUN, *(word for name, value in given.items() for word in (f"--{name}", value))])
 
-def run(hub, tmp_path, parts, token, **options):
-    """A run that pushes, in a process whose only way to the token is `hub_token`."""
-    given = {
-        "stage": "tune",
-        "model_name_or_path": parts / "model",
-        "dataset_name": parts / "data" / "data.json",
-        "output_dir": tmp_path / "out",
-        "global_batch_size": 2,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "vision_learning_rate": 1e-2,
-        "max_steps": 2,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "push_to_hub": True,
-        "hub_model_id": REPO,
-        "hub_token": token,
-        "hub_always_push": True,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        **options,
-    }
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    environment = {**hub.environment(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-c", RUN, *words], env=environment, capture_output=True, text=True)
-
-
-def pushing(hub, home, folder, token, code=PUSH):
-    """A process that pushes a folder as the end of a run does."""
-    environment = {**hub.environment(home), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", code, str(folder), REPO, token]
-    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return run
 
 
 def edit(repository, old, new):
@@ -127,15 +118,16 @@ def check_published(hub, token):
     assert not [blob for blob in repository.blobs.values() if token.encode() in blob.read()]
 
 
-def test_every_commit_of_a_run_is_a_whole_repository_that_a_stranger_loads(hub, tmp_path, parts):
+def test_every_commit_of_a_run_is_a_whole_repository_that_a_stranger_loads(hub, run, prepared, tmp_path, parts):
     token = hub.token("ann")
     card = render_card(parts / "model").text.replace(HEAD + END, f"{HEAD}Ask Ann.\n{END}")
     stale = {"model-00001-of-00002.safetensors": b"x" * 9, "model.safetensors.index.json": b"{}"}
     hub.create(REPO, files={"README.md": card.encode(), "notes.txt": b"by a person", **stale})
-    done = run(hub, tmp_path, parts, f"{token}\n", save_total_limit=1)  # as a block of YAML gives it
+    done = run(f"{token}\n", save_total_limit=1)  # as a block of YAML gives it
     assert done.returncode == 0, done.stderr
     assert token not in done.stdout + done.stderr
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+    written = [*tmp_path.rglob("*"), *Path(prepared.environment["HF_HOME"]).rglob("*")]
+    assert not [path for path in written if path.is_file() and token.encode() in path.read_bytes()]
     assert f"{hub.url}/{REPO}" in "".join(done.stdout.split())
 
     _, *of_run = commits(hub)
@@ -158,17 +150,17 @@ def test_every_commit_of_a_run_is_a_whole_repository_that_a_stranger_loads(hub, 
     assert 0 < seconds[0] < seconds[1]
 
 
-def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, tmp_path, parts):
+def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, run, tmp_path):
     token = hub.token("ann")
     hub.fault(403, f"POST /api/models/{REPO}/commit", times=1)
-    done = run(hub, tmp_path, parts, token, save_steps=2, hub_private_repo=True)
+    done = run(token, save_steps=2, hub_private_repo=True)
     assert done.returncode == 0, done.stderr
     assert f"checkpoint-2 was not pushed to {REPO}: " in done.stderr and "Training continues." in done.stderr
     assert [title for title, _ in commits(hub)] == ["End of training"] and hub.repository(REPO).private
     check_published(hub, token)
 
     hub.fault(403, f"POST /api/models/{REPO}/commit", times=1)
-    again = run(hub, tmp_path, parts, token, output_dir=tmp_path / "again", hub_strategy="end")
+    again = run(token, output_dir=tmp_path / "again", hub_strategy="end")
     *_, refused, remedy = again.stderr.splitlines()
     assert again.returncode != 0 and "(403)" in refused
     assert f"`normalign publish {tmp_path / 'again'} --repo-id {REPO}`" in remedy
@@ -178,19 +170,19 @@ def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, tmp_path, parts):
     assert (tmp_path / "again" / "model.safetensors").exists()
 
 
-def test_a_repository_of_someone_else_is_refused_before_training(hub, tmp_path, parts):
+def test_a_repository_of_someone_else_is_refused_before_training(hub, run, tmp_path):
     hub.create(REPO)
-    done = run(hub, tmp_path, parts, token := hub.token("bob"))
+    done = run(token := hub.token("bob"))
     assert done.returncode == 1 and f"{REPO} belongs to ann, and the token to bob" in done.stderr
     assert token not in done.stdout + done.stderr
     assert not list((tmp_path / "out").glob("checkpoint-*")) and not commits(hub)
 
 
-def test_the_last_checkpoint_is_pushed_to_resume_from_where_it_is_asked_for(hub, tmp_path, parts):
+def test_the_last_checkpoint_is_pushed_to_resume_from_where_it_is_asked_for(hub, run, tmp_path):
     token = hub.token("ann")
     hub.create(REPO, files={f"last-checkpoint/rng_state_{rank}.pth": b"of a run on two processes" for rank in (0, 1)})
     options = {"hub_strategy": "checkpoint", "hub_revision": "trial", "save_strategy": "steps", "save_steps": 2}
-    done = run(hub, tmp_path, parts, token, **options)
+    done = run(token, **options)
     assert done.returncode == 0, done.stderr
     repository = hub.repository(REPO)
     inside = {path for path in repository.head("trial").files if path.startswith("last-checkpoint/")}
@@ -204,7 +196,7 @@ def test_the_last_checkpoint_is_pushed_to_resume_from_where_it_is_asked_for(hub,
     assert not [blob for blob in repository.blobs.values() if token.encode() in blob.read()]
 
     options = {"resume_from_checkpoint": folder, "output_dir": tmp_path / "resumed", "hub_strategy": "end"}
-    resumed = run(hub, tmp_path, parts, token, **{**options, "max_steps": 3})
+    resumed = run(token, **{**options, "max_steps": 3})
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads((tmp_path / "resumed" / "trainer_state.json").read_text())["global_step"] == 3
 
@@ -220,24 +212,27 @@ def test_a_checkpoint_of_many_files_is_one_commit(tmp_path, parts):
         (folder / "training_args.bin").write_text(token)
         repository = hub.create(REPO, files={"last-checkpoint/stale.pth": b"old"})
         before = len(repository.commits())
-        _, errors = pushing(hub, tmp_path / "home", folder, token, PUSH_CHECKPOINT).communicate()
-        assert [commit.title for commit in repository.commits()][:-before] == ["Step 2, checkpoint", "Step 2"], errors
+        # In a process of its own, since huggingface_hub decides for Xet when it is imported.
+        words, environment = [sys.executable, "-c", PUSH_CHECKPOINT, folder, REPO, token], hub.environment(tmp_path)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        titles = [commit.title for commit in repository.commits()]
+        assert titles[:-before] == ["Step 2, checkpoint", "Step 2"], done.stderr
         existing = {path for path in repository.head().files if path.startswith("last-checkpoint/")}
     here = {f"last-checkpoint/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*") if path.is_file()}
     assert existing == here - {"last-checkpoint/training_args.bin"}
 
 
-def test_a_run_resumed_at_its_end_is_pushed(hub, tmp_path, parts):
+def test_a_run_resumed_at_its_end_is_pushed(hub, run):
     token = hub.token("ann")
-    trained = run(hub, tmp_path, parts, token, push_to_hub=False, save_steps=2)
+    trained = run(token, push_to_hub=False, save_steps=2)
     assert trained.returncode == 0, trained.stderr
-    done = run(hub, tmp_path, parts, token, resume_from_checkpoint="last", save_steps=2)
+    done = run(token, resume_from_checkpoint="last", save_steps=2)
     assert done.returncode == 0, done.stderr
     assert commits(hub) == [("End of training", MODEL)]
     check_published(hub, token)
 
 
-def test_an_adapter_names_a_base_that_is_on_the_hub_by_its_commit(hub, tmp_path, parts):
+def test_an_adapter_names_a_base_that_is_on_the_hub_by_its_commit(hub, run, tmp_path, parts):
     token = hub.token("ann")
     base = hub.serve("bea/base", parts / "model")
     red = {"bytes": train_data.image_bytes("red"), "path": "red.png"}
@@ -246,7 +241,7 @@ def test_an_adapter_names_a_base_that_is_on_the_hub_by_its_commit(hub, tmp_path,
     (tmp_path / "data" / "README.md").write_text("---\nlicense: cc-by-4.0\nlanguage: en\n---\n")
     data = hub.serve("cyd/data", tmp_path / "data", kind="dataset")
     options = {"model_name_or_path": "bea/base", "dataset_name": "cyd/data", "use_peft": True, "save_steps": 2}
-    done = run(hub, tmp_path, parts, token, **options)
+    done = run(token, **options)
     assert done.returncode == 0, done.stderr
     assert all(paths == ADAPTER for _, paths in commits(hub)) and len(commits(hub)) == 2
     repository = hub.repository(REPO)
@@ -265,9 +260,9 @@ def test_an_adapter_names_a_base_that_is_on_the_hub_by_its_commit(hub, tmp_path,
     assert answer.placeholders == answer.features
 
 
-def test_an_adapter_of_a_local_folder_is_pushed_with_a_warning_and_without_its_path(hub, tmp_path, parts):
+def test_an_adapter_of_a_local_folder_is_pushed_with_a_warning_without_its_path(hub, run, prepared, tmp_path, parts):
     token = hub.token("ann")
-    done = run(hub, tmp_path, parts, token, use_peft=True, save_steps=2, hub_strategy="checkpoint")
+    done = run(token, use_peft=True, save_steps=2, hub_strategy="checkpoint")
     assert done.returncode == 0, done.stderr
     assert "nobody else can load the adapter" in done.stderr and "`normalign publish`" in done.stderr
     repository = hub.repository(REPO)
@@ -281,39 +276,37 @@ def test_an_adapter_of_a_local_folder_is_pushed_with_a_warning_and_without_its_p
 
     for name in (None, ""):
         (tmp_path / "out" / "adapter_config.json").write_text(json.dumps({**kept, "base_model_name_or_path": name}))
-        pushed = pushing(hub, tmp_path / "home", tmp_path / "out", token)
-        errors = pushed.communicate()[1]
-        assert pushed.returncode == 0 and "nobody else can load the adapter" in errors, errors
+        pushed = prepared.run(["-c", PUSH, tmp_path / "out", REPO, token])
+        assert pushed.returncode == 0 and "nobody else can load the adapter" in pushed.stderr, pushed.stderr
 
 
-def test_a_card_that_somebody_wrote_is_found_before_training(hub, tmp_path, parts):
+def test_a_card_that_somebody_wrote_is_found_before_training(hub, run, tmp_path):
     token, own = hub.token("ann"), b"---\nlicense: mit\n---\n# Ann's own page\n"
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "README.md").write_bytes(own)
-    done = run(hub, tmp_path, parts, token)
+    done = run(token)
     assert done.returncode == 1 and f"README.md of {tmp_path / 'out'} was not written by" in done.stderr
     assert "Move it away" in done.stderr and (tmp_path / "out" / "README.md").read_bytes() == own
     assert not list((tmp_path / "out").glob("checkpoint-*")) and not commits(hub)
 
 
-def test_what_was_written_by_hand_outlasts_pushes(hub, tmp_path, parts):
+def test_what_was_written_by_hand_outlasts_pushes(hub, prepared, tmp_path, parts):
     token, folder = hub.token("ann"), shutil.copytree(parts / "model", tmp_path / "model")
     card = render_card(folder).text.replace(HEAD + END, f"{HEAD}From the web.\n{END}")
     repository = hub.create(REPO, files={"README.md": card.encode()})
     (folder / "README.md").write_text(card.replace("the web", "the folder"))
     hub.fault("error", rf"(HEAD|GET) /{REPO}/resolve/.*README.md")
-    process = pushing(hub, tmp_path / "home", folder, token)
-    errors = process.communicate()[1]
-    assert process.returncode == 0 and token not in errors and hub.faults.pop().times == 0
-    assert "'notes' written by hand on the Hub stays" in errors
+    done = prepared.run(["-c", PUSH, folder, REPO, token])
+    assert done.returncode == 0 and token not in done.stderr and hub.faults.pop().times == 0
+    assert "'notes' written by hand on the Hub stays" in done.stderr
     assert by_hand(repository.read("README.md").decode())["notes"] == "From the web.\n"
 
     (folder / "generation_config.json").write_text("{}")  # something to push
     pause = hub.pause("POST /api/validate-yaml")
-    process = pushing(hub, tmp_path / "home", folder, token)
+    process = prepared.start(["-c", PUSH, folder, REPO, token])
     assert pause.reached.wait(60)
     edit(repository, "the web", "the web, meanwhile")
     pause.release()
-    errors = process.communicate()[1]
-    assert process.returncode == 1 and "Another publisher was faster" in errors
+    done = process.wait()
+    assert done.returncode == 1 and "Another publisher was faster" in done.stderr
     assert by_hand(repository.read("README.md").decode())["notes"] == "From the web, meanwhile.\n"

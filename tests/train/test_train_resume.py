@@ -5,8 +5,7 @@ import platform
 import re
 import shutil
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,7 +74,7 @@ def result(output: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
 
 
 def killed(when: str, file: Path, output: Path) -> list:
-    return [sys.executable, "-W", "ignore", HELPERS / "train_killed.py", when, file, "--output_dir", output]
+    return [HELPERS / "train_killed.py", when, file, "--output_dir", output]
 
 
 def assert_same(whole: Path, resumed: Path) -> None:
@@ -92,10 +91,10 @@ def assert_same(whole: Path, resumed: Path) -> None:
 
 
 @pytest.mark.parametrize(("when", "expected"), [("step:5", 4), ("save:4", 2)])
-def test_killed_and_resumed_is_as_if_never_stopped(tmp_path, parts, capfd, when, expected):
+def test_killed_and_resumed_is_as_if_never_stopped(prepared, tmp_path, parts, capfd, when, expected):
     file, whole, stopped = recipe(tmp_path / "run", parts), tmp_path / "whole", tmp_path / "stopped"
     main([str(file), "--output_dir", str(whole)])
-    done = subprocess.run(killed(when, file, stopped), capture_output=True, text=True, timeout=120)
+    done = prepared.run(killed(when, file, stopped))
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     assert not list(stopped.glob("*model.safetensors"))
 
@@ -142,25 +141,24 @@ def test_resumed_from_what_a_kill_leaves_is_as_if_never_stopped(tmp_path, parts,
     assert_same(whole, stopped)
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path, parts):
+def test_two_runs_do_not_share_a_folder(prepared, tmp_path, parts):
     file, out = recipe(tmp_path / "run", parts, max_steps=4), tmp_path / "out"
-    with subprocess.Popen(
-        killed("wait:3", file, out), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as first:
-        while "waiting" not in (line := first.stdout.readline()):
-            assert line, "it has ended"
-        before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-        whose = re.escape(f"training in {out}: process {first.pid} on {platform.node()}, since 20")
-        for more in ([], ["--resume_from_checkpoint"]):
-            with pytest.raises(ValueError, match=f"^Another run is {whose}.*choose another --output_dir.$"):
-                main([str(file), "--output_dir", str(out), *more])
-        assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-        for damaged in ("", "[1]", "{}"):
-            (out / ".train.json").write_text(damaged)
-            with pytest.raises(ValueError, match=f"^Another run is training in {out}.* is not known. Wait"):
-                main([str(file), "--output_dir", str(out)])
-        first.communicate("go on\n")
-    assert first.returncode == 0
+    first = prepared.start(killed("wait:3", file, out))
+    while not (tmp_path / "out-waiting").exists():
+        assert first.poll() is None, "it has ended"
+        time.sleep(0.01)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    whose = re.escape(f"training in {out}: process {first.pid} on {platform.node()}, since 20")
+    for more in ([], ["--resume_from_checkpoint"]):
+        with pytest.raises(ValueError, match=f"^Another run is {whose}.*choose another --output_dir.$"):
+            main([str(file), "--output_dir", str(out), *more])
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    for damaged in ("", "[1]", "{}"):
+        (out / ".train.json").write_text(damaged)
+        with pytest.raises(ValueError, match=f"^Another run is training in {out}.* is not known. Wait"):
+            main([str(file), "--output_dir", str(out)])
+    (tmp_path / "out-go-on").touch()
+    assert first.wait().returncode == 0
     assert (out / "model.safetensors").exists() and not list(out.glob(".*"))
 
 

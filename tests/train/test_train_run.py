@@ -1,7 +1,5 @@
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -53,10 +51,9 @@ def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path,
     assert str(tmp_path) not in json.dumps(record) and str(parts) not in json.dumps(record)
 
 
-def test_the_module_is_the_same_command_and_errors_have_no_traceback(tmp_path, parts):
+def test_the_module_is_the_same_command_and_errors_have_no_traceback(prepared, tmp_path, parts):
     file = training.recipe(tmp_path, parts, output_dir=str(tmp_path / "module"))
-    module = [sys.executable, "-W", "ignore", "-m", "normalign_llava.train", file]
-    done = subprocess.run(module, capture_output=True, text=True)
+    done = prepared.run(["-m", "normalign_llava.train", file])
     assert done.returncode == 0, done.stderr
     main([file, "--output_dir", str(tmp_path / "here")])
     states = [
