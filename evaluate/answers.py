@@ -2,18 +2,20 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What a generated answer says: the option that it chooses, or yes or no.
 
-No language model judges the answers. Both functions follow VLMEvalKit without its judge (`can_infer` and
-`YOrN_Extraction`, version 0.2). lmms-eval 0.7 has a rule for each benchmark; most of them accept fewer forms.
+No language model judges the answers. `chosen_option` and `yes_or_no` follow VLMEvalKit without its judge (`can_infer`
+and `YOrN_Extraction`, version 0.2). lmms-eval 0.7 has a rule for each benchmark; most of them accept fewer forms.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 
 _REFUSAL = re.compile(
     r"\W*(?:I['’]m |I am )?(?:sorry|unable to|I (?:cannot|can['’]t|can not)|cannot determine)\b", re.I
 )
+
+_NUMBERS = {word: str(number) for number, word in enumerate("one two three four five six seven eight nine".split(), 1)}
 
 
 def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
@@ -72,6 +74,23 @@ def yes_or_no(answer: str) -> str | None:
     """
     said = {"yes", "no"} & set(re.findall(r"\w+", answer.lower()))
     return said.pop() if len(said) == 1 else None
+
+
+def named(answer: str, choices: Collection[str]) -> str | None:
+    """Which of some words the answer names, in upper or lower case; None for none of them and for several.
+
+    What follows the last comma counts, as in "red circle, not blue, no"; if it does not name just one, the whole answer
+    does. Numbers in words are numbers: "three dogs" names "3".
+
+    Args:
+        answer: What the model wrote.
+        choices: Words in lower case.
+    """
+    for part in (answer.rpartition(",")[2], answer):
+        said = {_NUMBERS.get(word, word) for word in re.findall(r"\w+", part.lower())} & set(choices)
+        if len(said) == 1:
+            return said.pop()
+    return None
 
 
 @lru_cache

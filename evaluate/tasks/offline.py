@@ -1,0 +1,140 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The offline suite: questions about easy-VQA's images, emoji and scenes of emoji, from pinned archives.
+
+A document is a question. The first of each wording is asked a second time with a white image, and holds the true
+answers of all questions so worded: `blank` is the score of the answers to the white image over all questions.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+from PIL import Image
+
+from normalign_llava.data import scenes
+from normalign_llava.data.easy_vqa import png
+from normalign_llava.evaluate.answers import named, yes_or_no
+from normalign_llava.evaluate.tasks import pope
+
+
+BLANK = Image.new("RGB", (64, 64), "white")
+SEED = 0
+
+FEATURES = Features(
+    {
+        "image": ImageFeature(),
+        "question": Value("string"),
+        "answer": Value("string"),
+        "category": Value("string"),
+        "choices": List(Value("string")),
+        "blank": List({"category": Value("string"), "answer": Value("string")}),
+    }
+)
+
+
+class OfflineTask(ConfigurableTask):
+    """A task whose data need no data set of a hub, and whose documents may be asked again with a white image."""
+
+    def __init__(self, config: dict) -> None:
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+
+    def download(self, dataset_kwargs: dict | None = None, **_: object) -> None:
+        """Makes the data by the task's `custom_dataset`."""
+        self.dataset = self.config.custom_dataset()
+
+    def construct_requests(self, doc: dict, ctx: str, **options: object) -> list[Instance]:
+        """The question with its image, and with a white one if the document says so."""
+        request = super().construct_requests(doc, ctx, **options)
+        if not doc["blank"]:
+            return [request]
+        arguments = (*request.arguments[:2], {"visual": [BLANK]})
+        return [request, replace(request, idx=1, arguments=arguments, resps=[], filtered_resps={})]
+
+
+def presence() -> dict[str, Dataset]:
+    """Objects in 25 scenes as POPE asks for them: 100 questions in each of three settings."""
+    return _of_scenes(scenes.presence(25, "test", SEED), ("yes", "no"))
+
+
+def counting() -> dict[str, Dataset]:
+    """How many of 25 objects there are: 100 questions."""
+    return _of_scenes(scenes.counting(25, "test", SEED), list(map(str, scenes.COUNTS)))
+
+
+def sides() -> dict[str, Dataset]:
+    """On which side of another an object is, for 50 pairs: 100 questions."""
+    return _of_scenes(scenes.sides(50, "test", SEED), scenes.SIDES)
+
+
+def text(document: dict) -> str:
+    """The prompt for a document."""
+    return f"<image>{document['question']}"
+
+
+def results(document: dict, answers: list[str]) -> dict:
+    """The scores of the answers, with the image and with a white one, by metric, as the harness aggregates them."""
+    said = [named(answer, document["choices"]) for answer in answers]
+    right = float(said[0] == document["answer"])
+    return _in_category("acc", document["category"], right) | _references(document, *said[1:])
+
+
+def presence_results(document: dict, answers: list[str]) -> dict:
+    """POPE's scores of the answer with the image, and the score of the one with a white image."""
+    return pope.results(document, answers) | _references(document, *map(yes_or_no, answers[1:]))
+
+
+def blank(counts: list[list[int]]) -> float:
+    """Accuracy with a white image.
+
+    Args:
+        counts: Of each wording, to how many of its questions the answer is right, and how many there are.
+    """
+    return sum(right for right, _ in counts) / sum(asked for _, asked in counts)
+
+
+def commonest(answers: list[str]) -> float:
+    """Share of the commonest of the true answers, which is the accuracy of always giving it."""
+    return max(Counter(answers).values()) / len(answers)
+
+
+def _references(document: dict, said_of_blank: str | None = None) -> dict:
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for asked in document["blank"]:
+        for metric in _in_category("blank", asked["category"], None):
+            counts[metric][0] += said_of_blank == asked["answer"]
+            counts[metric][1] += 1
+    return _in_category("commonest", document["category"], document["answer"]) | dict(counts)
+
+
+def _in_category(metric: str, category: str, value: object) -> dict:
+    return {metric: value} | ({f"{metric}_{category}": value} if category else {})
+
+
+def _of_scenes(questions: Iterable[scenes.SceneQuestion], choices: Collection[str]) -> dict[str, Dataset]:
+    questions = list(questions)
+    images = {scene: png(scenes.draw(scene, "test")) for scene in {question.scene for question in questions}}
+    rows = [
+        {
+            "image": {"bytes": images[question.scene], "path": None},
+            "question": question.text,
+            "answer": question.answer,
+            "category": question.kind if question.kind in scenes.SETTINGS else "",
+            "choices": choices,
+        }
+        for question in questions
+    ]
+    return _as_test(rows)
+
+
+def _as_test(rows: list[dict]) -> dict[str, Dataset]:
+    """The rows as split `test`, each first one of its wording with the true answers of all."""
+    worded = defaultdict(list)
+    for row in rows:
+        worded[row["question"]].append({"category": row["category"], "answer": row["answer"]})
+    rows = [row | {"blank": worded.pop(row["question"], [])} for row in rows]
+    return {"test": Dataset.from_list(rows, features=FEATURES)}
