@@ -2,8 +2,8 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Scenes of several emoji on a white canvas, and questions about them: what is there, how many, and on which side.
 
-Scenes are divided by a checksum of what is where, so that no scene of one split is in the other, whatever the seed; and
-each split has its own vendor's drawings.
+Scenes are divided by a checksum of what is where, so that no scene of one split is in the other, whatever the seed.
+Each split has its own vendor's drawings.
 """
 
 import json
@@ -11,7 +11,7 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -92,7 +92,7 @@ def presence(scenes: int, split: str, seed: int, settings: Sequence[str] = SETTI
 
 
 def counting(objects: int, split: str, seed: int) -> list[SceneQuestion]:
-    """How many of an object there are, from 1 to 4: each question with each answer, so that it tells nothing itself."""
+    """How many of an object there are, 1 to 4: each question with each answer, so that it tells nothing by itself."""
     rng = random.Random(seed)
     questions = []
     for name in _cycled(objects, rng):
@@ -111,7 +111,7 @@ def sides(pairs: int, split: str, seed: int) -> list[SceneQuestion]:
         other, third = rng.sample([each for each in OBJECTS if each != one], 2)
         text = f"Is the {one} to the left or the right of the {other}?"
         for side in SIDES:
-            scene = _scene([one, other, third], split, lambda side=side: _columns(side, rng))
+            scene = _scene([one, other, third], split, partial(_columns, side, rng))
             questions.append(SceneQuestion("side", text, side, scene))
     return questions
 
@@ -208,7 +208,7 @@ def _entries(file: Path) -> dict[str, dict]:
     return {entry["short_name"]: entry for entry in json.loads(file.read_text(encoding="utf-8"))}
 
 
-@lru_cache(maxsize=None)
+@lru_cache(maxsize=len(OBJECTS) * 2)
 def _drawing(name: str, split: str, cache: Path | None) -> Image.Image:
     drawing = load_image(drawing_file(name, split, cache))
     return drawing.resize((DRAWING, DRAWING), Image.Resampling.LANCZOS)

@@ -15,7 +15,7 @@ _REFUSAL = re.compile(
     r"\W*(?:I['’]m |I am )?(?:sorry|unable to|I (?:cannot|can['’]t|can not)|cannot determine)\b", re.I
 )
 
-_NUMBERS = {word: str(number) for number, word in enumerate("one two three four five six seven eight nine".split(), 1)}
+_NUMBERS = {"one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6"}
 
 
 def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
@@ -79,8 +79,8 @@ def yes_or_no(answer: str) -> str | None:
 def named(answer: str, choices: Collection[str]) -> str | None:
     """Which of some words the answer names, in upper or lower case; None for none of them and for several.
 
-    What follows the last comma counts, as in "red circle, not blue, no"; if it does not name just one, the whole answer
-    does. Numbers in words are numbers: "three dogs" names "3".
+    What follows the last comma counts, as in "red circle, not blue, no"; if that does not name just one, the whole
+    answer does. "three dogs" names "3".
 
     Args:
         answer: What the model wrote.

@@ -26,8 +26,14 @@ from .results import FOLDER, Evaluation, Metric
 
 VISION = ("mmbench_en_dev", "mmstar", "pope", "seedbench_2_plus", "ocrbench", "scienceqa", "ai2d")
 TEXT = ("mmlu", "hellaswag")
-SUITES: dict[str, tuple[str, ...]] = {"paper": (*VISION, *TEXT), "vision": VISION, "text": TEXT}
+OFFLINE = tuple(
+    f"offline_{name}" for name in ("easy_vqa", "emoji", "presence", "counting", "sides", "perplexity", "definitions")
+)
+SUITES: dict[str, tuple[str, ...]] = {"paper": (*VISION, *TEXT), "vision": VISION, "text": TEXT, "offline": OFFLINE}
 """Tasks of each suite; `"paper"` has the paper's nine (table 4)."""
+
+REFERENCES = {"blank": "blank image", "commonest": "commonest answer"}
+"""Metrics of a task that its accuracy is to be compared with, by what they are called beside it."""
 
 PACKAGES = ("lm_eval", "torch", "transformers", "normalign_llava")
 SEED = 1234
@@ -123,14 +129,17 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
             metric, _, rule = key.partition(",")
             if not rule or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
+            if metric.partition("_")[0] in REFERENCES:
+                continue
             error = scores.get(f"{metric}_stderr,{rule}")
             metrics.append(
                 Metric(
                     metric if rule == "none" else f"{metric}, {rule}",
                     float(value),
                     error if isinstance(error, int | float) else None,
+                    references=_references(scores, metric, rule),
                     subset=None if name == task else scores.get("alias", name).strip(" -"),
-                    samples=found["n-samples"][name]["effective"] if name in found["n-samples"] else None,
+                    samples=_count(found["samples"][name], metric, rule) if name in found["samples"] else None,
                 )
             )
     counts = found["n-samples"].values()
@@ -147,6 +156,17 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
         weights=weights,
         settings=settings,
     )
+
+
+def _count(samples: list[dict[str, Any]], metric: str, rule: str) -> int:
+    return sum(metric in each["metrics"] for each in samples if each["filter"] == rule)
+
+
+def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, float]:
+    """Of accuracy `acc` the metrics `blank` and `commonest`, of `acc_colour` `blank_colour` and `commonest_colour`."""
+    measure, _, subset = metric.partition("_")
+    keys = {name: ",".join(("_".join(filter(None, (key, subset))), rule)) for key, name in REFERENCES.items()}
+    return {name: scores[key] for name, key in keys.items() if measure == "acc" and key in scores}
 
 
 def _protocol(config: dict[str, Any], *, chat: bool) -> list[str]:

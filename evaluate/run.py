@@ -99,14 +99,16 @@ def evaluate(
 def render(done: Evaluated) -> Table:
     """The results, for `rich.console.Console.print`."""
     table = Table()
-    for column in ("task", "metric", "value", "±", "samples"):
+    whole = [(result, metric) for result in done.results for metric in result.metrics if metric.subset is None]
+    references = list(dict.fromkeys(name for _, metric in whole for name in metric.references))
+    for column in ("task", "metric", "value", "±", *references, "samples"):
         table.add_column(column, justify="left" if column in ("task", "metric") else "right")
-    for result in done.results:
+    for result, metric in whole:
+        beside = [f"{metric.references[name]:.4f}" if name in metric.references else "" for name in references]
+        error = "" if metric.stderr is None else f"{metric.stderr:.4f}"
+        samples = f"{result.samples if metric.samples is None else metric.samples:,}"
         partial = f" of {result.total:,}, partial" if result.partial else ""
-        for metric in result.metrics:
-            if metric.subset is None:
-                error = "" if metric.stderr is None else f"{metric.stderr:.4f}"
-                table.add_row(result.task, metric.name, f"{metric.value:.4f}", error, f"{result.samples:,}{partial}")
+        table.add_row(result.task, metric.name, f"{metric.value:.4f}", error, *beside, f"{samples}{partial}")
     return table
 
 

@@ -1,11 +1,12 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The offline suite: questions about easy-VQA's images, emoji and scenes of emoji, from pinned archives.
+"""The offline suite, from pinned archives: questions about easy-VQA's images, emoji and scenes of emoji; two texts.
 
-A document is a question. The first of each wording is asked a second time with a white image, and holds the true
-answers of all questions so worded: `blank` is the score of the answers to the white image over all questions.
+A document with an image is a question. The first of each wording is asked a second time with a white image, and holds
+the true answers to all questions so worded: `blank` is the accuracy of the answers to the white image over them all.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -16,8 +17,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from PIL import Image
 
-from normalign_llava.data import scenes
-from normalign_llava.data.easy_vqa import png
+from normalign_llava.data import scenes, texts
+from normalign_llava.data.easy_vqa import COLOURS, KINDS, SHAPES, held_out, load_image, png
 from normalign_llava.evaluate.answers import named, yes_or_no
 from normalign_llava.evaluate.tasks import pope
 
@@ -47,13 +48,31 @@ class OfflineTask(ConfigurableTask):
         """Makes the data by the task's `custom_dataset`."""
         self.dataset = self.config.custom_dataset()
 
-    def construct_requests(self, doc: dict, ctx: str, **options: object) -> list[Instance]:
+    def construct_requests(self, doc: dict, ctx: str, **options: object) -> Instance | list[Instance]:
         """The question with its image, and with a white one if the document says so."""
         request = super().construct_requests(doc, ctx, **options)
-        if not doc["blank"]:
-            return [request]
+        if not doc.get("blank"):
+            return request
         arguments = (*request.arguments[:2], {"visual": [BLANK]})
         return [request, replace(request, idx=1, arguments=arguments, resps=[], filtered_resps={})]
+
+
+def easy_vqa() -> dict[str, Dataset]:
+    """The quickstart's questions about easy-VQA's test images: 100 each of shape and colour, and yes or no."""
+    choices = dict(zip(KINDS, (SHAPES, COLOURS, ("yes", "no")), strict=True))
+    asked = held_out(100, 40, SEED)
+    return _as_test(
+        _row(png(load_image(each.image)), each.text, each.answer, choices[each.kind], each.kind.replace("/", "_"))
+        for each in asked
+        if each.kind in KINDS
+    )
+
+
+def emoji() -> dict[str, Dataset]:
+    """The names of Microsoft's drawings of the 40 emoji whose Google drawings the quickstart trains on."""
+    asked = [each for each in held_out(2, 40, SEED) if each.kind == "emoji"]
+    names = [each.answer for each in asked]
+    return _as_test(_row(png(load_image(each.image)), each.text, each.answer, names) for each in asked)
 
 
 def presence() -> dict[str, Dataset]:
@@ -71,6 +90,16 @@ def sides() -> dict[str, Dataset]:
     return _of_scenes(scenes.sides(50, "test", SEED), scenes.SIDES)
 
 
+def passages() -> dict[str, Dataset]:
+    """32 passages of 128 words of one speech."""
+    return {"test": Dataset.from_list([{"text": text} for text in texts.passages(32, 128)])}
+
+
+def definitions() -> dict[str, Dataset]:
+    """100 definitions of nouns, with four words to choose from."""
+    return {"test": Dataset.from_list([each._asdict() for each in texts.definitions(100, SEED)])}
+
+
 def text(document: dict) -> str:
     """The prompt for a document."""
     return f"<image>{document['question']}"
@@ -86,6 +115,16 @@ def results(document: dict, answers: list[str]) -> dict:
 def presence_results(document: dict, answers: list[str]) -> dict:
     """POPE's scores of the answer with the image, and the score of the one with a white image."""
     return pope.results(document, answers) | _references(document, *map(yes_or_no, answers[1:]))
+
+
+def passage_results(document: dict, likelihoods: list[float]) -> dict:
+    """Bits for each byte of a passage, from its log likelihood, and what its words weigh in the perplexity."""
+    (likelihood,) = likelihoods
+    size = len(document["text"].encode())
+    return {
+        "bits_per_byte": -likelihood / size / math.log(2),
+        "word_perplexity": (likelihood, len(document["text"].split())),
+    }
 
 
 def blank(counts: list[list[int]]) -> float:
@@ -115,24 +154,27 @@ def _in_category(metric: str, category: str, value: object) -> dict:
     return {metric: value} | ({f"{metric}_{category}": value} if category else {})
 
 
-def _of_scenes(questions: Iterable[scenes.SceneQuestion], choices: Collection[str]) -> dict[str, Dataset]:
-    questions = list(questions)
+def _of_scenes(questions: list[scenes.SceneQuestion], choices: Collection[str]) -> dict[str, Dataset]:
     images = {scene: png(scenes.draw(scene, "test")) for scene in {question.scene for question in questions}}
-    rows = [
-        {
-            "image": {"bytes": images[question.scene], "path": None},
-            "question": question.text,
-            "answer": question.answer,
-            "category": question.kind if question.kind in scenes.SETTINGS else "",
-            "choices": choices,
-        }
-        for question in questions
-    ]
-    return _as_test(rows)
+    return _as_test(
+        _row(images[each.scene], each.text, each.answer, choices, each.kind if each.kind in scenes.SETTINGS else "")
+        for each in questions
+    )
 
 
-def _as_test(rows: list[dict]) -> dict[str, Dataset]:
-    """The rows as split `test`, each first one of its wording with the true answers of all."""
+def _row(image: bytes, question: str, answer: str, choices: Collection[str], category: str = "") -> dict:
+    return {
+        "image": {"bytes": image, "path": None},
+        "question": question,
+        "answer": answer,
+        "category": category,
+        "choices": choices,
+    }
+
+
+def _as_test(rows: Iterable[dict]) -> dict[str, Dataset]:
+    """The rows as split `test`, the first of each wording with the true answers of all."""
+    rows = list(rows)
     worded = defaultdict(list)
     for row in rows:
         worded[row["question"]].append({"category": row["category"], "answer": row["answer"]})
