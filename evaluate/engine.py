@@ -103,6 +103,7 @@ def run_task(lm: LM, task: str, manager: TaskManager, *, limit: int | None) -> d
     seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED)
     found = simple_evaluate(lm, tasks=[task], limit=limit, apply_chat_template=chat, task_manager=manager, **seeds)
     assert found is not None  # in the first process
+    found["config"]["apply_chat_template"] = chat  # which the harness does not write
     return found
 
 
@@ -139,7 +140,7 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
                     error if isinstance(error, int | float) else None,
                     references=_references(scores, metric, rule),
                     subset=None if name == task else scores.get("alias", name).strip(" -"),
-                    samples=_count(found["samples"][name], metric, rule) if name in found["samples"] else None,
+                    samples=_count(found, name, metric, rule),
                 )
             )
     counts = found["n-samples"].values()
@@ -150,7 +151,7 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
         metrics=metrics,
         samples=sum(count["effective"] for count in counts),
         total=sum(count["original"] for count in counts),
-        protocol=_protocol(config, chat=found["config"].get("chat_template_sha") is not None),
+        protocol=_protocol(config, chat=found["config"]["apply_chat_template"]),
         date=datetime.now(timezone.utc).date().isoformat(),
         versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
         weights=weights,
@@ -158,8 +159,10 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
     )
 
 
-def _count(samples: list[dict[str, Any]], metric: str, rule: str) -> int:
-    return sum(metric in each["metrics"] for each in samples if each["filter"] == rule)
+def _count(found: dict[str, Any], name: str, metric: str, rule: str) -> int | None:
+    """How many samples of a task have a metric; of a group it is not said."""
+    samples = (found.get("samples") or {}).get(name)
+    return samples and sum(metric in each["metrics"] for each in samples if each["filter"] == rule)
 
 
 def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, float]:
@@ -178,4 +181,10 @@ def _protocol(config: dict[str, Any], *, chat: bool) -> list[str]:
         sentences.append(f"Answers are chosen by {config['output_type']}.")
     shots = config.get("num_fewshot") or 0
     template = "through the chat template" if chat else "as plain text"
-    return [*sentences, f"Prompts are given {template}, with {shots} examples before the question."]
+    sentences.append(f"Prompts are given {template}, with {shots} examples before the question.")
+    if config.get("description"):
+        sentences.append(f'The system prompt is "{config["description"]}"')
+    if any(each["metric"] == "blank" for each in config.get("metric_list", ())):
+        sentences.append("Blank image: each wording is asked once of a white image, and scored on all its questions.")
+        sentences.append("Commonest answer: the share of questions that have the commonest true answer.")
+    return sentences

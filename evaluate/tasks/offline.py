@@ -61,10 +61,11 @@ def easy_vqa() -> dict[str, Dataset]:
     """The quickstart's questions about easy-VQA's test images: 100 each of shape and colour, and yes or no."""
     choices = dict(zip(KINDS, (SHAPES, COLOURS, ("yes", "no")), strict=True))
     asked = held_out(100, 40, SEED)
+    of_kind = [[each for each in asked if each.kind == kind] for kind in KINDS]
     return _as_test(
         _row(png(load_image(each.image)), each.text, each.answer, choices[each.kind], each.kind.replace("/", "_"))
-        for each in asked
-        if each.kind in KINDS
+        for trio in zip(*of_kind, strict=True)  # so that the first few are of all kinds
+        for each in trio
     )
 
 
