@@ -248,7 +248,7 @@ def merge(
 @app.command()
 def evaluate(
     model: Annotated[str, typer.Argument(help="Folder or Hub id: a vision-language model, or a language model.")],
-    suite: Annotated[list[str] | None, typer.Option(help="paper, vision or text. May be repeated.")] = None,
+    suite: Annotated[list[str] | None, typer.Option(help="paper, vision, text or offline. May be repeated.")] = None,
     tasks: Annotated[list[str] | None, typer.Option(help="A task of lm-evaluation-harness. May be repeated.")] = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder with task files of your own.")] = None,
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N samples of a task.")] = None,

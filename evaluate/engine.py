@@ -26,8 +26,14 @@ from .results import FOLDER, Evaluation, Metric
 
 VISION = ("mmbench_en_dev", "mmstar", "pope", "seedbench_2_plus", "ocrbench", "scienceqa", "ai2d")
 TEXT = ("mmlu", "hellaswag")
-SUITES: dict[str, tuple[str, ...]] = {"paper": (*VISION, *TEXT), "vision": VISION, "text": TEXT}
+OFFLINE = tuple(
+    f"offline_{name}" for name in ("easy_vqa", "emoji", "presence", "counting", "sides", "perplexity", "definitions")
+)
+SUITES: dict[str, tuple[str, ...]] = {"paper": (*VISION, *TEXT), "vision": VISION, "text": TEXT, "offline": OFFLINE}
 """Tasks of each suite; `"paper"` has the paper's nine (table 4)."""
+
+REFERENCES = {"blank": "blank image", "commonest": "commonest answer"}
+"""Metrics of a task that its accuracy is to be compared with, by what they are called beside it."""
 
 PACKAGES = ("lm_eval", "torch", "transformers", "normalign_llava")
 SEED = 1234
@@ -97,6 +103,7 @@ def run_task(lm: LM, task: str, manager: TaskManager, *, limit: int | None) -> d
     seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED)
     found = simple_evaluate(lm, tasks=[task], limit=limit, apply_chat_template=chat, task_manager=manager, **seeds)
     assert found is not None  # in the first process
+    found["config"]["apply_chat_template"] = chat  # which the harness does not write
     return found
 
 
@@ -123,14 +130,17 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
             metric, _, rule = key.partition(",")
             if not rule or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
+            if metric.partition("_")[0] in REFERENCES:
+                continue
             error = scores.get(f"{metric}_stderr,{rule}")
             metrics.append(
                 Metric(
                     metric if rule == "none" else f"{metric}, {rule}",
                     float(value),
                     error if isinstance(error, int | float) else None,
+                    references=_references(scores, metric, rule),
                     subset=None if name == task else scores.get("alias", name).strip(" -"),
-                    samples=found["n-samples"][name]["effective"] if name in found["n-samples"] else None,
+                    samples=_count(found, name, metric, rule),
                 )
             )
     counts = found["n-samples"].values()
@@ -141,12 +151,25 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
         metrics=metrics,
         samples=sum(count["effective"] for count in counts),
         total=sum(count["original"] for count in counts),
-        protocol=_protocol(config, chat=found["config"].get("chat_template_sha") is not None),
+        protocol=_protocol(config, chat=found["config"]["apply_chat_template"]),
         date=datetime.now(timezone.utc).date().isoformat(),
         versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
         weights=weights,
         settings=settings,
     )
+
+
+def _count(found: dict[str, Any], name: str, metric: str, rule: str) -> int | None:
+    """How many samples of a task have a metric; of a group it is not said."""
+    samples = (found.get("samples") or {}).get(name)
+    return samples and sum(metric in each["metrics"] for each in samples if each["filter"] == rule)
+
+
+def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, float]:
+    """Of accuracy `acc` the metrics `blank` and `commonest`, of `acc_colour` `blank_colour` and `commonest_colour`."""
+    measure, _, subset = metric.partition("_")
+    keys = {name: ",".join(("_".join(filter(None, (key, subset))), rule)) for key, name in REFERENCES.items()}
+    return {name: scores[key] for name, key in keys.items() if measure == "acc" and key in scores}
 
 
 def _protocol(config: dict[str, Any], *, chat: bool) -> list[str]:
@@ -158,4 +181,10 @@ def _protocol(config: dict[str, Any], *, chat: bool) -> list[str]:
         sentences.append(f"Answers are chosen by {config['output_type']}.")
     shots = config.get("num_fewshot") or 0
     template = "through the chat template" if chat else "as plain text"
-    return [*sentences, f"Prompts are given {template}, with {shots} examples before the question."]
+    sentences.append(f"Prompts are given {template}, with {shots} examples before the question.")
+    if config.get("description"):
+        sentences.append(f'The system prompt is "{config["description"]}"')
+    if any(each["metric"] == "blank" for each in config.get("metric_list", ())):
+        sentences.append("Blank image: each wording is asked once of a white image, and scored on all its questions.")
+        sentences.append("Commonest answer: the share of questions that have the commonest true answer.")
+    return sentences

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lm_eval.api.model import LM
+from rich.box import SIMPLE
 from rich.table import Table
 
 from ..diagnose.load import find
@@ -98,15 +99,18 @@ def evaluate(
 
 def render(done: Evaluated) -> Table:
     """The results, for `rich.console.Console.print`."""
-    table = Table()
-    for column in ("task", "metric", "value", "±", "samples"):
-        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
-    for result in done.results:
-        partial = f" of {result.total:,}, partial" if result.partial else ""
-        for metric in result.metrics:
-            if metric.subset is None:
-                error = "" if metric.stderr is None else f"{metric.stderr:.4f}"
-                table.add_row(result.task, metric.name, f"{metric.value:.4f}", error, f"{result.samples:,}{partial}")
+    whole = [(result, metric) for result in done.results for metric in result.metrics if metric.subset is None]
+    references = list(dict.fromkeys(name for _, metric in whole for name in metric.references))
+    partial = any(result.partial for result in done.results)
+    table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True, caption="partial" if partial else None)
+    for column in ("task", "metric", "value", "±", *references, "n"):
+        name = column in ("task", "metric")
+        table.add_column(column, justify="left" if name else "right", no_wrap=name)
+    for result, metric in whole:
+        beside = [f"{metric.references[name]:.3f}" if name in metric.references else "" for name in references]
+        error = "" if metric.stderr is None else f"{metric.stderr:.3f}"
+        samples = result.samples if metric.samples is None else metric.samples
+        table.add_row(result.task, metric.name, f"{metric.value:.3f}", error, *beside, f"{samples:,}")
     return table
 
 

@@ -27,12 +27,12 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def archives():
-    """The quickstart's real archives, in its cache. Without a connection their tests are skipped, but never in CI."""
-    from normalign_llava.data.archives import PARTS
+    """The real archives, in the cache. Without a connection their tests are skipped, but never in CI."""
+    from normalign_llava.data.archives import PARTS, SUITE
     from normalign_llava.data.fetch import FetchError, fetch
 
     try:
-        for part in PARTS:
+        for part in {*PARTS, *SUITE}:
             fetch(part)
     except FetchError as error:
         if os.environ.get("CI"):

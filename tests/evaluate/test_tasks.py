@@ -59,7 +59,7 @@ def numbered(task, row, count):
 
 
 def test_there_is_a_task_file_for_each_case_here():
-    assert {path.stem for path in TASKS.glob("*.yaml")} == set(ALL)
+    assert {path.stem for path in TASKS.glob("*.yaml") if not path.stem.startswith("offline_")} == set(ALL)
 
 
 @pytest.mark.parametrize("task", CHOICES)

@@ -1,0 +1,183 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The offline suite, from pinned archives: questions about easy-VQA's images, emoji and scenes of emoji; two texts.
+
+A document with an image is a question. The first of each wording is asked a second time with a white image, and holds
+the true answers to all questions so worded: `blank` is the accuracy of the answers to the white image over them all.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+from PIL import Image
+
+from normalign_llava.data import scenes, texts
+from normalign_llava.data.easy_vqa import COLOURS, KINDS, SHAPES, held_out, load_image, png
+from normalign_llava.evaluate.answers import named, yes_or_no
+from normalign_llava.evaluate.tasks import pope
+
+
+BLANK = Image.new("RGB", (64, 64), "white")
+SEED = 0
+
+FEATURES = Features(
+    {
+        "image": ImageFeature(),
+        "question": Value("string"),
+        "answer": Value("string"),
+        "category": Value("string"),
+        "choices": List(Value("string")),
+        "blank": List({"category": Value("string"), "answer": Value("string")}),
+    }
+)
+
+
+class OfflineTask(ConfigurableTask):
+    """A task whose data need no data set of a hub, and whose documents may be asked again with a white image."""
+
+    def __init__(self, config: dict) -> None:
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+
+    def download(self, dataset_kwargs: dict | None = None, **_: object) -> None:
+        """Makes the data by the task's `custom_dataset`."""
+        self.dataset = self.config.custom_dataset()
+
+    def construct_requests(self, doc: dict, ctx: str, **options: object) -> Instance | list[Instance]:
+        """The question with its image, and with a white one if the document says so."""
+        request = super().construct_requests(doc, ctx, **options)
+        if not doc.get("blank"):
+            return request
+        arguments = (*request.arguments[:2], {"visual": [BLANK]})
+        return [request, replace(request, idx=1, arguments=arguments, resps=[], filtered_resps={})]
+
+
+def easy_vqa() -> dict[str, Dataset]:
+    """The quickstart's questions about easy-VQA's test images: 100 each of shape and colour, and yes or no."""
+    choices = dict(zip(KINDS, (SHAPES, COLOURS, ("yes", "no")), strict=True))
+    asked = held_out(100, 40, SEED)
+    of_kind = [[each for each in asked if each.kind == kind] for kind in KINDS]
+    return _as_test(
+        _row(png(load_image(each.image)), each.text, each.answer, choices[each.kind], each.kind.replace("/", "_"))
+        for trio in zip(*of_kind, strict=True)  # so that the first few are of all kinds
+        for each in trio
+    )
+
+
+def emoji() -> dict[str, Dataset]:
+    """The names of Microsoft's drawings of the 40 emoji whose Google drawings the quickstart trains on."""
+    asked = [each for each in held_out(2, 40, SEED) if each.kind == "emoji"]
+    names = [each.answer for each in asked]
+    return _as_test(_row(png(load_image(each.image)), each.text, each.answer, names) for each in asked)
+
+
+def presence() -> dict[str, Dataset]:
+    """Objects in 25 scenes as POPE asks for them: 100 questions in each of three settings."""
+    return _of_scenes(scenes.presence(25, "test", SEED), ("yes", "no"))
+
+
+def counting() -> dict[str, Dataset]:
+    """How many of 25 objects there are: 100 questions."""
+    return _of_scenes(scenes.counting(25, "test", SEED), list(map(str, scenes.COUNTS)))
+
+
+def sides() -> dict[str, Dataset]:
+    """On which side of another an object is, for 50 pairs: 100 questions."""
+    return _of_scenes(scenes.sides(50, "test", SEED), scenes.SIDES)
+
+
+def passages() -> dict[str, Dataset]:
+    """32 passages of 128 words of one speech."""
+    return {"test": Dataset.from_list([{"text": text} for text in texts.passages(32, 128)])}
+
+
+def definitions() -> dict[str, Dataset]:
+    """100 definitions of nouns, with four words to choose from."""
+    return {"test": Dataset.from_list([each._asdict() for each in texts.definitions(100, SEED)])}
+
+
+def text(document: dict) -> str:
+    """The prompt for a document."""
+    return f"<image>{document['question']}"
+
+
+def results(document: dict, answers: list[str]) -> dict:
+    """The scores of the answers, with the image and with a white one, by metric, as the harness aggregates them."""
+    said = [named(answer, document["choices"]) for answer in answers]
+    right = float(said[0] == document["answer"])
+    return _in_category("acc", document["category"], right) | _references(document, *said[1:])
+
+
+def presence_results(document: dict, answers: list[str]) -> dict:
+    """POPE's scores of the answer with the image, and the score of the one with a white image."""
+    return pope.results(document, answers) | _references(document, *map(yes_or_no, answers[1:]))
+
+
+def passage_results(document: dict, likelihoods: list[float]) -> dict:
+    """Bits for each byte of a passage, from its log likelihood, and what its words weigh in the perplexity."""
+    (likelihood,) = likelihoods
+    size = len(document["text"].encode())
+    return {
+        "bits_per_byte": -likelihood / size / math.log(2),
+        "word_perplexity": (likelihood, len(document["text"].split())),
+    }
+
+
+def blank(counts: list[list[int]]) -> float:
+    """Accuracy with a white image.
+
+    Args:
+        counts: Of each wording, to how many of its questions the answer is right, and how many there are.
+    """
+    return sum(right for right, _ in counts) / sum(asked for _, asked in counts)
+
+
+def commonest(answers: list[str]) -> float:
+    """Share of the commonest of the true answers, which is the accuracy of always giving it."""
+    return max(Counter(answers).values()) / len(answers)
+
+
+def _references(document: dict, said_of_blank: str | None = None) -> dict:
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for asked in document["blank"]:
+        for metric in _in_category("blank", asked["category"], None):
+            counts[metric][0] += said_of_blank == asked["answer"]
+            counts[metric][1] += 1
+    return _in_category("commonest", document["category"], document["answer"]) | dict(counts)
+
+
+def _in_category(metric: str, category: str, value: object) -> dict:
+    return {metric: value} | ({f"{metric}_{category}": value} if category else {})
+
+
+def _of_scenes(questions: list[scenes.SceneQuestion], choices: Collection[str]) -> dict[str, Dataset]:
+    images = {scene: png(scenes.draw(scene, "test")) for scene in {question.scene for question in questions}}
+    return _as_test(
+        _row(images[each.scene], each.text, each.answer, choices, each.kind if each.kind in scenes.SETTINGS else "")
+        for each in questions
+    )
+
+
+def _row(image: bytes, question: str, answer: str, choices: Collection[str], category: str = "") -> dict:
+    return {
+        "image": {"bytes": image, "path": None},
+        "question": question,
+        "answer": answer,
+        "category": category,
+        "choices": choices,
+    }
+
+
+def _as_test(rows: Iterable[dict]) -> dict[str, Dataset]:
+    """The rows as split `test`, the first of each wording with the true answers of all."""
+    rows = list(rows)
+    worded = defaultdict(list)
+    for row in rows:
+        worded[row["question"]].append({"category": row["category"], "answer": row["answer"]})
+    rows = [row | {"blank": worded.pop(row["question"], [])} for row in rows]
+    return {"test": Dataset.from_list(rows, features=FEATURES)}

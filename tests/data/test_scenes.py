@@ -1,0 +1,119 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Scenes of emoji: that answers are true and balanced, and that nothing of the test is trained on."""
+
+import re
+from collections import Counter, defaultdict
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from normalign_llava.data import scenes
+from normalign_llava.data.easy_vqa import EMOJI_SEED, easy_vqa, emoji, held_out, load_image, training_data
+
+
+pytestmark = [pytest.mark.usefixtures("archives"), pytest.mark.slow]
+
+
+def asked(split, seed=0):
+    return {
+        "presence": scenes.presence(25, split, seed),
+        "counting": scenes.counting(25, split, seed),
+        "sides": scenes.sides(50, split, seed),
+    }
+
+
+def truth(question):
+    """The answer, found in the scene from the wording alone."""
+    names = [name for _, name in question.scene]
+    if said := re.fullmatch(r"Is there an? (\w+) in the image\?", question.text):
+        return "yes" if said[1] in names else "no"
+    if said := re.fullmatch(r"How many (\w+)s are in the image\?", question.text):
+        return str(names.count(said[1]))
+    one, other = re.fullmatch(r"Is the (\w+) to the left or the right of the (\w+)\?", question.text).groups()
+    column = {name: cell % 3 for cell, name in question.scene}
+    assert column[one] != column[other]
+    return "left" if column[one] < column[other] else "right"
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_answers_are_true_and_balanced(split):
+    for kind, questions in asked(split).items():
+        assert all(question.answer == truth(question) for question in questions)
+        counts = Counter((question.kind, question.answer) for question in questions)
+        assert len(set(counts.values())) == 1, kind
+        cells = [[cell for cell, _ in question.scene] for question in questions]
+        assert all(len(set(each)) == len(each) and set(each) <= set(range(9)) for each in cells)
+
+
+def test_wordings_tell_nothing_of_counts_and_sides():
+    questions = asked("test")
+    for kind, answers in (("counting", {"1", "2", "3", "4"}), ("sides", {"left", "right"})):
+        by_wording = defaultdict(list)
+        for question in questions[kind]:
+            by_wording[question.text].append(question.answer)
+        assert all(sorted(each) == sorted(answers) for each in by_wording.values())
+    assert {len(question.scene) for question in questions["counting"]} == {6}
+
+
+def test_negatives_are_chosen_as_pope_chooses_them():
+    questions = scenes.presence(25, "test", 0)
+    drawn = list(dict.fromkeys(question.scene for question in questions))
+    names = [{name for _, name in scene} for scene in drawn]
+    frequency = Counter(name for each in names for name in each)
+    together = Counter(frozenset(pair) for each in names for pair in combinations(each, 2))
+    for scene, there in zip(drawn, names, strict=True):
+        of_scene = [question for question in questions if question.scene == scene]
+        yes = {kind: {q.text for q in of_scene if q.kind == kind and q.answer == "yes"} for kind in scenes.SETTINGS}
+        assert yes["random"] == yes["popular"] == yes["adversarial"]
+        absent = set(scenes.OBJECTS) - there
+        for setting, score in (
+            ("popular", frequency.__getitem__),
+            ("adversarial", lambda name, there=there: sum(together[frozenset((name, each))] for each in there)),
+        ):
+            chosen = {q.text.split()[3] for q in of_scene if q.kind == setting and q.answer == "no"}
+            assert len(chosen) == 2 and chosen <= absent
+            assert min(map(score, chosen)) >= max(map(score, absent - chosen))
+
+
+def test_a_drawing_lies_in_its_cell():
+    for cell in range(9):
+        image = np.array(scenes.draw(((cell, "dog"),), "test"))
+        rows, columns = np.nonzero((image < 250).any(axis=2))
+        row, column = divmod(cell, 3)
+        assert len(rows) > 1000
+        assert row * 74 <= rows.min() and rows.max() < row * 74 + 74
+        assert column * 74 <= columns.min() and columns.max() < column * 74 + 74
+
+
+def test_no_scene_is_in_both_splits():
+    held = {question.scene for each in asked("test").values() for question in each}
+    trained = {q.scene for seed in range(3) for each in asked("train", seed).values() for q in each}
+    assert len(held) == 25 + 100 + 100 and len(trained) > 600 and not held & trained
+
+
+def test_no_image_or_drawing_of_the_suite_is_trained_on():
+    held = {load_image(question.image).tobytes() for question in held_out(100, 40)}
+    held |= {scenes.draw(q.scene, "test").tobytes() for each in asked("test").values() for q in each}
+    trained = {load_image(path).tobytes() for path in {question.image for question in easy_vqa("train", 0)}}
+    trained |= {load_image(question.image).tobytes() for question in emoji(40, EMOJI_SEED)[0]}
+    for rows in (training_data(400, 40), scenes.training_scenes(400, seed=0)):
+        trained |= {row["images"][0].convert("RGB").tobytes() for row in rows}
+    assert len(held) > 400 and len(trained) > 4000 and not held & trained
+    ours, theirs = (
+        {load_image(scenes.drawing_file(name, split)).resize((64, 64)).tobytes() for name in scenes.OBJECTS}
+        for split in ("test", "train")
+    )
+    assert len(ours) == len(theirs) == len(scenes.OBJECTS) and not ours & theirs
+
+
+def test_training_scenes_ask_a_third_of_each_kind():
+    rows = scenes.training_scenes(90, seed=1)
+    turns = [[turn["content"][-1]["text"] for turn in row["messages"]] for row in rows]
+    assert len(turns) == 90 and all(len(each) == 3 for each in turns)
+    starts = Counter(question.split()[0] + " " + question.split()[1] for _, question, _ in turns)
+    assert all(28 <= starts[each] <= 31 for each in ("Is there", "How many", "Is the"))
+    assert {answer for *_, answer in turns} == {"yes", "no", "1", "2", "3", "4", "left", "right"}
+    assert scenes.training_scenes(90, seed=1)["messages"] == rows["messages"]
+    assert scenes.training_scenes(90, seed=2)["messages"] != rows["messages"]

@@ -1,0 +1,223 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The offline suite: its items, scores by hand, and a tiny model that is evaluated on it."""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from functools import cache
+
+import pytest
+import tiny_parts as parts
+import torch
+import training
+from lm_eval import evaluate as harness
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+from scripted_tasks import TASKS
+from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
+
+from normalign_llava.data.easy_vqa import prompt
+from normalign_llava.evaluate.answers import named
+from normalign_llava.evaluate.compare import compare, read_arm
+from normalign_llava.evaluate.engine import OFFLINE
+from normalign_llava.evaluate.run import evaluate, render
+
+
+pytestmark = [pytest.mark.usefixtures("archives"), pytest.mark.slow]
+
+VISION = OFFLINE[:5]
+ITEMS = {
+    # task: questions, those asked again with a white image, SHA-256 of all
+    "offline_easy_vqa": (300, 56, "b614ece022ef49b9ac65e2f33b21501460b2a980e074626b59a384304bfdf294"),
+    "offline_emoji": (40, 1, "1a1c1cebf2c75e7d2843aa3c9c38b76b67e5d339fc5efd0c88fe620e2186c004"),
+    "offline_presence": (300, 42, "fb22702f6dae47b6c5ce3b80c4404c4d9dfc0e47b100510f744c253ec86b6898"),
+    "offline_counting": (100, 25, "c166f6aae7ea2c8816b8f075bf5bf4d6cde08e98cd93d2b51223853e75d545ea"),
+    "offline_sides": (100, 50, "ac7f95bfc3eb756a4543452e881f390e5301eef68d0f20a050ade265e865791b"),
+    "offline_perplexity": (32, 0, "0d883a1748b1a5e39f88df2ce086c9dbb914704cc8108502e16a2acd1ce313d6"),
+    "offline_definitions": (100, 0, "d303e603a6dc7d6fd81302f816524f0544f9b56ada155d79c1578d8c9b8177eb"),
+}
+
+manager = cache(lambda: TaskManager(include_path=str(TASKS), include_defaults=False))
+
+
+@cache
+def documents(task):
+    return manager().load([task])["tasks"][task].eval_docs
+
+
+class Script(LM):
+    """Answers with the image by number of the question, and with the white one by its wording."""
+
+    MULTIMODAL = True
+
+    def __init__(self, answers, of_blank):
+        super().__init__()
+        self.answers, self.of_blank = answers, of_blank
+
+    def generate_until(self, requests, disable_tqdm=False):
+        for request in requests:
+            white = {(255, 255, 255)} == {colour for _, colour in request.args[2]["visual"][0].getcolors(10**6)}
+            assert white == (request.idx == 1)
+        return [
+            self.of_blank(request.doc["question"]) if request.idx else self.answers[request.doc_id]
+            for request in requests
+        ]
+
+    def loglikelihood(self, requests):
+        raise NotImplementedError
+
+    loglikelihood_rolling = loglikelihood
+
+
+def scores(task, answers, of_blank, limit=None):
+    found = harness(Script(answers, of_blank), manager().load([task]), limit=limit)
+    assert found["n-samples"][task]["effective"] == (limit or len(documents(task)))
+    of_task = {key.removesuffix(",none"): value for key, value in found["results"][task].items() if "," in key}
+    return {key: value for key, value in of_task.items() if not key.endswith("_stderr")}
+
+
+@pytest.mark.parametrize("task", OFFLINE)
+def test_items_are_those_pinned_here(task):
+    digest = hashlib.sha256()
+    for document in documents(task):
+        if image := document.get("image"):
+            digest.update(f"{image.size}".encode() + image.convert("RGB").tobytes())
+        digest.update(json.dumps({key: value for key, value in document.items() if key != "image"}).encode())
+    again = sum(bool(document.get("blank")) for document in documents(task))
+    assert (len(documents(task)), again, digest.hexdigest()) == ITEMS[task]
+
+
+@pytest.mark.parametrize("task", VISION)
+def test_each_wording_is_asked_once_of_the_white_image_for_all_its_questions(task):
+    again = [document for document in documents(task) if document["blank"]]
+    assert len({document["question"] for document in again}) == len(again)
+    expected = Counter((each["question"], each["category"], each["answer"]) for each in documents(task))
+    held = Counter((each["question"], of["category"], of["answer"]) for each in again for of in each["blank"])
+    assert held == expected
+
+
+def test_counting_by_hand():
+    first = documents("offline_counting").select(range(8))
+    assert first["answer"] == ["1", "2", "3", "4"] * 2
+    assert [text.split()[2] for text in first["question"]] == ["apples"] * 4 + ["lemons"] * 4
+    answers = ["1", "two", "There are three apples.", "5", "one dog, 2", "2, 3", "", "3 or 4"]
+    result = scores("offline_counting", answers, lambda text: "3" if "apple" in text else "many", limit=8)
+    # Of the white image "3" is right to one question in four about apples.
+    assert result == pytest.approx({"acc": 3 / 8, "blank": 1 / 8, "commonest": 2 / 8})
+
+
+def test_sides_by_hand():
+    answers = ["left", "To the right.", "Left", "The left of it", "left or right", "on the right, not the left"]
+    assert documents("offline_sides")["answer"][:6] == ["left", "right"] * 3
+    result = scores("offline_sides", answers, lambda text: "left", limit=6)
+    assert result == pytest.approx({"acc": 3 / 6, "blank": 1 / 2, "commonest": 1 / 2})
+
+
+def test_presence_by_hand():
+    # Scene by scene and setting by setting: two that are there, two that are not.
+    said = {
+        "random": ["Yes.", "No", "No", "no, it is not"],
+        "popular": ["yes"] * 4,
+        "adversarial": ["yes", "Ja", "yes", ""],
+    }
+    asked = documents("offline_presence").select(range(12))
+    assert asked["answer"] == ["yes", "yes", "no", "no"] * 3
+    assert asked["category"] == [setting for setting in said for _ in range(4)]
+    result = scores("offline_presence", [each for answers in said.values() for each in answers], lambda text: "no", 12)
+    measured = {
+        "acc": 6 / 12, "precision": 4 / 7, "recall": 4 / 6, "f1": 8 / 13, "yes_ratio": 7 / 12,
+        "acc_random": 3 / 4, "precision_random": 1, "recall_random": 1 / 2, "f1_random": 2 / 3,
+        "yes_ratio_random": 1 / 4,
+        "acc_popular": 1 / 2, "precision_popular": 1 / 2, "recall_popular": 1, "f1_popular": 2 / 3,
+        "yes_ratio_popular": 1,
+        "acc_adversarial": 1 / 4, "precision_adversarial": 1 / 2, "recall_adversarial": 1 / 2, "f1_adversarial": 1 / 2,
+        "yes_ratio_adversarial": 1 / 2,
+    }  # fmt: skip
+    assert {name: result[name] for name in measured} == pytest.approx(measured)
+    whole = scores("offline_presence", ["yes"] * 300, lambda text: "no")
+    for subset in ("", "_random", "_popular", "_adversarial"):
+        assert [whole[f"{name}{subset}"] for name in ("acc", "blank", "commonest", "recall")] == [0.5, 0.5, 0.5, 1]
+
+
+def test_easy_vqa_and_emoji_by_hand():
+    right = [f"it is {answer}" for answer in documents("offline_easy_vqa")["answer"]]
+    result = scores("offline_easy_vqa", right, lambda text: "red circle, not blue, yes")
+    # The share of the commonest answer is the one that docs/quickstart.md has of these questions.
+    commonest = {"_shape": 0.40, "_colour": 0.17, "_yes_no": 0.5, "": 50 / 300}
+    for subset, share in commonest.items():
+        assert result[f"acc{subset}"] == 1 and result[f"commonest{subset}"] == pytest.approx(share, abs=1e-9)
+    counts = Counter(documents("offline_easy_vqa")["answer"])
+    assert result["blank_shape"] == counts["circle"] / 100 and result["blank_colour"] == 0
+    assert result["blank_yes_no"] == 0.5 and result["blank"] == pytest.approx((counts["circle"] + 50) / 300)
+    names = documents("offline_emoji")["answer"]
+    result = scores("offline_emoji", [f"A {name}." for name in names[:10]] + ["?"] * 30, lambda text: names[0])
+    assert result == pytest.approx({"acc": 10 / 40, "blank": 1 / 40, "commonest": 1 / 40})
+
+
+@pytest.mark.parametrize(
+    ("answer", "word"),
+    [
+        ("red", "red"), ("Red.", "red"), ("It is a red circle.", "red"), ("red circle, not blue, no", None),
+        ("red or blue", None), ("blue, red", "red"), ("reddish", None), ("", None), ("rot", None),
+        ("red, not blue, I think", None), ("I think, red", "red"), ("red, I think", "red"),
+    ],
+)  # fmt: skip
+def test_the_word_that_an_answer_names(answer, word):
+    assert named(answer, ("red", "blue")) == word
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return training.checkpoint(tmp_path_factory.mktemp("offline"))
+
+
+def test_a_tiny_model_is_evaluated(model, tmp_path):
+    done = evaluate(str(model), suites=["offline"], limit=3, batch_size=3, output=tmp_path)
+    assert not done.failed and [each.task for each in done.results] == list(OFFLINE)
+    for result in done.results:
+        assert (result.samples, result.total, result.partial) == (3, ITEMS[result.task][0], True)
+        assert not {"blank", "commonest"} & {metric.name.partition("_")[0] for metric in result.metrics}
+        prompts = "through the chat template" if result.task in VISION else "as plain text"
+        assert any(prompts in sentence for sentence in result.protocol)
+        for metric in result.metrics:
+            vision = result.task in VISION and metric.name.startswith("acc")
+            assert set(metric.references) == ({"blank image", "commonest answer"} if vision else set())
+            assert metric.samples == (1 if metric.name in ("acc_shape", "acc_colour", "acc_yes_no") else 3)
+    assert {column.header for column in render(done).columns} >= {"blank image", "commonest answer"}
+    processor = AutoProcessor.from_pretrained(model)
+    (file,) = (tmp_path / "evaluation" / "offline_emoji").glob("samples_*.jsonl")
+    for sample in map(json.loads, file.read_text().splitlines()):
+        asked = processor.apply_chat_template(prompt("what is this?"), add_generation_prompt=True)
+        assert sample["arguments"]["gen_args_0"]["arg_0"] == asked  # as the quickstart asks and trains
+
+
+def test_models_are_compared_over_questions_and_not_over_white_images(model, tmp_path):
+    other = training.checkpoint(tmp_path / "other", arm="none")
+    tasks = ["offline_sides", "offline_perplexity"]
+    for name, folder in (("one", model), ("two", other)):
+        assert not evaluate(str(folder), tasks=tasks, batch_size=50, output=tmp_path / name).failed
+    sides, perplexity = compare([read_arm(str(tmp_path / name)) for name in ("one", "two")])
+    assert {sides.task: sides.questions, perplexity.task: perplexity.questions} == {
+        "offline_sides": 100, "offline_perplexity": 32,
+    }  # fmt: skip
+
+
+def test_a_language_model_alone_is_evaluated_on_the_texts(tmp_path):
+    folder = parts.language(tmp_path / "language", max_position_embeddings=2048)  # a passage in one window
+    done = evaluate(str(folder), suites=["offline"], output=tmp_path, limit=2)
+    assert set(done.failed) == set(VISION)
+    perplexity, _ = done.results
+    bits, words = perplexity.metrics
+    tokenizer, language = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    total, of_words, shares = 0.0, 0, []
+    for text in documents("offline_perplexity")["text"][:2]:
+        # The first token is predicted from the end-of-text token.
+        tokens = torch.tensor([[tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]])
+        with torch.no_grad():
+            likelihoods = language(tokens).logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])
+        total, of_words = total + likelihoods.sum().item(), of_words + 128
+        shares.append(-likelihoods.sum().item() / math.log(2) / len(text.encode()))
+    assert bits.value == pytest.approx(sum(shares) / 2, rel=1e-5)
+    assert words.value == pytest.approx(math.exp(-total / of_words), rel=1e-4)
