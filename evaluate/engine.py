@@ -3,6 +3,7 @@
 """lm-evaluation-harness: which tasks there are, a checkpoint as its model, and the results of a task."""
 
 import difflib
+import gc
 import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -19,6 +20,7 @@ from lm_eval.api.registry import get_model
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.hf_vlms import HFMultimodalLM
 from lm_eval.tasks import TaskManager
+from transformers import BatchEncoding, PreTrainedModel, ProcessorMixin
 
 from ..diagnose.load import Found, load
 from .results import FOLDER, Evaluation, Metric
@@ -35,12 +37,47 @@ SEED = 1234
 
 
 class MultimodalLM(HFMultimodalLM):
-    """The harness's `hf-multimodal`, which fails at a batch of questions without images."""
+    """The harness's `hf-multimodal` for a model in memory, whose answers are those to each question alone.
+
+    That of lm-eval 0.4.13 fails at a batch of questions without images. It begins a prompt with two first tokens if
+    chat template and tokenizer both write one. And where the tokenizer's last token is not the model's, an answer goes
+    on after it until the others of the batch end.
+
+    Args:
+        model: A vision-language model.
+        processor: Its processor.
+        batch_size: Questions together.
+    """
+
+    def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, batch_size: int):
+        self.processor = processor
+        super().__init__(model, batch_size=batch_size)
+
+    def _create_tokenizer(self, *args, **kwargs):
+        self.tokenizer = self.processor.tokenizer
+
+    def tok_batch_multimodal_encode(
+        self, strings, images, padding_side="left", left_truncate_len=None, truncation=False
+    ):
+        if not any(images):
+            ids, mask = self.tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+            return BatchEncoding({"input_ids": ids, "attention_mask": mask}).to(self.device)
+        first = self.tokenizer.bos_token
+        if first and self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]:
+            strings = [string.removeprefix(first) for string in strings]
+        return super().tok_batch_multimodal_encode(strings, images, padding_side, left_truncate_len, truncation)
 
     def _model_multimodal_generate(self, inputs, *args, **kwargs):
-        if len(inputs["pixel_values"]) == 0:
-            del inputs["pixel_values"]
-        return super()._model_multimodal_generate(inputs, *args, **kwargs)
+        last = self.model.generation_config.eos_token_id
+        ends = {self.eot_token_id, *(last if isinstance(last, list) else [last])} - {None}
+        return super()._model_multimodal_generate(inputs, *args, eos_token_id=list(ends), **kwargs)
+
+    def generate_until(self, requests, disable_tqdm=False):
+        gc.freeze()  # the harness collects garbage after each batch, which must not visit all that is loaded
+        try:
+            return super().generate_until(requests, disable_tqdm)
+        finally:
+            gc.unfreeze()
 
 
 @cache
@@ -83,7 +120,7 @@ def as_lm(found: Found, *, batch_size: int, dtype: str = "auto", load_in_4bit: b
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return get_model("hf")(pretrained=found.source, batch_size=batch_size, dtype=dtype, device=device, **options)
     model = load(found, dtype=dtype, load_in_4bit=load_in_4bit)
-    return MultimodalLM(pretrained=model, batch_size=batch_size, trust_remote_code=found.remote)
+    return MultimodalLM(model, found.processor, batch_size)
 
 
 def run_task(lm: LM, task: str, manager: TaskManager, *, limit: int | None) -> dict[str, Any]:
