@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import scripted_tasks
@@ -12,9 +13,11 @@ import tiny_parts as parts
 import training
 import yaml
 from datasets import Dataset, Features, Image, Value
+from paths import DOCS
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
+from normalign_llava.evaluate import tasks
 from normalign_llava.evaluate.results import read_evaluations, weights_hash
 from normalign_llava.evaluate.run import evaluate, render
 
@@ -163,6 +166,25 @@ def test_a_language_model_alone_is_evaluated_on_text(room, tmp_path):
     language = parts.language(tmp_path / "language")
     done = run(room, tmp_path, "tiny_choice", model=language)
     assert done.results[0].samples == 5
+
+
+def test_the_harness_s_own_command_of_the_page_gives_the_same_answers(room, tmp_path):
+    (line,) = (line for line in (DOCS / "evaluate.md").read_text().splitlines() if line.startswith("lm_eval run"))
+    given = {"my-model": str(room / "model"), "$TASKS": str(room / "tasks"), "pope": "tiny_colours"}
+    for name, ours in given.items():
+        line = line.split("#")[0].replace(name, ours)
+    name, *command = line.split()
+    command = [str(Path(sys.executable).with_name(name)), *command, "--device", "cpu", "--log_samples"]
+    done = subprocess.run([*command, "--output_path", str(tmp_path / "theirs")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    run(room, tmp_path / "ours", "tiny_colours")
+    theirs, ours = (
+        [json.loads(text)["resps"] for text in file.read_text().splitlines()]
+        for whose in ("theirs", "ours")
+        for file in (tmp_path / whose).rglob("samples_tiny_colours_*.jsonl")
+    )
+    assert theirs == ours and len(ours) == 5
+    assert (Path(*tasks.__path__) / "pope.yaml").is_file()
 
 
 def test_unknown_names_are_refused_with_the_nearest(room, tmp_path):
