@@ -47,7 +47,7 @@ IMAGES = [[picture(3 * number + i) for i in range(text.count("<image>"))] for nu
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     ours = training.checkpoint(folder, tied=False)
-    heeding(NormAlignLlavaForConditionalGeneration.from_pretrained(ours)).save_pretrained(ours)
+    tiny.heeding(NormAlignLlavaForConditionalGeneration.from_pretrained(ours)).save_pretrained(ours)
     if request.param == "ours":
         return ours
     if request.param == "ours, with a first token":  # which the tokenizer writes, and the template
@@ -59,20 +59,12 @@ def checkpoint(request, tmp_path_factory):
         processor.save_pretrained(ours)
         return ours
     template = AutoProcessor.from_pretrained(ours).chat_template
-    stock = parts.llava(folder / "llava", heeding(tiny.llava(tied=False)), template)
+    stock = parts.llava(folder / "llava", tiny.heeding(tiny.llava(tied=False)), template)
     if request.param == "llava, with another end":  # than the model's
         processor = AutoProcessor.from_pretrained(stock)
         processor.tokenizer.eos_token = "T"
         processor.save_pretrained(stock)
     return stock
-
-
-def heeding(model):
-    """A model to which what was said before matters, though it is untrained."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter *= 30 if "language_model" in name and "v_proj" in name else 1
-    return model
 
 
 def alone(model, processor, text, images):
