@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval import simple_evaluate
+from lm_eval import evaluate, simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.hf_vlms import HFMultimodalLM
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks.manager import TaskDict
 from transformers import BatchEncoding, PreTrainedModel, ProcessorMixin
 
 from ..diagnose.load import Found, load
@@ -81,16 +82,16 @@ class MultimodalLM(HFMultimodalLM):
 
 
 @cache
-def task_manager(include_path: Path | None = None) -> TaskManager:
-    """The harness's tasks, those of this package, and those in a folder of one's own, which come first."""
+def task_manager(include_path: Path | None = None, *, defaults: bool = True) -> TaskManager:
+    """The tasks of this package, those in a folder of one's own, which come first, and by default the harness's."""
     own = [str(include_path)] if include_path else []
-    return TaskManager(include_path=[str(files(__package__) / "tasks"), *own])
+    return TaskManager(include_path=[str(files(__package__) / "tasks"), *own], include_defaults=defaults)
 
 
 def chosen_tasks(
-    manager: TaskManager, suites: Sequence[str], tasks: Sequence[str], limit: int | None = None
-) -> list[str]:
-    """The tasks of some suites, and others by name, each once.
+    suites: Sequence[str], tasks: Sequence[str], include_path: Path | None = None, limit: int | None = None
+) -> tuple[list[str], TaskManager]:
+    """The tasks of some suites, and others by name, each once; and a manager that has them.
 
     Raises:
         ValueError: A suite or task is unknown, with the nearest name; there is none; or one cannot be limited.
@@ -98,17 +99,20 @@ def chosen_tasks(
     for suite in suites:
         if suite not in SUITES:
             raise ValueError(f"There is no suite {suite!r}. There are {', '.join(SUITES)}.")
-    for task in tasks:
+    chosen = list(dict.fromkeys([task for suite in suites for task in SUITES[suite]] + list(tasks)))
+    if not chosen:
+        raise ValueError(f"Name a suite ({', '.join(SUITES)}) or tasks to evaluate on.")
+    manager = task_manager(include_path, defaults=False)
+    if not set(chosen) <= set(manager.all_tasks):
+        manager = task_manager(include_path)  # reads 10,000 files
+    for task in chosen:
         if task not in manager.all_tasks:
             close = difflib.get_close_matches(task, manager.all_tasks, n=1)
             hint = f"Did you mean {close[0]}?" if close else "`lm-eval ls tasks` lists those of the harness."
             raise ValueError(f"There is no task {task!r}. {hint}")
-    chosen = list(dict.fromkeys([task for suite in suites for task in SUITES[suite]] + list(tasks)))
     if limit and "mmbench_en_dev" in chosen:
-        raise ValueError("mmbench_en_dev asks each question several times, and --limit would cut them. Leave one out.")
-    if not chosen:
-        raise ValueError(f"Name a suite ({', '.join(SUITES)}) or tasks to evaluate on.")
-    return chosen
+        raise ValueError("mmbench_en_dev asks each question several times, and a limit would cut them. Leave one out.")
+    return chosen, manager
 
 
 def as_lm(found: Found, *, batch_size: int, dtype: str = "auto", load_in_4bit: bool = False) -> LM:
@@ -128,13 +132,29 @@ def run_task(lm: LM, task: str, manager: TaskManager, *, limit: int | None) -> d
 
     Tasks that generate answers get them through the chat template; likelihoods are of plain text, as is usual.
     """
-    loaded = manager.load([task])["tasks"].values()
-    generates = all(each.get_config("output_type") == "generate_until" for each in loaded)
-    chat = generates and bool(getattr(lm.tokenizer, "chat_template", None) or getattr(lm, "processor", None))
+    chat = _is_chat(lm, manager.load([task]))
     seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED)
     found = simple_evaluate(lm, tasks=[task], limit=limit, apply_chat_template=chat, task_manager=manager, **seeds)
     assert found is not None  # in the first process
     return found
+
+
+def load_task(task: str, manager: TaskManager) -> TaskDict:
+    """A task or group of tasks with its data, for [`sample_scores`]."""
+    loaded = manager.load([task])
+    for each in loaded["tasks"].values():
+        each.set_fewshot_seed(SEED)
+        if each.get_config("num_fewshot") is None:
+            each.set_config("num_fewshot", 0)
+    return loaded
+
+
+def sample_scores(lm: LM, task: str, loaded: TaskDict, *, limit: int) -> dict[str, float]:
+    """The scores of a task on its first samples, by metric; those of its parts are left out."""
+    found = evaluate(
+        lm, loaded, limit=limit, bootstrap_iters=0, log_samples=False, apply_chat_template=_is_chat(lm, loaded)
+    )
+    return {metric.name: metric.value for metric in _metrics(found, task) if metric.subset is None}
 
 
 def save(found: dict[str, Any], task: str, checkpoint: Path) -> None:
@@ -153,6 +173,30 @@ def save(found: dict[str, Any], task: str, checkpoint: Path) -> None:
 
 def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict[str, Any]) -> Evaluation:
     """The results of a task, of a group as a whole first, then of its parts."""
+    counts = found["n-samples"].values()
+    config = next(iter(found["configs"].values()))
+    return Evaluation(
+        task=task,
+        title=task,
+        metrics=_metrics(found, task),
+        samples=sum(count["effective"] for count in counts),
+        total=sum(count["original"] for count in counts),
+        protocol=_protocol(config, chat=found["config"].get("chat_template_sha") is not None),
+        date=datetime.now(timezone.utc).date().isoformat(),
+        versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
+        weights=weights,
+        settings=settings,
+    )
+
+
+def _is_chat(lm: LM, loaded: TaskDict) -> bool:
+    """Whether prompts go through the chat template: where answers are generated, if there is a template."""
+    generates = all(each.get_config("output_type") == "generate_until" for each in loaded["tasks"].values())
+    return generates and bool(getattr(lm.tokenizer, "chat_template", None) or getattr(lm, "processor", None))
+
+
+def _metrics(found: dict[str, Any], task: str) -> list[Metric]:
+    """The metrics of a task or group as a whole first, then of its parts."""
     metrics = []
     for name in sorted(found["results"], key=lambda name: name != task):
         scores = found["results"][name]
@@ -170,20 +214,7 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
                     samples=found["n-samples"][name]["effective"] if name in found["n-samples"] else None,
                 )
             )
-    counts = found["n-samples"].values()
-    config = next(iter(found["configs"].values()))
-    return Evaluation(
-        task=task,
-        title=task,
-        metrics=metrics,
-        samples=sum(count["effective"] for count in counts),
-        total=sum(count["original"] for count in counts),
-        protocol=_protocol(config, chat=found["config"].get("chat_template_sha") is not None),
-        date=datetime.now(timezone.utc).date().isoformat(),
-        versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
-        weights=weights,
-        settings=settings,
-    )
+    return metrics
 
 
 def _protocol(config: dict[str, Any], *, chat: bool) -> list[str]:

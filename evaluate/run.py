@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..diagnose.load import find
 from ..errors import Console
-from .engine import SEED, as_lm, chosen_tasks, run_task, save, summarized, task_manager
+from .engine import SEED, as_lm, chosen_tasks, run_task, save, summarized
 from .results import FOLDER, SUMMARY, Evaluation, read_evaluations, weights_hash
 
 
@@ -65,8 +65,7 @@ def evaluate(
         ValueError: The model or a task does not exist.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    manager = task_manager(include_path)
-    chosen = chosen_tasks(manager, suites, tasks, limit)
+    chosen, manager = chosen_tasks(suites, tasks, include_path, limit)
     found = find(model, trust_remote_code=trust_remote_code)
     folder = Path(found.source) if Path(found.source).is_dir() else None
     output = output or folder or Path("evaluations", found.name.replace("/", "--"))
