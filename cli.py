@@ -297,11 +297,15 @@ def compare(
     with errors_for_people(extra="evaluate"):
         from .evaluate.compare import compare as run
         from .evaluate.compare import read_arm, render, write
+        from .evaluate.paper_columns import render as render_paper
 
-        found = run([read_arm(model) for model in models])
+        arms = [read_arm(model) for model in models]
+        found = run(arms)
         write(found, output)
         console = Console()
         console.print(render(found))
+        if beside := render_paper({arm.name: arm.columns for arm in arms}):
+            console.print(beside)
         console.print(f"Written to {output}.", soft_wrap=True)
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from scipy import stats
 
 from ..checkpoint.files import finished_file
+from .paper_columns import columns
 from .results import FOLDER, read_evaluations
 
 
@@ -36,10 +37,12 @@ class Arm:
     Attributes:
         name: What the table calls it.
         runs: The scores of each run, by task as it was asked for.
+        columns: The scores of each run in the columns of the paper's table 4, by column.
     """
 
     name: str
     runs: list[dict[str, Scores]]
+    columns: list[dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -82,17 +85,21 @@ def read_arm(argument: str) -> Arm:
     """
     name, equals, folders = argument.partition("=")
     paths = [Path(each) for each in (folders if equals else argument).split(",")]
-    return Arm(name if equals else paths[0].resolve().name, [_run(path) for path in paths])
+    runs = [_run(path) for path in paths]
+    return Arm(name if equals else paths[0].resolve().name, runs, [columns(read_evaluations(path)) for path in paths])
 
 
 def compare(arms: Sequence[Arm]) -> list[Difference]:
     """Each arm against the first, on each task that all of their runs have.
 
     Raises:
-        ValueError: There are fewer than two arms, no common task, or other questions under the same name of a task.
+        ValueError: There are fewer than two arms, two of the same name, no common task, or other questions under the
+            same name of a task.
     """
     if len(arms) < 2:
         raise ValueError("Name two or more models to compare.")
+    if len({arm.name for arm in arms}) < len(arms):
+        raise ValueError(f"Models have the same name: {', '.join(arm.name for arm in arms)}. Write NAME=FOLDER.")
     runs = [run for arm in arms for run in arm.runs]
     tasks = [task for task in runs[0] if all(task in run for run in runs)]
     if not tasks:

@@ -3,6 +3,7 @@
 """lm-evaluation-harness: which tasks there are, a checkpoint as its model, and the results of a task."""
 
 import difflib
+import gc
 import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval import simple_evaluate
+from lm_eval import evaluate, simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.hf_vlms import HFMultimodalLM
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks.manager import TaskDict
+from transformers import BatchEncoding, PreTrainedModel, ProcessorMixin
 
 from ..diagnose.load import Found, load
 from .results import FOLDER, Evaluation, Metric
@@ -41,25 +44,60 @@ SEED = 1234
 
 
 class MultimodalLM(HFMultimodalLM):
-    """The harness's `hf-multimodal`, which fails at a batch of questions without images."""
+    """The harness's `hf-multimodal` for a model in memory, whose answers are those to each question alone.
+
+    That of lm-eval 0.4.13 fails at a batch of questions without images. It begins a prompt with two first tokens if
+    chat template and tokenizer both write one. And where the tokenizer's last token is not the model's, an answer goes
+    on after it until the others of the batch end.
+
+    Args:
+        model: A vision-language model.
+        processor: Its processor.
+        batch_size: Questions together.
+    """
+
+    def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, batch_size: int):
+        self.processor = processor
+        super().__init__(model, batch_size=batch_size)
+
+    def _create_tokenizer(self, *args, **kwargs):
+        self.tokenizer = self.processor.tokenizer
+
+    def tok_batch_multimodal_encode(
+        self, strings, images, padding_side="left", left_truncate_len=None, truncation=False
+    ):
+        if not any(images):
+            ids, mask = self.tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+            return BatchEncoding({"input_ids": ids, "attention_mask": mask}).to(self.device)
+        first = self.tokenizer.bos_token
+        if first and self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]:
+            strings = [string.removeprefix(first) for string in strings]
+        return super().tok_batch_multimodal_encode(strings, images, padding_side, left_truncate_len, truncation)
 
     def _model_multimodal_generate(self, inputs, *args, **kwargs):
-        if len(inputs["pixel_values"]) == 0:
-            del inputs["pixel_values"]
-        return super()._model_multimodal_generate(inputs, *args, **kwargs)
+        last = self.model.generation_config.eos_token_id
+        ends = {self.eot_token_id, *(last if isinstance(last, list) else [last])} - {None}
+        return super()._model_multimodal_generate(inputs, *args, eos_token_id=list(ends), **kwargs)
+
+    def generate_until(self, requests, disable_tqdm=False):
+        gc.freeze()  # the harness collects garbage after each batch, which must not visit all that is loaded
+        try:
+            return super().generate_until(requests, disable_tqdm)
+        finally:
+            gc.unfreeze()
 
 
 @cache
-def task_manager(include_path: Path | None = None) -> TaskManager:
-    """The harness's tasks, those of this package, and those in a folder of one's own, which come first."""
+def task_manager(include_path: Path | None = None, *, defaults: bool = True) -> TaskManager:
+    """The tasks of this package, those in a folder of one's own, which come first, and by default the harness's."""
     own = [str(include_path)] if include_path else []
-    return TaskManager(include_path=[str(files(__package__) / "tasks"), *own])
+    return TaskManager(include_path=[str(files(__package__) / "tasks"), *own], include_defaults=defaults)
 
 
 def chosen_tasks(
-    manager: TaskManager, suites: Sequence[str], tasks: Sequence[str], limit: int | None = None
-) -> list[str]:
-    """The tasks of some suites, and others by name, each once.
+    suites: Sequence[str], tasks: Sequence[str], include_path: Path | None = None, limit: int | None = None
+) -> tuple[list[str], TaskManager]:
+    """The tasks of some suites, and others by name, each once; and a manager that has them.
 
     Raises:
         ValueError: A suite or task is unknown, with the nearest name; there is none; or one cannot be limited.
@@ -67,17 +105,20 @@ def chosen_tasks(
     for suite in suites:
         if suite not in SUITES:
             raise ValueError(f"There is no suite {suite!r}. There are {', '.join(SUITES)}.")
-    for task in tasks:
+    chosen = list(dict.fromkeys([task for suite in suites for task in SUITES[suite]] + list(tasks)))
+    if not chosen:
+        raise ValueError(f"Name a suite ({', '.join(SUITES)}) or tasks to evaluate on.")
+    manager = task_manager(include_path, defaults=False)
+    if not set(chosen) <= set(manager.all_tasks):
+        manager = task_manager(include_path)  # reads 10,000 files
+    for task in chosen:
         if task not in manager.all_tasks:
             close = difflib.get_close_matches(task, manager.all_tasks, n=1)
             hint = f"Did you mean {close[0]}?" if close else "`lm-eval ls tasks` lists those of the harness."
             raise ValueError(f"There is no task {task!r}. {hint}")
-    chosen = list(dict.fromkeys([task for suite in suites for task in SUITES[suite]] + list(tasks)))
     if limit and "mmbench_en_dev" in chosen:
-        raise ValueError("mmbench_en_dev asks each question several times, and --limit would cut them. Leave one out.")
-    if not chosen:
-        raise ValueError(f"Name a suite ({', '.join(SUITES)}) or tasks to evaluate on.")
-    return chosen
+        raise ValueError("mmbench_en_dev asks each question several times, and a limit would cut them. Leave one out.")
+    return chosen, manager
 
 
 def as_lm(found: Found, *, batch_size: int, dtype: str = "auto", load_in_4bit: bool = False) -> LM:
@@ -89,7 +130,7 @@ def as_lm(found: Found, *, batch_size: int, dtype: str = "auto", load_in_4bit: b
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return get_model("hf")(pretrained=found.source, batch_size=batch_size, dtype=dtype, device=device, **options)
     model = load(found, dtype=dtype, load_in_4bit=load_in_4bit)
-    return MultimodalLM(pretrained=model, batch_size=batch_size, trust_remote_code=found.remote)
+    return MultimodalLM(model, found.processor, batch_size)
 
 
 def run_task(lm: LM, task: str, manager: TaskManager, *, limit: int | None) -> dict[str, Any]:
@@ -97,14 +138,30 @@ def run_task(lm: LM, task: str, manager: TaskManager, *, limit: int | None) -> d
 
     Tasks that generate answers get them through the chat template; likelihoods are of plain text, as is usual.
     """
-    loaded = manager.load([task])["tasks"].values()
-    generates = all(each.get_config("output_type") == "generate_until" for each in loaded)
-    chat = generates and bool(getattr(lm.tokenizer, "chat_template", None) or getattr(lm, "processor", None))
+    chat = _is_chat(lm, manager.load([task]))
     seeds = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), SEED)
     found = simple_evaluate(lm, tasks=[task], limit=limit, apply_chat_template=chat, task_manager=manager, **seeds)
     assert found is not None  # in the first process
     found["config"]["apply_chat_template"] = chat  # which the harness does not write
     return found
+
+
+def load_task(task: str, manager: TaskManager) -> TaskDict:
+    """A task or group of tasks with its data, for [`sample_scores`]."""
+    loaded = manager.load([task])
+    for each in loaded["tasks"].values():
+        each.set_fewshot_seed(SEED)
+        if each.get_config("num_fewshot") is None:
+            each.set_config("num_fewshot", 0)
+    return loaded
+
+
+def sample_scores(lm: LM, task: str, loaded: TaskDict, *, limit: int) -> dict[str, float]:
+    """The scores of a task on its first samples, by metric; those of its parts are left out."""
+    found = evaluate(
+        lm, loaded, limit=limit, bootstrap_iters=0, log_samples=False, apply_chat_template=_is_chat(lm, loaded)
+    )
+    return {metric.name: metric.value for metric in _metrics(found, task) if metric.subset is None}
 
 
 def save(found: dict[str, Any], task: str, checkpoint: Path) -> None:
@@ -123,6 +180,30 @@ def save(found: dict[str, Any], task: str, checkpoint: Path) -> None:
 
 def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict[str, Any]) -> Evaluation:
     """The results of a task, of a group as a whole first, then of its parts."""
+    counts = found["n-samples"].values()
+    config = next(iter(found["configs"].values()))
+    return Evaluation(
+        task=task,
+        title=task,
+        metrics=_metrics(found, task),
+        samples=sum(count["effective"] for count in counts),
+        total=sum(count["original"] for count in counts),
+        protocol=_protocol(config, chat=found["config"]["apply_chat_template"]),
+        date=datetime.now(timezone.utc).date().isoformat(),
+        versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
+        weights=weights,
+        settings=settings,
+    )
+
+
+def _is_chat(lm: LM, loaded: TaskDict) -> bool:
+    """Whether prompts go through the chat template: where answers are generated, if there is a template."""
+    generates = all(each.get_config("output_type") == "generate_until" for each in loaded["tasks"].values())
+    return generates and bool(getattr(lm.tokenizer, "chat_template", None) or getattr(lm, "processor", None))
+
+
+def _metrics(found: dict[str, Any], task: str) -> list[Metric]:
+    """The metrics of a task or group as a whole first, then of its parts."""
     metrics = []
     for name in sorted(found["results"], key=lambda name: name != task):
         scores = found["results"][name]
@@ -143,20 +224,7 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
                     samples=_count(found, name, metric, rule),
                 )
             )
-    counts = found["n-samples"].values()
-    config = next(iter(found["configs"].values()))
-    return Evaluation(
-        task=task,
-        title=task,
-        metrics=metrics,
-        samples=sum(count["effective"] for count in counts),
-        total=sum(count["original"] for count in counts),
-        protocol=_protocol(config, chat=found["config"]["apply_chat_template"]),
-        date=datetime.now(timezone.utc).date().isoformat(),
-        versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
-        weights=weights,
-        settings=settings,
-    )
+    return metrics
 
 
 def _count(found: dict[str, Any], name: str, metric: str, rule: str) -> int | None:

@@ -3,17 +3,18 @@
 """`normalign evaluate`: tasks one after the other, each kept when it is finished."""
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
-from lm_eval.api.model import LM
 from rich.box import SIMPLE
 from rich.table import Table
 
 from ..diagnose.load import find
 from ..errors import Console
-from .engine import SEED, as_lm, chosen_tasks, run_task, save, summarized, task_manager
+from .engine import SEED, as_lm, chosen_tasks, run_task, save, summarized
 from .results import FOLDER, SUMMARY, Evaluation, read_evaluations, weights_hash
 
 
@@ -65,35 +66,37 @@ def evaluate(
         ValueError: The model or a task does not exist.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    manager = task_manager(include_path)
-    chosen = chosen_tasks(manager, suites, tasks, limit)
+    chosen, manager = chosen_tasks(suites, tasks, include_path, limit)
     found = find(model, trust_remote_code=trust_remote_code)
     folder = Path(found.source) if Path(found.source).is_dir() else None
     output = output or folder or Path("evaluations", found.name.replace("/", "--"))
     weights = weights_hash(folder) if folder else f"{found.source}"
     settings = {"batch_size": batch_size, "dtype": dtype, "load_in_4bit": load_in_4bit, "limit": limit, "seed": SEED}
     done = Evaluated(output / FOLDER / SUMMARY)
-    earlier = {each.task: each for each in read_evaluations(output)}
-    lm: LM | None = None
+    kept = {
+        each.task: each
+        for each in read_evaluations(output)
+        if each.task in chosen and each.weights == weights and each.settings == settings
+    }
     console = Console(stderr=True)
-    for number, task in enumerate(chosen, start=1):
-        old = earlier.get(task)
-        if old and old.weights == weights and old.settings == settings:
-            console.print(f"{task} ({number} of {len(chosen)}): done before.")
-            done.results.append(old)
-            continue
-        console.print(f"{task} ({number} of {len(chosen)})")
-        lm = lm or as_lm(found, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit)
+    for task in kept:
+        console.print(f"{task}: done before.")
+    tasks = [task for task in chosen if task not in kept]
+    lm = as_lm(found, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit) if tasks else None
+    began = time.monotonic()
+    for number, task in enumerate(tasks):
+        console.print(f"{task} ({number + 1} of {len(tasks)}{_left(time.monotonic() - began, number, len(tasks))})")
         try:
             raw = run_task(lm, task, manager, limit=limit)
-        except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+        except Exception as error:  # whatever it is, the other tasks are run
             done.failed[task] = _reason(error)
-            console.print(f"[red]{task} could not be run:[/] {done.failed[task]}")
+            console.print(f"{task} could not be run: {done.failed[task]}", style="red")
             continue
         result = summarized(raw, task, weights=weights, settings=settings)
         save(raw, task, output)
         result.write(output)
-        done.results.append(result)
+        kept[task] = result
+    done.results = [kept[task] for task in chosen if task in kept]
     return done
 
 
@@ -112,6 +115,11 @@ def render(done: Evaluated) -> Table:
         samples = result.samples if metric.samples is None else metric.samples
         table.add_row(result.task, metric.name, f"{metric.value:.3f}", error, *beside, f"{samples:,}")
     return table
+
+
+def _left(seconds: float, done: int, tasks: int) -> str:
+    """Time left for all tasks, at the mean pace of those that are done; nothing before the first is."""
+    return f", about {timedelta(seconds=round(seconds / done * (tasks - done)))} left for all" if done else ""
 
 
 def _reason(error: BaseException) -> str:

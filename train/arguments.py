@@ -136,6 +136,14 @@ class NormAlignConfig(SFTConfig):
         metadata={"help": "Held-out examples to answer at each evaluation, in samples/."},
     )
     sample_max_new_tokens: int = field(default=64, metadata={"help": "Longest answer of these, in tokens."})
+    eval_suite: str | None = field(
+        default=None,
+        metadata={
+            "help": "Suites and tasks of `normalign evaluate`, with commas between them, to evaluate every eval_steps."
+        },
+    )
+    eval_suite_limit: int = field(default=32, metadata={"help": "Samples of each of these tasks, the first ones."})
+    eval_suite_path: str | None = field(default=None, metadata={"help": "Folder with task files of your own."})
     probe_steps: list[int] | None = field(
         default=None, metadata={"help": "Steps at which inter-layer cosines are recorded on a fixed batch (figure 5)."}
     )
@@ -191,7 +199,7 @@ class NormAlignConfig(SFTConfig):
         if not any(learning_rates.values()):
             raise ValueError("Every learning rate is 0, so nothing would be trained. Give some module another.")
         least_of = {"per_device_train_batch_size": 1, "global_batch_size": 1, "probe_rows": 1, "sample_count": 0}
-        least_of["tokens_per_device"] = 1
+        least_of |= {"tokens_per_device": 1, "eval_suite_limit": 1}
         for name, least in least_of.items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")

@@ -67,6 +67,7 @@ OPTIONS = {
     },
     "While training": {
         "eval_strategy": "When held-out rows are evaluated: no (default), steps or epoch.",
+        "eval_suite": "Benchmarks to evaluate every eval_steps: suites or tasks of `normalign evaluate`.",
         "report_to": "Trackers such as tensorboard or wandb. Default: none.",
         "resume_from_checkpoint": "Resume from the newest complete checkpoint, or from the one named.",
     },

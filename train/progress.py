@@ -75,7 +75,7 @@ class ProgressLines(TrainerCallback):
             _print(line(logs, state.global_step, state.max_steps, left))
         elif "train_runtime" not in logs:
             for key in (key for key in logs if key.endswith("_loss")):
-                _print(f"{_step(state.global_step, state.max_steps)} {key} {logs[key]:.4g}")
+                print_at_step(state, f"{key} {logs[key]:.4g}")
         elif self._began is None:
             _print(f"Nothing was left to train: step {state.global_step:,} is the last.")
         else:
@@ -93,6 +93,11 @@ def bar(args, state, **kwargs: Any) -> tqdm:
     """A progress bar that vanishes when done; only in the first process, on a terminal, without `disable_tqdm`."""
     hidden = args.disable_tqdm or not state.is_world_process_zero
     return tqdm(leave=False, dynamic_ncols=True, disable=hidden or None, **kwargs)
+
+
+def print_at_step(state, text: str) -> None:
+    """Prints a line that begins with the step."""
+    _print(f"{_step(state.global_step, state.max_steps)} {text}")
 
 
 def header(max_steps: int) -> str:

@@ -25,6 +25,7 @@ from .options import accumulation_steps, check_stream, parse
 from .packing import check_longest
 from .record import check_same_run, render_options
 from .resume import resolve_resume
+from .suite import suite_tasks
 from .summary import render, render_dropped
 from .trainer import NormAlignTrainer
 
@@ -69,6 +70,8 @@ def _train(
     resume = resolve_resume(args.resume_from_checkpoint, output, args.world_size)
     args.gradient_accumulation_steps = accumulation_steps(args)
     check_stream(data_args.dataset_streaming, args)
+    if args.eval_suite:
+        suite_tasks(args)
     checkpoint, revision = str(model_args.model_name_or_path), model_args.model_revision
     config = check_checkpoint(checkpoint, args, revision)
     processor = load_processor(checkpoint, revision, config=config)

@@ -51,6 +51,7 @@ from .record import Clock, training_record
 from .samples import SampleCallback
 from .sharding import name_fsdp_units
 from .steps import SteppingTrainer
+from .suite import SuiteCallback
 from .summary import summary
 
 
@@ -111,6 +112,7 @@ class NormAlignTrainer(SteppingTrainer):
         args.gradient_accumulation_steps = accumulation_steps(args)
         if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
             args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
+        suite = [SuiteCallback(args, self.log)] if args.eval_suite else []
         loaded_here = not isinstance(model, nn.Module)
         model = model_to_train(model, args, quantization_config)
         revision = (args.model_init_kwargs or {}).get("revision")
@@ -171,7 +173,7 @@ class NormAlignTrainer(SteppingTrainer):
             processing_class=processing_class,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
-            callbacks=[self.clock, self.measurements, *(callbacks or [])],
+            callbacks=[self.clock, self.measurements, *suite, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,

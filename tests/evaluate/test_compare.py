@@ -5,7 +5,10 @@ import json
 import numpy as np
 import pytest
 from scipy import stats
+from typer.testing import CliRunner
 
+from normalign_llava.cli import app
+from normalign_llava.evaluate import paper_columns
 from normalign_llava.evaluate.compare import compare, mcnemar, over_seeds, paired_bootstrap, read_arm, render, write
 from normalign_llava.evaluate.results import Evaluation, Metric
 
@@ -73,6 +76,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     whole = evaluated(tmp_path / "a", answers(0.5, 1))
     with pytest.raises(ValueError, match="two or more"):
         compare([read_arm(whole)])
+    with pytest.raises(ValueError, match="the same name: a, a. Write NAME=FOLDER"):
+        compare([read_arm(whole), read_arm(whole)])
     with pytest.raises(ValueError, match="no task in common"):
         compare([read_arm(whole), read_arm(evaluated(tmp_path / "b", answers(0.5, 1), task="mmstar"))])
     with pytest.raises(ValueError, match="pope asked the models other questions"):
@@ -81,3 +86,47 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         read_arm(evaluated(tmp_path / "d", answers(0.5, 1), total=900))
     with pytest.raises(ValueError, match="has no evaluation/"):
         read_arm(str(tmp_path / "none"))
+
+
+def nine(share):
+    """Whole evaluations on the paper's nine benchmarks; OCRBench counts answers, of 1000."""
+    metrics = {task: (metric, share) for task, metric, _ in paper_columns.COLUMNS.values()}
+    metrics["ocrbench"] = ("total", 1000 * share)
+    return [
+        Evaluation(
+            task, task, [Metric("other", 0.9), Metric(name, value), Metric(name, 0.1, subset="a part")], 9, 9, []
+        )
+        for task, (name, value) in metrics.items()
+    ]
+
+
+def test_models_are_shown_in_the_papers_columns_above_its_rows():
+    evaluations = nine(0.5)
+    found = paper_columns.columns(evaluations)
+    assert found == pytest.approx(dict.fromkeys([*paper_columns.COLUMNS, "average"], 50.0))
+    table = paper_columns.render({"ours": [found, paper_columns.columns(nine(0.6))]})
+    cells = [list(column.cells) for column in table.columns]
+    assert [column.header for column in table.columns[1:]] == list(found)
+    assert [column[0] for column in cells] == ["ours", *["55.00"] * 10]
+    assert cells[0][1] == "paper: Llama-3.2-3B, no norm" and len(cells[0]) == 7
+    assert [column[6] for column in cells[1:4]] == ["77.66", "50.58", "87.87"]
+    # A part of a task, or of the tasks, is not the whole.
+    partial = [Evaluation(each.task, "", each.metrics, 4, 9, []) for each in evaluations]
+    assert paper_columns.columns(partial[:1] + evaluations[1:]).keys() == set(paper_columns.COLUMNS) - {"MMBench-EN"}
+    assert paper_columns.render({"ours": [{}], "theirs": [found]}) is None
+
+
+def test_the_paper_s_averages_are_those_of_its_columns():
+    for row in paper_columns.paper_tables()["table_4"]["rows"]:
+        *scores, average = row["scores"]
+        assert np.mean(scores) == pytest.approx(average, abs=0.006)
+
+
+def test_the_command_shows_the_papers_rows_where_they_apply(tmp_path):
+    pope = [evaluated(tmp_path / name, answers(share, 1)) for name, share in (("a", 0.5), ("b", 0.7))]
+    shown = CliRunner().invoke(app, ["compare", *pope, "--output", str(tmp_path)], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    assert "POPE" in shown.output and "88.14" in shown.output and "MMStar" not in shown.output
+    other = [evaluated(tmp_path / name, answers(0.5, 1), task="mine") for name in ("c", "d")]
+    shown = CliRunner().invoke(app, ["compare", *other, "--output", str(tmp_path)], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0 and "paper" not in shown.output

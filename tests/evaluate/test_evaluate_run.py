@@ -1,13 +1,23 @@
 """`normalign evaluate` on local tasks: what is written, kept, skipped, and said of what cannot be run."""
 
 import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import scripted_tasks
 import tiny_parts as parts
 import training
 import yaml
 from datasets import Dataset, Features, Image, Value
+from paths import DOCS
+from typer.testing import CliRunner
 
+from normalign_llava.cli import app
+from normalign_llava.evaluate import tasks
 from normalign_llava.evaluate.results import read_evaluations, weights_hash
 from normalign_llava.evaluate.run import evaluate, render
 
@@ -16,11 +26,22 @@ pytestmark = pytest.mark.slow
 
 
 COLOURS = ["red", "green", "blue", "red", "blue"]
+KILL_ONCE = """
+import os, signal
+from pathlib import Path
+
+def documents(split):
+    marker = Path(__file__).with_name("killed")
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return split
+"""
 
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory):
-    """A checkpoint, and a folder with tasks: one with images, one of likelihoods, one whose data are missing."""
+    """A checkpoint, and a folder with tasks: one with images, one of likelihoods, and several that do not end well."""
     folder = tmp_path_factory.mktemp("room")
     training.checkpoint(folder)
     rows = [
@@ -56,10 +77,28 @@ def room(tmp_path_factory):
         "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     }
-    missing = {**choosing, "task": "tiny_missing", "dataset_kwargs": {"data_files": str(folder / "none.parquet")}}
-    for task in (looking, choosing, missing):
+    (folder / "broken.parquet").write_text("no data")
+    without = [
+        {
+            **choosing,
+            "task": f"tiny_{name}",
+            "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.parquet")}},
+        }
+        for name in ("missing", "broken")
+    ]
+    for task in (looking, choosing, *without, {**choosing, "task": "tiny_killed"}):
         (tasks / f"{task['task']}.yaml").write_text(yaml.safe_dump(task))
+    (tasks / "killing.py").write_text(KILL_ONCE)
+    with (tasks / "tiny_killed.yaml").open("a") as file:
+        file.write("process_docs: !function killing.documents\n")
+    scripted_tasks.write_task(tasks, "pope", [{"answer": "yes", "category": "random"}])  # without its question
     return folder
+
+
+def words(room, output, *tasks):
+    """The command line."""
+    named = [word for task in tasks for word in ("--tasks", task)]
+    return ["evaluate", str(room / "model"), "--include-path", str(room / "tasks"), "--output", str(output), *named]
 
 
 def run(room, output, *tasks, model=None, **options):
@@ -94,10 +133,33 @@ def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_p
     assert "done before" not in capsys.readouterr().err
 
 
-def test_a_task_without_data_is_named_and_the_others_are_run(room, tmp_path):
-    done = run(room, tmp_path, "tiny_missing", "tiny_choice")
-    assert [each.task for each in done.results] == ["tiny_choice"] and list(done.failed) == ["tiny_missing"]
-    assert "none.parquet" in done.failed["tiny_missing"]
+def test_after_a_kill_the_rest_is_run(room, tmp_path):
+    command = words(room, tmp_path, "tiny_choice", "tiny_killed")
+    killed = subprocess.run([sys.executable, "-m", "normalign_llava", *command], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert "tiny_choice (1 of 2)" in killed.stderr
+    assert re.search(r"tiny_killed \(2 of 2, about 0:\d\d:\d\d left for all\)", killed.stderr)
+    (before,) = read_evaluations(tmp_path)
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "tiny_choice: done before" in done.output and "tiny_killed (1 of 1)" in done.output
+    after, rest = read_evaluations(tmp_path)
+    assert after == before and (rest.task, rest.samples) == ("tiny_killed", 5)
+
+
+def test_tasks_that_cannot_be_run_are_named_and_the_others_are_run(room, tmp_path):
+    reasons = {
+        "tiny_missing": "missing.parquet",
+        "tiny_broken": "",
+        "mmstar": "Lin-Chen/MMStar",  # on the Hub, which cannot be reached
+        "pope": "the data set lmms-lab-encoder/POPE has changed: it has no column question",
+    }
+    done = CliRunner().invoke(app, words(room, tmp_path, *reasons, "tiny_choice"))
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)  # no traceback
+    assert [each.task for each in read_evaluations(tmp_path)] == ["tiny_choice"]
+    said = " ".join(done.output.split())
+    for task, reason in reasons.items():
+        assert reason in said.split(f"Not evaluated: {task}.")[1]
 
 
 def test_a_language_model_alone_is_evaluated_on_text(room, tmp_path):
@@ -106,13 +168,32 @@ def test_a_language_model_alone_is_evaluated_on_text(room, tmp_path):
     assert done.results[0].samples == 5
 
 
+def test_the_harness_s_own_command_of_the_page_gives_the_same_answers(room, tmp_path):
+    (line,) = (line for line in (DOCS / "evaluate.md").read_text().splitlines() if line.startswith("lm_eval run"))
+    given = {"my-model": str(room / "model"), "$TASKS": str(room / "tasks"), "pope": "tiny_colours"}
+    for name, ours in given.items():
+        line = line.split("#")[0].replace(name, ours)
+    name, *command = line.split()
+    command = [str(Path(sys.executable).with_name(name)), *command, "--device", "cpu", "--log_samples"]
+    done = subprocess.run([*command, "--output_path", str(tmp_path / "theirs")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    run(room, tmp_path / "ours", "tiny_colours")
+    theirs, ours = (
+        [json.loads(text)["resps"] for text in file.read_text().splitlines()]
+        for whose in ("theirs", "ours")
+        for file in (tmp_path / whose).rglob("samples_tiny_colours_*.jsonl")
+    )
+    assert theirs == ours and len(ours) == 5
+    assert (Path(*tasks.__path__) / "pope.yaml").is_file()
+
+
 def test_unknown_names_are_refused_with_the_nearest(room, tmp_path):
     with pytest.raises(ValueError, match="There is no task 'tiny_colors'. Did you mean tiny_colours?"):
         run(room, tmp_path, "tiny_colors")
     with pytest.raises(ValueError, match="There is no suite 'papers'"):
-        evaluate(str(room / "model"), suites=["papers"])
+        run(room, tmp_path, suites=["papers"])
     with pytest.raises(ValueError, match="Name a suite"):
-        evaluate(str(room / "model"))
+        run(room, tmp_path)
     vision = parts.vision(tmp_path / "vision", "clip")
     with pytest.raises(ValueError, match="is a vision encoder"):
         run(room, tmp_path, "tiny_choice", model=vision)

@@ -69,6 +69,14 @@ def _with_a_projector_of_real_scale(model):
     return model
 
 
+def heeding(model):
+    """The model, changed so that what was said before matters to it though it is untrained."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter *= 30 if "language_model" in name and "v_proj" in name else 1
+    return model
+
+
 def reference_n_text(weight, excluded=(IMAGE,)) -> float:
     """N_text row by row in float64 with plain Python sums."""
     norms = [

@@ -1,0 +1,88 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""A model of lmms-eval, `--model normalign_llava`, which finds it by an entry point of this package."""
+
+from itertools import groupby
+
+import torch
+from lmms_eval.api.instance import Instance
+from lmms_eval.api.model import lmms
+from lmms_eval.protocol import ChatMessages
+from tqdm import tqdm
+
+from ..assembly.processing import pad_left
+from ..diagnose.load import find, load
+
+
+class NormAlignLlava(lmms):
+    """Answers of a vision-language model through its chat template, images where lmms-eval's messages have them.
+
+    Args:
+        pretrained: Folder or Hub id.
+        batch_size: Questions together.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the checkpoint's own.
+        device: By default a GPU if there is one.
+
+    Raises:
+        ValueError: It is not a vision-language model, or cannot be loaded.
+    """
+
+    is_simple = False  # it takes messages
+
+    def __init__(self, pretrained: str, batch_size: int | str = 1, dtype: str = "auto", device: str | None = None):
+        super().__init__()
+        found = find(pretrained)
+        if found.processor is None:
+            raise ValueError(f"{found.name} is a {found.kind}. Give a vision-language model.")
+        self.processor = found.processor
+        pad_left(self.processor.tokenizer)
+        self.model = load(found, dtype=dtype)
+        if device:
+            self.model.to(device)
+        self.batch_size = int(batch_size)
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        """An answer to each request."""
+        answers = []
+        with tqdm(total=len(requests), disable=self.rank != 0) as bar:
+            for _, alike in groupby(requests, key=lambda request: repr(request.args[2])):
+                group = list(alike)
+                for start in range(0, len(group), self.batch_size):
+                    batch = group[start : start + self.batch_size]
+                    answers += self._answers(batch)
+                    bar.update(len(batch))
+        return answers
+
+    @torch.no_grad()
+    def _answers(self, batch: list[Instance]) -> list[str]:
+        conversations = []
+        for _, messages_of, _, document, task, split in (request.args for request in batch):
+            messages = messages_of(self.task_dict[task][split][document])
+            conversations.append(ChatMessages(messages=messages).to_hf_messages())
+        options = batch[0].args[2]
+        inputs = self.processor.apply_chat_template(
+            conversations,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True},
+        ).to(self.model.device, self.model.dtype)
+        drawn = {name: options[name] for name in ("temperature", "top_p") if options.get("temperature")}
+        most, beams = options.get("max_new_tokens", 1024), options.get("num_beams", 1)
+        ids = self.model.generate(**inputs, max_new_tokens=most, num_beams=beams, do_sample=bool(drawn), **drawn)
+        answers = self.processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        until = options.get("until", [])
+        for stop in [until] if isinstance(until, str) else until:
+            answers = [answer.split(stop)[0] for answer in answers]
+        return answers
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        """Not there: use lm-evaluation-harness for tasks that need it."""
+        raise NotImplementedError(
+            "normalign_llava generates answers. Tasks of likelihoods are `normalign evaluate`'s."
+        )
+
+    def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
+        """Not there."""
+        raise NotImplementedError("normalign_llava answers one round.")

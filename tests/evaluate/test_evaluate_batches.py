@@ -1,0 +1,122 @@
+"""Answers and scores do not depend on how many questions are answered together. All in float32."""
+
+import pytest
+import tiny
+import tiny_parts as parts
+import torch
+import training
+import yaml
+from datasets import Dataset, Features, Image, List, Value
+from lm_eval import evaluate
+from lm_eval.tasks import TaskManager
+from PIL import Image as Picture
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.diagnose.load import find
+from normalign_llava.evaluate.engine import as_lm
+
+
+pytestmark = pytest.mark.slow
+
+
+# By length: in fours, the first four have images and the last four have none, but for one question in two of them.
+QUESTIONS = [
+    "<image>what is in this one, and what is in that one?<image>",
+    "and here, <image>, what do you see there, if anything?",
+    "<image><image><image>which of the three is red?",
+    "say in one word what two and two are",
+    "<image>which colour?",
+    "a or b?",
+    "and?",
+    "?",
+    "<image>",
+]
+LONGEST = 12  # tokens of an answer
+
+
+def picture(number):
+    return Picture.effect_noise((16, 16), 60 + 40 * number).convert("RGB")
+
+
+IMAGES = [[picture(3 * number + i) for i in range(text.count("<image>"))] for number, text in enumerate(QUESTIONS)]
+
+
+@pytest.fixture(scope="module", params=["ours", "ours, with a first token", "llava", "llava, with another end"])
+def checkpoint(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    ours = training.checkpoint(folder, tied=False)
+    tiny.heeding(NormAlignLlavaForConditionalGeneration.from_pretrained(ours)).save_pretrained(ours)
+    if request.param == "ours":
+        return ours
+    if request.param == "ours, with a first token":  # which the tokenizer writes, and the template
+        processor = AutoProcessor.from_pretrained(ours)
+        processor.tokenizer.bos_token = "<|im_start|>"
+        processor.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", processor.tokenizer.bos_token_id)]
+        )
+        processor.save_pretrained(ours)
+        return ours
+    template = AutoProcessor.from_pretrained(ours).chat_template
+    stock = parts.llava(folder / "llava", tiny.heeding(tiny.llava(tied=False)), template)
+    if request.param == "llava, with another end":  # than the model's
+        processor = AutoProcessor.from_pretrained(stock)
+        processor.tokenizer.eos_token = "T"
+        processor.save_pretrained(stock)
+    return stock
+
+
+def alone(model, processor, text, images):
+    """What transformers itself gives for one question: chat template, then `generate`."""
+    words = [{"type": "text", "text": part} if part else None for part in text.split("<image>")]
+    shown = [{"type": "image", "image": image} for image in images]
+    content = [part for pair in zip(words, [*shown, None], strict=True) for part in pair if part]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    end = processor.tokenizer.eos_token_id
+    ids = model.generate(**inputs, max_new_tokens=LONGEST, do_sample=False, eos_token_id=end)
+    return processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).split("\n")[0]
+
+
+def write_task(folder, answers):
+    """Questions whose right answers are what the model says, but for every third."""
+    rows = [
+        {"images": images, "question": text, "answer": answer if number % 3 else "wrong"}
+        for number, (images, text, answer) in enumerate(zip(IMAGES, QUESTIONS, answers, strict=True))
+    ]
+    features = Features({"images": List(Image()), "question": Value("string"), "answer": Value("string")})
+    Dataset.from_list(rows, features=features).to_parquet(folder / "rows.parquet")
+    task = {
+        "task": "tiny_mixed",
+        "dataset_path": "parquet",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.parquet")}, "cache_dir": str(folder / "cache")},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_image": "images",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": LONGEST},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (folder / "tiny_mixed.yaml").write_text(yaml.safe_dump(task))
+
+
+def test_answers_in_batches_are_those_to_one_question_at_a_time(checkpoint, tmp_path):
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    expected = [alone(model, processor, text, images) for text, images in zip(QUESTIONS, IMAGES, strict=True)]
+    assert len(set(expected)) > len(QUESTIONS) // 2  # an answer depends on the question
+    write_task(tmp_path, expected)
+    found, tasks = find(str(checkpoint)), TaskManager(include_path=str(tmp_path), include_defaults=False)
+    for batch_size in (1, 4):
+        lm = as_lm(found, batch_size=batch_size, dtype="float32")
+        result = evaluate(lm, tasks.load(["tiny_mixed"]), apply_chat_template=True)
+        samples = sorted(result["samples"]["tiny_mixed"], key=lambda sample: sample["doc_id"])
+        assert [sample["resps"][0][0] for sample in samples] == expected
+        assert result["results"]["tiny_mixed"]["exact_match,none"] == pytest.approx(6 / 9)
