@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import suite_tasks
 import torch
 import train_data
 import training
@@ -94,7 +95,9 @@ class Room:
         for number in (3, 4):  # the one is met by process 1, the other by process 0
             (folder / "bad" / f"{number}.png").write_bytes(b"no image")
         untied = {"model_name_or_path": self.bare, "arm": "gwc"}
-        mixed = {**untied, "eval_dataset_name": self.data["eval"], **EVALUATED}
+        suite_tasks.write(folder / "tasks")
+        suite = suite_tasks.options(folder / "tasks")
+        mixed = {**untied, "eval_dataset_name": self.data["eval"], **EVALUATED, **suite}
         mixed["probe_steps"] = 2
         grouped = {"train_sampling_strategy": "group_by_length", "lr_scheduler_type": "constant"}
         self.options = {
@@ -193,13 +196,14 @@ def assert_same_run(ours: Path, reference: Path, weights: float, figures: float)
         torch.testing.assert_close(found[name], weight, rtol=0, atol=weights, msg=lambda text, n=name: f"{n}: {text}")
     logs = (json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (ours, reference))
     for step, same_step in zip(*logs, strict=True):
-        assert "loss" in step or "eval_loss" in step or "train_loss" in step
+        assert step.keys() & {"loss", "eval_loss", "train_loss", *SUITE}
         for key in step.keys() & FIGURES:
             assert step[key] == pytest.approx(same_step[key], rel=figures, abs=1e-12), (step["step"], key)
 
 
 FIGURES = {"loss", "eval_loss", "learning_rate", "grad_norm", "gain/l2", "gain/mean_abs", "bias/mean_abs"}
-FIGURES |= {"gwc/factor", "norm/visual", "norm/text", "clip/share", "cosine/visual", "cosine/text"}
+SUITE = {"eval_tiny_looking_letters", "eval_tiny_looking_e", "eval_tiny_choosing_acc"}
+FIGURES |= SUITE | {"gwc/factor", "norm/visual", "norm/text", "clip/share", "cosine/visual", "cosine/text"}
 FIGURES |= {f"{kind}/{part}" for kind in ("grad_norm", "update_ratio") for part in PARTS}
 
 

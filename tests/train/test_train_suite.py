@@ -7,12 +7,11 @@ import sys
 
 import numpy as np
 import pytest
+import suite_tasks
 import tiny
 import torch
 import train_data
 import training
-import yaml
-from datasets import Dataset, Features, Image, Value
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.evaluate.run import evaluate
@@ -20,19 +19,6 @@ from normalign_llava.train.run import main
 
 
 pytestmark = pytest.mark.slow
-
-DRAWING = """
-import random
-import numpy as np
-import torch
-
-def documents(split):
-    return split
-
-def said(document, answers):
-    random.random(), np.random.rand(), torch.rand(3)
-    return {"letters": sum(map(ord, answers[0])), "e": answers[0].count("e")}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -47,43 +33,7 @@ def room(tmp_path_factory):
         train_data.llava(f"<image>\nwhat is {i}?", f"it is {i * 7 % 13}", f"{names[i % 3]}.png") for i in range(12)
     ]
     train_data.write_json(folder / "data", rows)
-    asked = [
-        {"image": {"bytes": training.image(i), "path": None}, "question": f"what is in {i}?", "answer": "red"}
-        for i in range(5)
-    ]
-    features = Features({"image": Image(), "question": Value("string"), "answer": Value("string")})
-    Dataset.from_list(asked, features=features).to_parquet(folder / "rows.parquet")
-    tasks = folder / "tasks"
-    tasks.mkdir()
-    shared = {
-        "dataset_path": "parquet",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.parquet")}},
-        "test_split": "test",
-        "doc_to_target": "{{answer}}",
-    }
-    looking = {
-        **shared,
-        "task": "tiny_looking",
-        "output_type": "generate_until",
-        "doc_to_image": ["image"],
-        "doc_to_text": "<image>{{question}}",
-        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": 6},
-        "metric_list": [
-            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("letters", "e")
-        ],
-    }
-    choosing = {
-        **shared,
-        "task": "tiny_choosing",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": ["red", "green", "blue"],
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    (tasks / "tiny_choosing.yaml").write_text(yaml.safe_dump(choosing))
-    drawn = yaml.safe_dump(looking) + "process_results: !function drawing.said\n"
-    (tasks / "tiny_looking.yaml").write_text(drawn)
-    (tasks / "drawing.py").write_text(DRAWING)
+    suite_tasks.write(folder / "tasks")
     return folder
 
 
@@ -96,8 +46,7 @@ def trained(room, folder, *words, **options):
 
 
 def suite(room, every=2):
-    names = "tiny_looking, tiny_choosing"
-    return dict(eval_suite=names, eval_suite_path=str(room / "tasks"), eval_suite_limit=3, eval_steps=every)
+    return {**suite_tasks.options(room / "tasks"), "eval_steps": every}
 
 
 LORA = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.3, "gradient_checkpointing": True}

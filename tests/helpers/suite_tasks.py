@@ -1,0 +1,61 @@
+"""Two tiny tasks to evaluate in training, written into a folder, and the options that ask for them."""
+
+import training
+import yaml
+from datasets import Dataset, Features, Image, Value
+
+
+DRAWING = """
+import random
+import numpy as np
+import torch
+
+def said(document, answers):
+    random.random(), np.random.rand(), torch.rand(3)
+    return {"letters": sum(map(ord, answers[0])), "e": answers[0].count("e")}
+"""
+
+
+def options(tasks) -> dict:
+    names = "tiny_looking, tiny_choosing"
+    return {"eval_suite": names, "eval_suite_path": str(tasks), "eval_suite_limit": 3}
+
+
+def write(tasks) -> None:
+    """One with images, whose functions draw random numbers, and one of likelihoods."""
+    tasks.mkdir()
+    asked = [
+        {"image": {"bytes": training.image(i), "path": None}, "question": f"what is in {i}?", "answer": "red"}
+        for i in range(5)
+    ]
+    features = Features({"image": Image(), "question": Value("string"), "answer": Value("string")})
+    Dataset.from_list(asked, features=features).to_parquet(tasks / "rows.parquet")
+    shared = {
+        "dataset_path": "parquet",
+        "dataset_kwargs": {"data_files": {"test": str(tasks / "rows.parquet")}},
+        "test_split": "test",
+        "doc_to_target": "{{answer}}",
+    }
+    looking = {
+        **shared,
+        "task": "tiny_looking",
+        "output_type": "generate_until",
+        "doc_to_image": ["image"],
+        "doc_to_text": "<image>{{question}}",
+        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": 6},
+        "metric_list": [
+            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("letters", "e")
+        ],
+    }
+    choosing = {
+        **shared,
+        "task": "tiny_choosing",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": ["red", "green", "blue"],
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (tasks / "tiny_choosing.yaml").write_text(yaml.safe_dump(choosing))
+    drawn = yaml.safe_dump(looking) + "process_results: !function drawing.said\n"
+    (tasks / "tiny_looking.yaml").write_text(drawn)
+    (tasks / "drawing.py").write_text(DRAWING)
