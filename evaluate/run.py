@@ -105,7 +105,7 @@ def render(done: Evaluated) -> Table:
     whole = [(result, metric) for result in done.results for metric in result.metrics if metric.subset is None]
     references = list(dict.fromkeys(name for _, metric in whole for name in metric.references))
     partial = any(result.partial for result in done.results)
-    table = Table(box=SIMPLE, pad_edge=False, collapse_padding=True, caption="partial" if partial else None)
+    table = Table(box=SIMPLE, padding=0, show_edge=False, caption="partial" if partial else None)
     for column in ("task", "metric", "value", "±", *references, "n"):
         name = column in ("task", "metric")
         table.add_column(column, justify="left" if name else "right", no_wrap=name)
