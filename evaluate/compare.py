@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE
 from rich.table import Table
 from scipy import stats
 
@@ -117,15 +118,16 @@ def compare(arms: Sequence[Arm]) -> list[Difference]:
 
 def render(differences: Sequence[Difference]) -> Table:
     """The comparison, for `rich.console.Console.print`."""
-    table = Table()
-    for column in ("task", "model", "score", "against", "score", "difference", "over questions", "over seeds", "p"):
-        table.add_column(column, justify="left" if column in ("task", "model", "against") else "right")
+    (against,) = {each.against for each in differences}
+    table = Table(box=SIMPLE, padding=0, show_edge=False, caption=f"Differences from {against}, 95 % intervals.")
+    for column in ("task", "model", "score", against, "difference", "over questions", "over seeds", "p"):
+        name = column in ("task", "model")
+        table.add_column(column, justify="left" if name else "right", overflow="fold" if name else "ellipsis")
     for each in differences:
         table.add_row(
             each.task,
             each.arm,
             f"{each.score:.3f}",
-            each.against,
             f"{each.reference:.3f}",
             f"{each.value:+.3f}",
             _shown(each.over_questions),
@@ -232,4 +234,4 @@ def _scores(folder: Path) -> Scores:
 
 
 def _shown(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"
+    return "-" if interval is None else f"{interval[0]:+.3f} {interval[1]:+.3f}"
