@@ -29,7 +29,8 @@ EMOJI_SEED = 0
 EMOJI_CATEGORIES = ("Animals & Nature", "Food & Drink")
 SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
-KINDS = ("shape", "colour", "yes/no")
+CHOICES = {"shape": SHAPES, "colour": COLOURS, "yes/no": ("yes", "no")}
+KINDS = tuple(CHOICES)
 OVERALL = "easy-VQA"
 
 FEATURES = Features({"images": List(Image()), "messages": MESSAGES})
@@ -51,11 +52,6 @@ class Question(NamedTuple):
     answer: str
     image: Path
     taught: str | None
-
-
-def split_size(split: str, cache: Path | None = None) -> int:
-    """How many questions easy-VQA's `"train"` or `"test"` split has."""
-    return len(_triples(split, cache)[1])
 
 
 def easy_vqa(split: str, seed: int, cache: Path | None = None) -> list[Question]:

@@ -5,6 +5,7 @@
 import difflib
 import gc
 import json
+import logging
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import cache
@@ -38,6 +39,7 @@ SUITES: dict[str, tuple[str, ...]] = {"paper": (*VISION, *TEXT), "vision": VISIO
 REFERENCES = {"blank": "blank image", "commonest": "commonest answer"}
 """Metrics of a task that its accuracy is to be compared with, by what they are called beside it."""
 
+logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each model in memory and of each metric of a part
 PACKAGES = ("lm_eval", "torch", "transformers", "normalign_llava")
 SEED = 1234
 """Of few-shot examples and everything else that a task draws."""

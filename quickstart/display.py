@@ -17,8 +17,9 @@ from rich.table import Table
 
 from ..checkpoint.files import finished_file
 from ..data.archives import Part
-from ..data.easy_vqa import KINDS, OVERALL, Question, load_image
-from .evaluate import is_right
+from ..data.easy_vqa import CHOICES, KINDS, OVERALL, Question, load_image
+from ..evaluate.answers import named
+from .evaluate import EMOJI
 
 
 TARGET_ACCURACY = 0.75
@@ -44,7 +45,7 @@ def draw_images(answered: Sequence[tuple[Question, str]], output: Path, columns:
     for axes in (grid := figure.subplots(rows, columns, squeeze=False)).flat:
         axes.set_axis_off()
     for axes, (question, given) in zip(grid.flat, answered, strict=False):
-        right = is_right(question, given)
+        right = named(given, CHOICES.get(question.kind, (question.answer,))) == question.answer
         axes.imshow(load_image(question.image))
         axes.set_title(f"{question.text}\n", fontsize=9, wrap=True)
         style = {"transform": axes.transAxes, "ha": "center", "fontsize": 9}
@@ -76,7 +77,7 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
     }
     for column in ("questions", *columns):
         table.add_column(column, justify="right")
-    for kind in (*KINDS, OVERALL, "emoji"):
+    for kind in (*KINDS, OVERALL, EMOJI):
         cells = columns.values()
         table.add_row(kind, str(results["count"][kind]), *(f"{cell[kind]:.2f}" for cell in cells))
     console.print(table)

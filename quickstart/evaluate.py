@@ -1,123 +1,57 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Asks a checkpoint the held-out questions, with their images and with a blank one."""
+"""The quickstart's questions to its models: two tasks of the offline suite."""
 
-import json
-from collections import Counter, defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
-from rich.progress import track
-from transformers import PreTrainedModel, ProcessorMixin
 
-from ..checkpoint.files import finished_file
-from ..data.easy_vqa import KINDS, OVERALL, Question, load_image, prompt
+from ..data.easy_vqa import KINDS, OVERALL
+from ..evaluate.results import read_evaluations
+from ..evaluate.run import evaluate
 
 
+EMOJI = "emoji"
+EASY_VQA, NAMES = "offline_easy_vqa", "offline_emoji"
+METRICS = {kind: (EASY_VQA, f"acc_{kind.replace('/', '_')}") for kind in KINDS} | {
+    OVERALL: (EASY_VQA, "acc"),
+    EMOJI: (NAMES, "acc"),
+}
+"""Task and metric of each kind of question."""
 BATCH_SIZE = 128
-MAX_NEW_TOKENS = 10
-BLANK = Image.new("RGB", (64, 64), "white")
 
 
-@torch.inference_mode()
-def answer(
-    model: PreTrainedModel,
-    processor: ProcessorMixin,
-    asked: Sequence[tuple[str, Image.Image]],
-    *,
-    label: str = "answering",
-    bf16: bool = False,
-) -> list[str]:
-    """Answers questions about images, greedily.
+def ask(checkpoint: Path, *, limit: int | None = None, bf16: bool = False) -> dict[str, dict[str, float]]:
+    """Asks a checkpoint the held-out questions, unless it was asked before, and keeps the results in its folder.
 
     Args:
-        model: The model.
-        processor: Its processor.
-        asked: Pairs of a question and an image.
-        label: Shown beside the progress bar.
+        checkpoint: Folder of the model.
+        limit: Ask the first so many questions about easy-VQA's images and about emoji.
         bf16: Whether to multiply in bfloat16.
 
     Returns:
-        The answers, without surrounding white space.
+        `"accuracy"`, `"blank"` (with a white image) and `"majority"` (of always giving the commonest answer), each by
+        kind; and `"count"`, the number of questions.
+
+    Raises:
+        RuntimeError: A task could not be run.
     """
-    model.eval()
-    answers = [""] * len(asked)
-    order = sorted(range(len(asked)), key=lambda number: len(asked[number][0]))  # less padding
-    for start in track(range(0, len(order), BATCH_SIZE), description=label):
-        numbers = order[start : start + BATCH_SIZE]
-        inputs = processor.apply_chat_template(
-            [prompt(*asked[number]) for number in numbers],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs={"padding": True, "padding_side": "left"},
-        ).to(model.device)
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
-            tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-        texts = processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        for number, text in zip(numbers, texts, strict=True):
-            answers[number] = text.strip()
-    return answers
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.autocast(device, torch.bfloat16, enabled=bf16):
+        done = evaluate(str(checkpoint), tasks=(EASY_VQA, NAMES), limit=limit, batch_size=BATCH_SIZE, dtype="float32")
+    for task, reason in done.failed.items():
+        raise RuntimeError(f"{task} could not be run: {reason}")
+    return read_scores(checkpoint)
 
 
-def evaluate(
-    model: PreTrainedModel, processor: ProcessorMixin, questions: Sequence[Question], *, bf16: bool = False
-) -> dict[str, Any]:
-    """Answers `questions` with their images and with a blank one, and scores both by kind.
-
-    An answer is right if its part after the last comma is the true one, letter case aside. The blank image shows what
-    the question alone tells: its answer depends on the wording only, so each wording is asked once.
-
-    Returns:
-        `"accuracy"`, `"blank"` and `"majority"` (the share of the commonest true answer), each by kind; `"count"` by
-        kind; and `"answers"`, one per question.
-    """
-    images = [(question.text, load_image(question.image)) for question in questions]
-    wordings = sorted({question.text for question in questions})
-    answers = answer(model, processor, images, label="held-out images", bf16=bf16)
-    of_blank = answer(model, processor, [(text, BLANK) for text in wordings], label="blank image", bf16=bf16)
-    blind = dict(zip(wordings, of_blank, strict=True))
+def read_scores(checkpoint: Path) -> dict[str, Any]:
+    """What [`ask`] returned for a checkpoint."""
+    found = {(each.task, metric.name): metric for each in read_evaluations(checkpoint) for metric in each.metrics}
+    metrics = {kind: found[key] for kind, key in METRICS.items()}
     return {
-        "accuracy": score(questions, answers),
-        "blank": score(questions, [blind[question.text] for question in questions]),
-        "majority": majority(questions),
-        "count": {kind: len(numbers) for kind, numbers in positions(questions).items()},
-        "answers": answers,
+        "accuracy": {kind: metric.value for kind, metric in metrics.items()},
+        "blank": {kind: metric.references["blank image"] for kind, metric in metrics.items()},
+        "majority": {kind: metric.references["commonest answer"] for kind, metric in metrics.items()},
+        "count": {kind: metric.samples for kind, metric in metrics.items()},
     }
-
-
-def positions(questions: Sequence[Question]) -> dict[str, list[int]]:
-    """Positions of the questions of each kind, and of all easy-VQA questions together."""
-    numbers = defaultdict(list)
-    for number, question in enumerate(questions):
-        numbers[question.kind].append(number)
-        if question.kind in KINDS:
-            numbers[OVERALL].append(number)
-    return dict(numbers)
-
-
-def score(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, float]:
-    """Share of right answers by kind."""
-    right = [is_right(question, given) for question, given in zip(questions, answers, strict=True)]
-    return {kind: sum(right[n] for n in numbers) / len(numbers) for kind, numbers in positions(questions).items()}
-
-
-def is_right(question: Question, given: str) -> bool:
-    """Whether the part of `given` after its last comma is the true answer."""
-    return given.lower().rsplit(", ", 1)[-1] == question.answer
-
-
-def majority(questions: Sequence[Question]) -> dict[str, float]:
-    """Share of the commonest true answer by kind, which is the accuracy of always giving it."""
-    truths = {kind: Counter(questions[n].answer for n in numbers) for kind, numbers in positions(questions).items()}
-    return {kind: max(counts.values()) / counts.total() for kind, counts in truths.items()}
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes `content` to `path` atomically."""
-    with finished_file(path) as partial:
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

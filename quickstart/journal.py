@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
+from ..checkpoint.files import finished_file
 from .display import peak_rss_gib
-from .evaluate import write_json
 from .time_left import SECONDS, TimeLeft
 from .train import bfloat16_pays
 
@@ -72,3 +72,9 @@ class Journal:
     def write(self) -> None:
         """Writes the file."""
         write_json(self.path, {"settings": self.settings, "bf16": self.bf16, "steps": self.steps})
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes `content` to `path` atomically."""
+    with finished_file(path) as partial:
+        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -6,7 +6,6 @@ Every step writes its result atomically and is skipped if the result exists, so 
 starting it again.
 """
 
-import json
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
 from ..checkpoint.files import finished_folder
 from ..data.archives import PARTS
-from ..data.easy_vqa import Question, held_out, load_image, png, prompt, split_size, training_data
+from ..data.easy_vqa import Question, held_out, load_image, png, prompt, training_data
 from ..data.fetch import cache_dir, fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import answer_each, ask_clean_process
@@ -30,9 +29,8 @@ from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .compare import BASELINE, OURS, diagnose_once, read_report
 from .convert import convert_language, convert_vision
 from .display import draw_images, print_parts, print_results, versions
-from .evaluate import evaluate, write_json
-from .journal import Journal
-from .results import write_evaluations
+from .evaluate import ask
+from .journal import Journal, write_json
 from .time_left import SECONDS, TrainingPace
 from .train import rows_of, stage, train_stage
 
@@ -51,11 +49,11 @@ class Settings:
         stage2: Options of training adapters on the language model, with projector and norm.
         emoji_count: Number of different emoji to name.
         emoji_share: Share of training rows about emoji.
-        per_kind: Held-out easy-VQA questions of each kind; even.
-        per_kind_before: How many of each kind the untrained model is asked.
+        asked: Held-out questions about easy-VQA's images, and about emoji; all, 300 and 40, without a limit.
+        asked_before: Those that the untrained model is asked.
         shown_per_kind: Questions of each kind in the image, which are also those asked again after reloading.
         diagnosed: Held-out images for the diagnosis.
-        seed: Seed of the data, the held-out questions and the projector; the recipes have seeds of their own.
+        seed: Seed of the data and the projector; the recipes have seeds of their own.
     """
 
     image_size: int = 56
@@ -64,8 +62,8 @@ class Settings:
     stage2: dict[str, Any] = field(default_factory=lambda: stage(RECIPES["stage2"]))
     emoji_count: int = 40
     emoji_share: float = 0.08
-    per_kind: int = 100
-    per_kind_before: int = 24
+    asked: int | None = None
+    asked_before: int = 36
     shown_per_kind: int = 3
     diagnosed: int = 64
     seed: int = 0
@@ -82,7 +80,6 @@ def run_quickstart(
     settings: Settings | None = None,
     *,
     full_baseline: bool = False,
-    cache: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Builds, trains, evaluates and diagnoses a NormAlign-LLaVA from real parts, in `output`.
@@ -92,7 +89,6 @@ def run_quickstart(
         settings: The run's settings; the README's figures belong to the defaults.
         full_baseline: Build and train the same model without the norm as well, evaluate it, and compare both, after
             stage 1 and finished.
-        cache: Folder of archives and converted parts, `fetch.cache_dir()` by default.
         console: Where tables are printed.
 
     Returns:
@@ -102,7 +98,7 @@ def run_quickstart(
         FetchError: An archive could not be fetched.
         ValueError: `output` holds a run with other settings.
     """
-    settings, cache, console = settings or Settings(), cache or cache_dir(), console or Console()
+    settings, cache, console = settings or Settings(), cache_dir(), console or Console()
     names = [name for name in SECONDS if full_baseline or "baseline" not in name]
     journal = Journal(output, settings, names, console)
     logging.disable_progress_bar()  # these parts load in a second
@@ -112,7 +108,7 @@ def run_quickstart(
             shutil.rmtree(unfinished)
     untrained, model, data = output / "untrained", output / "model", output / "data"
     stage1, stage2 = output / "stage1", output / "stage2"
-    seed, bf16 = settings.seed, journal.bf16
+    bf16 = journal.bf16
 
     with journal.step("fetch"):
         for part in PARTS:
@@ -124,10 +120,8 @@ def run_quickstart(
     with journal.step("build"):
         build(vision, language, untrained, settings, arm="gwc")
 
-    questions = held_out(settings.per_kind, settings.emoji_count, seed, cache)
     with journal.step("evaluate before"):
-        few = [questions[i] for i in first_of_each_kind(questions, settings.per_kind_before)]
-        before = evaluate_once(untrained, few, output / "evaluation" / "before.json", bf16)
+        before = ask(untrained, limit=settings.asked_before, bf16=bf16)
     write_data(data, settings, cache)
     train_step(journal, "stage 1", settings.stage1, untrained, data / "stage1", stage1)
     train_step(journal, "stage 2", settings.stage2, stage1, data / "stage2", stage2)
@@ -135,12 +129,11 @@ def run_quickstart(
         if not model.exists():
             merge_adapter(stage2, model, base=str(stage1))
     with journal.step("evaluate after"):
-        after = evaluate_once(model, questions, output / "evaluation" / "after.json", bf16)
-
-    shown = first_of_each_kind(questions, settings.shown_per_kind)
-    draw_images([(questions[i], after["answers"][i]) for i in shown], output / "images.png")
+        after = ask(model, limit=settings.asked, bf16=bf16)
     with journal.step("reload"):
-        here, elsewhere = reload_elsewhere(model, [questions[i] for i in shown], output / "evaluation")
+        shown = first_of_each_kind(held_out(100, settings.emoji_count, cache=cache), settings.shown_per_kind)
+        here, elsewhere = reload_elsewhere(model, shown, output / "shown")
+        draw_images(list(zip(shown, here, strict=True)), output / "images.png")
 
     baseline = output / "baseline"
     of_baseline, plain = None, None
@@ -152,7 +145,7 @@ def run_quickstart(
         if not plain.exists():
             merge_adapter(baseline / "stage2", plain, base=str(plain_stage1))
         with journal.step("evaluate baseline"):
-            of_baseline = evaluate_once(plain, questions, output / "evaluation" / "baseline.json", bf16)
+            of_baseline = ask(plain, limit=settings.asked, bf16=bf16)
     with journal.step("diagnose"):
         pages = [diagnose_once(model, OURS, plain, BASELINE, settings.diagnosed)]
         if full_baseline:
@@ -174,16 +167,6 @@ def run_quickstart(
         "peak_rss_gib": max(step["peak_rss_gib"] for step in journal.steps.values()),
         "versions": versions(),
     }
-    write_evaluations(
-        model,
-        after,
-        before,
-        of_baseline,
-        total=split_size("test", cache),
-        seed=seed,
-        bf16=bf16,
-        asked=(output / "evaluation" / "after.json").stat().st_mtime,
-    )
     write_card(model)
     write_json(output / "results.json", results)
     print_results(console, results, output, pages)
@@ -219,31 +202,19 @@ def write_data(output: Path, settings: Settings, cache: Path) -> None:
         rows.select(range(first, first + second)).save_to_disk(folder / "stage2")
 
 
-def evaluate_once(checkpoint: Path, questions: list[Question], output: Path, bf16: bool) -> dict[str, Any]:
-    """The evaluation of `checkpoint`, read from `output` if that exists, otherwise written there."""
-    if not output.exists():
-        model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
-        model.to("cuda" if torch.cuda.is_available() else "cpu")
-        write_json(
-            output,
-            evaluate(model, AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False), questions, bf16=bf16),
-        )
-    return json.loads(output.read_text(encoding="utf-8"))
-
-
-def first_of_each_kind(questions: list[Question], count: int) -> list[int]:
-    """Positions of the first `count` questions of each kind, whatever the answers."""
-    kinds: dict[str, list[int]] = {}
-    for position, question in enumerate(questions):
-        kinds.setdefault(question.kind, []).append(position)
-    return [position for positions in kinds.values() for position in positions[:count]]
+def first_of_each_kind(questions: list[Question], count: int) -> list[Question]:
+    """The first `count` questions of each kind."""
+    kinds: dict[str, list[Question]] = {}
+    for question in questions:
+        kinds.setdefault(question.kind, []).append(question)
+    return [question for of_kind in kinds.values() for question in of_kind[:count]]
 
 
 def reload_elsewhere(checkpoint: Path, questions: list[Question], folder: Path) -> tuple[list[str], list[str]]:
     """Answers by the installed package, and by the checkpoint's own code in a process without the package."""
     asked = []
     for number, question in enumerate(questions):
-        image = folder.resolve() / "images" / f"{number}.png"
+        image = folder.resolve() / f"{number}.png"
         image.parent.mkdir(parents=True, exist_ok=True)
         image.write_bytes(png(load_image(question.image)))
         asked.append(prompt(question.text, str(image)))

@@ -18,7 +18,7 @@ from lm_eval.api.task import ConfigurableTask
 from PIL import Image
 
 from normalign_llava.data import scenes, texts
-from normalign_llava.data.easy_vqa import COLOURS, KINDS, SHAPES, held_out, load_image, png
+from normalign_llava.data.easy_vqa import CHOICES, KINDS, held_out, load_image, png
 from normalign_llava.evaluate.answers import named, yes_or_no
 from normalign_llava.evaluate.tasks import pope
 
@@ -59,11 +59,10 @@ class OfflineTask(ConfigurableTask):
 
 def easy_vqa() -> dict[str, Dataset]:
     """The quickstart's questions about easy-VQA's test images: 100 each of shape and colour, and yes or no."""
-    choices = dict(zip(KINDS, (SHAPES, COLOURS, ("yes", "no")), strict=True))
     asked = held_out(100, 40, SEED)
     of_kind = [[each for each in asked if each.kind == kind] for kind in KINDS]
     return _as_test(
-        _row(png(load_image(each.image)), each.text, each.answer, choices[each.kind], each.kind.replace("/", "_"))
+        _row(png(load_image(each.image)), each.text, each.answer, CHOICES[each.kind], each.kind.replace("/", "_"))
         for trio in zip(*of_kind, strict=True)  # so that the first few are of all kinds
         for each in trio
     )

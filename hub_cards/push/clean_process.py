@@ -201,13 +201,13 @@ def _load(source: str, revision: str | None, base: str | None, base_revision: st
 
 
 def answer_each(model, processor, asked: Sequence[list[dict[str, Any]]]) -> list[str]:
-    """Answers conversations one by one, greedily, in at most 8 tokens."""
+    """Answers conversations one by one, greedily, in at most 16 tokens."""
     answers = []
     for messages in asked:
         inputs = processor.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
-        tokens = model.generate(**inputs.to(model.device, model.dtype), max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+        tokens = model.generate(**inputs.to(model.device, model.dtype), max_new_tokens=16, do_sample=False)
         answers.append(processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())
     return answers
 

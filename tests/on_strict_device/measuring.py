@@ -15,10 +15,10 @@ from normalign_llava.diagnose.measure.attention import attention_maps
 from normalign_llava.diagnose.measure.embeddings import embedding_table_of
 from normalign_llava.diagnose.measure.encoder import probe_encoder
 from normalign_llava.diagnose.measure.gain_table import gain_of
+from normalign_llava.hub_cards.push.clean_process import answer_each
 from normalign_llava.hub_cards.space import demo
 from normalign_llava.hub_cards.space.demo.measuring import Meter
 from normalign_llava.hub_cards.space.demo.model import stream
-from normalign_llava.quickstart.evaluate import answer
 from normalign_llava.serve.answering import Answering
 from normalign_llava.serve.requests import ChatRequest
 
@@ -77,7 +77,7 @@ def test_what_the_demo_measures(checkpoint):
         assert shares == pytest.approx(expected.shares[layer], rel=1e-4)
 
 
-def test_demo_server_and_quickstart_answer_as_on_the_cpu(checkpoint):
+def test_demo_and_server_answer_as_on_the_cpu(checkpoint):
     model, processor = demo.load(str(checkpoint))
     image = space_parts.noise((16, 16))
     inputs = space_parts.prompt(processor, image, "what is it")
@@ -92,7 +92,8 @@ def test_demo_server_and_quickstart_answer_as_on_the_cpu(checkpoint):
             return "".join([piece async for piece in await answering.start(slot, request, [])])
 
     def answers(inputs):
-        return [*stream(model, inputs, 4)], asyncio.run(served()), answer(model, processor, [("what", image)] * 2)
+        said = answer_each(model, processor, [[{"role": "user", "content": content}]] * 2)
+        return [*stream(model, inputs, 4)], asyncio.run(served()), said
 
     expected = answers(inputs)
     model.to(STRICT)

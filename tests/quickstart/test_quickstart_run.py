@@ -15,11 +15,11 @@ from paths import HELPERS
 from PIL import Image
 from rich.console import Console
 
-from normalign_llava.data.easy_vqa import KINDS, OVERALL, Question, split_size
+from normalign_llava.data.easy_vqa import KINDS, OVERALL, Question
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.hub_cards.card.hand_written import is_ours
 from normalign_llava.quickstart.display import shortfalls
-from normalign_llava.quickstart.evaluate import majority, score
+from normalign_llava.quickstart.evaluate import METRICS
 from normalign_llava.quickstart.run import Journal, Settings, first_of_each_kind, run_quickstart
 from normalign_llava.quickstart.time_left import TimeLeft
 from normalign_llava.quickstart.train import stage
@@ -33,10 +33,12 @@ SHORT = Settings(
     stage1=stage("quickstart-align", **STEPS),
     stage2=stage("quickstart-tune", **STEPS, lora_r=2),
     emoji_count=4,
-    per_kind=2,
+    asked=6,
+    asked_before=3,
     shown_per_kind=1,
     diagnosed=4,
 )
+TASKS = {task for task, _ in METRICS.values()}
 START = """
     import sys
     from pathlib import Path
@@ -64,7 +66,7 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, tmp_path)
     assert not (output / "stage2").exists() and not (output / "results.json").exists()
     finished = [path for folder in ("untrained", "stage1") for path in (output / folder).iterdir()]
     before = {path: path.stat().st_mtime_ns for path in finished}
-    assert (output / "evaluation" / "before.json").exists()
+    assert read_evaluations(output / "untrained")
     assert "stage 2, about" in done.stdout and "Resuming" not in done.stdout + done.stderr
 
     console = Console(record=True, width=120)
@@ -72,10 +74,11 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, tmp_path)
     assert {path: path.stat().st_mtime_ns for path in finished} == before
     assert results == json.loads((output / "results.json").read_text())
     assert results["reloaded_answers_identical"] and results["reloaded_answers"] == 4
-    assert results["count"] == {**dict.fromkeys(KINDS, 2), OVERALL: 6, "emoji": 4}
+    assert results["count"] == {**dict.fromkeys(KINDS, 2), OVERALL: 6, "emoji": 6}
+    assert results["before"]["count"] == {**dict.fromkeys(KINDS, 1), OVERALL: 3, "emoji": 3}
     assert list(results["steps"])[:4] == ["fetch", "convert", "build", "evaluate before"]
     assert {path.name for path in output.iterdir()} == {
-        "untrained", "data", "stage1", "stage2", "model", "evaluation", "journal.json", "images.png", "results.json",
+        "untrained", "data", "stage1", "stage2", "model", "shown", "journal.json", "images.png", "results.json",
     }  # fmt: skip
     assert not [path for folder in ("stage1", "stage2", "model") for path in (output / folder).glob("checkpoint-*")]
     assert json.loads((output / "model" / "training.json").read_text())["options"]["max_steps"] == 2
@@ -84,7 +87,7 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, tmp_path)
         "vision": "mit",
         "language": "apache-2.0",
     }
-    check_evaluations(output / "model", results, json.loads((output / "evaluation" / "before.json").read_text()))
+    check_evaluations(output / "model", results)
     with Image.open(output / "images.png") as image:
         assert min(image.size) > 200
     shown = console.export_text()
@@ -108,40 +111,30 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, tmp_path)
     assert (stage1["report"]["norm"], stage1["against"]["norm"]) == ("layer_norm", "none")
     assert stage1["report"]["interface"]["ratio"] == pytest.approx(1.0, abs=0.1)
     assert [step["step"] for step in stage1["report"]["dynamics"]] == [0]  # of the recipe's steps, those there were
-    (easy_vqa, _) = read_evaluations(output / "model")
-    assert easy_vqa.metrics[0].references["trained without the norm"] == again["baseline"]["accuracy"][OVERALL]
+    assert [each.task for each in read_evaluations(output / "baseline" / "model")] == sorted(TASKS)
     assert "without the norm" in console.export_text() and (output / "baseline" / "model").exists()
     with pytest.raises(ValueError, match=r"other settings \(seed\)"):
         run_quickstart(output, replace(SHORT, seed=1))
 
 
-def check_evaluations(model, results, before):
-    easy_vqa, emoji = read_evaluations(model)
-    assert [metric.subset for metric in easy_vqa.metrics] == [None, *KINDS] and len(emoji.metrics) == 1
-    assert (easy_vqa.samples, easy_vqa.total) == (6, split_size("test")) and easy_vqa.partial
-    assert (emoji.samples, emoji.total) == (4, 4)
-    kinds = [OVERALL, *KINDS, "emoji"]
-    for kind, metric in zip(kinds, [*easy_vqa.metrics, *emoji.metrics], strict=True):
-        accuracy = results["after"]["accuracy"][kind]
-        assert (metric.value, metric.samples) == (accuracy, results["count"][kind])
-        expected = (accuracy * (1 - accuracy) / results["count"][kind]) ** 0.5
-        assert metric.stderr == (pytest.approx(expected) if 0 < accuracy < 1 else None)
-        expected = {"blank image": results["after"]["blank"][kind], "commonest answer": results["majority"][kind]}
-        assert metric.references == {**expected, "before training": before["accuracy"][kind]}
-    assert f"Of the {easy_vqa.total:,} questions" in easy_vqa.protocol[0] and "2 of each kind" in easy_vqa.protocol[0]
+def check_evaluations(model, results):
+    evaluations = {each.task: each for each in read_evaluations(model)}
+    assert evaluations.keys() == TASKS and all(each.partial for each in evaluations.values())
+    for kind, (task, name) in METRICS.items():
+        (metric,) = (each for each in evaluations[task].metrics if each.name == name)
+        assert (metric.value, metric.samples) == (results["after"]["accuracy"][kind], results["count"][kind])
+        references = {"blank image": results["after"]["blank"][kind], "commonest answer": results["majority"][kind]}
+        assert metric.references == references
     card = (model / "README.md").read_text(encoding="utf-8")
-    assert is_ours(card) and easy_vqa.title in card and emoji.title in card
+    assert is_ours(card) and all(task in card for task in TASKS)
 
 
 def report(checkpoint):
     return json.loads((checkpoint / "diagnostics" / "report.json").read_text(encoding="utf-8"))
 
 
-def test_accuracy_is_by_kind_and_over_easy_vqa():
-    answers = ["Circle", "teal", "blue", "red triangle, yes", "tabby, cat"]
-    assert score(QUESTIONS, answers) == {"shape": 1.0, "colour": 0.5, "yes/no": 0.0, OVERALL: 0.5, "emoji": 1.0}
-    assert majority(QUESTIONS) == {"shape": 1.0, "colour": 0.5, "yes/no": 1.0, OVERALL: 0.25, "emoji": 1.0}
-    assert first_of_each_kind(QUESTIONS, 1) == [0, 1, 3, 4]
+def test_the_first_questions_of_each_kind():
+    assert first_of_each_kind(QUESTIONS, 1) == [QUESTIONS[number] for number in (0, 1, 3, 4)]
 
 
 def test_targets_that_are_missed_are_named():
