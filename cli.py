@@ -134,6 +134,10 @@ def _print_next_command(checkpoint: Path, stage: str | None = None) -> None:
     Console().print(f"Next: {command}", highlight=False, markup=False, soft_wrap=True)
 
 
+def _names(given: list[str] | None) -> list[str]:
+    return [name for each in given or () for name in each.split(",") if name]
+
+
 def _layers(text: str) -> int | list[int]:
     try:
         layers = [int(part) for part in text.split(",")]
@@ -248,8 +252,8 @@ def merge(
 @app.command()
 def evaluate(
     model: Annotated[str, typer.Argument(help="Folder or Hub id: a vision-language model, or a language model.")],
-    suite: Annotated[list[str] | None, typer.Option(help="paper, vision, text or offline. May be repeated.")] = None,
-    tasks: Annotated[list[str] | None, typer.Option(help="A task of lm-evaluation-harness. May be repeated.")] = None,
+    suite: Annotated[list[str] | None, typer.Option(help="Of paper, vision, text, offline; with commas.")] = None,
+    tasks: Annotated[list[str] | None, typer.Option(help="Of lm-evaluation-harness; with commas.")] = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder with task files of your own.")] = None,
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N samples of a task.")] = None,
     output: Annotated[
@@ -273,13 +277,14 @@ def evaluate(
         from .evaluate.run import render
 
         done = run(
-            model, suites=suite or (), tasks=tasks or (), include_path=include_path, limit=limit,
+            model, suites=_names(suite), tasks=_names(tasks), include_path=include_path, limit=limit,
             batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code,
             output=output,
         )  # fmt: skip
         console = Console()
         console.print(render(done))
-        console.print(f"Written to {done.file}.", soft_wrap=True)
+        if done.results:
+            console.print(f"Written to {done.file}.", soft_wrap=True)
         for task, reason in done.failed.items():
             console.print(f"Not evaluated: {task}. {reason}", soft_wrap=True)
         if done.failed:
@@ -304,6 +309,9 @@ def compare(
         write(found, output)
         console = Console()
         console.print(render(found))
+        for arm in arms:
+            for task, reason in arm.left_out.items():
+                console.print(f"Left out: {task}, {reason}.", soft_wrap=True)
         if beside := render_paper({arm.name: arm.columns for arm in arms}):
             console.print(beside)
         console.print(f"Written to {output}.", soft_wrap=True)

@@ -8,6 +8,7 @@ noise are kept apart: other questions (a bootstrap over questions), and other tr
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,8 +28,8 @@ RESAMPLES = 10_000
 CONFIDENCE = 0.95
 
 Interval = tuple[float, float]
-Scores = dict[tuple[str, int], float]
-"""The score of each question, by task and number."""
+Scores = dict[tuple[str, int, str], float]
+"""The score of each question, by task, number, and a hash of the true answer."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,16 @@ class Arm:
 
     Attributes:
         name: What the table calls it.
-        runs: The scores of each run, by task as it was asked for.
+        folders: Of each run.
+        runs: The scores of each run, by task as it was asked for, with metric and version.
+        left_out: Why tasks cannot be compared, by task.
         columns: The scores of each run in the columns of the paper's table 4, by column.
     """
 
     name: str
+    folders: list[Path]
     runs: list[dict[str, Scores]]
+    left_out: dict[str, str]
     columns: list[dict[str, float]]
 
 
@@ -82,29 +87,40 @@ def read_arm(argument: str) -> Arm:
     """Reads `FOLDER`, or `NAME=FOLDER,FOLDER,...` for several runs.
 
     Raises:
-        ValueError: A folder has no evaluation, or only a partial one.
+        ValueError: A folder has no evaluation, or one that cannot be read.
     """
-    name, equals, folders = argument.partition("=")
-    paths = [Path(each) for each in (folders if equals else argument).split(",")]
-    runs = [_run(path) for path in paths]
-    return Arm(name if equals else paths[0].resolve().name, runs, [columns(read_evaluations(path)) for path in paths])
+    name, equals, folders = ("", "", argument) if Path(argument).exists() else argument.partition("=")
+    paths = [Path(argument)] if not equals else [Path(each) for each in folders.split(",") if each]
+    if not paths:
+        raise ValueError(f"{argument} names no folder. Write NAME=FOLDER,FOLDER,...")
+    left_out: dict[str, str] = {}
+    runs = [_run(path, left_out) for path in paths]
+    return Arm(
+        name or paths[0].resolve().name, paths, runs, left_out, [columns(read_evaluations(path)) for path in paths]
+    )
 
 
 def compare(arms: Sequence[Arm]) -> list[Difference]:
     """Each arm against the first, on each task that all of their runs have.
 
     Raises:
-        ValueError: There are fewer than two arms, two of the same name, no common task, or other questions under the
-            same name of a task.
+        ValueError: There are fewer than two arms, two of the same name, a folder twice, no common task, or other
+            questions under the same name of a task.
     """
     if len(arms) < 2:
         raise ValueError("Name two or more models to compare.")
     if len({arm.name for arm in arms}) < len(arms):
         raise ValueError(f"Models have the same name: {', '.join(arm.name for arm in arms)}. Write NAME=FOLDER.")
+    folders = [folder.resolve() for arm in arms for folder in arm.folders]
+    if twice := [str(folder) for folder in dict.fromkeys(folders) if folders.count(folder) > 1]:
+        raise ValueError(f"{', '.join(twice)} is named twice. Each run counts once.")
     runs = [run for arm in arms for run in arm.runs]
     tasks = [task for task in runs[0] if all(task in run for run in runs)]
     if not tasks:
-        raise ValueError("The models have no task in common. Run `normalign evaluate` on each with the same tasks.")
+        out = "".join(f" {task}: {reason}." for arm in arms for task, reason in arm.left_out.items())
+        raise ValueError(
+            f"The models have no task in common. Run `normalign evaluate` on each with the same tasks.{out}"
+        )
     found = []
     for task in tasks:
         if len({frozenset(run[task]) for run in runs}) > 1:
@@ -205,32 +221,44 @@ def _difference(task: str, arm: str, against: str, ours: np.ndarray, theirs: np.
     )
 
 
-def _run(folder: Path) -> dict[str, Scores]:
+def _run(folder: Path, left_out: dict[str, str]) -> dict[str, Scores]:
+    """The scores of the tasks in a folder, by task, metric and version; why not of others, in `left_out`."""
     evaluations = read_evaluations(folder)
     if not evaluations:
         raise ValueError(f"{folder} has no evaluation/. Run `normalign evaluate {folder}` first.")
     found = {}
     for evaluation in evaluations:
-        scores = _scores(folder / FOLDER / evaluation.task)
+        task = evaluation.task
         if evaluation.partial:
-            raise ValueError(f"{folder}: {evaluation.task} is partial. Evaluate it without --limit.")
+            left_out[task] = f"partial in {folder}: evaluate it without --limit"
+            continue
+        metric, scores = _scores(folder / FOLDER / task, [metric.name for metric in evaluation.metrics])
         if scores:
-            found[evaluation.task] = scores
+            found[f"{task} {metric}"] = scores
+        else:
+            left_out[task] = f"without a score for each question in {folder}"
     return found
 
 
-def _scores(folder: Path) -> Scores:
-    """The first metric of each question that is a number."""
-    scores: Scores = {}
+def _scores(folder: Path, metrics: Sequence[str]) -> tuple[str, Scores]:
+    """The first of some metrics that each question has, and the scores."""
+    scores: dict[str, Scores] = defaultdict(dict)
     for file in sorted(folder.glob("samples_*.jsonl")):
-        name = file.name.removeprefix("samples_").rpartition("_")[0]
+        task = file.name.removeprefix("samples_").rpartition("_")[0]
         for line in file.read_text(encoding="utf-8").splitlines():
-            sample: dict[str, Any] = json.loads(line)
+            try:
+                sample: dict[str, Any] = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{file} is damaged ({error}). Remove its folder and evaluate again.") from error
             for metric in sample["metrics"]:
                 if isinstance(sample.get(metric), int | float):
-                    scores[name, sample["doc_id"]] = float(sample[metric])
-                    break
-    return scores
+                    name = metric if sample["filter"] == "none" else f"{metric}, {sample['filter']}"
+                    scores[name][task, sample["doc_id"], sample["target_hash"]] = float(sample[metric])
+    asked = max(map(len, scores.values()), default=0)
+    for name in metrics:
+        if len(scores.get(name, ())) == asked:
+            return name, scores[name]
+    return "", {}
 
 
 def _shown(interval: Interval | None) -> str:

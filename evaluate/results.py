@@ -110,9 +110,9 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
 
 
 def weights_hash(checkpoint: Path) -> str:
-    """SHA-256 over names and contents of the safetensors files of a folder."""
+    """SHA-256 over names and contents of the files of weights in a folder."""
     digest = hashlib.sha256()
-    for file in sorted(checkpoint.glob("*.safetensors")):
+    for file in sorted([*checkpoint.glob("*.safetensors"), *checkpoint.glob("pytorch_model*.bin")]):
         digest.update(file.name.encode())
         with file.open("rb") as content:
             while block := content.read(2**20):

@@ -2,11 +2,13 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """`normalign evaluate`: tasks one after the other, each kept when it is finished."""
 
+import hashlib
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.box import SIMPLE
@@ -48,8 +50,9 @@ def evaluate(
 ) -> Evaluated:
     """Evaluates a model with lm-evaluation-harness, and writes the results to `evaluation/` in its folder.
 
-    A finished task is written at once, and skipped the next time if weights and settings are the same. A task that
-    fails, such as one whose data set cannot be reached, is named, and the others are run.
+    A finished task is written at once, and skipped the next time if the model's files, the settings, one's own task
+    files and the versions of this package and the harness are the same. A task that fails, such as one whose data set
+    cannot be reached, is named, and the others are run.
 
     Args:
         model: Folder or Hub id of a vision-language model or a language model.
@@ -63,21 +66,28 @@ def evaluate(
         output: Folder in which to write `evaluation/`, by default the model's; of a Hub id, `evaluations/NAME`.
 
     Raises:
-        ValueError: The model or a task does not exist.
+        ValueError: The model or a task does not exist, or a limit would replace whole results of the model.
+        OSError: The output cannot be written.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if include_path and not include_path.is_dir():
+        raise ValueError(f"{include_path} is no folder with task files.")
     chosen, manager = chosen_tasks(suites, tasks, include_path, limit)
     found = find(model, trust_remote_code=trust_remote_code)
     folder = Path(found.source) if Path(found.source).is_dir() else None
     output = output or folder or Path("evaluations", found.name.replace("/", "--"))
     weights = weights_hash(folder) if folder else f"{found.source}"
     settings = {"batch_size": batch_size, "dtype": dtype, "load_in_4bit": load_in_4bit, "limit": limit, "seed": SEED}
+    settings["files"] = _files_hash(folder, include_path)
+    (output / FOLDER).mkdir(parents=True, exist_ok=True)
     done = Evaluated(output / FOLDER / SUMMARY)
-    kept = {
-        each.task: each
-        for each in read_evaluations(output)
-        if each.task in chosen and each.weights == weights and each.settings == settings
-    }
+    earlier = [each for each in read_evaluations(output) if each.task in chosen and each.weights == weights]
+    kept = {each.task: each for each in earlier if each.settings == settings and _is_of_these_versions(each)}
+    whole = [each.task for each in earlier if not each.partial and each.task not in kept]
+    if limit and whole:
+        raise ValueError(
+            f"{output} has whole results of {', '.join(whole)}, which --limit would replace. Name another --output."
+        )
     console = Console(stderr=True)
     for task in kept:
         console.print(f"{task}: done before.")
@@ -115,6 +125,22 @@ def render(done: Evaluated) -> Table:
         samples = result.samples if metric.samples is None else metric.samples
         table.add_row(result.task, metric.name, f"{metric.value:.3f}", error, *beside, f"{samples:,}")
     return table
+
+
+def _is_of_these_versions(evaluation: Evaluation) -> bool:
+    return all(evaluation.versions.get(name) == version(name) for name in ("lm_eval", "normalign_llava"))
+
+
+def _files_hash(folder: Path | None, include_path: Path | None) -> str:
+    """SHA-256 over what answers depend on besides weights: a model's settings and templates, and one's own tasks."""
+    of_model = ("config.json", "generation_config.json", "*chat_template*", "*processor*.json", "*token*")
+    files = [file for name in of_model for file in sorted(folder.glob(name))] if folder else []
+    own = sorted(include_path.rglob("*")) if include_path else []
+    digest = hashlib.sha256()
+    for file in files + [file for file in own if file.name.endswith(("yaml", ".yml", ".py"))]:
+        if file.is_file():
+            digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _left(seconds: float, done: int, tasks: int) -> str:

@@ -13,13 +13,14 @@ from normalign_llava.evaluate.compare import compare, mcnemar, over_seeds, paire
 from normalign_llava.evaluate.results import Evaluation, Metric
 
 
-def evaluated(folder, answers, task="pope", total=None):
+def evaluated(folder, answers, task="pope", total=None, truth="yes"):
     """A folder as `normalign evaluate` leaves it."""
     count = len(answers)
     Evaluation(task, task, [Metric("acc", float(np.mean(answers)))], count, total or count, []).write(folder)
     place = folder / "evaluation" / task
     place.mkdir()
-    lines = [json.dumps({"doc_id": i, "metrics": ["acc"], "acc": value}) for i, value in enumerate(answers)]
+    sample = {"metrics": ["acc"], "filter": "none", "target_hash": truth}
+    lines = [json.dumps({**sample, "doc_id": i, "acc": value}) for i, value in enumerate(answers)]
     (place / f"samples_{task}_2026-01-01T00-00-00.jsonl").write_text("\n".join(lines))
     return str(folder)
 
@@ -72,6 +73,33 @@ def test_several_seeds_of_two_arms(tmp_path):
     assert found.over_seeds is not None and found.over_seeds[0] < found.value < found.over_seeds[1]
 
 
+def test_a_task_that_one_model_has_in_part_is_left_out_and_named(tmp_path):
+    one, other = (evaluated(tmp_path / name, answers(0.5, 1)) for name in ("a=b,c", "d"))
+    evaluated(tmp_path / "d", answers(0.5, 1), task="mine", total=900)
+    shown = CliRunner().invoke(app, ["compare", one, other, "--output", str(tmp_path)], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    assert "pope acc" in shown.output and "Left out: mine, partial in" in shown.output
+
+
+def test_the_first_filter_of_the_summary_is_compared(tmp_path):
+    arms = []
+    for name, value in (("base", 0.0), ("model", 1.0)):
+        Evaluation("math", "", [Metric("acc, strict", value), Metric("acc, loose", 0.5)], 4, 4, []).write(
+            tmp_path / name
+        )
+        place = tmp_path / name / "evaluation" / "math"
+        place.mkdir()
+        lines = [
+            json.dumps({"doc_id": i, "metrics": ["acc"], "filter": rule, "acc": given, "target_hash": "0"})
+            for rule, given in (("loose", 0.5), ("strict", value))
+            for i in range(4)
+        ]
+        (place / "samples_math_2026-01-01T00-00-00.jsonl").write_text("\n".join(lines))
+        arms.append(read_arm(str(tmp_path / name)))
+    (found,) = compare(arms)
+    assert (found.task, found.value) == ("math acc, strict", 1.0)
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path):
     whole = evaluated(tmp_path / "a", answers(0.5, 1))
     with pytest.raises(ValueError, match="two or more"):
@@ -80,10 +108,19 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         compare([read_arm(whole), read_arm(whole)])
     with pytest.raises(ValueError, match="no task in common"):
         compare([read_arm(whole), read_arm(evaluated(tmp_path / "b", answers(0.5, 1), task="mmstar"))])
-    with pytest.raises(ValueError, match="pope asked the models other questions"):
+    with pytest.raises(ValueError, match="pope acc asked the models other questions"):
         compare([read_arm(whole), read_arm(evaluated(tmp_path / "c", answers(0.5, 1, count=100)))])
-    with pytest.raises(ValueError, match="pope is partial"):
-        read_arm(evaluated(tmp_path / "d", answers(0.5, 1), total=900))
+    with pytest.raises(ValueError, match="pope acc asked the models other questions"):
+        compare([read_arm(whole), read_arm(evaluated(tmp_path / "e", answers(0.5, 1), truth="no"))])
+    with pytest.raises(ValueError, match="no task in common.* pope: partial in .*/d: evaluate it without --limit"):
+        compare([read_arm(whole), read_arm(evaluated(tmp_path / "d", answers(0.5, 1), total=900))])
+    with pytest.raises(ValueError, match="/a is named twice"):
+        compare([read_arm(whole), read_arm(f"again={whole}")])
+    with pytest.raises(ValueError, match="a=, names no folder"):
+        read_arm("a=,")
+    (tmp_path / "c" / "evaluation" / "pope" / "samples_pope_2026-01-01T00-00-00.jsonl").write_text('{"doc_id"')
+    with pytest.raises(ValueError, match="samples_pope_.*jsonl is damaged"):
+        read_arm(str(tmp_path / "c"))
     with pytest.raises(ValueError, match="has no evaluation/"):
         read_arm(str(tmp_path / "none"))
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,7 +103,8 @@ def words(room, output, *tasks):
 
 
 def run(room, output, *tasks, model=None, **options):
-    return evaluate(str(model or room / "model"), tasks=tasks, include_path=room / "tasks", output=output, **options)
+    options = {"include_path": room / "tasks", "output": output, **options}
+    return evaluate(str(model or room / "model"), tasks=tasks, **options)
 
 
 def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path):
@@ -124,13 +126,37 @@ def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path)
 
 
 def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_path, capsys):
-    for expected, options in ((0, {}), (1, {}), (0, {"limit": 2}), (1, {"limit": 2})):
-        done = run(room, tmp_path, "tiny_choice", **options)
-        assert capsys.readouterr().err.count("done before") == expected
-    assert done.results[0].partial and done.results[0].samples == 2 and done.results[0].total == 5
-    other = training.checkpoint(tmp_path / "other", arm="none")
-    run(room, tmp_path, "tiny_choice", model=other, limit=2)
-    assert "done before" not in capsys.readouterr().err
+    own = shutil.copytree(room / "tasks", tmp_path / "own")
+    model = shutil.copytree(room / "model", tmp_path / "model")
+
+    def skipped(**options):
+        done = run(room, tmp_path / "out", "tiny_choice", **{"include_path": own, "model": model, **options})
+        return capsys.readouterr().err.count("done before"), done.results[0]
+
+    assert not skipped(limit=2)[0] and skipped(limit=2)[0] and not skipped()[0] and skipped()[0]
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    assert not skipped()[0] and skipped()[0]
+    for file in own.glob("*.yaml"):
+        file.write_text(file.read_text() + "\n")
+    assert not skipped()[0] and skipped()[0]
+    assert not skipped(model=training.checkpoint(tmp_path / "other", arm="none"))[0]
+
+
+def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
+    done = run(room, tmp_path, "tiny_choice", limit=2)
+    assert done.results[0].partial and (done.results[0].samples, done.results[0].total) == (2, 5)
+    run(room, tmp_path, "tiny_choice")
+    with pytest.raises(ValueError, match="has whole results of tiny_choice, .* Name another --output"):
+        run(room, tmp_path, "tiny_choice", limit=2)
+
+
+def test_folders_that_are_none_are_refused_before_a_model_is_loaded(room, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        run(room, tmp_path / "file", "tiny_choice")
+    with pytest.raises(ValueError, match="file is no folder with task files"):
+        run(room, tmp_path, "tiny_choice", include_path=tmp_path / "file")
 
 
 def test_after_a_kill_the_rest_is_run(room, tmp_path):
@@ -170,7 +196,7 @@ def test_a_language_model_alone_is_evaluated_on_text(room, tmp_path):
 
 def test_the_harness_s_own_command_of_the_page_gives_the_same_answers(room, tmp_path):
     (line,) = (line for line in (DOCS / "evaluate.md").read_text().splitlines() if line.startswith("lm_eval run"))
-    given = {"my-model": str(room / "model"), "$TASKS": str(room / "tasks"), "pope": "tiny_colours"}
+    given = {"my-model": str(room / "model"), "$TASKS": str(room / "tasks"), "--tasks pope": "--tasks tiny_colours"}
     for name, ours in given.items():
         line = line.split("#")[0].replace(name, ours)
     name, *command = line.split()

@@ -107,4 +107,4 @@ if __name__ == "__main__":
             reply: dict = {"all": list(threads.map(run, asked["at_once"]))}
     else:
         reply = run(asked)
-    print(json.dumps(reply), file=replies)
+    print(json.dumps(reply), file=replies, flush=True)
