@@ -200,7 +200,7 @@ def test_models_are_compared_over_questions_and_not_over_white_images(model, tmp
         assert not evaluate(str(folder), tasks=tasks, batch_size=50, output=tmp_path / name).failed
     sides, perplexity = compare([read_arm(str(tmp_path / name)) for name in ("one", "two")])
     assert {sides.task: sides.questions, perplexity.task: perplexity.questions} == {
-        "offline_sides": 100, "offline_perplexity": 32,
+        "offline_sides acc": 100, "offline_perplexity bits_per_byte": 32,
     }  # fmt: skip
 
 
