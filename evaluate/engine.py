@@ -12,6 +12,7 @@ from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -190,7 +191,7 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
         metrics=_metrics(found, task),
         samples=sum(count["effective"] for count in counts),
         total=sum(count["original"] for count in counts),
-        protocol=_protocol(config, chat=found["config"]["apply_chat_template"]),
+        protocol=[*_protocol(config, chat=found["config"]["apply_chat_template"]), *_prompt(found, config)],
         date=datetime.now(timezone.utc).date().isoformat(),
         versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
         weights=weights,
@@ -240,6 +241,15 @@ def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, flo
     measure, _, subset = metric.partition("_")
     keys = {name: ",".join(("_".join(filter(None, (key, subset))), rule)) for key, name in REFERENCES.items()}
     return {name: scores[key] for name, key in keys.items() if measure == "acc" and key in scores}
+
+
+def _prompt(found: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """The prompt of the first question, as the model reads it."""
+    samples: list[dict[str, Any]] = next(iter((found.get("samples") or {}).values()), [])
+    if not samples or config["output_type"] == "loglikelihood_rolling":
+        return []
+    prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
+    return [f"The first prompt is {shorten(prompt, 600, placeholder=' ...')}"]
 
 
 def _protocol(config: dict[str, Any], *, chat: bool) -> list[str]:

@@ -116,6 +116,8 @@ def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path)
     assert colours.weights == weights_hash(room / "model") and colours.settings["batch_size"] == 2
     assert colours.versions["tiny_colours"] == "3" and "lm_eval" in colours.versions
     assert any("max_gen_toks" in sentence for sentence in colours.protocol)
+    assert "<image>\\nwhat colour?" in colours.protocol[-1]
+    assert choice.protocol[-1] == 'The first prompt is "what colour?"'
     (samples,) = (tmp_path / "evaluation" / "tiny_choice").glob("samples_tiny_choice_*.jsonl")
     answered = [json.loads(line) for line in samples.read_text().splitlines()]
     right = sum(sample["acc"] for sample in answered)
