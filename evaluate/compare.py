@@ -39,7 +39,7 @@ class Arm:
     Attributes:
         name: What the table calls it.
         folders: Of each run.
-        runs: The scores of each run, by task as it was asked for, with metric and version.
+        runs: The scores of each run, by task and metric.
         left_out: Why tasks cannot be compared, by task.
         columns: The scores of each run in the columns of the paper's table 4, by column.
     """
@@ -222,7 +222,7 @@ def _difference(task: str, arm: str, against: str, ours: np.ndarray, theirs: np.
 
 
 def _run(folder: Path, left_out: dict[str, str]) -> dict[str, Scores]:
-    """The scores of the tasks in a folder, by task, metric and version; why not of others, in `left_out`."""
+    """The scores of the tasks in a folder, by task and metric; why not of others, in `left_out`."""
     evaluations = read_evaluations(folder)
     if not evaluations:
         raise ValueError(f"{folder} has no evaluation/. Run `normalign evaluate {folder}` first.")
