@@ -8,6 +8,7 @@ noise are kept apart: other questions (a bootstrap over questions), and other tr
 
 import json
 import math
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -89,7 +90,7 @@ def read_arm(argument: str) -> Arm:
     Raises:
         ValueError: A folder has no evaluation, or one that cannot be read.
     """
-    name, equals, folders = ("", "", argument) if Path(argument).exists() else argument.partition("=")
+    name, equals, folders = ("", "", argument) if os.path.exists(argument) else argument.partition("=")
     paths = [Path(argument)] if not equals else [Path(each) for each in folders.split(",") if each]
     if not paths:
         raise ValueError(f"{argument} names no folder. Write NAME=FOLDER,FOLDER,...")

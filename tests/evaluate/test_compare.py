@@ -1,6 +1,7 @@
 """Differences, intervals and tests of a comparison, against scipy and by hand."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,6 +99,12 @@ def test_the_first_filter_of_the_summary_is_compared(tmp_path):
         arms.append(read_arm(str(tmp_path / name)))
     (found,) = compare(arms)
     assert (found.task, found.value) == ("math acc, strict", 1.0)
+
+
+def test_an_arm_of_many_folders_is_no_name_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = [evaluated(tmp_path / f"seed-{seed}", [0, 1]) for seed in range(40)]
+    assert len(read_arm(f"none={','.join(Path(folder).name for folder in folders)}").runs) == 40
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
