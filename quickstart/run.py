@@ -63,7 +63,7 @@ class Settings:
     emoji_count: int = 40
     emoji_share: float = 0.08
     asked: int | None = None
-    asked_before: int = 36
+    asked_before: int = 12
     shown_per_kind: int = 3
     diagnosed: int = 64
     seed: int = 0
