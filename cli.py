@@ -2,7 +2,9 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The command line, `normalign`. Commands import what they need when they run, so that `--help` is quick."""
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -151,6 +153,13 @@ def gain(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file or Hub id.")],
     top: Annotated[int, typer.Option(metavar="N", min=0, help="How many tokens of largest norm to list.")] = 10,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    critical: Annotated[
+        bool,
+        typer.Option(
+            "--critical",
+            help="Also run its layers on a small text, and predict from which norm on they stop turning a token.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure N_text and the gain of a model, reading only its embedding tensor."""
@@ -162,10 +171,19 @@ def gain(
         from .assembly.gain import embedding_statistics
 
         statistics = embedding_statistics(model, top=top, revision=revision)
+        updates = None
+        if critical:
+            if revision is not None:
+                raise ValueError("--critical takes no --revision. Download that revision, and name its folder.")
+            from .diagnose.critical import updates_of
+
+            updates = updates_of(model)
     if as_json:
-        typer.echo(statistics.to_json())
+        found = asdict(statistics) | ({} if updates is None else {"critical": updates.to_dict()})
+        typer.echo(json.dumps(found, indent=2))
     else:
-        Console().print(*statistics.tables(), sep="\n")
+        tables = statistics.tables() + ([] if updates is None else [updates.table(model)])
+        Console().print(*tables, sep="\n")
 
 
 @app.command(

@@ -2,8 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """N_text and the gain of a checkpoint, from its token embeddings alone: `normalign gain MODEL`."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from rich.table import Table
@@ -47,10 +46,6 @@ class EmbeddingStatistics:
     excluded_rows: int
     hidden_size: int
     top: list[tuple[int, str | None, float]]
-
-    def to_json(self) -> str:
-        """All attributes, as a JSON object."""
-        return json.dumps(asdict(self), indent=2)
 
     def tables(self) -> list[Table]:
         """Tables for the terminal: the numbers, and the tokens with the largest norms if `top` has any."""

@@ -1,0 +1,151 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The norm on entry from which on a language model's layers hardly turn a token: `normalign gain MODEL --critical`.
+
+A prediction before training, from a language model alone. Section 3.1 takes a layer's update to have the same size and
+the same angle to the state whatever the state's norm, so that both can be measured on text.
+"""
+
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..assembly.gain import embedding_statistics
+from ..assembly.parts import load_part
+from ..assembly.processing import load_preprocessor
+from .load import find, load
+from .measure.depth import DepthProbe
+from .measure.families import decoder_layers, find_parts
+from .measure.passages import PASSAGES
+from .measure.theory import rotation_angle
+from .report import KINDS
+
+
+SHARES = (0.9, 0.5)
+"""Shares of text's rotation whose norms are given."""
+
+LARGEST = 1e6
+"""Largest norm that is tried, in N_text."""
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What a decoder's layers do to text.
+
+    Attributes:
+        n_text: N_text, the mean norm with which text embeddings enter.
+        sizes: Norm of each layer's update, the geometric mean over tokens.
+        angles: Mean angle between the update and the state it is added to, in radians.
+    """
+
+    n_text: float
+    sizes: list[float]
+    angles: list[float]
+
+    def rotation(self, norm: float) -> list[float]:
+        """Rotation by each layer, in radians, of a token that enters with a norm (eq. 13, applied layer by layer).
+
+        The state's norm after a layer follows from its norm before, the update and their angle.
+        """
+        found = []
+        for size, angle in zip(self.sizes, self.angles, strict=True):
+            found.append(rotation_angle(norm, size, angle))
+            norm = math.sqrt(max(norm**2 + size**2 + 2 * norm * size * math.cos(angle), 0.0))
+        return found
+
+    def relative_rotation(self, norm: float) -> float:
+        """Rotation of a token that enters with a norm, over that of one that enters with N_text.
+
+        Both are means over the layers but the last, as in the asymmetry of a diagnosis.
+        """
+        rotated, of_text = (sum(self.rotation(each)[:-1] or self.rotation(each)) for each in (norm, self.n_text))
+        return rotated / of_text
+
+    def critical_norm(self, share: float) -> float | None:
+        """The norm above N_text at which the relative rotation has fallen to `share`; None above `LARGEST` N_text."""
+        low, high = self.n_text, LARGEST * self.n_text
+        if self.relative_rotation(high) > share:
+            return None
+        while high / low > 1 + 1e-6:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if self.relative_rotation(middle) > share else (low, middle)
+        return high
+
+    def to_dict(self) -> dict[str, Any]:
+        """The critical norms, None where there is none, and what they follow from, for JSON."""
+        norms = {str(share): self.critical_norm(share) for share in SHARES}
+        return {"norms": norms, "update_sizes": self.sizes, "update_angles": self.angles}
+
+    def table(self, model: str) -> Table:
+        """For the terminal."""
+        table = Table(title=f"{model}: predicted rotation of a token by its norm on entry", show_header=False)
+        table.add_row("N_text, entering the decoder", f"{self.n_text:.4g}")
+        table.add_row("update of layer 1", f"{self.sizes[0]:.4g}")
+        for share in SHARES:
+            norm = self.critical_norm(share)
+            shown = "none" if norm is None else f"{norm:.3g} ({norm / self.n_text:.3g} N_text)"
+            table.add_row(f"{share} of text's rotation at a norm of", shown)
+        return table
+
+
+def measure_updates(
+    decoder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, n_text: float, texts: Sequence[str] = PASSAGES
+) -> Updates:
+    """Measures the updates of a decoder's layers on some texts, one at a time, without the first token of each.
+
+    Many models keep a state of huge norm at the first token (an attention sink), which is like no other.
+
+    Args:
+        decoder: A language model without its head, in evaluation mode.
+        tokenizer: Its tokenizer.
+        n_text: N_text.
+        texts: The texts.
+
+    Raises:
+        ValueError: Hidden states are NaN or infinite.
+    """
+    probe = DepthProbe(decoder_layers(decoder))
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        ids = ids if decoder.device.type == "meta" else ids.to(decoder.device)  # accelerate moves them if offloaded
+        masks = torch.zeros(len(KINDS), ids.numel(), dtype=torch.bool)
+        masks[KINDS.index("text"), 1:] = True
+        with torch.no_grad(), probe.watching(lambda masks=masks: masks):
+            decoder(input_ids=ids, use_cache=False)
+    depth = probe.result()
+    return Updates(n_text, [math.exp(size) for size in depth.log_update["text"].mean], depth.update_angle["text"].mean)
+
+
+def updates_of(model: str, *, trust_remote_code: bool = False) -> Updates:
+    """Measures a language model, or the decoder of a vision-language model.
+
+    Without a GPU the layers of a language model are read one after another, and its head is not read.
+
+    Args:
+        model: Folder or Hub id.
+        trust_remote_code: Run code that comes with the checkpoint.
+
+    Raises:
+        ValueError: It is a vision encoder or a single file, cannot be loaded, or has no tokenizer.
+    """
+    if Path(model).is_file() or any(Path(model).glob("*.gguf")):
+        raise ValueError(f"{model} is a file of weights. --critical runs the model: name its folder with safetensors.")
+    found = find(model, trust_remote_code=trust_remote_code)
+    n_text = embedding_statistics(found.source, top=0).n_text
+    if found.kind == "vision encoder":
+        raise ValueError(f"{found.name} is a vision encoder. --critical measures a language model's layers.")
+    if found.processor is not None:
+        return measure_updates(find_parts(load(found)).decoder, found.processor.tokenizer, n_text)
+    tokenizer = load_preprocessor(AutoTokenizer, found.source)
+    device_map: Any = "auto" if torch.cuda.is_available() else {"": "disk"}
+    with tempfile.TemporaryDirectory() as folder:
+        kwargs = {"device_map": device_map, "offload_folder": folder}
+        language = load_part(AutoModelForCausalLM, found.source, "auto", **kwargs).eval()
+        return measure_updates(language.base_model, tokenizer, n_text)

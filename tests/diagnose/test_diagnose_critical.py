@@ -1,0 +1,131 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The critical norm: its formula against random vectors, its measurement against stored hidden states."""
+
+import json
+import math
+
+import pytest
+import tiny_parts
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from typer.testing import CliRunner
+
+from normalign_llava.assembly.build import build_checkpoint
+from normalign_llava.assembly.gain import embedding_statistics
+from normalign_llava.cli import app
+from normalign_llava.diagnose.critical import Updates, measure_updates, updates_of
+
+
+TEXTS = ("hello there, how are you", "the answer is no", "one")
+SIZES, ANGLES = [40.0, 12.0, 25.0, 300.0], [1.6, 1.2, 1.9, 0.4]
+
+
+def angle(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Kahan's formula, which keeps its precision near 0 and pi."""
+    first, second = first / first.norm(), second / second.norm()
+    return 2 * torch.atan2((first - second).norm(), (first + second).norm())
+
+
+@pytest.mark.parametrize("norm", [0.7, 3.0, 50.0, 4000.0])
+def test_rotation_is_that_of_a_state_to_which_such_updates_are_added(norm):
+    generator = torch.Generator().manual_seed(0)
+    state = torch.randn(64, generator=generator, dtype=torch.float64)
+    state *= norm / state.norm()
+    rotated = []
+    for size, between in zip(SIZES, ANGLES, strict=True):
+        along = state / state.norm()
+        across = torch.randn(64, generator=generator, dtype=torch.float64)
+        across -= (across @ along) * along
+        after = state + size * (math.cos(between) * along + math.sin(between) * across / across.norm())
+        rotated.append(angle(state, after).item())
+        state = after
+    assert Updates(3.0, SIZES, ANGLES).rotation(norm) == pytest.approx(rotated, abs=1e-9)
+
+
+def test_relative_rotation_leaves_out_the_last_layer_and_is_1_at_n_text():
+    updates = Updates(3.0, SIZES, ANGLES)
+    assert updates.relative_rotation(3.0) == 1.0
+    expected = sum(updates.rotation(90.0)[:3]) / sum(updates.rotation(3.0)[:3])
+    assert updates.relative_rotation(90.0) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.1])
+def test_at_the_critical_norm_rotation_has_fallen_to_that_share(share):
+    updates = Updates(3.0, SIZES, ANGLES)
+    norm = updates.critical_norm(share)
+    assert updates.relative_rotation(norm) == pytest.approx(share, abs=1e-5)
+    assert updates.relative_rotation(norm * 0.99) > share
+
+
+def test_updates_far_above_every_norm_have_no_critical_norm():
+    assert Updates(1e-6, [1e6, 1e6], [1.5, 1.5]).critical_norm(0.5) is None
+
+
+def layer_states(model, inputs) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What each decoder layer receives and returns."""
+    states = []
+    layers = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList))
+    hooks = [each.register_forward_hook(lambda layer, args, out: states.append((args[0], out))) for each in layers]
+    with torch.no_grad():
+        model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    return states
+
+
+@pytest.mark.parametrize("cls", [LlamaConfig, Qwen2Config, Qwen3Config, Gemma2Config, GraniteConfig])
+def test_updates_are_differences_of_hidden_states(tmp_path, cls):
+    tiny_parts.language(tmp_path / "language", cls=cls)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "language", dtype=torch.float64).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "language")
+    found = measure_updates(model.base_model, tokenizer, 1.0, TEXTS)
+
+    sizes, angles = [[] for _ in found.sizes], [[] for _ in found.sizes]
+    for text in TEXTS:
+        for layer, (before, after) in enumerate(layer_states(model, tokenizer(text, return_tensors="pt"))):
+            for state, update in zip(before[0][1:], (after - before)[0][1:], strict=True):
+                sizes[layer].append(update.norm().log())
+                angles[layer].append(angle(state, update))
+    assert found.sizes == pytest.approx([torch.stack(each).mean().exp().item() for each in sizes], rel=1e-9)
+    assert found.angles == pytest.approx([torch.stack(each).mean().item() for each in angles], rel=1e-9)
+
+
+def test_a_language_model_read_layer_by_layer_and_the_same_one_in_a_vlm(tmp_path):
+    tiny_parts.language(tmp_path / "language")
+    tiny_parts.vision(tmp_path / "vision")
+    build_checkpoint(str(tmp_path / "vision"), str(tmp_path / "language"), tmp_path / "built")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "language").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "language")
+    statistics = embedding_statistics(str(tmp_path / "language"))
+    whole = measure_updates(model.base_model, tokenizer, statistics.n_text)
+    for folder in ("language", "built"):
+        found = updates_of(str(tmp_path / folder))
+        assert found.n_text == pytest.approx(whole.n_text, rel=1e-6)
+        assert found.sizes == pytest.approx(whole.sizes, rel=1e-5)
+        assert found.angles == pytest.approx(whole.angles, rel=1e-5)
+
+
+def test_the_command(tmp_path):
+    tiny_parts.language(tmp_path / "language")
+    tiny_parts.vision(tmp_path / "vision")
+    run = CliRunner().invoke
+    language = str(tmp_path / "language")
+    found = json.loads(run(app, ["gain", language, "--critical", "--json"]).stdout)
+    updates = updates_of(language)
+    assert found["n_text"] == updates.n_text
+    assert found["critical"]["norms"] == {"0.9": updates.critical_norm(0.9), "0.5": updates.critical_norm(0.5)}
+    assert "0.5 of text's rotation" in run(app, ["gain", language, "--critical"]).stdout
+    assert "critical" not in json.loads(run(app, ["gain", language, "--json"]).stdout)
+    refused = run(app, ["gain", language, "--critical", "--revision", "main"])
+    assert refused.exit_code == 1 and "takes no --revision" in refused.stderr
+    refused = run(app, ["gain", str(tmp_path / "vision"), "--critical"])
+    assert refused.exit_code == 1
