@@ -1,0 +1,62 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What is measured of a run's checkpoints beside scores: visual tokens' norm and rotation, and the way trained."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoProcessor
+
+from ..checkpoint.names import WEIGHTS
+from ..diagnose.data import batches, load_samples
+from ..diagnose.measure.probe import probe
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+
+
+PROJECTOR = "multi_modal_projector.linear"
+DIRECTIONS = 64
+BATCH_SIZE = 16
+
+
+def measure_tokens(checkpoint: Path, samples: int) -> dict[str, Any]:
+    """Norms on entry, and rotation of visual tokens over that of text, of held-out images.
+
+    Returns:
+        `"norm"` and `"text_norm"` on entry to the decoder, `"asymmetry"`, the mean rotation over all layers but the
+        last of visual tokens over text, and `"rotation"`, of each layer, by kind, in radians.
+    """
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).eval()
+    processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)
+    drawn = load_samples(None, samples).samples
+    report = probe(model, batches(processor, drawn, BATCH_SIZE), tokenizer=processor.tokenizer)
+    depth = report.depth
+    return {
+        "norm": depth.norm["visual"].mean[0],
+        "text_norm": depth.norm["text"].mean[0],
+        "asymmetry": depth.asymmetry,
+        "rotation": {kind: depth.rotation[kind].mean for kind in ("visual", "text")},
+    }
+
+
+def trained_change(before: Path, after: Path) -> dict[str, Any]:
+    """How far training moved the projector's linear layers, and where, in a form small enough to keep.
+
+    Returns:
+        `"relative"`, ||after - before|| / ||before||, and `"directions"`, the products of after - before with
+        random directions, the same ones for every run. From these of two runs ||change - other change|| / ||change||
+        follows, to about a tenth.
+    """
+    old, new = (_projector(folder) for folder in (before, after))
+    change, generator = new - old, torch.Generator().manual_seed(0)
+    directions = [
+        (change @ torch.randn(len(change), generator=generator)).item() / DIRECTIONS**0.5 for _ in range(DIRECTIONS)
+    ]
+    return {"relative": (change.norm() / old.norm()).item(), "directions": directions}
+
+
+def _projector(folder: Path) -> torch.Tensor:
+    tensors = load_file(folder / WEIGHTS)
+    names = sorted(name for name in tensors if PROJECTOR in name)
+    return torch.cat([tensors[name].float().flatten() for name in names])

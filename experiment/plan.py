@@ -1,0 +1,251 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The plan of an experiment, from its YAML file: which models are trained, how, and on which seeds."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from ..assembly.build import ARMS
+from ..quickstart.train import stage
+
+
+TUNING, UNTUNED = "tuning", "-untuned"
+"""The group of the runs that find learning rates, and what is added to the name of a group that does without them."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How one model is built and trained; options of the stages override the plan's.
+
+    Attributes:
+        arm: One of the paper's arms.
+        norm: `"layer_norm"` or `"rms_norm"`.
+        enters_at: Norm of the visual tokens on entry at the start, in N_text: by the gain, or, without a norm, by the
+            projector's last layer. None leaves the arm's own.
+        stage1, stage2: Options of `normalign train`.
+        gain_storage: `"bfloat16"` rounds gain and bias after every step, as a norm kept in bfloat16 is.
+        compensation_power: With arm `"aligned"`, the gradient at the normalised tokens is multiplied by the start of
+            the gain to the power of minus this number: 1 is GWC with its factor fixed, 0 none.
+        scaled: Factors on the visual tokens with which the trained model is measured again, not trained.
+    """
+
+    arm: str = "gwc"
+    norm: str = "layer_norm"
+    enters_at: float | None = None
+    stage1: dict[str, Any] = field(default_factory=dict)
+    stage2: dict[str, Any] = field(default_factory=dict)
+    gain_storage: str = "float32"
+    compensation_power: float | None = None
+    scaled: list[float] = field(default_factory=list)
+
+    def __post_init__(self):
+        _check(self.arm in ARMS, f"arm {self.arm!r} is none of {', '.join(ARMS)}")
+        _check(self.norm in ("layer_norm", "rms_norm"), f"norm {self.norm!r} is none of layer_norm, rms_norm")
+        _check(
+            self.gain_storage in ("float32", "bfloat16"), f"gain_storage {self.gain_storage!r} is no such precision"
+        )
+        _check(self.enters_at is None or self.enters_at > 0, f"enters_at is {self.enters_at}; it must be positive")
+        _check(
+            self.compensation_power is None or self.arm == "aligned",
+            f"compensation_power is for arm aligned, not {self.arm}, which has a compensation of its own or no gain",
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Variants that answer one question.
+
+    Attributes:
+        question: What is asked.
+        variants: By name.
+        against: The variant that the others are compared with.
+        seeds: Seeds, if they are not the plan's.
+        tuned: Whether each arm's learning rates are those that were best for it on the seed of tuning.
+    """
+
+    question: str
+    variants: dict[str, Variant]
+    against: str
+    seeds: list[int] | None = None
+    tuned: bool = False
+
+    def __post_init__(self):
+        _check(self.against in self.variants, f"against names {self.against!r}, which is no variant")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Learning rates that are tried with every arm: first of stage 1, trained alone, then of stage 2."""
+
+    seed: int
+    arms: list[str]
+    stage1: list[float]
+    stage2: list[float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model to train.
+
+    Attributes:
+        group: Name of its group, or `TUNING`.
+        name: Name of the variant.
+        seed: Seed of data, initial weights and training.
+        variant: The variant, without learning rates that are still to be found.
+        tuned: See [`Group`].
+        stage1_only: Whether it ends after stage 1.
+    """
+
+    group: str
+    name: str
+    seed: int
+    variant: Variant
+    tuned: bool = False
+    stage1_only: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its name among all, also that of its file."""
+        return f"{self.group}-{self.name}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An experiment.
+
+    Attributes:
+        name: Of the file.
+        results: Folder of the results.
+        seeds: Seeds of every group that has none of its own.
+        stage1, stage2: Options of `normalign train` with a `recipe` that they override.
+        tasks: What the models are evaluated on.
+        diagnosed: Held-out images of the diagnosis.
+        groups: By name.
+        tuning: None if no group is tuned.
+        quick: Groups of the reduced grid, which is of the first seed alone, by recipe.
+    """
+
+    name: str
+    results: Path
+    seeds: list[int]
+    stage1: dict[str, Any]
+    stage2: dict[str, Any]
+    tasks: list[str]
+    groups: dict[str, Group]
+    diagnosed: int = 32
+    image_size: int = 56
+    feature_layer: int = -4
+    emoji_count: int = 40
+    emoji_share: float = 0.08
+    tuning: Tuning | None = None
+    quick: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        for name, group in self.groups.items():
+            _check(name != TUNING, f"a group is called {TUNING}, which are the runs that find learning rates")
+            _check(not group.tuned or self.tuning is not None, f"group {name} is tuned, and there is no tuning")
+        for name in self.quick:
+            _check(name in self.groups, f"quick names {name!r}, which is no group")
+
+    def runs(self, quick: bool = False) -> list[Run]:
+        """All runs in the order in which they are made, one group after another; tuning before the first tuned one.
+
+        Args:
+            quick: The groups of `quick` with their first seed, without tuning.
+        """
+        found = []
+        for name, group in self.groups.items():
+            seeds = group.seeds or self.seeds
+            if quick and name not in self.quick:
+                continue
+            if group.tuned and not quick and self.tuning and not any(each.group == TUNING for each in found):
+                found += self._tuning_runs(self.tuning)
+            label = f"{name}{UNTUNED}" if group.tuned and quick else name
+            for seed in seeds[:1] if quick else seeds:
+                found += [
+                    Run(label, each, seed, variant, tuned=group.tuned and not quick)
+                    for each, variant in group.variants.items()
+                ]
+        return found
+
+    def options(self, variant: Variant, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The options of both stages for a variant: of the recipe, the plan and the variant, the last first."""
+        both = []
+        for base, own in ((self.stage1, variant.stage1), (self.stage2, variant.stage2)):
+            changes = {name: value for name, value in base.items() if name != "recipe"}
+            both.append(stage(base["recipe"], **{**changes, "seed": seed, **own}))
+        return both[0], both[1]
+
+    def _tuning_runs(self, tuning: Tuning) -> list[Run]:
+        first = [
+            Run(
+                TUNING,
+                f"{arm}-stage1-{rate:g}",
+                tuning.seed,
+                Variant(arm, stage1={"learning_rate": rate}),
+                stage1_only=True,
+            )
+            for arm in tuning.arms
+            for rate in tuning.stage1
+        ]
+        second = [
+            Run(
+                TUNING, f"{arm}-stage2-{rate:g}", tuning.seed, Variant(arm, stage2={"learning_rate": rate}), tuned=True
+            )
+            for arm in tuning.arms
+            for rate in tuning.stage2
+        ]
+        return first + second
+
+
+Read = TypeVar("Read")
+
+
+def read_plan(file: Path) -> Plan:
+    """Reads a plan.
+
+    Raises:
+        ValueError: The file does not exist, is not YAML, or says something that no plan can say.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    try:
+        if not isinstance(content, dict):
+            raise ValueError("it is no mapping")
+        groups = {name: _group(name, each) for name, each in content.pop("groups", {}).items()}
+        tuning = _read(Tuning, "tuning", content.pop("tuning", None))
+        results = file.resolve().parent / "results" / file.stem
+        return _read(
+            Plan, "the plan", {**content, "groups": groups, "tuning": tuning, "name": file.stem, "results": results}
+        )
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is no plan of an experiment: {error}.") from error
+
+
+def _group(name: str, content: dict[str, Any]) -> Group:
+    variants = {each: _read(Variant, f"{name}.{each}", given or {}) for each, given in content.pop("variants").items()}
+    return _read(Group, name, {**content, "variants": variants})
+
+
+def _read(cls: type[Read], name: str, content: Any) -> Read:
+    if content is None:
+        return None
+    known = {each.name for each in fields(cls)}
+    _check(isinstance(content, dict), f"{name} is no mapping")
+    _check(content.keys() <= known, f"{name} has {', '.join(map(str, content.keys() - known))}, which it cannot have")
+    try:
+        return cls(**content)
+    except TypeError as error:
+        raise ValueError(f"{name} lacks {str(error).partition('argument')[2].lstrip('s: ')}") from error
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _check(right: bool, message: str) -> None:
+    if not right:
+        raise ValueError(message)
