@@ -24,7 +24,7 @@ def measure_tokens(checkpoint: Path, samples: int) -> dict[str, Any]:
     """Norms on entry, and rotation of visual tokens over that of text, of held-out images.
 
     Returns:
-        `"norm"` and `"text_norm"` on entry to the decoder, `"asymmetry"`, the mean rotation over all layers but the
+        `"n_text"`; `"norm"` and `"text_norm"` on entry to the decoder; `"asymmetry"`, the mean rotation over all layers but the
         last of visual tokens over text, and `"rotation"`, of each layer, by kind, in radians.
     """
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).eval()
@@ -33,6 +33,7 @@ def measure_tokens(checkpoint: Path, samples: int) -> dict[str, Any]:
     report = probe(model, batches(processor, drawn, BATCH_SIZE), tokenizer=processor.tokenizer)
     depth = report.depth
     return {
+        "n_text": model.config.text_embedding_norm,
         "norm": depth.norm["visual"].mean[0],
         "text_norm": depth.norm["text"].mean[0],
         "asymmetry": depth.asymmetry,

@@ -61,19 +61,27 @@ class Group:
     Attributes:
         question: What is asked.
         variants: By name.
-        against: The variant that the others are compared with.
+        against: The variant that the others are compared with, or for each that is compared its own.
         seeds: Seeds, if they are not the plan's.
         tuned: Whether each arm's learning rates are those that were best for it on the seed of tuning.
     """
 
     question: str
     variants: dict[str, Variant]
-    against: str
+    against: str | dict[str, str]
     seeds: list[int] | None = None
     tuned: bool = False
 
     def __post_init__(self):
-        _check(self.against in self.variants, f"against names {self.against!r}, which is no variant")
+        named = [self.against] if isinstance(self.against, str) else [*self.against, *self.against.values()]
+        for name in named:
+            _check(name in self.variants, f"against names {name!r}, which is no variant")
+
+    def reference(self, variant: str) -> str | None:
+        """What a variant is compared with, if with anything."""
+        if isinstance(self.against, str):
+            return None if variant == self.against else self.against
+        return self.against.get(variant)
 
 
 @dataclass(frozen=True)
