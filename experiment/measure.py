@@ -24,8 +24,8 @@ def measure_tokens(checkpoint: Path, samples: int) -> dict[str, Any]:
     """Norms on entry, and rotation of visual tokens over that of text, of held-out images.
 
     Returns:
-        `"n_text"`; `"norm"` and `"text_norm"` on entry to the decoder; `"asymmetry"`, the mean rotation over all layers but the
-        last of visual tokens over text, and `"rotation"`, of each layer, by kind, in radians.
+        `"n_text"`; `"norm"` and `"text_norm"` on entry to the decoder; `"asymmetry"`, the mean rotation over all
+        layers but the last of visual tokens over text; and `"rotation"`, of each layer, by kind, in radians.
     """
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).eval()
     processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)

@@ -9,8 +9,13 @@ from typing import Any, TypeVar
 import yaml
 
 from ..assembly.build import ARMS
+from ..data.arguments import DataArguments
 from ..quickstart.train import stage
+from ..train.arguments import ModelArguments, NormAlignConfig
 
+
+OPTIONS = {each.name for cls in (NormAlignConfig, ModelArguments, DataArguments) for each in fields(cls)}
+"""Names of the options of `normalign train`."""
 
 TUNING, UNTUNED = "tuning", "-untuned"
 """The group of the runs that find learning rates, and what is added to the name of a group that does without them."""
@@ -130,6 +135,7 @@ class Plan:
         seeds: Seeds of every group that has none of its own.
         stage1, stage2: Options of `normalign train` with a `recipe` that they override.
         tasks: What the models are evaluated on.
+        vision, language: Folder or Hub id of each part; None for the quickstart's.
         diagnosed: Held-out images of the diagnosis.
         groups: By name.
         tuning: None if no group is tuned.
@@ -143,6 +149,8 @@ class Plan:
     stage2: dict[str, Any]
     tasks: list[str]
     groups: dict[str, Group]
+    vision: str | None = None
+    language: str | None = None
     diagnosed: int = 32
     image_size: int = 56
     feature_layer: int = -4
@@ -152,7 +160,16 @@ class Plan:
     quick: list[str] = field(default_factory=list)
 
     def __post_init__(self):
+        _check(_are_numbers(self.seeds), "seeds must be a list of whole numbers")
+        for name in ("stage1", "stage2"):
+            _check("recipe" in getattr(self, name), f"{name} names no recipe")
         for name, group in self.groups.items():
+            _check(
+                group.seeds is None or _are_numbers(group.seeds), f"seeds of {name} must be a list of whole numbers"
+            )
+            for each, variant in group.variants.items():
+                unknown = {option for options in self.options(variant, 0) for option in options} - OPTIONS
+                _check(not unknown, f"{name}.{each}: `normalign train` has no option {', '.join(sorted(unknown))}")
             _check(name != TUNING, f"a group is called {TUNING}, which are the runs that find learning rates")
             _check(not group.tuned or self.tuning is not None, f"group {name} is tuned, and there is no tuning")
         for name in self.quick:
@@ -236,6 +253,7 @@ def read_plan(file: Path) -> Plan:
 
 
 def _group(name: str, content: dict[str, Any]) -> Group:
+    _check("variants" in content, f"{name} has no variants")
     variants = {each: _read(Variant, f"{name}.{each}", given or {}) for each, given in content.pop("variants").items()}
     return _read(Group, name, {**content, "variants": variants})
 
@@ -252,6 +270,10 @@ def _read(cls: type[Read], name: str, content: Any) -> Read:
         raise ValueError(f"{name} lacks {str(error).partition('argument')[2].lstrip('s: ')}") from error
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+
+
+def _are_numbers(seeds: Any) -> bool:
+    return isinstance(seeds, list) and bool(seeds) and all(type(seed) is int for seed in seeds)
 
 
 def _check(right: bool, message: str) -> None:

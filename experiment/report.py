@@ -22,9 +22,10 @@ METRICS = {"offline_perplexity": "bits_per_byte"}
 
 EXPLANATION = (
     "A ± is half the 95 % interval over seeds. Brackets are the 95 % interval of a difference, paired by seed, and d "
-    "is the mean difference over the standard deviation of the differences. One seed has no interval. `loss` is the mean "
-    "of the last quarter of training, on rows that were not seen before; lower is better, as with `bits_per_byte`. "
-    "`apart` is how far the changes of the two projectors in training are from each other, over the second's length."
+    "is the mean difference over the standard deviation of the differences. One seed has no interval. `loss` is the "
+    "mean of the last quarter of training, on rows that were not seen before; lower is better, as with "
+    "`bits_per_byte`. `apart` is how far the changes of the two projectors in training are from each other, over the "
+    "second's length."
 )
 
 Result = dict[str, Any]

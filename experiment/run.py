@@ -61,11 +61,11 @@ def run_experiment(plan: Plan, work: Path, *, quick: bool = False, console: Cons
         The keys of runs that failed, now or before.
     """
     console = console or Console()
-    cache = cache_dir()
-    language, vision = convert_language(cache), convert_vision(plan.image_size, cache)
+    language = plan.language or str(convert_language())
+    vision = plan.vision or str(convert_vision(plan.image_size))
     plan.results.mkdir(parents=True, exist_ok=True)
     if not (start := plan.results / START).exists():
-        updates = updates_of(str(language))
+        updates = updates_of(language)
         write(start, {"bf16": bfloat16_pays(), "n_text": updates.n_text, **updates.to_dict()})
     bf16 = read_json(start)["bf16"]
     runs, began, made = plan.runs(quick), time.monotonic(), 0
@@ -150,18 +150,16 @@ def held(file: Path) -> Iterator[bool]:
         lock.release()
 
 
-def _guarded(
-    plan: Plan, run: Run, rates: Rates, language: Path, vision: Path, work: Path, bf16: bool
-) -> dict[str, Any]:
+def _guarded(plan: Plan, run: Run, rates: Rates, language: str, vision: str, work: Path, bf16: bool) -> dict[str, Any]:
     """The result of a run, or why it failed: that is a result too."""
     try:
         return _make(plan, run, rates, language, vision, work, bf16)
-    except (FloatingPointError, ValueError, RuntimeError) as error:
+    except (FloatingPointError, ValueError, RuntimeError, SystemExit) as error:  # the last from an option's value
         traceback.print_exc()
         return {**_description(run), "failed": f"{type(error).__name__}: {error}"}
 
 
-def _make(plan: Plan, run: Run, rates: Rates, language: Path, vision: Path, work: Path, bf16: bool) -> dict[str, Any]:
+def _make(plan: Plan, run: Run, rates: Rates, language: str, vision: str, work: Path, bf16: bool) -> dict[str, Any]:
     folder, began = work / run.key, time.monotonic()
     variant = run.variant
     stage1, stage2 = (

@@ -20,12 +20,10 @@ MEASURED = 64
 """Images on which the norm of visual tokens is measured."""
 
 
-def build_variant(vision: Path, language: Path, output: Path, variant: Variant, feature_layer: int) -> None:
+def build_variant(vision: str, language: str, output: Path, variant: Variant, feature_layer: int) -> None:
     """Builds an untrained checkpoint whose visual tokens enter as the variant says."""
     with finished_folder(output) as folder:
-        build_checkpoint(
-            str(vision), str(language), folder, arm=variant.arm, norm=variant.norm, feature_layer=feature_layer
-        )
+        build_checkpoint(vision, language, folder, arm=variant.arm, norm=variant.norm, feature_layer=feature_layer)
         if variant.enters_at is not None:
             model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
             wanted = variant.enters_at * model.config.text_embedding_norm

@@ -1,0 +1,245 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Experiments on tiny parts: made, stopped, failed and resumed; and what sets variants apart."""
+
+import json
+
+import pytest
+import tiny_parts
+import torch
+import training
+import yaml
+from filelock import FileLock
+from paths import ROOT
+from PIL import Image, ImageChops, ImageStat
+from scipy import stats
+from transformers import AutoProcessor, TrainerControl, TrainerState, TrainingArguments
+from typer.testing import CliRunner
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.cli import app
+from normalign_llava.data.easy_vqa import held_out, load_image
+from normalign_llava.experiment.plan import Variant, read_plan
+from normalign_llava.experiment.report import write_report
+from normalign_llava.experiment.run import held, learning_rates
+from normalign_llava.experiment.statistics import difference_of, mean_of
+from normalign_llava.experiment.variants import FixedCompensation, RoundedNorm, build_variant, scaled_checkpoint
+
+
+pytestmark = pytest.mark.slow
+
+SHORT = {
+    "max_steps": 2,
+    "global_batch_size": 2,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "probe_steps": [2],
+}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parts")
+    tiny_parts.vision(folder / "vision")
+    tiny_parts.language(folder / "language")
+    return folder
+
+
+@pytest.fixture
+def plan_file(tmp_path, parts):
+    plan = {
+        "seeds": [0],
+        "tasks": ["offline_emoji"],
+        "vision": str(parts / "vision"),
+        "language": str(parts / "language"),
+        "feature_layer": -2,
+        "emoji_count": 3,
+        "diagnosed": 2,
+        "stage1": {"recipe": "quickstart-align", **SHORT},
+        "stage2": {
+            "recipe": "quickstart-tune",
+            **SHORT,
+            "lora_r": 2,
+            "lora_target_modules": [".*language_model.*q_proj"],
+        },
+        "tuning": {"seed": 9, "arms": ["gwc"], "stage1": [1e-3, 1e-1], "stage2": [1e-3]},
+        "quick": ["dial"],
+        "groups": {
+            "dial": {
+                "question": "Where?",
+                "against": "four",
+                "variants": {
+                    "four": {"enters_at": 4},
+                    "last": {"arm": "none", "enters_at": 0.5},
+                    "broken": {"enters_at": 1, "stage2": {"max_grad_norm": "large"}},
+                },
+            },
+            "arms": {"question": "Which?", "against": "gwc", "tuned": True, "variants": {"gwc": {"arm": "gwc"}}},
+        },
+    }
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
+    return tmp_path / "plan.yaml"
+
+
+def test_an_experiment_from_plan_to_report(archives, plan_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke
+    done = run(app, ["experiment", "run", str(plan_file), "--quick"])
+    assert done.exit_code == 1 and "Failed: dial-broken-seed0" in done.stdout
+    plan = read_plan(plan_file)
+    files = {file.name: file.stat().st_mtime_ns for file in plan.results.iterdir()}
+    assert set(files) == {"start.json", "dial-four-seed0.json", "dial-last-seed0.json", "dial-broken-seed0.json"}
+    four, last = (json.loads((plan.results / f"dial-{name}-seed0.json").read_text()) for name in ("four", "last"))
+    assert four["tokens"]["untrained"] / four["tokens"]["trained"]["n_text"] == pytest.approx(4, rel=0.1)  # two images
+    assert last["tokens"]["untrained"] / last["tokens"]["trained"]["n_text"] == pytest.approx(0.5, rel=0.1)
+    assert four["data"] == last["data"] and len(four["curves"]["stage2"]["loss"]) == 2
+    assert four["scores"].keys() == {"offline_emoji acc"} and four["options"]["stage2"]["lora_r"] == 2
+    assert not list((tmp_path / "outputs" / "plan").glob("*-seed0/model"))
+
+    (plan.results / "dial-broken-seed0.json").unlink()
+    whole = yaml.safe_load(plan_file.read_text())
+    del whole["groups"]["dial"]["variants"]["broken"]
+    plan_file.write_text(yaml.safe_dump(whole, sort_keys=False))
+    done = run(app, ["experiment", "run", str(plan_file)])
+    assert done.exit_code == 0, done.output
+    kept = ("start.json", "dial-four-seed0.json", "dial-last-seed0.json")
+    assert all((plan.results / name).stat().st_mtime_ns == files[name] for name in kept)
+    tried = {
+        rate: json.loads((plan.results / f"tuning-gwc-stage1-{rate:g}-seed9.json").read_text())["curves"]["stage1"][
+            "loss"
+        ][-1]
+        for rate in (1e-3, 1e-1)
+    }
+    arms = json.loads((plan.results / "arms-gwc-seed0.json").read_text())
+    assert arms["options"]["stage1"]["learning_rate"] == min(tried, key=tried.get)
+    assert arms["options"]["stage2"]["learning_rate"] == 1e-3
+
+    done = run(app, ["experiment", "report", str(plan_file)])
+    assert done.exit_code == 0, done.output
+    page = (plan.results / "report.md").read_text()
+    assert "6 of 6 planned runs are finished" in page
+    accuracy = last["scores"]["offline_emoji acc"] - four["scores"]["offline_emoji acc"]
+    assert f"| last - four | {accuracy:+.3f} |" in page
+    assert Image.open(plan.results / "dial.png").size[0] > 500
+
+
+def test_a_run_that_another_process_holds_is_left_to_it(tmp_path):
+    with FileLock(tmp_path / "x.lock"), held(tmp_path / "x.lock") as mine:
+        assert not mine
+    with held(tmp_path / "x.lock") as mine:
+        assert mine
+
+
+def test_tuned_runs_wait_for_all_tries(plan_file):
+    plan = read_plan(plan_file)
+    (run,) = [each for each in plan.runs() if each.group == "arms"]
+    assert learning_rates(plan, run) is None
+
+
+def norm_entering_the_decoder(model, folder) -> float:
+    """Mean norm of the visual tokens that the first decoder layer receives, of 60 images."""
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    images = [load_image(question.image) for question in held_out(20, 1)]
+    pixels = processor.image_processor(images, return_tensors="pt")["pixel_values"]
+    entering = []
+    model.model.language_model.layers[0].register_forward_pre_hook(lambda layer, args: entering.append(args[0]))
+    ids = torch.tensor([[5, *[model.config.image_token_id] * 4]]).repeat(len(images), 1)
+    with torch.no_grad():
+        model(input_ids=ids, pixel_values=pixels)
+    return entering[0][:, 1:].norm(dim=-1).mean().item()
+
+
+@pytest.mark.parametrize("arm", ["gwc", "unit", "none"])
+@pytest.mark.parametrize("enters_at", [0.25, 64.0])
+def test_visual_tokens_enter_at_the_norm_that_is_wanted(archives, parts, tmp_path, arm, enters_at):
+    torch.manual_seed(0)
+    build_variant(
+        str(parts / "vision"), str(parts / "language"), tmp_path / "built", Variant(arm, enters_at=enters_at), -2
+    )
+    scaled_checkpoint(tmp_path / "built", 3.0, tmp_path / "scaled")
+    found = []
+    for folder in ("built", "scaled"):
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / folder).eval()
+        found.append(norm_entering_the_decoder(model, tmp_path / folder))
+    assert found[0] == pytest.approx(enters_at * model.config.text_embedding_norm, rel=0.05)  # of other images
+    assert found[1] == pytest.approx(3 * found[0], rel=1e-5)
+
+
+def gradients(model) -> list[torch.Tensor]:
+    """Of the projector's first and last linear layer, and of the gain."""
+    model.train()
+    ids = torch.tensor([[5, *[model.config.image_token_id] * 4, 6, 7]])
+    model(input_ids=ids, pixel_values=torch.ones(1, 3, 16, 16), labels=ids).loss.backward()
+    projector = model.model.multi_modal_projector
+    return [each.grad for each in (projector.linear_1.weight, projector.linear_2.bias, projector.norm.weight)]
+
+
+def call(callback, event, model):
+    args = TrainingArguments(output_dir="unused", report_to=[])
+    getattr(callback, event)(args, TrainerState(), TrainerControl(), model=model)
+
+
+def test_a_fixed_compensation_of_power_1_is_gwc_as_long_as_the_gain_is_at_its_start(tmp_path):
+    folder = training.checkpoint(tmp_path)
+    found = {}
+    for arm, callback in (
+        ("gwc", None),
+        ("aligned", None),
+        ("fixed", FixedCompensation(1)),
+        ("half", FixedCompensation(0.5)),
+    ):
+        config = {} if arm == "gwc" else {"gradient_compensation": "none"}
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder, **config)
+        if callback:
+            call(callback, "on_train_begin", model)
+        found[arm] = gradients(model)
+        if callback:
+            call(callback, "on_train_end", model)
+            assert not model.model.multi_modal_projector.norm._forward_pre_hooks
+    for gwc, fixed, half, aligned in zip(
+        found["gwc"][:2], found["fixed"], found["half"], found["aligned"], strict=False
+    ):
+        torch.testing.assert_close(fixed, gwc, rtol=1e-4, atol=1e-9)
+        torch.testing.assert_close(half, (gwc * aligned).abs().sqrt() * gwc.sign(), rtol=1e-3, atol=1e-9)
+    assert all(torch.equal(found[arm][2], found["gwc"][2]) for arm in ("fixed", "half"))
+
+
+def test_a_norm_kept_in_bfloat16_loses_small_updates(tmp_path):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(training.checkpoint(tmp_path, arm="unit"))
+    norm = model.model.multi_modal_projector.norm
+    with torch.no_grad():
+        norm.weight.add_(1e-3)
+        norm.bias.add_(1e-3)
+    call(RoundedNorm(), "on_step_end", model)
+    assert torch.equal(norm.weight, torch.ones_like(norm.weight)) and norm.weight.dtype == torch.float32
+    assert norm.bias.unique().tolist() == [torch.tensor(1e-3).bfloat16().item()]
+
+
+def test_means_and_differences_against_hand_and_scipy():
+    mean = mean_of([0.90, 0.94, 0.98])
+    assert (mean.value, mean.count) == (pytest.approx(0.94), 3)
+    assert mean.error == pytest.approx(4.302653 * 0.04 / 3**0.5, rel=1e-5)  # t of 2 degrees of freedom
+    assert mean_of([0.5]).error is None
+    ours, theirs = {0: 0.9, 1: 0.8, 2: 0.95}, {0: 0.7, 1: 0.7, 2: 0.7}
+    found = difference_of(ours, theirs)
+    low, high = stats.ttest_rel(list(ours.values()), list(theirs.values())).confidence_interval()
+    assert found.interval == pytest.approx((low, high)) and found.value == pytest.approx(0.55 / 3)
+    assert found.effect == pytest.approx((0.55 / 3) / 0.0763763, rel=1e-5)
+    alone = difference_of({0: 0.9}, {0: 0.7})
+    assert alone.interval is None and alone.effect is None
+
+
+def test_the_committed_report_follows_from_the_committed_results(tmp_path):
+    plan = read_plan(ROOT / "experiments" / "small.yaml")
+    copied = tmp_path / "results" / "small"
+    copied.mkdir(parents=True)
+    for file in plan.results.glob("*.json"):
+        (copied / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "small.yaml").write_bytes((ROOT / "experiments" / "small.yaml").read_bytes())
+    page = write_report(read_plan(tmp_path / "small.yaml"))
+    assert page.read_text() == (plan.results / "report.md").read_text()
+    ours, theirs = (Image.open(folder / "dial.png").convert("RGB") for folder in (copied, plan.results))
+    assert ours.size == theirs.size
+    assert (
+        max(ImageStat.Stat(ImageChops.difference(ours, theirs)).mean) < 0.5
+    )  # of 255: letters may be drawn otherwise
