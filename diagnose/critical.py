@@ -10,6 +10,7 @@ import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def measure_updates(
         ids = ids if decoder.device.type == "meta" else ids.to(decoder.device)  # accelerate moves them if offloaded
         masks = torch.zeros(len(KINDS), ids.numel(), dtype=torch.bool)
         masks[KINDS.index("text"), 1:] = True
-        with torch.no_grad(), probe.watching(lambda masks=masks: masks):
+        with torch.no_grad(), probe.watching(partial(torch.clone, masks)):
             decoder(input_ids=ids, use_cache=False)
     depth = probe.result()
     return Updates(n_text, [math.exp(size) for size in depth.log_update["text"].mean], depth.update_angle["text"].mean)

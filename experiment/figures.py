@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ def draw_dial(results: Results, variants: Mapping[str, Variant], start: dict[str
     accuracy, rotation = figure.subplots(2, 1, sharex=True)
     for plain, (label, colour) in TRAINED.items():
         chosen = {name: seeds for name, seeds in results.items() if (variants[name].arm == "none") == plain}
-        points = sorted((variants[name].enters_at, seeds) for name, seeds in chosen.items())
+        points = sorted(
+            ((variants[name].enters_at or math.nan, seeds) for name, seeds in chosen.items()), key=itemgetter(0)
+        )
         for axes, key in ((accuracy, _accuracy), (rotation, _asymmetry)):
             _line(axes, [(norm, [key(each) for each in seeds.values()]) for norm, seeds in points], label, colour)
     scaled: dict[float, list[dict[str, Any]]] = {}

@@ -32,6 +32,7 @@ def measure_tokens(checkpoint: Path, samples: int) -> dict[str, Any]:
     drawn = load_samples(None, samples).samples
     report = probe(model, batches(processor, drawn, BATCH_SIZE), tokenizer=processor.tokenizer)
     depth = report.depth
+    assert depth is not None  # of a vision-language model it is measured
     return {
         "n_text": model.config.text_embedding_norm,
         "norm": depth.norm["visual"].mean[0],

@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -181,7 +181,7 @@ class Plan:
         Args:
             quick: The groups of `quick` with their first seed, without tuning.
         """
-        found = []
+        found: list[Run] = []
         for name, group in self.groups.items():
             seeds = group.seeds or self.seeds
             if quick and name not in self.quick:
@@ -226,9 +226,6 @@ class Plan:
         return first + second
 
 
-Read = TypeVar("Read")
-
-
 def read_plan(file: Path) -> Plan:
     """Reads a plan.
 
@@ -243,7 +240,8 @@ def read_plan(file: Path) -> Plan:
         if not isinstance(content, dict):
             raise ValueError("it is no mapping")
         groups = {name: _group(name, each) for name, each in content.pop("groups", {}).items()}
-        tuning = _read(Tuning, "tuning", content.pop("tuning", None))
+        tuning = content.pop("tuning", None)
+        tuning = tuning and _read(Tuning, "tuning", tuning)
         results = file.resolve().parent / "results" / file.stem
         return _read(
             Plan, "the plan", {**content, "groups": groups, "tuning": tuning, "name": file.stem, "results": results}
@@ -258,9 +256,7 @@ def _group(name: str, content: dict[str, Any]) -> Group:
     return _read(Group, name, {**content, "variants": variants})
 
 
-def _read(cls: type[Read], name: str, content: Any) -> Read:
-    if content is None:
-        return None
+def _read(cls: Any, name: str, content: Any) -> Any:
     known = {each.name for each in fields(cls)}
     _check(isinstance(content, dict), f"{name} is no mapping")
     _check(content.keys() <= known, f"{name} has {', '.join(map(str, content.keys() - known))}, which it cannot have")

@@ -119,7 +119,7 @@ def _summary(plan: Plan, found: dict[str, Result]) -> list[str]:
 
 def _table(plan: Plan, results: Results) -> list[str]:
     rows = {name: [values(result, plan) for result in seeds.values()] for name, seeds in results.items()}
-    headings = list(max((found[0] for found in rows.values()), key=len))
+    headings = list(dict.fromkeys(heading for found in rows.values() for heading in found[0]))
     body = []
     for name, found in rows.items():
         cells = []

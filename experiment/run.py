@@ -99,6 +99,9 @@ def learning_rates(plan: Plan, run: Run) -> Rates | None:
 
     Returns:
         Options of both stages; None if tuning is not finished.
+
+    Raises:
+        ValueError: All tries failed.
     """
     if not run.tuned or plan.tuning is None:
         return {}, {}
@@ -115,7 +118,9 @@ def learning_rates(plan: Plan, run: Run) -> Rates | None:
                 if "failed" not in result:
                     losses[getattr(each.variant, name)["learning_rate"]] = final_loss(result["curves"][name])
         if not losses:
-            return None
+            raise ValueError(
+                f"All tries of {name} with arm {run.variant.arm} failed: remove their results, and run again."
+            )
         found.append({"learning_rate": min(losses, key=lambda rate: losses[rate])})
     return found[0], found[1]
 
