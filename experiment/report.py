@@ -107,11 +107,11 @@ def _summary(plan: Plan, found: dict[str, Result]) -> list[str]:
     whole = plan.runs()
     done = sum(run.key in found for run in whole)
     failed = sum("failed" in result for result in found.values())
-    hours = sum(result.get("minutes", 0) * result.get("threads", 1) for result in found.values()) / 60
+    hours = sum(result["minutes"]["processor"] for result in found.values() if "failed" not in result) / 60
     machines = sorted({device for each in found.values() for device in each.get("hardware", {}).get("devices", [])})
     return [
         f"{done} of {len(whole)} planned runs are finished, and {len(found) - done} of the reduced grid alone; "
-        f"{failed} failed. They took {hours:.1f} hours of a processor's thread on {', '.join(machines)}.",
+        f"{failed} failed. They took {hours:.1f} hours of processor time on {', '.join(machines)}.",
         "",
         EXPLANATION,
     ]
@@ -187,8 +187,8 @@ def _all_runs(runs: dict[str, Run], found: dict[str, Result]) -> list[str]:
             body.append([key, "", "", f"failed: {result['failed']}"])
             continue
         curve = result["curves"]["stage1" if runs[key].stage1_only else "stage2"]
-        body.append([key, f"{final_loss(curve):.3f}", f"{result['minutes']:.1f}", result["data"][:12]])
-    return _markdown(["run", "loss", "minutes", "hash of the data, or what failed"], body)
+        body.append([key, f"{final_loss(curve):.3f}", f"{result['minutes']['processor']:.1f}", result["data"][:12]])
+    return _markdown(["run", "loss", "processor minutes", "hash of the data, or what failed"], body)
 
 
 def _markdown(headings: Iterable[str], body: Iterable[Iterable[str]]) -> list[str]:

@@ -165,7 +165,7 @@ def _guarded(plan: Plan, run: Run, rates: Rates, language: str, vision: str, wor
 
 
 def _make(plan: Plan, run: Run, rates: Rates, language: str, vision: str, work: Path, bf16: bool) -> dict[str, Any]:
-    folder, began = work / run.key, time.monotonic()
+    folder, began, spent = work / run.key, time.monotonic(), time.process_time()
     variant = run.variant
     stage1, stage2 = (
         {**rate, **options} for rate, options in zip(rates, (variant.stage1, variant.stage2), strict=True)
@@ -207,7 +207,10 @@ def _make(plan: Plan, run: Run, rates: Rates, language: str, vision: str, work: 
             result["scaled"] = [_scaled(model, factor, plan, bf16, folder) for factor in variant.scaled]
     record = read_json(trained / TRAINING_RECORD)
     result |= {name: record[name] for name in ("hardware", "versions", "commit")}
-    result["minutes"] = (time.monotonic() - began) / 60
+    result["minutes"] = {
+        "wall": (time.monotonic() - began) / 60,
+        "processor": (time.process_time() - spent) / 60,
+    }
     shutil.rmtree(folder)
     return result
 
