@@ -28,8 +28,8 @@ START, END = "<!-- written by `make benchmark` -->", "<!-- to here -->"
 
 OPTIONS: dict[str, list[str]] = {
     "norm": ["--rounds", "6"],
-    "step": ["--steps", "18", "--repeats", "1", "--batch", "4"],
-    "packing": ["--steps", "6", "--rows_per_pass", "4"],
+    "step": ["--steps", "14", "--repeats", "1", "--batch", "4"],
+    "packing": ["--steps", "3", "--rows_per_pass", "4"],
     "probe": ["--rounds", "5"],
     "generate": [],
     "startup": ["--rounds", "7"],
