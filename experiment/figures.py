@@ -20,10 +20,10 @@ from .statistics import mean_of
 Results = Mapping[str, Mapping[int, dict[str, Any]]]
 ACCURACY = "offline_easy_vqa acc"
 TRAINED = {
-    False: ("trained, norm entered by the gain", "tab:blue"),
-    True: ("trained, by the projector's last layer", "tab:orange"),
+    False: ("trained at that norm, set by the gain", "tab:blue"),
+    True: ("trained at that norm, set by the projector's last layer", "tab:orange"),
 }
-SCALED = ("scaled after training", "tab:gray")
+SCALED = ("trained at N_text, scaled afterwards", "tab:gray")
 
 
 def draw_dial(results: Results, variants: Mapping[str, Variant], start: dict[str, Any], output: Path) -> Path:
@@ -63,7 +63,8 @@ def draw_dial(results: Results, variants: Mapping[str, Variant], start: dict[str
     accuracy.set_ylabel("accuracy on easy-VQA")
     rotation.set_ylabel("rotation of visual tokens over text's")
     rotation.set_xlabel("norm of visual tokens on entry, at the start of training or as scaled, in N_text")
-    accuracy.legend(fontsize="small", loc="lower left")
+    rotation.xaxis.set_major_formatter("{x:g}")
+    rotation.set_xticks([4.0**power for power in range(-1, 5)])
     rotation.legend(fontsize="small", loc="lower left")
     return _saved(figure, output)
 
