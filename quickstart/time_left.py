@@ -10,16 +10,16 @@ from transformers import TrainerCallback
 
 SECONDS = {
     "fetch": (4, 4),
-    "convert": (15, 15),
+    "convert": (20, 20),
     "build": (2, 2),
-    "evaluate before": (15, 25),
-    "stage 1": (35, 60),
-    "stage 2": (370, 600),
+    "evaluate before": (10, 16),
+    "stage 1": (30, 50),
+    "stage 2": (305, 535),
     "merge": (2, 2),
     "evaluate after": (25, 40),
     "reload": (15, 20),
-    "baseline, stage 1": (35, 60),
-    "baseline, stage 2": (370, 600),
+    "baseline, stage 1": (30, 50),
+    "baseline, stage 2": (305, 535),
     "evaluate baseline": (25, 40),
     "diagnose": (15, 25),
 }
