@@ -166,7 +166,7 @@ def gain(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure N_text and the gain of a model, reading only its embedding tensor."""
+    """Measure N_text and the gain of a model, reading only its embedding tensor unless --critical is given."""
     with errors_for_people():
         from .checkpoint.find import find_model
 

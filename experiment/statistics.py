@@ -18,12 +18,10 @@ class Mean:
     Attributes:
         value: The mean.
         error: Half the width of its 95 % t interval; None with one seed.
-        count: How many seeds.
     """
 
     value: float
     error: float | None
-    count: int
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,11 @@ class Difference:
         interval: Its 95 % t interval, paired by seed; None with one seed.
         effect: The mean difference over the standard deviation of the differences (Cohen's d of pairs); None with one
             seed, or if all are alike.
-        count: How many seeds.
     """
 
     value: float
     interval: Interval | None
     effect: float | None
-    count: int
 
 
 def mean_of(values: list[float]) -> Mean:
@@ -50,7 +46,7 @@ def mean_of(values: list[float]) -> Mean:
     error = None
     if len(found) > 1:
         error = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(found) - 1) * found.std(ddof=1) / len(found) ** 0.5)
-    return Mean(float(found.mean()), error, len(found))
+    return Mean(float(found.mean()), error)
 
 
 def difference_of(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Difference:
@@ -60,4 +56,4 @@ def difference_of(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Dif
     apart = first - second
     spread = float(apart.std(ddof=1)) if len(seeds) > 1 else 0.0
     mean = float(apart.mean())
-    return Difference(mean, over_seeds(first, second), mean / spread if spread else None, len(seeds))
+    return Difference(mean, over_seeds(first, second), mean / spread if spread else None)
