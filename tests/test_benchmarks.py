@@ -38,7 +38,7 @@ def test_each_script_writes_its_machine_options_rows_and_figures(results):
         for row in result["rows"]:
             assert len(row) == 3 and all(isinstance(cell, str) for cell in row)
             assert "|" not in "".join(row)
-            assert re.match(r"\d+(\.\d+)?( |,|$)", row[2])
+            assert re.match(r"\d+(\.\d+)?(%| |,|$)", row[2])
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_the_table_replaces_the_one_that_is_there(results, tmp_path):
 def test_the_page_has_a_table_of_that_form():
     head, line, *rows = cells(parts(DOCS / "method.md")[1])
     assert head == ["", "measured", "figure"] and set(line) == {"---"}
-    assert rows and all(len(row) == 3 and re.match(r"\d+(\.\d+)?( |,|$)", row[2]) for row in rows)
+    assert rows and all(len(row) == 3 and re.match(r"\d+(\.\d+)?(%| |,|$)", row[2]) for row in rows)
 
 
 def test_a_script_that_does_not_exist_is_refused(prepared):
