@@ -196,6 +196,10 @@ class Plan:
                 ]
         return found
 
+    def result_file(self, run: Run) -> Path:
+        """Where the result of a run is kept."""
+        return self.results / f"{run.key}.json"
+
     def options(self, variant: Variant, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The options of both stages for a variant: of the recipe, the plan and the variant, the last first."""
         both = []

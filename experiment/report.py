@@ -12,8 +12,9 @@ import numpy as np
 from ..checkpoint.files import finished_file, read_json
 from .figures import draw_curves, draw_dial
 from .plan import UNTUNED, Group, Plan, Run
-from .run import START, final_loss, result_file
+from .run import START
 from .statistics import difference_of, mean_of
+from .tuning import final_loss
 
 
 PAGE = "report.md"
@@ -39,7 +40,7 @@ def write_report(plan: Plan) -> Path:
         ValueError: No run is finished.
     """
     runs = {run.key: run for quick in (True, False) for run in plan.runs(quick)}
-    found = {run.key: result for run in runs.values() if (result := read_json(result_file(plan, run))) is not None}
+    found = {run.key: result for run in runs.values() if (result := read_json(plan.result_file(run))) is not None}
     if not found:
         raise ValueError(f"{plan.results} has no result. Run `normalign experiment run` first.")
     lines = [f"# Results of `{plan.name}`", "", *_summary(plan, found)]

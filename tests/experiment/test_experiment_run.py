@@ -19,10 +19,12 @@ from typer.testing import CliRunner
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
 from normalign_llava.data.easy_vqa import held_out, load_image
+from normalign_llava.experiment.make import Minutes
 from normalign_llava.experiment.plan import Variant, read_plan
 from normalign_llava.experiment.report import write_report
-from normalign_llava.experiment.run import held, learning_rates
+from normalign_llava.experiment.run import held
 from normalign_llava.experiment.statistics import difference_of, mean_of
+from normalign_llava.experiment.tuning import learning_rates
 from normalign_llava.experiment.variants import FixedCompensation, RoundedNorm, build_variant, scaled_checkpoint
 
 
@@ -128,6 +130,14 @@ def test_a_run_that_another_process_holds_is_left_to_it(tmp_path):
         assert not mine
     with held(tmp_path / "x.lock") as mine:
         assert mine
+
+
+def test_minutes_of_a_stopped_process_count(tmp_path):
+    (tmp_path / "minutes.json").write_text('{"wall": 3.0, "processor": 2.0}')
+    minutes = Minutes(tmp_path / "minutes.json")
+    spent = minutes.keep()
+    assert 3 < spent["wall"] < 4 and 2 < spent["processor"] < 3
+    assert Minutes(tmp_path / "minutes.json").keep()["wall"] > spent["wall"]
 
 
 def test_tuned_runs_wait_for_all_tries(plan_file):
