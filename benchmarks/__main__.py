@@ -27,11 +27,11 @@ PAGE = HERE.parent / "docs" / "method.md"
 START, END = "<!-- written by `make benchmark` -->", "<!-- to here -->"
 
 OPTIONS: dict[str, list[str]] = {
-    "norm": ["--rounds", "6"],
-    "step": ["--steps", "18", "--repeats", "1", "--batch", "4"],
-    "packing": ["--steps", "3", "--rows_per_pass", "4"],
-    "probe": ["--rounds", "5"],
-    "generate": ["--rounds", "14"],
+    "norm": ["--tokens", "23328", "--rounds", "6"],
+    "step": ["--steps", "18", "--repeats", "1", "--batch", "3"],
+    "packing": ["--steps", "3", "--rows_per_step", "12", "--rows_per_pass", "4"],
+    "probe": ["--rounds", "4"],
+    "generate": ["--tokens", "32", "--rounds", "14"],
     "startup": ["--rounds", "7"],
 }
 """The scripts, with options that keep all of them together under 20 minutes on 2 cores."""
