@@ -18,7 +18,7 @@ from .statistics import mean_of
 
 
 Results = Mapping[str, Mapping[int, dict[str, Any]]]
-ACCURACY = "offline_easy_vqa acc"
+ACCURACY, BLANK = "offline_easy_vqa acc", "blank image"
 TRAINED = {
     False: ("trained at that norm, set by the gain", "tab:blue"),
     True: ("trained at that norm, set by the projector's last layer", "tab:orange"),
@@ -39,16 +39,21 @@ def draw_dial(results: Results, variants: Mapping[str, Variant], start: dict[str
         for axes, key in ((accuracy, _accuracy), (rotation, _asymmetry)):
             _line(axes, [(norm, [key(each) for each in seeds.values()]) for norm, seeds in points], label, colour)
     scaled: dict[float, list[dict[str, Any]]] = {}
-    for seeds in results.values():
-        for result in seeds.values():
-            for each in result.get("scaled", []):
-                scaled.setdefault(each["factor"], []).append(each)
+    every = [result for seeds in results.values() for result in seeds.values()]
+    for each in (each for result in every for each in result.get("scaled", [])):
+        scaled.setdefault(each["factor"], []).append(each)
     for axes, name in ((accuracy, "accuracy"), (rotation, "asymmetry")):
         lines = [
             (sum(each["norm"] for each in found) / len(found) / start["n_text"], [each[name] for each in found])
             for _, found in sorted(scaled.items())
         ]
         _line(axes, lines, *SCALED)
+    blank = [
+        each["references"][ACCURACY][BLANK] for each in every if BLANK in each.get("references", {}).get(ACCURACY, {})
+    ]
+    if blank:
+        accuracy.axhline(mean_of(blank).value, color="k", linestyle=":", label="trained models, shown a blank image")
+        accuracy.legend(fontsize="small", loc="upper right")
     norms = [2 ** (step / 8) for step in range(-16, 65)]
     rotation.plot(
         norms, [updates.relative_rotation(norm * updates.n_text) for norm in norms], "k--", label="predicted"

@@ -7,8 +7,11 @@ import json
 import shutil
 import time
 import traceback
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from contextlib import redirect_stderr
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,11 @@ from ..data.fetch import cache_dir
 from ..evaluate.results import read_evaluations
 from ..evaluate.run import evaluate
 from ..quickstart.run import Settings, write_data
-from ..quickstart.train import rows_of, train_stage
+from ..quickstart.train import rows_of, train_stage, words
+from ..train.options import parse
 from .measure import measure_tokens, trained_change
 from .plan import TUNING, Plan, Run
-from .tuning import Rates
+from .results import Result, options_of, write
 from .variants import build_variant, callbacks_of, scaled_checkpoint
 
 
@@ -51,13 +55,32 @@ class Parts:
     bf16: bool
 
 
-def make_run(plan: Plan, run: Run, rates: Rates, parts: Parts) -> dict[str, Any]:
-    """The result of a run, or why it failed: that is a result too."""
+def check_options(plan: Plan, runs: Iterable[Run]) -> None:
+    """Raises ValueError if an option of a run has a value that it cannot have."""
+    given = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "output"}
+    checked: list[dict[str, Any]] = []
+    for run in runs:
+        for options in plan.options(run.variant, 0):
+            if options in checked:
+                continue
+            checked.append(options)
+            said = StringIO()
+            try:
+                with redirect_stderr(said):
+                    parse(words({**options, **given}))
+            except (ValueError, SystemExit) as error:  # argparse says why, and exits
+                reason = said.getvalue().strip().rpartition("error: ")[2] or error
+                raise ValueError(f"{plan.name}, {run.group}.{run.name}: {reason}") from error
+
+
+def make_run(plan: Plan, run: Run, parts: Parts) -> Result:
+    """The result of a run, or that it diverged: that is a result too. Other errors leave its folder to be resumed."""
     try:
-        return _make(plan, run, rates, parts)
-    except (FloatingPointError, ValueError, RuntimeError, SystemExit) as error:  # the last from an option's value
+        return _make(plan, run, parts)
+    except FloatingPointError as error:
         traceback.print_exc()
-        return {**_description(run), "failed": f"{type(error).__name__}: {error}"}
+        shutil.rmtree(parts.work / run.key, ignore_errors=True)
+        return {**_description(run), "failed": str(error)}
 
 
 class Minutes:
@@ -80,18 +103,17 @@ class Minutes:
         return spent
 
 
-def _make(plan: Plan, run: Run, rates: Rates, parts: Parts) -> dict[str, Any]:
+def _make(plan: Plan, run: Run, parts: Parts) -> Result:
     folder, variant, bf16 = parts.work / run.key, run.variant, parts.bf16
+    first, second = options_of(plan, run)
+    _own_folder(folder, {**_description(run), "options": [first, second], "parts": [parts.vision, parts.language]})
     minutes = Minutes(folder / "minutes.json")
-    stage1, stage2 = (
-        {**rate, **options} for rate, options in zip(rates, (variant.stage1, variant.stage2), strict=True)
-    )
-    first, second = plan.options(replace(variant, stage1=stage1, stage2=stage2), run.seed)
     settings = Settings(
         stage1=first, stage2=second, emoji_count=plan.emoji_count, emoji_share=plan.emoji_share, seed=run.seed
     )
-    data = parts.work / f"data-{run.seed}-{rows_of(first)}-{rows_of(second)}"
-    with FileLock(data.with_suffix(".lock")):
+    rows = f"{rows_of(first)}-{rows_of(second)}-{plan.emoji_count}-{plan.emoji_share:g}"
+    data = parts.work / f"data-{run.seed}-{rows}"
+    with FileLock(f"{data}.lock"):
         write_data(data, settings, cache_dir())
     untrained, aligned, adapter, model = (folder / name for name in ("untrained", "stage1", "stage2", "model"))
     if not untrained.exists():
@@ -118,7 +140,7 @@ def _make(plan: Plan, run: Run, rates: Rates, parts: Parts) -> dict[str, Any]:
     if run.group != TUNING:
         if not model.exists():
             merge_adapter(adapter, model, base=str(aligned))
-        result["scores"] = _scores(model, plan.tasks, bf16)
+        result["scores"], result["references"] = _scores(model, plan.tasks, bf16)
         minutes.keep()
         result["tokens"] = {"untrained": measure_tokens(untrained, plan.diagnosed)["norm"]}
         result["tokens"]["trained"] = measure_tokens(model, plan.diagnosed)
@@ -134,6 +156,15 @@ def _make(plan: Plan, run: Run, rates: Rates, parts: Parts) -> dict[str, Any]:
 
 def _description(run: Run) -> dict[str, Any]:
     return {"group": run.group, "variant": run.name, "seed": run.seed, "settings": vars(run.variant)}
+
+
+def _own_folder(folder: Path, made_of: dict[str, Any]) -> None:
+    """A run's folder; what a run of other settings left in it is removed."""
+    file = folder / "run.json"
+    if read_json(file) != made_of:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write(file, made_of)
 
 
 def _hash(data: Path) -> str:
@@ -162,15 +193,16 @@ def _rounded(value: float | None) -> float | None:
     return value if value is None else float(f"{value:.5g}")
 
 
-def _scores(model: Path, tasks: list[str], bf16: bool) -> dict[str, float]:
-    """The metrics of all tasks, by `"task metric"`."""
+def _scores(model: Path, tasks: list[str], bf16: bool) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """The metrics of all tasks, and what a blank image and the commonest answer give, by `"task metric"`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.autocast(device, torch.bfloat16, enabled=bf16):
         done = evaluate(str(model), tasks=tasks, batch_size=BATCH_SIZE, dtype="float32")
     for task, reason in done.failed.items():
-        raise RuntimeError(f"{task} could not be run: {reason}")
-    found = read_evaluations(model)
-    return {f"{each.task} {metric.name}": metric.value for each in found for metric in each.metrics}
+        raise ValueError(f"{task} could not be run: {reason} Start again to resume.")
+    found = {f"{each.task} {metric.name}": metric for each in read_evaluations(model) for metric in each.metrics}
+    scores = {name: metric.value for name, metric in found.items()}
+    return scores, {name: metric.references for name, metric in found.items() if metric.references}
 
 
 def _scaled(model: Path, factor: float, plan: Plan, bf16: bool, folder: Path) -> dict[str, float]:
@@ -178,7 +210,7 @@ def _scaled(model: Path, factor: float, plan: Plan, bf16: bool, folder: Path) ->
     output = folder / f"scaled-{factor:g}"
     if not (output / "processor_config.json").exists():
         scaled_checkpoint(model, factor, output)
-    accuracy = _scores(output, [SCALED_TASK], bf16)[f"{SCALED_TASK} acc"]
-    found = {"factor": factor, "accuracy": accuracy, **measure_tokens(output, plan.diagnosed)}
+    scores, _ = _scores(output, [SCALED_TASK], bf16)
+    found = {"factor": factor, "accuracy": scores[f"{SCALED_TASK} acc"], **measure_tokens(output, plan.diagnosed)}
     shutil.rmtree(output)
     return found

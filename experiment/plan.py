@@ -1,12 +1,10 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The plan of an experiment, from its YAML file: which models are trained, how, and on which seeds."""
+"""The plan of an experiment: which models are trained, how, and on which seeds."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from ..assembly.build import ARMS
 from ..data.arguments import DataArguments
@@ -47,15 +45,17 @@ class Variant:
     scaled: list[float] = field(default_factory=list)
 
     def __post_init__(self):
-        _check(self.arm in ARMS, f"arm {self.arm!r} is none of {', '.join(ARMS)}")
-        _check(self.norm in ("layer_norm", "rms_norm"), f"norm {self.norm!r} is none of layer_norm, rms_norm")
-        _check(
-            self.gain_storage in ("float32", "bfloat16"), f"gain_storage {self.gain_storage!r} is no such precision"
-        )
-        _check(self.enters_at is None or self.enters_at > 0, f"enters_at is {self.enters_at}; it must be positive")
-        _check(
+        check(self.arm in ARMS, f"arm {self.arm!r} is none of {', '.join(ARMS)}")
+        check(self.norm in ("layer_norm", "rms_norm"), f"norm {self.norm!r} is none of layer_norm, rms_norm")
+        check(self.gain_storage in ("float32", "bfloat16"), f"gain_storage {self.gain_storage!r} is no such precision")
+        check(self.enters_at is None or self.enters_at > 0, f"enters_at is {self.enters_at}; it must be positive")
+        check(
             self.compensation_power is None or self.arm == "aligned",
             f"compensation_power is for arm aligned, not {self.arm}, which has a compensation of its own or no gain",
+        )
+        check(
+            self.compensation_power is None or self.enters_at is None,
+            "compensation_power is of the gain that N_text gives: leave enters_at out",
         )
 
 
@@ -80,7 +80,7 @@ class Group:
     def __post_init__(self):
         named = [self.against] if isinstance(self.against, str) else [*self.against, *self.against.values()]
         for name in named:
-            _check(name in self.variants, f"against names {name!r}, which is no variant")
+            check(name in self.variants, f"against names {name!r}, which is no variant")
 
     def reference(self, variant: str) -> str | None:
         """What a variant is compared with, if with anything."""
@@ -160,20 +160,20 @@ class Plan:
     quick: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        _check(_are_numbers(self.seeds), "seeds must be a list of whole numbers")
+        check(_are_numbers(self.seeds), "seeds must be a list of whole numbers")
         for name in ("stage1", "stage2"):
-            _check("recipe" in getattr(self, name), f"{name} names no recipe")
+            check("recipe" in getattr(self, name), f"{name} names no recipe")
         for name, group in self.groups.items():
-            _check(
-                group.seeds is None or _are_numbers(group.seeds), f"seeds of {name} must be a list of whole numbers"
-            )
+            check(group.seeds is None or _are_numbers(group.seeds), f"seeds of {name} must be a list of whole numbers")
             for each, variant in group.variants.items():
                 unknown = {option for options in self.options(variant, 0) for option in options} - OPTIONS
-                _check(not unknown, f"{name}.{each}: `normalign train` has no option {', '.join(sorted(unknown))}")
-            _check(name != TUNING, f"a group is called {TUNING}, which are the runs that find learning rates")
-            _check(not group.tuned or self.tuning is not None, f"group {name} is tuned, and there is no tuning")
+                check(not unknown, f"{name}.{each}: `normalign train` has no option {', '.join(sorted(unknown))}")
+            check(name != TUNING, f"a group is called {TUNING}, which are the runs that find learning rates")
+            arms = {variant.arm for variant in group.variants.values()} if group.tuned else set()
+            tried = set(self.tuning.arms) if self.tuning else set()
+            check(arms <= tried, f"group {name} is tuned, and tuning has no {', '.join(sorted(arms - tried))}")
         for name in self.quick:
-            _check(name in self.groups, f"quick names {name!r}, which is no group")
+            check(name in self.groups, f"quick names {name!r}, which is no group")
 
     def runs(self, quick: bool = False) -> list[Run]:
         """All runs in the order in which they are made, one group after another; tuning before the first tuned one.
@@ -230,52 +230,11 @@ class Plan:
         return first + second
 
 
-def read_plan(file: Path) -> Plan:
-    """Reads a plan.
-
-    Raises:
-        ValueError: The file does not exist, is not YAML, or says something that no plan can say.
-    """
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    try:
-        if not isinstance(content, dict):
-            raise ValueError("it is no mapping")
-        groups = {name: _group(name, each) for name, each in content.pop("groups", {}).items()}
-        tuning = content.pop("tuning", None)
-        tuning = tuning and _read(Tuning, "tuning", tuning)
-        results = file.resolve().parent / "results" / file.stem
-        return _read(
-            Plan, "the plan", {**content, "groups": groups, "tuning": tuning, "name": file.stem, "results": results}
-        )
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is no plan of an experiment: {error}.") from error
-
-
-def _group(name: str, content: dict[str, Any]) -> Group:
-    _check("variants" in content, f"{name} has no variants")
-    variants = {each: _read(Variant, f"{name}.{each}", given or {}) for each, given in content.pop("variants").items()}
-    return _read(Group, name, {**content, "variants": variants})
-
-
-def _read(cls: Any, name: str, content: Any) -> Any:
-    known = {each.name for each in fields(cls)}
-    _check(isinstance(content, dict), f"{name} is no mapping")
-    _check(content.keys() <= known, f"{name} has {', '.join(map(str, content.keys() - known))}, which it cannot have")
-    try:
-        return cls(**content)
-    except TypeError as error:
-        raise ValueError(f"{name} lacks {str(error).partition('argument')[2].lstrip('s: ')}") from error
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
 def _are_numbers(seeds: Any) -> bool:
     return isinstance(seeds, list) and bool(seeds) and all(type(seed) is int for seed in seeds)
 
 
-def _check(right: bool, message: str) -> None:
+def check(right: bool, message: str) -> None:
+    """Raises ValueError with a message if it is not right."""
     if not right:
         raise ValueError(message)

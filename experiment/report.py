@@ -2,19 +2,20 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Tables and figures of an experiment, from its stored results alone."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..checkpoint.files import finished_file, read_json
+from ..train.arguments import STAGES
 from .figures import draw_curves, draw_dial
-from .plan import UNTUNED, Group, Plan, Run
+from .plan import TUNING, UNTUNED, Group, Plan, Run
+from .results import Result, final_loss, read_result
 from .run import START
 from .statistics import difference_of, mean_of
-from .tuning import final_loss
 
 
 PAGE = "report.md"
@@ -24,12 +25,13 @@ METRICS = {"offline_perplexity": "bits_per_byte"}
 EXPLANATION = (
     "A ± is half the 95 % interval over seeds. Brackets are the 95 % interval of a difference, paired by seed, and d "
     "is the mean difference over the standard deviation of the differences. One seed has no interval. `loss` is the "
-    "mean of the last quarter of training, on rows that were not seen before; lower is better, as with "
-    "`bits_per_byte`. `apart` is how far the changes of the two projectors in training are from each other, over the "
-    "second's length."
+    "mean of the last quarter of training, on rows drawn anew; lower is better, as with `bits_per_byte`. `apart` is "
+    "how far the changes of the two projectors in training are from each other, over the second's length: 0 if they "
+    "are the same, 1.4 if they are unrelated and of one length."
 )
 
-Result = dict[str, Any]
+TUNED = "Final loss of stage 1 after training it alone, and of stage 2 after the best stage 1, by learning rate."
+
 Results = dict[str, dict[int, Result]]  # by variant and seed
 
 
@@ -37,10 +39,10 @@ def write_report(plan: Plan) -> Path:
     """Writes the page and its figures beside the results.
 
     Raises:
-        ValueError: No run is finished.
+        ValueError: No run is finished, or a result is not of this plan, or of other data than what it is paired with.
     """
     runs = {run.key: run for quick in (True, False) for run in plan.runs(quick)}
-    found = {run.key: result for run in runs.values() if (result := read_json(plan.result_file(run))) is not None}
+    found = {run.key: result for run in runs.values() if (result := read_result(plan, run)) is not None}
     if not found:
         raise ValueError(f"{plan.results} has no result. Run `normalign experiment run` first.")
     lines = [f"# Results of `{plan.name}`", "", *_summary(plan, found)]
@@ -57,6 +59,8 @@ def write_report(plan: Plan) -> Path:
             start = read_json(plan.results / START)
             figures.insert(0, draw_dial(results, group.variants, start, plan.results / f"{label}.png"))
         lines += [line for figure in figures for line in ("", f"![{label}]({figure.name})")]
+    if tried := [result for key, result in found.items() if runs[key].group == TUNING]:
+        lines += ["", f"## {TUNING}", "", TUNED, "", *_tuning(tried)]
     lines += ["", "## All runs", "", *_all_runs(runs, found)]
     with finished_file(plan.results / PAGE) as partial:
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -106,13 +110,13 @@ def _by_variant(runs: dict[str, Run], found: dict[str, Result], label: str) -> R
 def _summary(plan: Plan, found: dict[str, Result]) -> list[str]:
     """How many runs there are, and what they cost."""
     whole = plan.runs()
-    done = sum(run.key in found for run in whole)
+    done = sum(run.key in found and "failed" not in found[run.key] for run in whole)
     failed = sum("failed" in result for result in found.values())
     hours = sum(result["minutes"]["processor"] for result in found.values() if "failed" not in result) / 60
     machines = sorted({device for each in found.values() for device in each.get("hardware", {}).get("devices", [])})
     return [
-        f"{done} of {len(whole)} planned runs are finished, and {len(found) - done} of the reduced grid alone; "
-        f"{failed} failed. They took {hours:.1f} hours of processor time on {', '.join(machines)}.",
+        f"{done} of {len(whole)} planned runs are finished, and {len(found) - failed - done} of the reduced grid "
+        f"alone; {failed} failed. They took {hours:.1f} hours of processor time on {', '.join(machines)}.",
         "",
         EXPLANATION,
     ]
@@ -148,6 +152,12 @@ def _differences(plan: Plan, results: Results, group: Group) -> list[str]:
             ours, theirs = ({seed: by_seed[which][seed][heading] for seed in seeds} for which in (name, against))
             found = difference_of(ours, theirs)
             cells.append(f"{found.value:+.3f}{_shown(found.interval, found.effect)}")
+        for seed in seeds:
+            if any(results[name][seed][what] != results[against][seed][what] for what in ("data", "bf16")):
+                raise ValueError(
+                    f"{name} and {against} of seed {seed} were not trained on the same data in the same precision. "
+                    "Remove the results of one of them, and make these runs again."
+                )
         apart = [_apart(results[name][seed], results[against][seed]) for seed in seeds]
         body.append([f"{name} - {against}", *cells, f"{mean_of(apart).value:.2f}"])
     return _markdown(["difference", *columns(plan), "loss", "apart"], body) if body else []
@@ -171,14 +181,31 @@ def _rates(plan: Plan, results: Results, *, tuned: bool) -> str:
     found = []
     for name, seeds in results.items():
         options = next(iter(seeds.values()))["options"]
-        first, second = (options[each].get("learning_rate", "the stage's") for each in ("stage1", "stage2"))
-        found.append(f"{name} {first} and {second}")
+        own = [{**STAGES[options[each]["stage"]], **options[each]} for each in ("stage1", "stage2")]
+        found.append(f"{name} {own[0]['learning_rate']:g} and {own[1]['learning_rate']:g}")
     how = (
         "Learning rates of stage 1 and 2, best of those tried"
         if tuned
         else "The recipes' learning rates, without tuning"
     )
     return f"{how}: {'; '.join(found)}."
+
+
+def _tuning(tried: list[Result]) -> list[str]:
+    """The final loss of each try, by arm and stage; the least in bold."""
+    losses: dict[tuple[str, str], dict[float, float]] = defaultdict(dict)
+    for result in tried:
+        stage = "stage2" if result["settings"]["stage2"] else "stage1"
+        loss = math.inf if "failed" in result else final_loss(result["curves"][stage])
+        losses[result["settings"]["arm"], stage][result["settings"][stage]["learning_rate"]] = loss
+    rates = sorted({rate for found in losses.values() for rate in found})
+    body = []
+    for (arm, stage), found in losses.items():
+        cells = [f"{found[rate]:.3f}" if rate in found else "" for rate in rates]
+        best = rates.index(min(found, key=lambda rate: found[rate]))
+        cells[best] = f"**{cells[best]}**"
+        body.append([arm, stage, *cells])
+    return _markdown(["arm", "stage", *(f"{rate:g}" for rate in rates)], body)
 
 
 def _all_runs(runs: dict[str, Run], found: dict[str, Result]) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from paths import ROOT
 
-from normalign_llava.experiment.plan import read_plan
+from normalign_llava.experiment.plan_file import read_plan
 
 
 PLAN = {
@@ -67,7 +67,7 @@ def test_options_are_the_recipe_s_the_plan_s_and_the_variant_s_in_this_order(tmp
         ({"tsks": []}, "the plan has tsks, which it cannot have"),
         ({"seeds": None}, "seeds must be a list of whole numbers"),
         ({"quick": ["dail"]}, "quick names 'dail', which is no group"),
-        ({"tuning": None}, "group arms is tuned, and there is no tuning"),
+        ({"tuning": None}, "group arms is tuned, and tuning has no gwc, none"),
         ({"groups": {"x": {"question": "?", "against": "b", "variants": {"a": None}}}}, "x: against names 'b'"),
         ({"groups": {"x": {"against": "a", "variants": {"a": None}}}}, "x lacks 'question'"),
         ({"groups": {"x": {"question": "?", "against": "a"}}}, "x has no variants"),
@@ -78,6 +78,18 @@ def test_options_are_the_recipe_s_the_plan_s_and_the_variant_s_in_this_order(tmp
         (
             {"groups": {"x": {"question": "?", "against": "a", "variants": {"a": {"compensation_power": 1}}}}},
             "compensation_power is for arm aligned, not gwc",
+        ),
+        (
+            {
+                "groups": {
+                    "x": {
+                        "question": "?",
+                        "against": "a",
+                        "variants": {"a": {"arm": "aligned", "compensation_power": 1, "enters_at": 4}},
+                    }
+                }
+            },
+            "leave enters_at out",
         ),
         ({"stage2": {"max_steps": 5}}, "stage2 names no recipe"),
         ({"stage2": {"recipe": "quickstart-tune", "max_step": 5}}, "max_step"),
@@ -97,4 +109,4 @@ def test_a_plan_that_is_not_there(tmp_path):
 def test_the_committed_plan_can_be_read():
     plan = read_plan(ROOT / "experiments" / "small.yaml")
     keys = [run.key for run in plan.runs()]
-    assert len(keys) == len(set(keys)) == 103 and len(plan.runs(quick=True)) == 14
+    assert len(keys) == len(set(keys)) == 105 and len(plan.runs(quick=True)) == 14
