@@ -3,7 +3,7 @@
 """The norm on entry from which on a language model's layers hardly turn a token: `normalign gain MODEL --critical`.
 
 A prediction before training, from a language model alone. Section 3.1 takes a layer's update to have the same size and
-the same angle to the state whatever the state's norm, so that both can be measured on text.
+the same angle to the state whatever the state's norm; so both are measured on text.
 """
 
 import math
@@ -139,9 +139,9 @@ def updates_of(model: str, *, trust_remote_code: bool = False) -> Updates:
     if Path(model).is_file() or any(Path(model).glob("*.gguf")):
         raise ValueError(f"{model} is a file of weights. --critical runs the model: name its folder with safetensors.")
     found = find(model, trust_remote_code=trust_remote_code)
-    n_text = embedding_statistics(found.source, top=0).n_text
     if found.kind == "vision encoder":
         raise ValueError(f"{found.name} is a vision encoder. --critical measures a language model's layers.")
+    n_text = embedding_statistics(found.source, top=0).n_text
     if found.processor is not None:
         return measure_updates(find_parts(load(found)).decoder, found.processor.tokenizer, n_text)
     tokenizer = load_preprocessor(AutoTokenizer, found.source)

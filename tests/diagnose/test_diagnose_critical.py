@@ -128,4 +128,6 @@ def test_the_command(tmp_path):
     refused = run(app, ["gain", language, "--critical", "--revision", "main"])
     assert refused.exit_code == 1 and "takes no --revision" in refused.stderr
     refused = run(app, ["gain", str(tmp_path / "vision"), "--critical"])
-    assert refused.exit_code == 1
+    assert refused.exit_code == 1 and "has no token embedding" in refused.stderr
+    with pytest.raises(ValueError, match="is a vision encoder"):
+        updates_of(str(tmp_path / "vision"))
