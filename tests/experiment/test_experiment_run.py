@@ -187,8 +187,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(archives, plan_file, tm
     whole, stopped = (
         json.loads((tmp_path / name / "dial-four-seed0.json").read_text()) for name in ("whole", "stopped")
     )
-    assert stopped.pop("minutes")["wall"] > whole.pop("minutes")["wall"]
-    assert stopped == whole
+    assert stopped | {"minutes": None} == whole | {"minutes": None}
 
 
 def test_a_run_that_another_process_holds_is_left_to_it(tmp_path):
