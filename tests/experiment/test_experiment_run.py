@@ -157,11 +157,7 @@ class StopAtSave(TrainerCallback):
     """Ctrl-C when a checkpoint has been saved."""
 
     def on_save(self, *args, **kwargs):
-        interrupted()
-
-
-def interrupted(*args):
-    raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
 
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(archives, plan_file, tmp_path, monkeypatch):
@@ -180,6 +176,8 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(archives, plan_file, tm
             patch.setattr(make, "callbacks_of", lambda variant: [StopAtSave()])
             stopped = run("stopped")
             assert stopped.exit_code == 130 and "Run the same command again" in stopped.stderr
+    left = tmp_path / "stopped-work" / "dial-four-seed0"
+    assert (left / "stage1").exists() and (left / "stage2-trainer" / "checkpoint-1").exists()  # each start went on
     with monkeypatch.context() as patch:
         patch.setattr(make, "measure_tokens", StopAtSave().on_save)
         assert run("stopped").exit_code == 130
