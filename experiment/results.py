@@ -17,6 +17,8 @@ Result = dict[str, Any]
 def read_result(plan: Plan, run: Run) -> Result | None:
     """The stored result of a run; None if there is none yet.
 
+    The learning rates of a tuned run are not compared while results of its tries are missing.
+
     Raises:
         ValueError: It cannot be read, or is of a run with other settings.
     """
@@ -27,7 +29,7 @@ def read_result(plan: Plan, run: Run) -> Result | None:
     if result is None:
         raise ValueError(f"{file} cannot be read. Remove it to make the run again.")
     same = Variant(**result["settings"]) == run.variant
-    if same and "failed" not in result:
+    if same and "failed" not in result and not waits(plan, run):
         options = options_of(plan, run)
         same = tuple(result["options"][stage] for stage in ("stage1", "stage2")) == options
     if not same:

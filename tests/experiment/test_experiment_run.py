@@ -133,6 +133,11 @@ def test_an_experiment_from_plan_to_report(archives, plan_file, tmp_path, monkey
     assert f"| **{best:.3f}** |" in page
     assert Image.open(plan.results / "dial.png").size[0] > 500
 
+    for each in plan.results.glob("tuning-*"):
+        each.unlink()
+    assert run(app, ["experiment", "report", str(plan_file)]).exit_code == 0
+    assert "arms-gwc-seed0" in (plan.results / "report.md").read_text()
+
     whole["groups"]["dial"]["variants"]["four"]["enters_at"] = 3
     plan_file.write_text(yaml.safe_dump(whole, sort_keys=False))
     for command in ("run", "report"):
