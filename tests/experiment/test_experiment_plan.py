@@ -109,4 +109,4 @@ def test_a_plan_that_is_not_there(tmp_path):
 def test_the_committed_plan_can_be_read():
     plan = read_plan(ROOT / "experiments" / "small.yaml")
     keys = [run.key for run in plan.runs()]
-    assert len(keys) == len(set(keys)) == 121 and len(plan.runs(quick=True)) == 14
+    assert len(keys) == len(set(keys)) == 130 and len(plan.runs(quick=True)) == 14
