@@ -131,12 +131,9 @@ def _make(plan: Plan, run: Run, parts: Parts) -> Result:
         "data": _hash(data),
         "curves": {"stage1": _curve(aligned)},
     }
-    trained = aligned
-    if not run.stage1_only:
-        train_stage(second, aligned, data / "stage2", adapter, bf16=bf16, callbacks=callbacks_of(variant))
-        minutes.keep()
-        result["curves"]["stage2"] = _curve(adapter)
-        trained = adapter
+    train_stage(second, aligned, data / "stage2", adapter, bf16=bf16, callbacks=callbacks_of(variant))
+    minutes.keep()
+    result["curves"]["stage2"] = _curve(adapter)
     if run.group != TUNING:
         if not model.exists():
             merge_adapter(adapter, model, base=str(aligned))
@@ -147,7 +144,7 @@ def _make(plan: Plan, run: Run, parts: Parts) -> Result:
         result["change"] = trained_change(untrained, model)
         if variant.scaled:
             result["scaled"] = [_scaled(model, factor, plan, bf16, folder) for factor in variant.scaled]
-    record = read_json(trained / TRAINING_RECORD)
+    record = read_json(adapter / TRAINING_RECORD)
     result |= {name: record[name] for name in ("hardware", "versions", "commit")}
     result["minutes"] = minutes.keep()
     shutil.rmtree(folder)

@@ -91,7 +91,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Learning rates that are tried with every arm: first of stage 1, trained alone, then of stage 2."""
+    """Learning rates that are tried with every arm: each of stage 1 with each of stage 2."""
 
     seed: int
     arms: list[str]
@@ -109,7 +109,6 @@ class Run:
         seed: Seed of data, initial weights and training.
         variant: The variant, without learning rates that are still to be found.
         tuned: See [`Group`].
-        stage1_only: Whether it ends after stage 1.
     """
 
     group: str
@@ -117,7 +116,6 @@ class Run:
     seed: int
     variant: Variant
     tuned: bool = False
-    stage1_only: bool = False
 
     @property
     def key(self) -> str:
@@ -209,25 +207,17 @@ class Plan:
         return both[0], both[1]
 
     def _tuning_runs(self, tuning: Tuning) -> list[Run]:
-        first = [
+        return [
             Run(
                 TUNING,
-                f"{arm}-stage1-{rate:g}",
+                f"{arm}-{first:g}-{second:g}",
                 tuning.seed,
-                Variant(arm, stage1={"learning_rate": rate}),
-                stage1_only=True,
+                Variant(arm, stage1={"learning_rate": first}, stage2={"learning_rate": second}),
             )
             for arm in tuning.arms
-            for rate in tuning.stage1
+            for first in tuning.stage1
+            for second in tuning.stage2
         ]
-        second = [
-            Run(
-                TUNING, f"{arm}-stage2-{rate:g}", tuning.seed, Variant(arm, stage2={"learning_rate": rate}), tuned=True
-            )
-            for arm in tuning.arms
-            for rate in tuning.stage2
-        ]
-        return first + second
 
 
 def _are_numbers(seeds: Any) -> bool:

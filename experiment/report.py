@@ -30,7 +30,7 @@ EXPLANATION = (
     "are the same, 1.4 if they are unrelated and of one length."
 )
 
-TUNED = "Final loss of stage 1 after training it alone, and of stage 2 after the best stage 1, by learning rate."
+TUNED = "Final loss of stage 2 by the learning rates of stage 1 and stage 2."
 
 Results = dict[str, dict[int, Result]]  # by variant and seed
 
@@ -82,7 +82,7 @@ def values(result: Result, plan: Plan) -> dict[str, float]:
     n_text = tokens["trained"]["n_text"]
     return {
         **{name: result["scores"][key] for name, key in columns(plan).items()},
-        "loss": final_loss(result["curves"]["stage2"]),
+        "loss": final_loss(result),
         "norm at the start, N_text": tokens["untrained"] / n_text,
         "norm trained, N_text": tokens["trained"]["norm"] / n_text,
         "rotation": tokens["trained"]["asymmetry"],
@@ -192,20 +192,19 @@ def _rates(plan: Plan, results: Results, *, tuned: bool) -> str:
 
 
 def _tuning(tried: list[Result]) -> list[str]:
-    """The final loss of each try, by arm and stage; the least in bold."""
-    losses: dict[tuple[str, str], dict[float, float]] = defaultdict(dict)
+    """The final loss of each try, by arm and learning rates; the least of an arm in bold."""
+    losses: dict[str, dict[str, float]] = defaultdict(dict)
     for result in tried:
-        stage = "stage2" if result["settings"]["stage2"] else "stage1"
-        loss = math.inf if "failed" in result else final_loss(result["curves"][stage])
-        losses[result["settings"]["arm"], stage][result["settings"][stage]["learning_rate"]] = loss
-    rates = sorted({rate for found in losses.values() for rate in found})
+        settings = result["settings"]
+        rates = ", ".join(f"{settings[stage]['learning_rate']:g}" for stage in ("stage1", "stage2"))
+        losses[settings["arm"]][rates] = math.inf if "failed" in result else final_loss(result)
+    headings = list(dict.fromkeys(rates for found in losses.values() for rates in found))
     body = []
-    for (arm, stage), found in losses.items():
-        cells = [f"{found[rate]:.3f}" if rate in found else "" for rate in rates]
-        best = rates.index(min(found, key=lambda rate: found[rate]))
-        cells[best] = f"**{cells[best]}**"
-        body.append([arm, stage, *cells])
-    return _markdown(["arm", "stage", *(f"{rate:g}" for rate in rates)], body)
+    for arm, found in losses.items():
+        shown = {rates: f"{loss:.3f}" for rates, loss in found.items()}
+        best = min(found, key=lambda rates: found[rates])
+        body.append([arm, *(f"**{shown[each]}**" if each == best else shown.get(each, "") for each in headings)])
+    return _markdown(["arm", *headings], body)
 
 
 def _all_runs(runs: dict[str, Run], found: dict[str, Result]) -> list[str]:
@@ -214,8 +213,7 @@ def _all_runs(runs: dict[str, Run], found: dict[str, Result]) -> list[str]:
         if "failed" in result:
             body.append([key, "", "", f"failed: {result['failed']}"])
             continue
-        curve = result["curves"]["stage1" if runs[key].stage1_only else "stage2"]
-        body.append([key, f"{final_loss(curve):.3f}", f"{result['minutes']['processor']:.1f}", result["data"][:12]])
+        body.append([key, f"{final_loss(result):.3f}", f"{result['minutes']['processor']:.1f}", result["data"][:12]])
     return _markdown(["run", "loss", "processor minutes", "hash of the data, or what failed"], body)
 
 

@@ -4,6 +4,7 @@
 
 import json
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -49,45 +50,37 @@ def write(file: Path, content: dict[str, Any]) -> None:
 
 def waits(plan: Plan, run: Run) -> bool:
     """Whether a run waits for tries of learning rates that are not finished."""
-    return any(not plan.result_file(each).exists() for stage in _found(run) for each in _tries(plan, run, stage))
+    return any(not plan.result_file(each).exists() for each in _tries(plan, run))
 
 
 def options_of(plan: Plan, run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options of both stages; with the learning rates of the least final loss, if it is a tuned run.
 
     Raises:
-        FloatingPointError: All tries of a stage with its arm diverged.
+        FloatingPointError: All tries with its arm diverged.
     """
-    rates: dict[str, dict[str, Any]] = {"stage1": {}, "stage2": {}}
-    for stage in _found(run):
-        losses = {}
-        for each in _tries(plan, run, stage):
-            result = read_result(plan, each)
-            if result and "failed" not in result:
-                losses[getattr(each.variant, stage)["learning_rate"]] = final_loss(result["curves"][stage])
-        if not losses:
-            raise FloatingPointError(f"no try of {stage} with arm {run.variant.arm} succeeded")
-        rates[stage] = {"learning_rate": min(losses, key=lambda rate: losses[rate])}
-    variant = run.variant
-    own = replace(variant, stage1={**rates["stage1"], **variant.stage1}, stage2={**rates["stage2"], **variant.stage2})
-    return plan.options(own, run.seed)
+    variant, tries = run.variant, []
+    for each in _tries(plan, run):
+        result = read_result(plan, each)
+        if result and "failed" not in result:
+            tries.append((final_loss(result), each.variant))
+    if tries:
+        _, best = min(tries, key=itemgetter(0))
+        variant = replace(variant, stage1={**best.stage1, **variant.stage1}, stage2={**best.stage2, **variant.stage2})
+    elif run.tuned:
+        raise FloatingPointError(f"no try with arm {run.variant.arm} succeeded")
+    return plan.options(variant, run.seed)
 
 
-def final_loss(curve: dict[str, list]) -> float:
-    """Mean loss of the last quarter of the logged steps."""
-    losses = curve["loss"]
+def final_loss(result: Result) -> float:
+    """Mean loss of the last quarter of the logged steps of stage 2."""
+    losses = result["curves"]["stage2"]["loss"]
     last = losses[-max(len(losses) // 4, 1) :]
     return sum(last) / len(last)
 
 
-def _found(run: Run) -> tuple[str, ...]:
-    """The stages whose learning rate tuning finds: for a try of stage 2 that of stage 1."""
+def _tries(plan: Plan, run: Run) -> list[Run]:
+    """The runs that try learning rates with the arm of a tuned run."""
     if not run.tuned:
-        return ()
-    return ("stage1",) if run.group == TUNING else ("stage1", "stage2")
-
-
-def _tries(plan: Plan, run: Run, stage: str) -> list[Run]:
-    """The runs that try learning rates of a stage with the arm of `run`."""
-    tries = [each for each in plan.runs() if each.group == TUNING and each.variant.arm == run.variant.arm]
-    return [each for each in tries if each.stage1_only == (stage == "stage1")]
+        return []
+    return [each for each in plan.runs() if each.group == TUNING and each.variant.arm == run.variant.arm]
