@@ -3,6 +3,7 @@
 """Experiments on tiny parts: made, stopped, failed and resumed; and what sets variants apart."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from normalign_llava.experiment.plan import TUNING, Variant
 from normalign_llava.experiment.plan_file import read_plan
 from normalign_llava.experiment.report import write_report
 from normalign_llava.experiment.results import options_of, waits
-from normalign_llava.experiment.run import held
+from normalign_llava.experiment.run import START, held
 from normalign_llava.experiment.statistics import difference_of, mean_of
 from normalign_llava.experiment.variants import FixedCompensation, RoundedNorm, build_variant, scaled_checkpoint
 
@@ -174,6 +175,8 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(archives, plan_file, tm
         return CliRunner().invoke(app, ["experiment", "run", str(plan_file), *folders])
 
     assert run("whole").exit_code == 0
+    (tmp_path / "stopped").mkdir()
+    shutil.copy(tmp_path / "whole" / START, tmp_path / "stopped")  # it says whether bfloat16 pays, by a measurement
     for _ in range(3):  # after each step of stage 1 and the first of stage 2
         with monkeypatch.context() as patch:
             patch.setattr(make, "callbacks_of", lambda variant: [StopAtSave()])
