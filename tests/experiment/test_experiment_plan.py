@@ -108,4 +108,4 @@ def test_a_plan_that_is_not_there(tmp_path):
 def test_the_committed_plan_can_be_read():
     plan = read_plan(ROOT / "experiments" / "small.yaml")
     keys = [run.key for run in plan.runs()]
-    assert len(keys) == len(set(keys)) == 122 and len(plan.runs(quick=True)) == 14
+    assert len(keys) == len(set(keys)) == 114 and len(plan.runs(quick=True)) == 14
