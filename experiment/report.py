@@ -25,10 +25,15 @@ METRICS = {"offline_perplexity": "bits_per_byte"}
 EXPLANATION = (
     "A ± is half the 95 % interval over seeds. Brackets are the 95 % interval of a difference, paired by seed, and d "
     "is the mean difference over the standard deviation of the differences. One seed has no interval. `loss` is the "
-    "mean of the last quarter of training, on rows drawn anew; lower is better, as with `bits_per_byte`. `apart` is "
-    "how far the changes of the two projectors in training are from each other, over the second's length: 0 if they "
-    "are the same, 1.4 if they are unrelated and of one length."
+    "mean of the last quarter of training, on rows drawn anew; lower is better, as with `bits_per_byte`. `gain moved` "
+    "is ||gain - start|| / ||start||. `apart` is how far the changes of the two projectors in training are from each "
+    "other, over the second's length: 0 if they are the same, 1.4 if they are unrelated and of one length. The last "
+    "table of a group has means over steps and seeds: the norm of each module's gradient before clipping, and the "
+    "share of steps that are clipped."
 )
+
+GRADIENTS = [*(f"grad_norm/{part}" for part in ("projector", "gain", "language_model", "vision_tower")), "clip/share"]
+"""The curves whose means are shown."""
 
 TUNED = "Final loss of stage 2 by the learning rates of stage 1 and stage 2."
 
@@ -53,7 +58,7 @@ def write_report(plan: Plan) -> Path:
         lines += ["", f"## {label}", "", group.question, ""]
         if group.tuned:
             lines += [_rates(plan, results, tuned=label == name), ""]
-        lines += [*_table(plan, results), "", *_differences(plan, results, group)]
+        lines += [*_table(plan, results), "", *_differences(plan, results, group), "", *_gradients(results)]
         figures = [draw_curves(results, plan.results / f"{label}-loss.png")]
         if all(variant.enters_at for variant in group.variants.values()):
             start = read_json(plan.results / START)
@@ -87,6 +92,7 @@ def values(result: Result, plan: Plan) -> dict[str, float]:
         "norm trained, N_text": tokens["trained"]["norm"] / n_text,
         "rotation": tokens["trained"]["asymmetry"],
         **({"gain trained": gains[-1]} if (gains := result["curves"]["stage2"].get("gain/mean_abs")) else {}),
+        **({"gain moved": result["change"]["gain"]} if "gain" in result["change"] else {}),
     }
 
 
@@ -129,7 +135,7 @@ def _table(plan: Plan, results: Results) -> list[str]:
     for name, found in rows.items():
         cells = []
         for heading in headings:
-            if heading not in found[0]:
+            if any(heading not in each for each in found):
                 cells.append("")
                 continue
             mean = mean_of([each[heading] for each in found])
@@ -161,6 +167,19 @@ def _differences(plan: Plan, results: Results, group: Group) -> list[str]:
         apart = [_apart(results[name][seed], results[against][seed]) for seed in seeds]
         body.append([f"{name} - {against}", *cells, f"{mean_of(apart).value:.2f}"])
     return _markdown(["difference", *columns(plan), "loss", "apart"], body) if body else []
+
+
+def _gradients(results: Results) -> list[str]:
+    """The norm of each module's gradient, and how many steps were clipped: means over steps and seeds."""
+    rows: dict[str, dict[str, str]] = defaultdict(dict)  # by heading and variant
+    for stage in ("stage1", "stage2"):
+        for curve in GRADIENTS:
+            for name, seeds in results.items():
+                found = [result["curves"][stage].get(curve) for result in seeds.values()]
+                if all(found):
+                    rows[f"{curve}, stage {stage[-1]}"][name] = f"{np.mean(found):.3g}"
+    body = [[name, *(cells.get(name, "") for cells in rows.values())] for name in results]
+    return _markdown(["", *rows], body)
 
 
 def _apart(ours: Result, theirs: Result) -> float:

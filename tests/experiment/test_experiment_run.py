@@ -129,6 +129,11 @@ def test_an_experiment_from_plan_to_report(archives, plan_file, tmp_path, monkey
     assert "5 of 5 planned runs are finished" in page
     accuracy = last["scores"]["offline_emoji acc"] - four["scores"]["offline_emoji acc"]
     assert f"| last - four | {accuracy:+.3f} |" in page
+    gradients = [np.mean(last["curves"][f"stage{each}"]["grad_norm/projector"]) for each in (1, 2)]
+    clipped = [np.mean(last["curves"][f"stage{each}"]["clip/share"]) for each in (1, 2)]
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| last | {gradients[0]:.3g} |")]
+    assert f"| {clipped[0]:.3g} | {gradients[1]:.3g} |" in row and row.endswith(f"| {clipped[1]:.3g} |")
+    assert f" {arms['change']['gain']:.3f} |" in page
     assert f"| **{min(losses.values()):.3f}** |" in page and f"| {max(losses.values()):.3f} |" in page
     assert Image.open(plan.results / "dial.png").size[0] > 500
 
