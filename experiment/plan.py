@@ -66,27 +66,28 @@ class Group:
     Attributes:
         question: What is asked.
         variants: By name.
-        against: The variant that the others are compared with, or for each that is compared its own.
+        against: The variant that the others are compared with, or for each that is compared its own, one or several.
         seeds: Seeds, if they are not the plan's.
         tuned: Whether each arm's learning rates are those that were best for it on the seed of tuning.
     """
 
     question: str
     variants: dict[str, Variant]
-    against: str | dict[str, str]
+    against: str | dict[str, str | list[str]]
     seeds: list[int] | None = None
     tuned: bool = False
 
     def __post_init__(self):
-        named = [self.against] if isinstance(self.against, str) else [*self.against, *self.against.values()]
-        for name in named:
+        compared = [self.against] if isinstance(self.against, str) else list(self.against)
+        for name in (*compared, *(name for each in compared for name in self.references(each))):
             check(name in self.variants, f"against names {name!r}, which is no variant")
 
-    def reference(self, variant: str) -> str | None:
-        """What a variant is compared with, if with anything."""
+    def references(self, variant: str) -> list[str]:
+        """What a variant is compared with."""
         if isinstance(self.against, str):
-            return None if variant == self.against else self.against
-        return self.against.get(variant)
+            return [] if variant == self.against else [self.against]
+        named = self.against.get(variant, [])
+        return [named] if isinstance(named, str) else named
 
 
 @dataclass(frozen=True)

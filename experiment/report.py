@@ -146,12 +146,11 @@ def _table(plan: Plan, results: Results) -> list[str]:
 
 
 def _differences(plan: Plan, results: Results, group: Group) -> list[str]:
-    """Each variant against its reference: scores, loss, and the way that the projector was trained."""
+    """Each variant against its references: scores, loss, and the way that the projector was trained."""
     by_seed = {name: {seed: values(result, plan) for seed, result in seeds.items()} for name, seeds in results.items()}
     body = []
-    for name in results:
-        against = group.reference(name)
-        if against is None or not (seeds := by_seed[name].keys() & by_seed.get(against, {}).keys()):
+    for name, against in ((each, against) for each in results for against in group.references(each)):
+        if not (seeds := by_seed[name].keys() & by_seed.get(against, {}).keys()):
             continue
         cells = []
         for heading in (*columns(plan), "loss"):

@@ -68,6 +68,10 @@ def test_options_are_the_recipe_s_the_plan_s_and_the_variant_s_in_this_order(tmp
         ({"quick": ["dail"]}, "quick names 'dail', which is no group"),
         ({"tuning": None}, "group arms is tuned, and tuning has no gwc, none"),
         ({"groups": {"x": {"question": "?", "against": "b", "variants": {"a": None}}}}, "x: against names 'b'"),
+        (
+            {"groups": {"x": {"question": "?", "against": {"a": ["a", "c"]}, "variants": {"a": None}}}},
+            "against names 'c'",
+        ),
         ({"groups": {"x": {"against": "a", "variants": {"a": None}}}}, "x lacks 'question'"),
         ({"groups": {"x": {"question": "?", "against": "a"}}}, "x has no variants"),
         (
@@ -109,3 +113,12 @@ def test_the_committed_plan_can_be_read():
     plan = read_plan(ROOT / "experiments" / "small.yaml")
     keys = [run.key for run in plan.runs()]
     assert len(keys) == len(set(keys)) == 114 and len(plan.runs(quick=True)) == 14
+
+
+def test_a_variant_is_compared_with_one_several_or_none(tmp_path):
+    groups = {"x": {"question": "?", "against": {"b": "a", "c": ["a", "b"]}, "variants": dict.fromkeys("abc")}}
+    several = plan_of(tmp_path, {**PLAN, "quick": [], "groups": groups}).groups["x"]
+    assert [several.references(name) for name in "abc"] == [[], ["a"], ["a", "b"]]
+    groups["x"]["against"] = "a"
+    one = plan_of(tmp_path, {**PLAN, "quick": [], "groups": groups}).groups["x"]
+    assert [one.references(name) for name in "abc"] == [[], ["a"], ["a"]]
