@@ -43,4 +43,4 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.quickstart
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info outputs
+	rm -rf $(VENV) build dist *.egg-info

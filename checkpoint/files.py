@@ -3,6 +3,7 @@
 """Atomic writing of files and folders, and the reason if writing fails."""
 
 import errno
+import glob
 import json
 import os
 import re
@@ -99,10 +100,20 @@ def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collect
         if target.exists():
             os.replace(target, old)
         os.replace(staging, target)
-        # Temporary folders of killed runs: eight letters of tempfile's, with a folder of this name inside.
-        for unfinished in target.parent.glob(f".{target.name}-" + "[a-z0-9_]" * 8):
-            if {target.name} <= {each.name for each in unfinished.iterdir()} <= {target.name, "old"}:
-                shutil.rmtree(unfinished, ignore_errors=True)
+        remove_unfinished(target)
+
+
+def remove_unfinished(target: Path) -> None:
+    """Removes the temporary folders that killed runs of [`finished_folder`] or [`replaced_folder`] left for `target`.
+
+    They are known by their names, with eight letters of `tempfile`'s, and by what alone is in them. Only one run at a
+    time may write `target`, or the folder of another is removed.
+    """
+    for unfinished in target.parent.glob(f".{glob.escape(target.name)}-" + "[a-z0-9_]" * 8):
+        if unfinished.is_symlink() or not unfinished.is_dir():
+            continue
+        if {target.name} <= {each.name for each in unfinished.iterdir()} <= {target.name, "old"}:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def read_json(path: Path) -> Any:

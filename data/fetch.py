@@ -47,7 +47,7 @@ def fetch(part: Part, cache: Path | None = None) -> Path:
         if target.exists():
             _verify(target, part, archives)
             return target
-        for unfinished in archives.glob(f".{part.filename}-*"):  # of a fetch that was killed
+        for unfinished in archives.glob(f".{part.filename}-" + "[a-z0-9_]" * 8):  # of a fetch that was killed
             shutil.rmtree(unfinished, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f".{part.filename}-", dir=archives) as temporary:
             fetched = _download(part, Path(temporary), archives)
@@ -95,8 +95,8 @@ def _download(part: Part, folder: Path, archives: Path) -> Path:
 def _verify(path: Path, part: Part, folder: Path) -> None:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != part.sha256:
-        path.unlink()
-        raise _error(part, folder, f"the SHA-256 of {path.name} is {digest}, not {part.sha256}; the file was removed")
+        remove = ". Remove that file first" if path.parent == folder else ""
+        raise _error(part, folder, f"the SHA-256 of {path} is {digest}, not {part.sha256}{remove}")
 
 
 def _wanted(part: Part, member: str) -> bool:

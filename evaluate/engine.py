@@ -171,7 +171,7 @@ def save(found: dict[str, Any], task: str, checkpoint: Path) -> None:
     """Writes what [`run_task`] found in the harness's own form to `evaluation/TASK/` of a checkpoint folder."""
     folder = checkpoint / FOLDER / task
     folder.mkdir(parents=True, exist_ok=True)
-    for file in folder.iterdir():  # of an earlier run
+    for file in [*folder.glob("results_*.json"), *folder.glob("samples_*.jsonl")]:  # of an earlier run
         file.unlink()
     samples = found.pop("samples", {})
     tracker = EvaluationTracker(output_path=str(folder / "results.json"))

@@ -21,7 +21,7 @@ from filelock import FileLock
 from transformers import set_seed
 
 from ..assembly.merge import merge_adapter
-from ..checkpoint.files import read_json
+from ..checkpoint.files import check_new, read_json
 from ..checkpoint.names import STATE, TRAINING_RECORD
 from ..data.fetch import cache_dir
 from ..evaluate.results import read_evaluations
@@ -158,9 +158,11 @@ def _description(run: Run) -> dict[str, Any]:
 def _own_folder(folder: Path, made_of: dict[str, Any]) -> None:
     """A run's folder; what a run of other settings left in it is removed."""
     file = folder / "run.json"
-    if read_json(file) != made_of:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+    if (found := read_json(file)) != made_of:
+        if found is not None:
+            shutil.rmtree(folder)
+        check_new(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         write(file, made_of)
 
 

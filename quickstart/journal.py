@@ -18,8 +18,11 @@ from .time_left import SECONDS, TimeLeft
 from .train import bfloat16_pays
 
 
+JOURNAL = "journal.json"
+
+
 class Journal:
-    """Settings and finished steps of a run, kept in its folder's `journal.json`.
+    """Settings and finished steps of a run, kept in its folder's `JOURNAL`.
 
     Args:
         output: Folder of the run.
@@ -39,7 +42,7 @@ class Journal:
     def __init__(
         self, output: Path, settings: Any, names: Sequence[str] = tuple(SECONDS), console: Console | None = None
     ):
-        self.path = output / "journal.json"
+        self.path = output / JOURNAL
         wanted = json.loads(json.dumps(asdict(settings)))  # as it will be read back
         if self.path.exists():
             content = json.loads(self.path.read_text(encoding="utf-8"))

@@ -6,7 +6,6 @@ Every step writes its result atomically and is skipped if the result exists, so 
 starting it again.
 """
 
-import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,19 @@ from transformers.utils import logging
 
 from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
-from ..checkpoint.files import finished_folder
+from ..checkpoint.files import finished_folder, read_json, remove_unfinished
 from ..data.archives import PARTS
 from ..data.easy_vqa import Question, held_out, load_image, png, prompt, training_data
 from ..data.fetch import cache_dir, fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import answer_each, ask_clean_process
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..train.lock import LOCK, OWNER, only_run
 from .compare import BASELINE, OURS, diagnose_once, read_report
 from .convert import convert_language, convert_vision
 from .display import draw_images, print_parts, print_results, versions
 from .evaluate import ask
-from .journal import Journal, write_json
+from .journal import JOURNAL, Journal, write_json
 from .time_left import SECONDS, TrainingPace
 from .train import rows_of, stage, train_stage
 
@@ -96,18 +96,33 @@ def run_quickstart(
 
     Raises:
         FetchError: An archive could not be fetched.
-        ValueError: `output` holds a run with other settings.
+        ValueError: `output` holds a run with other settings or anything else, or another run is writing there.
     """
-    settings, cache, console = settings or Settings(), cache_dir(), console or Console()
+    check_output(output)
+    with only_run(output):
+        return _run_quickstart(output, settings or Settings(), full_baseline, console or Console())
+
+
+def check_output(output: Path) -> None:
+    """Raises ValueError if `output` is a file, or holds anything but an earlier run."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file. Choose another folder.")
+    found = {each.name for each in output.iterdir()} - {LOCK, OWNER} if output.exists() else set()
+    if found and "settings" not in (read_json(output / JOURNAL) or {}):
+        raise ValueError(f"{output} holds {min(found)}, which no quickstart wrote there. Choose a new folder.")
+
+
+def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, console: Console) -> dict[str, Any]:
+    cache = cache_dir()
     names = [name for name in SECONDS if full_baseline or "baseline" not in name]
     journal = Journal(output, settings, names, console)
     logging.disable_progress_bar()  # these parts load in a second
     disable_progress_bars()
-    for unfinished in output.glob(".*"):  # of a killed run
-        if unfinished.is_dir():
-            shutil.rmtree(unfinished)
     untrained, model, data = output / "untrained", output / "model", output / "data"
-    stage1, stage2 = output / "stage1", output / "stage2"
+    stage1, stage2, baseline = output / "stage1", output / "stage2", output / "baseline"
+    for folder in (untrained, model, data, stage1, stage2):
+        remove_unfinished(folder)
+        remove_unfinished(baseline / folder.name)
     bf16 = journal.bf16
 
     with journal.step("fetch"):
@@ -135,7 +150,6 @@ def run_quickstart(
         here, elsewhere = reload_elsewhere(model, shown, output / "shown")
         draw_images(list(zip(shown, here, strict=True)), output / "images.png")
 
-    baseline = output / "baseline"
     of_baseline, plain = None, None
     if full_baseline:
         plain, untrained, plain_stage1 = (baseline / name for name in ("model", "untrained", "stage1"))

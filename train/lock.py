@@ -66,7 +66,7 @@ def _acquire(lock: FileLock, folder: Path) -> str | None:
         except (TypeError, KeyError):  # not written yet, or damaged
             owner = "its process is not known"
         return (
-            f"Another run is training in {folder}: {owner}. Wait for its end, stop it, or choose another --output_dir."
+            f"Another run is writing to {folder}: {owner}. Wait for its end, stop it, or choose another output folder."
         )
     except OSError as error:
         return f"The --output_dir {folder} cannot be written to: {error}. Choose another."

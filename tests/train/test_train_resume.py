@@ -155,7 +155,7 @@ def test_two_runs_do_not_share_a_folder(prepared, tmp_path, parts):
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     for damaged in ("", "[1]", "{}"):
         (out / ".train.json").write_text(damaged)
-        with pytest.raises(ValueError, match=f"^Another run is training in {out}.* is not known. Wait"):
+        with pytest.raises(ValueError, match=f"^Another run is writing to {out}.* is not known. Wait"):
             main([str(file), "--output_dir", str(out)])
     (tmp_path / "out-go-on").touch()
     assert first.wait().returncode == 0
