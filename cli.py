@@ -21,20 +21,12 @@ DTYPES = "float32, bfloat16 or float16"
 DtypeOption = Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the checkpoint's), {DTYPES}.")]
 In4BitOption = Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
-ResultsOption = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the results, to begin anew.", show_default="results/PLAN beside the plan"),
-]
 BaseQuantization = Literal["none", "nf4", "nf4-double", "fp4", "fp4-double", "int8"]
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-
-
-experiments = typer.Typer(no_args_is_help=True, help="Grids of small training runs, and what they show.")
-app.add_typer(experiments, name="experiment")
 
 
 def _print_version(wanted: bool) -> None:
@@ -414,50 +406,6 @@ def quickstart(
         except KeyboardInterrupt:
             Console(stderr=True).print("Stopped. Run the same command again: it resumes where it stopped.")
             raise typer.Exit(130) from None
-
-
-@experiments.command("run")
-def run_experiment(
-    plan: Annotated[Path, typer.Argument(help="The plan, a YAML file.")],
-    quick: Annotated[
-        bool, typer.Option("--quick", help="The reduced grid: one seed, recipes' learning rates.")
-    ] = False,
-    work: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints while they are needed.", show_default="outputs/PLAN")
-    ] = None,
-    results: ResultsOption = None,
-) -> None:
-    """Make the runs of a plan that are not finished. Started again, or twice, it goes on with those that are left."""
-    with errors_for_people(extra="quickstart"):
-        from .experiment.plan_file import read_plan
-        from .experiment.run import run_experiment as run
-
-        read = read_plan(plan, results)
-        try:
-            failed = run(read, work or Path("outputs", plan.stem), quick=quick)
-        except KeyboardInterrupt:
-            Console(stderr=True).print("Stopped. Run the same command again: it resumes where it stopped.")
-            raise typer.Exit(130) from None
-    console = Console()
-    for key in failed:
-        console.print(f"Failed: {key}. Remove {read.results / key}.json to try it again.", soft_wrap=True)
-    elsewhere = f" --results {results}" if results else ""
-    console.print(f"Results: {read.results}. Next: normalign experiment report {plan}{elsewhere}", soft_wrap=True)
-    if failed:
-        raise typer.Exit(1)
-
-
-@experiments.command("report")
-def report_experiment(
-    plan: Annotated[Path, typer.Argument(help="The plan, a YAML file.")], results: ResultsOption = None
-) -> None:
-    """Write tables and figures from the results of a plan that are stored."""
-    with errors_for_people(extra="quickstart"):
-        from .experiment.plan_file import read_plan
-        from .experiment.report import write_report
-
-        written = write_report(read_plan(plan, results))
-    Console().print(f"Report: {written}", soft_wrap=True)
 
 
 @app.command()

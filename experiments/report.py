@@ -1,0 +1,240 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Tables and the figure of an experiment, from its stored results alone."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from plan import Plan, Run, Variant
+from scipy import stats
+
+from normalign_llava.checkpoint.files import finished_file, read_json
+
+
+PAGE, FIGURE = "report.md", "information.png"
+CONFIDENCE = 0.95
+AVERAGED = 160
+"""I is averaged over the steps up to this one at which it was measured."""
+
+PARTS = ("projector", "gain", "bias", "language_model", "vision_tower")
+
+EXPLANATION = (
+    "I is visual information in nats an answer, the mean over steps 40, 80, 120 and 160. ± is half the 95 % interval "
+    "over seeds; brackets are the 95 % interval of a difference, paired by seed. `wrong image` is the cross-entropy "
+    "with another image minus that with the right one, `loss` the mean of the last quarter of training. `clip budget` "
+    "is the mean share of each module in the squared norm of the gradient that is clipped."
+)
+
+Results = dict[str, dict[int, dict[str, Any]]]  # by "GROUP/VARIANT" and seed
+
+
+def read_result(plan: Plan, run: Run) -> dict[str, Any] | None:
+    """The stored result of a run; None if there is none yet.
+
+    Raises:
+        ValueError: It cannot be read, or is of a run with other settings.
+    """
+    file = plan.results / f"{run.key}.json"
+    if not file.exists():
+        return None
+    result = read_json(file)
+    if result is None:
+        raise ValueError(f"{file} cannot be read. Remove it to make the run again.")
+    options = dict(zip(("stage1", "stage2"), plan.options(run), strict=True))
+    if Variant(**result["settings"]) != run.variant or result["options"] != options or result["bf16"] != plan.bf16:
+        raise ValueError(
+            f"{file} is of a run with other settings than {plan.name} has now. Remove it to make the run again, or "
+            "keep the results of the changed plan in another folder with --results."
+        )
+    return result
+
+
+def write_report(plan: Plan) -> Path:
+    """Writes the page and its figure into the folder of the results.
+
+    Raises:
+        ValueError: No run is finished, a result has other settings, or a pair was trained on different data.
+    """
+    runs = plan.runs()
+    found = {run.key: result for run in runs if (result := read_result(plan, run)) is not None}
+    if not found:
+        raise ValueError(f"{plan.results} has no result. Run `python experiments run` first.")
+    results: Results = defaultdict(dict)
+    for run in runs:
+        if run.key in found and "failed" not in found[run.key]:
+            results[f"{run.group}/{run.name}"][run.seed] = found[run.key]
+    failed = {key: result["failed"] for key, result in found.items() if "failed" in result}
+    hours = sum(result.get("minutes", 0) for result in found.values()) / 60
+    devices = sorted({name for each in found.values() for name in each.get("hardware", {}).get("devices", [])})
+    lines = [
+        f"# Results of `{plan.name}`",
+        "",
+        f"{len(found)} of {len(runs)} runs are finished, {len(failed)} of them failed. They took {hours:.1f} hours on "
+        f"{', '.join(devices)}.",
+        *(f"\n{key} failed: {reason}" for key, reason in failed.items()),
+        "",
+        EXPLANATION,
+        "",
+        f"![I over steps]({FIGURE})",
+    ]
+    for name, group in plan.groups.items():
+        of_group = {key: seeds for key, seeds in results.items() if key.split("/")[0] == name}
+        if of_group:
+            lines += ["", f"## {name}", "", group["question"], "", *_by_seed(of_group), "", *_table(of_group)]
+    lines += ["", "## Decisions", "", *_differences(results, plan.decisions, together=True)]
+    if plan.differences:
+        lines += ["", "## Other differences", "", *_differences(results, plan.differences, together=False)]
+    draw(plan, results, plan.results / FIGURE)
+    with finished_file(plan.results / PAGE) as partial:
+        partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return plan.results / PAGE
+
+
+def information(result: dict[str, Any], kind: str = "information") -> float:
+    """I of a run: the mean over its measured steps up to `AVERAGED`."""
+    measured = [entry[kind] for entry in result["information"] if entry["all_steps"] <= AVERAGED]
+    return sum(measured) / len(measured)
+
+
+def difference(results: Results, terms: list[str]) -> tuple[np.ndarray, tuple[float, float] | None, float | None]:
+    """Values of I by seed, by turns plus and minus.
+
+    Returns:
+        The difference for each seed that all have, `(seeds,)`; its 95 % t interval and p value, None with one seed.
+
+    Raises:
+        ValueError: Two of them were trained on other data with the same seed.
+    """
+    seeds = sorted(set.intersection(*({*results.get(term, {})} for term in terms)))
+    for seed in seeds:
+        if len({results[term][seed]["data"] for term in terms}) > 1:
+            raise ValueError(f"{', '.join(terms)}: seed {seed} has other data in one of them. Make these runs again.")
+    values = np.array([[information(results[term][seed]) for seed in seeds] for term in terms])
+    apart = (values * np.array([1, -1] * (len(terms) // 2))[:, None]).sum(0)
+    if len(seeds) < 2:
+        return apart, None, None
+    test = stats.ttest_1samp(apart, 0)
+    low, high = test.confidence_interval(CONFIDENCE)
+    return apart, (float(low), float(high)), float(test.pvalue)
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """P values of tests that are made together, by Holm's step-down correction."""
+    order, found, largest = np.argsort(p_values), [1.0] * len(p_values), 0.0
+    for rank, number in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[number]))
+        found[number] = largest
+    return found
+
+
+def draw(plan: Plan, results: Results, output: Path) -> None:
+    """I over steps: for each group a panel, for each variant the mean over seeds and their range."""
+    names = [name for name in plan.groups if any(key.startswith(f"{name}/") for key in results)]
+    figure = Figure(figsize=(4.2 * min(len(names), 3), 3.6 * -(-len(names) // 3)), layout="constrained")
+    panels = figure.subplots(-(-len(names) // 3), min(len(names), 3), sharey=True, squeeze=False).flatten()
+    for axes, name in zip(panels, names, strict=False):
+        for key, seeds in results.items():
+            group, _, variant = key.partition("/")
+            if group != name:
+                continue
+            steps = [entry["all_steps"] for entry in next(iter(seeds.values()))["information"]]
+            values = np.array([[entry["information"] for entry in each["information"]] for each in seeds.values()])
+            (line,) = axes.plot(steps, values.mean(0), "o-", label=variant, markersize=3)
+            axes.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.12, linewidth=0)
+        axes.set_title(name)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    for axes in panels[len(names) :]:
+        axes.set_visible(False)
+    panels[0].set_ylabel("I, nats an answer")
+    with finished_file(output) as partial:
+        figure.savefig(partial, format="png", dpi=110)
+
+
+def _by_seed(group: Results) -> list[str]:
+    seeds = sorted({seed for found in group.values() for seed in found})
+    body = [
+        [_short(name), *(f"{information(found[seed]):.3f}" if seed in found else "" for seed in seeds)]
+        for name, found in group.items()
+    ]
+    return _markdown(["I by seed", *map(str, seeds)], body)
+
+
+def _table(group: Results) -> list[str]:
+    """Means over seeds of all that was measured: a column for each variant."""
+    columns = {_short(name): [_figures(result) for result in found.values()] for name, found in group.items()}
+    headings = list(dict.fromkeys(heading for found in columns.values() for each in found for heading in each))
+    body = []
+    for heading in headings:
+        cells = []
+        for found in columns.values():
+            values = [each[heading] for each in found if heading in each]
+            cells.append(_mean(values) if values else "")
+        body.append([heading, *cells])
+    return _markdown(["", *columns], body)
+
+
+def _figures(result: dict[str, Any]) -> dict[str, float]:
+    tokens, curves = result["tokens"], result["curves"]
+    n_text, losses = tokens["trained"]["n_text"], curves["stage2"]["loss"]
+    last = result["information"][-1]
+    kinds = [name for name in last if name.startswith("information/")]
+    return {
+        "I": information(result),
+        **{f"I, {name.partition('/')[2]}": information(result, name) for name in kinds},
+        "I at the end": last["information"],
+        **({"wrong image": last["wrong_image"]} if "wrong_image" in last else {}),
+        **{name.removeprefix("offline_"): value for name, value in result["scores"].items()},
+        "loss": float(np.mean(losses[-max(len(losses) // 4, 1) :])),
+        "enters at the start, N_text": tokens["untrained"] / n_text,
+        "enters at the end, N_text": tokens["trained"]["norm"] / n_text,
+        "rotation over text's": tokens["trained"]["asymmetry"],
+        **{f"gradient norm, {stage}": float(np.mean(each["grad_norm"])) for stage, each in curves.items()},
+        **{f"clipped steps, {stage}": float(np.mean(each["clip/share"])) for stage, each in curves.items()},
+        **{f"clip budget, stage 2, {part}": share for part, share in _clip_budget(curves["stage2"]).items()},
+    }
+
+
+def _clip_budget(curves: dict[str, list]) -> dict[str, float]:
+    squares = {part: np.square(curves[f"grad_norm/{part}"]) for part in PARTS if f"grad_norm/{part}" in curves}
+    total = sum(squares.values())
+    return {part: float(np.mean(each / total)) for part, each in squares.items()}
+
+
+def _differences(results: Results, named: dict[str, list[str]], *, together: bool) -> list[str]:
+    found = {name: difference(results, terms) for name, terms in named.items()}
+    tested = {name: p for name, (*_, p) in found.items() if p is not None}
+    corrected = dict(zip(tested, holm([*tested.values()]), strict=True))
+    body = []
+    for name, (apart, interval, p) in found.items():
+        shown = "".join(f" {sign} {term}" for sign, term in zip("+-" * len(named[name]), named[name], strict=False))
+        shown = shown.removeprefix(" + ")
+        if not len(apart):
+            body.append([name, shown, "0", "", "", ""])
+            continue
+        between = "" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"
+        p_shown = "" if p is None else f"{p:.3g}" + (f", Holm {corrected[name]:.3g}" if together else "")
+        body.append([name, shown, str(len(apart)), f"{apart.mean():+.3f}", between, p_shown])
+    return _markdown(["", "I", "seeds", "difference", "95 % interval", "p"], body)
+
+
+def _short(name: str) -> str:
+    return name.partition("/")[2]
+
+
+def _mean(values: list[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.3f}"
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
+    return f"{np.mean(values):.3f} ± {half:.3f}"
+
+
+def _markdown(headings: Iterable[str], body: Iterable[Iterable[str]]) -> list[str]:
+    rows = [list(headings), *map(list, body)]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]

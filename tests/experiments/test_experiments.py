@@ -1,0 +1,189 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Experiments: the plan, runs on tiny parts from plan to report, and the statistics of the report."""
+
+import importlib.util
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tiny_parts
+import torch
+import training
+import yaml
+from datasets import load_from_disk
+from paths import ROOT
+from PIL import Image
+from plan import read_plan
+from report import difference, holm, write_report
+from runs import FixedFactors, data_hash, write_data
+from scipy import stats
+from transformers import TrainerControl, TrainerState
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.data.easy_vqa import training_data
+
+
+SHORT = {
+    "max_steps": 20,
+    "global_batch_size": 2,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 10,
+    "save_steps": 10,
+    "probe_steps": None,
+}
+PLAN = {
+    "tasks": ["offline_emoji"],
+    "feature_layer": -2,
+    "diagnosed": 2,
+    "stage1": {"recipe": "quickstart-align", **SHORT},
+    "stage2": {"recipe": "quickstart-tune", **SHORT, "lora_r": 2},
+    "decisions": {"H1": ["tiny/gwc", "tiny/none"]},
+    "groups": {
+        "tiny": {
+            "question": "Which?",
+            "seeds": [5],
+            "variants": {
+                "none": {"arm": "none", "enters_at": 1},
+                "gwc": {"gradient": 1.002, "stage2": {"use_peft": None, "lora_r": None, "lora_target_modules": None}},
+                "wild": {"stage2": {"learning_rate": 1e39, "warmup_steps": 0}},
+            },
+        }
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def command():
+    spec = importlib.util.spec_from_file_location("experiments_main", ROOT / "experiments" / "__main__.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+@pytest.mark.slow
+def test_an_experiment_from_plan_to_report(archives, tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parts = {"vision": tiny_parts.vision("vision", "dinov2"), "language": tiny_parts.language("language")}
+    file = tmp_path / "plan.yaml"
+    file.write_text(yaml.safe_dump({**PLAN, **parts}))
+    plan = read_plan(file)
+    command(["run", str(file)])
+    results = {run.name: json.loads((plan.results / f"{run.key}.json").read_text()) for run in plan.runs()}
+    assert "inite" in results["wild"]["failed"]
+    none, gwc = results["none"], results["gwc"]
+    assert none["data"] == gwc["data"] and len(none["curves"]["stage2"]["loss"]) == 2
+    for result in (none, gwc):
+        (measured,) = result["information"]
+        assert measured["all_steps"] == 40 and measured.keys() >= {"information/shape", "wrong_image"}
+    assert none["tokens"]["untrained"] == pytest.approx(none["tokens"]["trained"]["n_text"])  # of frozen embeddings
+    assert none["multiplier"] != 1 == gwc["multiplier"] and not list((tmp_path / "outputs").rglob("*-seed5"))
+    page = (plan.results / "report.md").read_text()
+    assert "3 of 3 runs are finished, 1 of them failed" in page and "| H1 | tiny/gwc - tiny/none | 1 |" in page
+    with Image.open(plan.results / "information.png") as figure:
+        assert figure.width > 300
+
+    written = {path: path.stat().st_mtime_ns for path in plan.results.glob("*.json")}
+    command(["run", str(file)])
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    PLAN["groups"]["tiny"]["variants"]["none"]["enters_at"] = 2
+    file.write_text(yaml.safe_dump({**PLAN, **parts}))
+    with pytest.raises(SystemExit), pytest.raises(ValueError, match="other settings"):
+        command(["report", str(file)])
+
+
+@pytest.mark.slow
+def test_rows_are_of_images_on_which_no_recipe_was_chosen(archives, tmp_path):
+    write_data(tmp_path / "data", 4, 12, seed=200)
+    known = {image["bytes"] for seed in (0, 2) for (image,) in _images(training_data(1920, 40, seed=seed))}
+    found = [load_from_disk(tmp_path / "data" / stage) for stage in ("stage1", "stage2")]
+    assert [len(rows) for rows in found] == [4, 12]
+    assert not known & {image["bytes"] for rows in found for (image,) in _images(rows)}
+    first = data_hash(tmp_path / "data")
+    shutil.rmtree(tmp_path / "data")
+    write_data(tmp_path / "data", 4, 12, seed=200)
+    assert data_hash(tmp_path / "data") == first
+
+
+def _images(rows):
+    return rows.with_format("arrow")[:]["images"].to_pylist()
+
+
+@pytest.mark.slow
+def test_fixed_factors_multiply_tokens_and_gradient_in_training_alone(tmp_path):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(training.checkpoint(tmp_path))
+    projector, features = model.model.multi_modal_projector, torch.randn(3, 16)
+    before = projector(features)
+    before.square().sum().backward()
+    plain = projector.linear_2.weight.grad.clone()
+    callback = FixedFactors(2.0, 4.0)
+    callback.on_train_begin(None, TrainerState(), TrainerControl(), model=model)
+    model.zero_grad()
+    tokens = projector(features)
+    torch.testing.assert_close(tokens, 2 * before)
+    (tokens / 2).square().sum().backward()
+    torch.testing.assert_close(projector.linear_2.weight.grad, 4 * plain)
+    callback.on_train_end(None, TrainerState(), TrainerControl())
+    assert torch.equal(projector(features), before)
+
+
+def test_the_plan_is_the_one_that_was_decided():
+    plan = read_plan(ROOT / "experiments" / "regime.yaml")
+    runs = plan.runs()
+    assert len(runs) == 69 and {run.seed for run in runs} == {200, 201, 202, 203, 204, 205}
+    assert [*plan.decisions] == ["H1", "H2", "H3", "H4"]
+    for run in runs:
+        first, second = plan.options(run)
+        assert first["lr_scheduler_type"] == second["lr_scheduler_type"] == "constant_with_warmup"
+        assert first["max_steps"] + second["max_steps"] == (600 if run.group == "long" else 160)
+        assert (run.group == "full") == ("use_peft" not in second)
+        if run.group != "rates":
+            assert first["learning_rate"] == second["learning_rate"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"colour": 1}, "it has colour, which no plan has"),
+        ({"decisions": {"H1": ["tiny/gwc"]}}, r"H1 must name runs, .* \['tiny/gwc'\]"),
+        ({"variant": {"arm": "best"}}, "arm 'best' is none of none, unit, aligned, gwc"),
+        ({"variant": {"arm": "gwc", "enters_at": 1}}, "enters_at is for arm none"),
+    ],
+)
+def test_a_wrong_plan_is_refused(tmp_path, changed, message):
+    plan = {**PLAN, "groups": {"tiny": {**PLAN["groups"]["tiny"], "variants": {"none": None, "gwc": None}}}, **changed}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    with pytest.raises(ValueError, match=f"plan.yaml is no plan of an experiment: {message}"):
+        read_plan(tmp_path / "plan.yaml")
+
+
+def test_differences_are_paired_and_corrected_as_by_hand():
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(4, 6))
+    later = {"all_steps": 200, "information": 9.0}
+    results = {
+        name: {
+            seed: {"data": seed, "information": [{"all_steps": 40, "information": nats}, later]}
+            for seed, nats in enumerate(values[row])
+        }
+        for row, name in enumerate("abcd")
+    }
+    apart, interval, p = difference(results, ["a", "b", "c", "d"])
+    by_hand = values[0] - values[1] + values[2] - values[3]
+    half = stats.t.ppf(0.975, 5) * by_hand.std(ddof=1) / 6**0.5
+    assert apart == pytest.approx(by_hand)
+    assert interval == pytest.approx((by_hand.mean() - half, by_hand.mean() + half))
+    assert p == pytest.approx(2 * stats.t.sf(abs(by_hand.mean()) / (by_hand.std(ddof=1) / 6**0.5), 5))
+    results["a"][0]["data"] = "other"
+    with pytest.raises(ValueError, match="seed 0 has other data"):
+        difference(results, ["a", "b"])
+    assert holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
+
+
+def test_stored_results_make_the_report_that_is_stored():
+    plan = read_plan(ROOT / "experiments" / "regime.yaml")
+    if not list(plan.results.glob("*.json")):
+        pytest.skip("no run is finished yet")
+    stored = (plan.results / "report.md").read_text()
+    assert write_report(plan).read_text() == stored
