@@ -21,7 +21,8 @@ from transformers import (
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..checkpoint.loading import AGAIN, TEMPLATE_BYTES, TEMPLATE_SECONDS, limited, loading
+from ..checkpoint.limits import TEMPLATE_BYTES
+from ..checkpoint.loading import AGAIN, TEMPLATE_SECONDS, limited, loading
 
 
 VISION_ENCODERS = {

@@ -9,9 +9,10 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
+
+from .limits import limited_memory
 
 
 AGAIN = "Save or fetch the checkpoint again, or use another."
@@ -19,9 +20,6 @@ AGAIN = "Save or fetch the checkpoint again, or use another."
 
 TEMPLATE_SECONDS = 2
 """CPU time in which a chat template has to render a conversation; ordinary ones take milliseconds."""
-
-TEMPLATE_BYTES = 2**30
-"""Memory that rendering it may take; ordinary ones take kilobytes."""
 
 
 @contextmanager
@@ -75,7 +73,7 @@ def limited(what: str, seconds: int | None, memory: int | None = None) -> Iterat
         ValueError: The block took longer, ran out of memory, or met something nested too deeply.
     """
     try:
-        with _timer(seconds), _memory(memory):
+        with _timer(seconds), limited_memory(memory):
             yield
     except _Stopped:
         raise ValueError(f"{what} takes more than {seconds} seconds. {AGAIN}") from None
@@ -110,20 +108,3 @@ def _timer(seconds: int | None) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
-
-
-@contextmanager
-def _memory(size: int | None) -> Iterator[None]:
-    if not size or sys.platform != "linux":
-        yield
-        return
-    import resource
-
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = [each for each in (soft, hard) if each != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min([used + size, *most]), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

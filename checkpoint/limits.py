@@ -1,0 +1,40 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What other people's files may ask for: caps on bytes and numbers, and the guard of memory. Imports no torch."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+MAX_IMAGE_BYTES = 256 * 2**20
+"""Bytes of one encoded image."""
+
+MAX_TABLE_BYTES = 8 * 2**30
+"""Uncompressed bytes of one parquet file, unless its size on the disk explains them."""
+
+TEMPLATE_BYTES = 2**30
+"""Memory that rendering a chat template may take; ordinary ones take kilobytes."""
+
+
+@contextmanager
+def limited_memory(size: int | None) -> Iterator[None]:
+    """Lets the process take `size` more bytes of address space within the block; None for no limit. It acts on Linux.
+
+    Raises:
+        MemoryError: The block takes more. Libraries that are not Python may raise their own error, or abort.
+    """
+    if not size or sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = [each for each in (soft, hard) if each != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([used + size, *most]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
