@@ -20,15 +20,16 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @contextmanager
 def finished_file(target: str | os.PathLike) -> Iterator[Path]:
-    """Yields the path of a temporary file that becomes `target` when the block ends without an error."""
+    """Yields the path of a temporary file that becomes `target` when the block ends without an error.
+
+    It lies in a folder of its own, whose name nobody can foresee, and so has the mode of any new file.
+    """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}-{os.getpid()}")
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
+        partial = Path(temporary) / target.name
         yield partial
         os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers.quantizers import AutoQuantizationConfig
-from transformers.utils.hub import CHAT_TEMPLATE_DIR, cached_file, cached_files
+from transformers.utils.hub import cached_file, cached_files
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import escaped
@@ -50,11 +50,11 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
         OSError: There is no such checkpoint.
     """
     cached_file(str(checkpoint), "config.json", revision=revision)  # its error says that there is no checkpoint
-    if (folder := Path(checkpoint)).is_dir():  # records are copied, so all files count
-        for file in folder.iterdir():
-            check_inside(file)
-        for file in (folder / CHAT_TEMPLATE_DIR).glob("*"):
-            check_inside(file, folder)
+    # Records are copied and results written, so all files count.
+    for parent, folders, names in os.walk(str(checkpoint)):
+        for name in (*folders, *names):
+            check_inside(Path(parent, name), Path(checkpoint))
+        folders[:] = [name for name in folders if not name.startswith(".")]  # .git, .venv
     files = {file.name: file for file in _files(checkpoint, list(_SETTINGS), revision)}
     settings = {name: json_object(file.read_bytes(), str(file)) for name, file in files.items()}
     for name, key in (("config.json", "model_type"), (ADAPTER_CONFIG, "base_model_name_or_path")):
@@ -117,16 +117,16 @@ def check_inside(file: Path, folder: Path | None = None) -> None:
     """Raises ValueError if `file` is a pipe or a device, or a link out of `folder` (by default its own)."""
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise ValueError(f"{file} is a pipe or a device, not a file. Remove it.")
-    if file.is_file() and not is_inside(file, (folder or file.parent).resolve()):
+    if not is_inside(file, (folder or file.parent).resolve()):
         raise ValueError(
-            f"{file} is a link out of its folder, to {file.resolve()}. Replace it by a copy if you trust it: `cp -rL` "
-            "copies a folder without links."
+            f"{file} is a link out of its folder, to {os.path.realpath(file)}. Remove it, or replace it by a copy if "
+            "you trust it: `cp -rL` copies a folder without links."
         )
 
 
 def is_inside(path: Path, folder: Path) -> bool:
     """Whether `path` lies in `folder`, links resolved; the blobs that the Hub's cache links to count as inside."""
-    real = path.resolve()
+    real = Path(os.path.realpath(path))  # which has no error for a link to itself
     cached = folder.parent.name == "snapshots" and real.parent == folder.parents[1] / "blobs"
     return cached or real.is_relative_to(folder)
 

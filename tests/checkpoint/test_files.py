@@ -1,8 +1,25 @@
-"""Folders that are replaced whole, or not at all."""
+"""Files and folders that are replaced whole, or not at all."""
+
+import os
 
 import pytest
 
-from normalign_llava.checkpoint.files import replaced_folder
+from normalign_llava.checkpoint.files import finished_file, replaced_folder
+
+
+def test_a_file_is_written_past_planted_links_with_the_mode_of_any_new_file(tmp_path):
+    target, outside, plain = (tmp_path / name for name in ("card.md", "outside", "plain"))
+    (tmp_path / f".card.md-{os.getpid()}").symlink_to(outside)
+    target.symlink_to(outside)
+    with finished_file(target) as partial:
+        partial.write_text("new")
+        with pytest.raises(RuntimeError), finished_file(target) as another:
+            another.write_text("other")
+            raise RuntimeError
+    plain.touch()
+    assert target.read_text() == "new" and not outside.exists() and not target.is_symlink()
+    assert target.stat().st_mode == plain.stat().st_mode
+    assert {each.name for each in tmp_path.iterdir()} == {"card.md", f".card.md-{os.getpid()}", "plain"}
 
 
 def test_a_folder_is_replaced_only_when_the_block_ends(tmp_path):

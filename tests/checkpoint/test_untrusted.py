@@ -183,6 +183,7 @@ def test_pickled_weights_are_not_opened(commands, command):
         *(("gain", kind) for kind in hostile.ELSEWHERE if kind.startswith("weights")),
         *((command, "weights elsewhere, link") for command in ("merge", "diagnose", "serve")),
         *((command, "training.json elsewhere") for command in ("card", "merge", "diagnose", "serve")),
+        *(("card", kind) for kind in hostile.ELSEWHERE if kind.startswith((".", "evaluation"))),
     ],
 )
 def test_nothing_outside_the_folder_is_read_or_copied(commands, command, kind):

@@ -129,6 +129,18 @@ def elsewhere(name: str) -> Spoil:
     return spoil
 
 
+def linked(name: str, *, to_nothing: bool = False) -> Spoil:
+    """A link to a folder elsewhere, or to a name there under which a file would be written."""
+
+    def spoil(folder: Path, marker: Path) -> None:
+        other = folder.parent / f"{folder.name}-private"
+        other.mkdir()
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(other / "new" if to_nothing else other)
+
+    return spoil
+
+
 def tokenizer_elsewhere(folder: Path, marker: Path) -> None:
     other = folder.parent / f"{folder.name}-private"
     other.mkdir()
@@ -219,6 +231,9 @@ ELSEWHERE: dict[str, Spoil] = {
     "README.md elsewhere": elsewhere("README.md"),
     "tokenizer_config.json elsewhere": tokenizer_elsewhere,
     "trainer_state.json is a pipe": pipe("trainer_state.json"),
+    "evaluation elsewhere": linked("evaluation"),
+    "evaluation/ai2d elsewhere": linked("evaluation/ai2d"),
+    ".README.md-1 to nothing": linked(".README.md-1", to_nothing=True),
 }
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LARGE: dict[str, Spoil] = {
