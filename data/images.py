@@ -14,8 +14,13 @@ import datasets
 import fsspec
 import numpy as np
 from huggingface_hub import constants
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
+from ..checkpoint.limits import MAX_IMAGE_BYTES
+
+
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")
+"""What images may be, whatever their names say. Pillow reads more, EPS among them, for which it starts Ghostscript."""
 
 MAX_RATIO = 200
 """Largest ratio of an image's longer side to its shorter one."""
@@ -127,24 +132,56 @@ def open_image(image: dict[str, Any], max_pixels: int) -> Image.Image:
             `PIL.Image.MAX_IMAGE_PIXELS`.
 
     Raises:
-        ValueError: The image is missing, unreadable, truncated, empty, too large or too narrow; the file is named.
+        ValueError: The image is missing, in none of [`FORMATS`], truncated, empty, too large or too narrow, or its
+            brightness is not known (see [`upright_rgb`]); the file is named.
     """
     name = image["path"] or "an image inside the data"
     try:
-        with _open(image) as file, Image.open(file) as opened:
+        content = _content(image)
+        with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
             width, height = opened.size
             if not 0 < width * height <= max_pixels:
                 raise ValueError(f"{width} x {height} pixels; from 1 to {max_pixels:,} are allowed")
             # Image processors that resize the shorter side would make a narrow strip huge.
             if max(width, height) > MAX_RATIO * min(width, height):
                 raise ValueError(f"{width} x {height} pixels; one side may be {MAX_RATIO} times the other at most")
-            _check_scans(opened, file)
+            _check_scans(opened, content)
             opened.draft(None, (KEPT_SIDE, KEPT_SIDE))  # which does nothing to formats other than JPEG
-            ImageOps.exif_transpose(opened, in_place=True)
-            rgb = _rgb(opened)
+            rgb = upright_rgb(opened)
             return rgb.reduce(factor) if (factor := min(rgb.size) // KEPT_SIDE) > 1 else rgb
+    except UnidentifiedImageError as error:
+        formats = ", ".join(FORMATS)
+        raise ValueError(f"{name}: cannot identify image file; it is broken, or not one of {formats}") from error
     except Exception as error:  # decoders raise errors of any kind on broken files
         raise ValueError(f"{name}: {str(error) or type(error).__name__}") from error
+
+
+def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
+    """Decodes an opened image into RGB: turned as its EXIF data say, on white where it is transparent.
+
+    White is the largest number of as many bits, an even number from 8 up, as the brightest grey needs: 12 bits in a
+    file of 16 keep their brightness. Of colours of 16 bits Pillow gives the higher byte alone.
+
+    Raises:
+        ValueError: Its pixels are negative or floating-point numbers, or colours that leave the higher byte empty.
+    """
+    deep = ";16" in str(opened.tile)
+    ImageOps.exif_transpose(opened, in_place=True)
+    image: Image.Image = opened
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers of unknown range; save it with 8 bits")
+    if image.mode.startswith("I"):  # Pillow makes all above 255 white
+        values = np.asarray(image)
+        if values.min() < 0:
+            raise ValueError(f"its pixels go down to {values.min()}; save it with 8 bits")
+        bits = int(values.max()).bit_length()
+        image = Image.fromarray((values >> max(0, bits + bits % 2 - 8)).astype(np.uint8))
+    elif deep and np.asarray(image.convert("RGB")).max() < 64:
+        raise ValueError("its colours have 16 bits, and use 14 at most; save it with 8 bits")
+    if image.has_transparency_data:
+        layer = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+    return image.convert("RGB")
 
 
 def image_problem(
@@ -179,30 +216,20 @@ def _is_inside(path: str, folder: str) -> bool:
     return os.path.commonpath([path, folder]) == folder
 
 
-def _check_scans(opened: Image.Image, file: Any) -> None:
+def _check_scans(opened: Image.Image, content: bytes) -> None:
     # Each scan of a progressive JPEG is a pass over the whole image, and may take only ten bytes.
-    if opened.format in ("JPEG", "MPO"):
-        file.seek(0)
-        if (scans := file.read().count(b"\xff\xda")) > MAX_SCANS:
-            raise ValueError(f"a JPEG of {scans:,} scans; {MAX_SCANS} are allowed")
+    if opened.format in ("JPEG", "MPO") and (scans := content.count(b"\xff\xda")) > MAX_SCANS:
+        raise ValueError(f"a JPEG of {scans:,} scans; {MAX_SCANS} are allowed")
 
 
-def _open(image: dict[str, Any]) -> Any:
-    if image["bytes"] is not None:
-        return io.BytesIO(image["bytes"])
-    path = image["path"]
-    return fsspec.open(path, "rb") if "://" in path else open(path, "rb")
-
-
-def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "F":
-        raise ValueError("its pixels are floating-point numbers of unknown range")
-    if image.mode.startswith("I"):  # 16 bits, of which Pillow makes all above 255 white
-        image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
-    if image.has_transparency_data:
-        layer = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
-    return image.convert("RGB")
+def _content(image: dict[str, Any]) -> bytes:
+    content, path = image["bytes"], image["path"]
+    if content is None:
+        with fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file:
+            content = file.read(MAX_IMAGE_BYTES + 1)  # a file may be sparse, or packed a thousand times smaller
+    if len(content) > MAX_IMAGE_BYTES:
+        raise ValueError(f"the file has more than {MAX_IMAGE_BYTES >> 20} MiB. Save it smaller")
+    return content
 
 
 def printable(text: str) -> str:

@@ -44,7 +44,7 @@ def attention_figures(models: Sequence[Shown], images: Path) -> list[Sketch]:
 def draw_question(answers: Answers, number: int, images: Path) -> Sketch:
     """Where each model looks when asked question `number`."""
     asked = answers[-1][1]
-    image = None if asked.image is None else Image.open(images / asked.image).convert("RGB")
+    image = None if asked.image is None else Image.open(images / asked.image, formats=("PNG",)).convert("RGB")
     words = fill(printable(asked.question), 76, max_lines=3, placeholder=" …")
     if all(answer.grid is not None for _, answer in answers):
         draw, how = draw_maps, "averaged over layers on the image, then layer by layer"

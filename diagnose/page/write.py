@@ -106,7 +106,7 @@ def _sections(models: list[Report], drawings: Sequence[Drawing], folder: Path) -
 
 def _image(drawing: Drawing, folder: Path) -> dict[str, Any]:
     path = folder / drawing.file
-    with Image.open(path) as image:
+    with Image.open(path, formats=("PNG",)) as image:
         width, height = image.size
     source = f"data:image/png;base64,{b64encode(path.read_bytes()).decode()}"
     return {"title": drawing.title, "caption": drawing.caption, "source": source, "width": width, "height": height}

@@ -7,9 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from string import ascii_uppercase
 
+import datasets
 from datasets import Dataset
 from PIL import Image
 
+from normalign_llava.data.arguments import DataArguments
+from normalign_llava.data.images import open_image
 from normalign_llava.evaluate.answers import chosen_option
 
 
@@ -19,7 +22,7 @@ ASK_FOR_LETTER = "Answer with the option's letter from the given choices directl
 def checked(
     documents: Dataset, task: str, columns: Collection[str], values: Mapping[str, Collection[str]] | None = None
 ) -> Dataset:
-    """`documents` as they are, if they have what the task reads.
+    """`documents`, if they have what the task reads; their column `image` is decoded as that of training data is.
 
     Args:
         documents: The split that the task reads.
@@ -40,12 +43,18 @@ def checked(
         expected = {each.lower() for each in known}
         if unknown := [each for each in documents.unique(column) if str(each).strip().lower() not in expected]:
             raise ValueError(f"{changed}: column {column} has {unknown}, beside {', '.join(known)}.")
-    return documents
+    # `datasets` would let Pillow open any format.
+    undecoded = documents.cast_column("image", datasets.Image(decode=False))
+    return undecoded.with_transform(_decoded, columns=["image"], output_all_columns=True)
 
 
 def image(document: dict) -> list[Image.Image]:
     """The image of a document in RGB, in a list; an empty list if it has none."""
     return [document["image"].convert("RGB")] if document["image"] else []
+
+
+def _decoded(batch: dict[str, list]) -> dict[str, list]:
+    return {"image": [each and open_image(each, DataArguments.max_image_pixels) for each in batch["image"]]}
 
 
 def by_letter(choices: Sequence[str]) -> dict[str, str]:

@@ -1,14 +1,19 @@
 """Images of every mode become upright RGB; what cannot be shown has a reason that names the file."""
 
+import ast
 import io
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from train_data import gigantic_png, image_bytes, jpeg_of_scans
+from train_data import deep_png, gigantic_png, image_bytes, jpeg_of_scans
 
+import normalign_llava
+from normalign_llava.checkpoint.limits import MAX_IMAGE_BYTES
 from normalign_llava.data.images import ImageRules, open_image
 
 
@@ -56,12 +61,27 @@ def test_what_is_transparent_becomes_white():
     assert pixels(saved(Image.new("RGB", (1, 1), "red"), transparency=(255, 0, 0))).tolist() == [[[255, 255, 255]]]
 
 
-def test_sixteen_bits_keep_their_grey_levels():
-    values = np.array([[0, 255, 256, 32768, 65535]], dtype=np.uint16)
-    expected = [[0, 0, 1, 128, 255]]
-    short, wide = Image.fromarray(values), Image.fromarray(values.astype(np.int32))
-    for image in (saved(short, "PNG"), saved(short, "TIFF"), saved(wide, "TIFF")):
-        assert pixels(image)[..., 0].tolist() == expected
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0, 255, 256, 32768, 65535], [0, 0, 1, 128, 255]),
+        ([0, 16, 2048, 4095], [0, 1, 128, 255]),  # 12 bits, as cameras and scanners write
+        ([0, 7, 255], [0, 7, 255]),
+        ([0, 2**30, 2**31 - 1], [0, 64, 127]),
+    ],
+)
+def test_more_than_eight_bits_keep_their_grey_levels(values, expected):
+    wide = Image.fromarray(np.array([values], dtype=np.int32))
+    images = [saved(wide, "TIFF")]
+    if max(values) < 2**16:
+        short = Image.fromarray(np.array([values], dtype=np.uint16))
+        images += [saved(short, "PNG"), saved(short, "TIFF")]
+    for image in images:
+        assert pixels(image)[..., 0].tolist() == [expected]
+
+
+def test_colours_of_sixteen_bits_give_the_higher_byte():
+    assert pixels({"path": None, "bytes": deep_png([65535, 32768, 255])}).tolist() == [[[255, 128, 0]]]
 
 
 def noise(width: int, height: int, mode="RGB") -> Image.Image:
@@ -136,7 +156,13 @@ BAD = {
     "over our limit": (gigantic_png(1001, 1000), r"1001 x 1000 pixels; from 1 to 1,000,000 are allowed"),
     "no width": (gigantic_png(0, 5), "cannot identify|0 x 5 pixels"),
     "of many scans": (jpeg_of_scans(51), "a JPEG of 51 scans; 50 are allowed"),
-    "floats": (saved(Image.new("F", (2, 2), 0.5), "TIFF")["bytes"], "floating-point"),
+    "floats": (saved(Image.new("F", (2, 2), 0.5), "TIFF")["bytes"], "floating-point .* save it with 8 bits"),
+    "negative": (saved(Image.new("I", (2, 2), -5), "TIFF")["bytes"], "down to -5; save it with 8 bits"),
+    "12 bits of 16 in colour": (deep_png([4095, 4095, 4095]), "16 bits, and use 14 at most; save it with 8 bits"),
+    "EPS": (
+        saved(Image.new("RGB", (2, 2)), "EPS")["bytes"],
+        "identify image file; it is broken, or not one of PNG, J",
+    ),
 }
 
 
@@ -150,6 +176,43 @@ def test_a_bad_image_has_a_reason_with_the_file(kind, tmp_path):
         open_image({"path": str(path), "bytes": None}, LIMIT)
     with pytest.raises(ValueError, match=f"an image inside the data: .*({reason})"):
         open_image({"path": None, "bytes": content}, LIMIT)
+
+
+def test_no_image_is_opened_but_in_the_formats_of_a_list():
+    package = Path(normalign_llava.__file__).parent
+    calls = [
+        (file, node)
+        for file in package.rglob("*.py")
+        if not {"tests", "benchmarks", ".venv"} & set(file.relative_to(package).parts)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Image.open", "PILImage.open")
+    ]
+    assert calls
+    assert [file for file, call in calls if "formats" not in {keyword.arg for keyword in call.keywords}] == []
+
+
+@pytest.mark.parametrize("form", ["sparse", "zipped", "inside the data"])
+def test_a_file_of_too_many_bytes_is_refused(tmp_path, form):
+    """A whole image with zeros behind it: nothing on the disk, or next to nothing in an archive."""
+    start, size = saved(NOISE, "JPEG")["bytes"], MAX_IMAGE_BYTES + 1
+    image = {"path": str(tmp_path / "a.jpg"), "bytes": None}
+    if form == "sparse":
+        with open(image["path"], "wb") as file:
+            file.write(start)
+            file.truncate(12 * size)
+    elif form == "zipped":
+        image["path"] = f"zip://a.jpg::{tmp_path / 'b.zip'}"
+        with (
+            zipfile.ZipFile(tmp_path / "b.zip", "w", zipfile.ZIP_DEFLATED) as archive,
+            archive.open("a.jpg", "w") as f,
+        ):
+            f.write(start)
+            for _ in range(size >> 20):
+                f.write(bytes(2**20))
+    else:
+        image = {"path": None, "bytes": start + bytes(size)}
+    with pytest.raises(ValueError, match="the file has more than 256 MiB. Save it smaller"):
+        open_image(image, LIMIT)
 
 
 def test_a_strip_is_refused():

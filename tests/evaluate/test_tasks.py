@@ -3,10 +3,12 @@
 The model is a script of odd answers, since it is the task that is tested and not a model.
 """
 
+import io
+
 import pytest
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
-from scripted_tasks import TASKS, Script, run, write_task
+from scripted_tasks import TASKS, Script, picture, run, write_task
 from space_parts import checkpoint
 
 from normalign_llava.evaluate.answers import chosen_option
@@ -261,6 +263,14 @@ def test_values_that_no_score_is_for_are_named(task, change, tmp_path):
     (column, value), *_ = change.items()
     with pytest.raises(ValueError, match=rf"task {task}: .*column {column} has \['{value}'\]"):
         run(tmp_path, task, [ALL[task], ALL[task] | change], Script(["B", "B"]))
+
+
+@pytest.mark.parametrize("task", ALL)
+def test_images_are_opened_in_the_formats_of_training_alone(task, tmp_path):
+    picture().convert("RGB").save(file := io.BytesIO(), "EPS")
+    row = ALL[task] | {"image": {"bytes": file.getvalue(), "path": "cat.jpg"}}
+    with pytest.raises(ValueError, match="cat.jpg: cannot identify image file; it is broken, or not one of PNG"):
+        run(tmp_path, task, numbered(task, row, 1), Script(["B"]))
 
 
 @pytest.mark.slow

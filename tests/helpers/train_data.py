@@ -51,12 +51,21 @@ def images(folder: Path, *names: str) -> None:
 
 def gigantic_png(width=65_000, height=65_000) -> bytes:
     """A PNG file that says in its header how large it is, and holds next to nothing."""
+    return _png(struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0), b"")
 
+
+def _png(header: bytes, pixels: bytes) -> bytes:
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(pixels)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks)
+
+
+def deep_png(colour: list[int]) -> bytes:
+    """A PNG file of one pixel, its three colours of 16 bits, which Pillow does not write."""
+    header = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0)
+    return _png(header, struct.pack(">B3H", 0, *colour))
 
 
 def jpeg_of_scans(count: int, size=(64, 64)) -> bytes:

@@ -1,5 +1,6 @@
 """The demo's page without a browser: what it measures, whom it answers, what it says of wrong input."""
 
+import inspect
 import os
 import secrets
 import socket
@@ -11,16 +12,17 @@ from pathlib import Path
 
 import gradio as gr
 import httpx
-import numpy as np
 import pytest
 import space_parts
 import train_data
 from driving import until
 from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
+from normalign_llava.data import images as data_images
 from normalign_llava.hub_cards.space import demo
+from normalign_llava.hub_cards.space.demo import images as demo_images
 from normalign_llava.hub_cards.space.demo.asking import Asker
 from normalign_llava.hub_cards.space.demo.images import open_image
 from normalign_llava.hub_cards.space.local import run_demo
@@ -75,7 +77,7 @@ def answering():
     return [thread for thread in threading.enumerate() if thread.name == "answer"]
 
 
-@pytest.mark.parametrize("case", ["cmyk", "palette", "turned", "animated", "deep", "grey"])
+@pytest.mark.parametrize("case", ["cmyk", "palette", "turned", "animated", "grey"])
 def test_images_of_every_kind_are_read(tmp_path, case):
     file, expected = tmp_path / "image.png", (255, 0, 0)
     if case == "cmyk":
@@ -94,15 +96,32 @@ def test_images_of_every_kind_are_read(tmp_path, case):
     elif case == "animated":
         frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
         frames[0].save(file := tmp_path / "image.gif", save_all=True, append_images=frames[1:])
-    elif case == "deep":
-        Image.fromarray(np.full((4, 4), 0x8000, np.uint16)).save(file)
-        expected = (128, 128, 128)
     else:
         Image.new("L", (4, 4), 77).save(file)
         expected = (77, 77, 77)
     found = open_image(file)
     assert found.mode == "RGB"
     assert found.getpixel((0, 0)) == pytest.approx(expected, abs=3)
+
+
+def test_images_are_read_as_in_training():
+    assert inspect.getsource(demo_images.upright_rgb) == inspect.getsource(data_images.upright_rgb)
+    for limit in ("FORMATS", "MAX_RATIO", "MAX_SCANS"):
+        assert getattr(demo_images, limit) == getattr(data_images, limit)
+
+
+@pytest.mark.parametrize(
+    "open_it", [open_image, lambda path: data_images.open_image({"path": str(path), "bytes": None}, 10**6)]
+)
+def test_no_image_starts_ghostscript(tmp_path, monkeypatch, open_it):
+    Image.new("RGB", (4, 4)).save(tmp_path / "cat.jpg", "EPS")
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # Pillow looks for it once
+    with pytest.raises(ValueError, match="PNG, JPEG"):
+        open_it(tmp_path / "cat.jpg")
+    assert not (tmp_path / "started").exists()
 
 
 def wrong_file(folder, case):

@@ -133,4 +133,4 @@ def _number(value: float) -> str:
 def _image(figure: Figure) -> Image.Image:
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=200)
-    return Image.open(file)
+    return Image.open(file, formats=("PNG",))

@@ -8,9 +8,11 @@ from typing import Any
 import gradio as gr
 import numpy as np
 from gradio.utils import get_upload_folder
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageDraw, ImageFile, ImageOps
 
 
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")
+"""What images may be, whatever their names say. Pillow reads more, EPS among them, for which it starts Ghostscript."""
 MAX_PIXELS, MAX_RATIO = 50_000_000, 200
 MAX_SCANS = 50
 """Passes over the image of which a progressive JPEG may consist. Programs write 20 at most."""
@@ -52,19 +54,13 @@ def open_image(path: Path) -> Image.Image:
         ValueError: It is no image, is cut short, or is too large or too narrow; with a sentence for the page.
     """
     try:
-        with Image.open(path) as file:
+        with Image.open(path, formats=FORMATS) as file:
             width, height = file.size
             if width * height > MAX_PIXELS or max(width, height) > MAX_RATIO * min(width, height):
                 raise Image.DecompressionBombError(f"{width} x {height} pixels")
             if file.format in ("JPEG", "MPO") and path.read_bytes().count(b"\xff\xda") > MAX_SCANS:
                 raise ValueError("too many scans")
-            image: Image.Image = ImageOps.exif_transpose(file)
-            if image.mode.startswith("I"):  # 16 bits; Pillow's own conversion turns all above 255 into white
-                image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
-            if image.has_transparency_data:
-                layer = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
-            return image.convert("RGB")
+            return upright_rgb(file)
     except Image.DecompressionBombError as error:
         raise Refused(
             f"The image is too large or too narrow. At most {MAX_PIXELS // 1_000_000} million pixels are read, and "
@@ -78,6 +74,35 @@ def open_image(path: Path) -> Image.Image:
         ) from error
 
 
+# As in data/images.py, word for word: a Space has nothing of the package but this folder.
+def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
+    """Decodes an opened image into RGB: turned as its EXIF data say, on white where it is transparent.
+
+    White is the largest number of as many bits, an even number from 8 up, as the brightest grey needs: 12 bits in a
+    file of 16 keep their brightness. Of colours of 16 bits Pillow gives the higher byte alone.
+
+    Raises:
+        ValueError: Its pixels are negative or floating-point numbers, or colours that leave the higher byte empty.
+    """
+    deep = ";16" in str(opened.tile)
+    ImageOps.exif_transpose(opened, in_place=True)
+    image: Image.Image = opened
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers of unknown range; save it with 8 bits")
+    if image.mode.startswith("I"):  # Pillow makes all above 255 white
+        values = np.asarray(image)
+        if values.min() < 0:
+            raise ValueError(f"its pixels go down to {values.min()}; save it with 8 bits")
+        bits = int(values.max()).bit_length()
+        image = Image.fromarray((values >> max(0, bits + bits % 2 - 8)).astype(np.uint8))
+    elif deep and np.asarray(image.convert("RGB")).max() < 64:
+        raise ValueError("its colours have 16 bits, and use 14 at most; save it with 8 bits")
+    if image.has_transparency_data:
+        layer = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+    return image.convert("RGB")
+
+
 def check_upload(entry: Any) -> Any:
     """Takes an uploaded file that cannot be read away again, with a message; says so where only one frame is used."""
     try:
@@ -86,7 +111,7 @@ def check_upload(entry: Any) -> Any:
     except Refused as error:
         gr.Warning(str(error))
         return None
-    with Image.open(path) as image:
+    with Image.open(path, formats=FORMATS) as image:
         if getattr(image, "is_animated", False):
             gr.Info("The image is animated. Its first frame is used.")
     return gr.skip()
