@@ -228,6 +228,13 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
             for name, parameter in module.named_parameters():
                 init.constant_(parameter, gain if name == "weight" else 0.0)
 
+    def initialize_weights(self):
+        # Of custom code, transformers skips modules without parameters of their own, such as CLIP's attention, which
+        # sets its linear layers. The two parts are transformers' own.
+        for part in (self.base_model.vision_tower, self.base_model.language_model):
+            part.initialize_weights()
+        super().initialize_weights()
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """[`~transformers.PreTrainedModel.from_pretrained`]; a LLaVA checkpoint gets an aligned norm.

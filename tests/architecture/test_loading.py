@@ -120,10 +120,7 @@ def test_every_weight_can_be_made_without_a_checkpoint(cls, norm):
     made = seeded(lambda: cls(copy.deepcopy(config))).state_dict()
     loaded = seeded(lambda: cls.from_pretrained(None, config=copy.deepcopy(config), state_dict={})).state_dict()
     assert made.keys() == loaded.keys()
-    for name, tensor in made.items():
-        # Attention and MLP of a tower make their linear layers' values, and transformers passes over modules without
-        # values of their own where the model's code is not its own.
-        assert "vision_tower.encoder" in name or torch.equal(loaded[name], tensor), name
+    assert [name for name, tensor in made.items() if not torch.equal(loaded[name], tensor)] == []
 
 
 def test_missing_tensors_are_an_error_through_peft(tmp_path):
