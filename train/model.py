@@ -3,6 +3,8 @@
 """The model to train: its checks, how it is loaded, and which of its modules are frozen."""
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from peft import PeftModel
@@ -136,16 +138,39 @@ def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:
 def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
     """Puts modules without a trained parameter into evaluation mode, so that they have no dropout.
 
-    Decoder layers keep their own flag: in evaluation mode they would not be checkpointed, and a frozen language model
-    still has to carry gradients to the projector.
+    A frozen language model still has to carry gradients to the projector. transformers checkpoints decoder layers in
+    training mode only, so theirs is kept where they are checkpointed, and they are computed in evaluation mode.
     """
     for module in (model.model.vision_tower, model.model.language_model, model.model.multi_modal_projector):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             module.eval()
             if module is model.model.language_model:
                 for layer in module.modules():
-                    if isinstance(layer, GradientCheckpointingLayer):
+                    if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
                         layer.training = True
+                        if not isinstance(layer._gradient_checkpointing_func, _FrozenCheckpoint):
+                            layer._gradient_checkpointing_func = _FrozenCheckpoint(
+                                layer, layer._gradient_checkpointing_func
+                            )
+
+
+@dataclass
+class _FrozenCheckpoint:
+    """Checkpoints a layer in training mode, but computes it, both times, in evaluation mode while it is frozen."""
+
+    layer: GradientCheckpointingLayer
+    checkpoint: Callable
+
+    def __call__(self, forward: Callable, *args):
+        def frozen_forward(*args):
+            training = self.layer.training
+            self.layer.training = any(parameter.requires_grad for parameter in self.layer.parameters())
+            try:
+                return forward(*args)
+            finally:
+                self.layer.training = training
+
+        return self.checkpoint(frozen_forward, *args)
 
 
 def projector_norm(model: nn.Module) -> nn.Module:

@@ -2,10 +2,20 @@ import copy
 import json
 
 import pytest
+import tiny
 import torch
 import training
 from training import moved, weights
-from transformers import GPT2Config, MixtralConfig
+from transformers import (
+    BioGptConfig,
+    DbrxConfig,
+    DogeConfig,
+    FalconConfig,
+    GPT2Config,
+    MixtralConfig,
+    OPTConfig,
+    XGLMConfig,
+)
 from trl import SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -153,8 +163,58 @@ def test_a_frozen_module_has_no_dropout_and_a_trained_one_has(tmp_path, checkpoi
     text = [model.model.language_model(inputs_embeds=torch.ones(1, 9, 32)).last_hidden_state for _ in range(2)]
     assert torch.equal(*tower) == (frozen == "vision")
     assert torch.equal(*text) == (frozen == "language")
-    if frozen == "language":  # its layers still save memory on the way to the projector
-        assert all(layer.training for layer in model.model.language_model.layers)
+
+
+NAMED = dict(hidden_size=tiny.WIDTH, num_hidden_layers=2, num_attention_heads=2)
+DBRX = dict(
+    d_model=tiny.WIDTH,
+    n_layers=2,
+    n_heads=2,
+    attn_config=dict(kv_n_heads=1, rope_theta=1e4, clip_qkv=8.0),
+    ffn_config=dict(ffn_hidden_size=16, moe_num_experts=2, moe_top_k=1),
+)
+
+
+@pytest.mark.parametrize(
+    "cls, sizes",
+    [
+        (BioGptConfig, NAMED),
+        (DbrxConfig, DBRX),
+        (DogeConfig, NAMED),
+        (FalconConfig, NAMED),
+        (OPTConfig, {**NAMED, "ffn_dim": 48, "word_embed_proj_dim": tiny.WIDTH}),
+        (XGLMConfig, dict(d_model=tiny.WIDTH, num_layers=2, attention_heads=2, ffn_dim=48)),
+    ],
+)
+def test_a_frozen_decoder_whose_layers_call_dropout_is_checkpointed_without_it(cls, sizes):
+    """All families that can be built in whose decoder layer is in training mode for its checkpoint, and calls
+    `dropout(..., training=self.training)` in its own forward."""
+    dropout = {name: 0.5 for name in cls().to_dict() if "drop" in name and name != "layerdrop"}
+    model = tiny.model(text=cls(vocab_size=tiny.VOCABULARY, **sizes, **dropout), tied=False)
+    decoder = model.model.language_model.requires_grad_(False)
+    runs, embeddings = [], torch.randn(1, 9, tiny.WIDTH, requires_grad=True)
+    projections = [module for module in decoder.modules() if isinstance(module, torch.nn.Linear)]
+    projections[0].register_forward_hook(lambda *args: runs.append(1))
+
+    def run():
+        runs.clear()
+        output = decoder(inputs_embeds=embeddings, use_cache=False).last_hidden_state
+        (gradient,) = torch.autograd.grad(output.square().sum(), embeddings)
+        return output, gradient, len(runs)
+
+    *expected, once = run()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for _ in range(2):  # in every step
+        model.train()
+        eval_frozen(model)
+        *found, twice = run()
+        assert twice == 2 * once
+        for got, wanted in zip(found, expected, strict=True):
+            assert torch.equal(got, wanted)
+    decoder.requires_grad_(True)
+    model.train()
+    eval_frozen(model)
+    assert not torch.equal(run()[0], run()[0])
 
 
 @pytest.mark.parametrize("quantized", [False, True])
