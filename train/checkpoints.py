@@ -76,7 +76,8 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
     """Removes an earlier folder of that name, has the checkpoint written, and removes it again if the disk is full.
 
     The other processes must wait for the first, which removes the earlier folder. Errors other than a full disk, an
-    exceeded quota or a limit on file sizes are raised as they are.
+    exceeded quota or a limit on file sizes are raised as they are, and so is any error after the checkpoint is
+    complete, which then stays.
 
     Args:
         checkpoint: The folder `checkpoint-N`.
@@ -92,7 +93,7 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
     try:
         yield
     except BaseException as error:  # torch.distributed.checkpoint's own is not an Exception
-        if (cause := write_failure(error)) is None:
+        if (cause := write_failure(error)) is None or is_complete(folder):
             raise
         _remove(folder)
         raise OSError(_explain(folder, cause, world_size)) from error

@@ -7,7 +7,9 @@ import logging
 import os
 import shlex
 import shutil
+import tempfile
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, run_as_future
@@ -16,6 +18,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import PushInProgress
 from trl import SFTTrainer
 
+from ..checkpoint.files import remove_unfinished
 from ..checkpoint.names import ADAPTER_CONFIG
 from ..hub_cards.card.hand_written import check_replaceable
 from ..hub_cards.card.write import AdapterBase, card_in, write_card
@@ -27,8 +30,8 @@ from ..hub_cards.push.push import Pushed, push_snapshot, take_snapshot
 
 logger = logging.getLogger(__name__)
 
-STAGING = ".push-"
-"""Prefix of the temporary copy of a checkpoint while it is sent."""
+STAGING = "push"
+"""The copy of a checkpoint while it is sent, in a temporary folder `.push-xxxxxxxx` next to the checkpoint."""
 
 SECRET = "training_args.bin"
 """The Trainer's options as a pickle, `hub_token` among them."""
@@ -49,6 +52,7 @@ class PushingTrainer(SFTTrainer):
         """
         if not self.is_world_process_zero():
             return
+        remove_unfinished(Path(self.args.output_dir, STAGING))
         client = Client(token or self.args.hub_token)
         name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
         with client.token_kept():
@@ -132,7 +136,7 @@ class PushingTrainer(SFTTrainer):
             revision=self.args.hub_revision,
             beside=beside,
         )
-        self.push_in_progress = PushInProgress([*(running.jobs if running else []), job])
+        self.push_in_progress = PushInProgress([*(running.jobs if running else []), *([job] if job else [])])
 
 
 def write_run_card(folder: Path, repo_id: str | None) -> None:
@@ -199,7 +203,7 @@ def push_result(folder: Path, repo_id: str, *, message: str, token: str | None, 
 
 def push_checkpoint(
     checkpoint: Path, repo_id: str, *, message: str, token: str | None, revision: str | None, beside: str | None
-) -> Future:
+) -> Future | None:
     """[`push_folder`] of a trainer's checkpoint, in the background. A failure is a warning, and training continues.
 
     Args:
@@ -209,28 +213,38 @@ def push_checkpoint(
             resume from; but for `training_args.bin`, which holds the token.
 
     Returns:
-        The job. Jobs run one after another.
+        The job, or None if the links could not be made. Jobs run one after another.
     """
-    staging = checkpoint.with_name(STAGING + checkpoint.name)
-    shutil.rmtree(staging, ignore_errors=True)
-    shutil.copytree(checkpoint, staging, copy_function=_link)
+
+    def warn(error: BaseException) -> None:
+        logger.warning(f"{checkpoint.name} was not pushed to {repo_id}: {error} Training continues.")
 
     def job() -> None:
-        try:
-            push_folder(staging, repo_id, message=message, token=token, revision=revision)
-            if beside is not None:
-                for path, content in _stage(staging).generated.items():
-                    (staging / path).unlink()  # a link to the checkpoint's file
-                    (staging / path).write_bytes(content)
-                replace_folder(
-                    staging, repo_id, beside, message=f"{message}, checkpoint", token=token, revision=revision
-                )
-        except Exception as error:  # nobody else would see an error of a background job
-            logger.warning(f"{checkpoint.name} was not pushed to {repo_id}: {error} Training continues.")
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+        with temporary:
+            try:
+                push_folder(staging, repo_id, message=message, token=token, revision=revision)
+                if beside is not None:
+                    for path, content in _stage(staging).generated.items():
+                        (staging / path).unlink()  # a link to the checkpoint's file
+                        (staging / path).write_bytes(content)
+                    replace_folder(
+                        staging, repo_id, beside, message=f"{message}, checkpoint", token=token, revision=revision
+                    )
+            except BaseException as error:  # nobody else would see it; a panic of hf_xet is not an Exception
+                warn(error)
 
-    return run_as_future(job)
+    with ExitStack() as undone:
+        try:
+            folder = tempfile.TemporaryDirectory(
+                prefix=f".{STAGING}-", dir=checkpoint.parent, ignore_cleanup_errors=True
+            )
+            staging = Path(undone.enter_context(folder), STAGING)
+            _link_files(checkpoint, staging)
+            temporary = undone.pop_all()
+            return run_as_future(job)
+        except Exception as error:
+            warn(error)
+    return None
 
 
 def replace_folder(
@@ -272,8 +286,14 @@ def _stage(folder: Path) -> Staged:
     return Staged(folder, {ADAPTER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()})
 
 
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, target)
+def _link_files(source: Path, target: Path) -> None:
+    target.mkdir()
+    for path in sorted(source.rglob("*")):  # a folder comes before what is in it
+        linked = target / path.relative_to(source)
+        if path.is_dir():
+            linked.mkdir()
+            continue
+        try:
+            os.link(path, linked)
+        except OSError:  # a file system without hard links
+            shutil.copy2(path, linked)

@@ -3,15 +3,14 @@
 """Publishing adapter folders: merged, which is what happens by default, and as adapters with their base pinned."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 import train_data
 import training
+from disk import small_disk
 from publish_worker import Worker
 
 from normalign_llava.hub_cards.push.contents import CODE
@@ -112,20 +111,8 @@ def test_as_an_adapter_with_its_base_pinned(worker, hub, base, adapter, tmp_path
     assert ran.stdout.startswith("Peft") and "LlavaProcessor" in ran.stdout, ran.stderr
 
 
-@contextmanager
-def small_disk(folder, kilobytes):
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder]
-    if not hasattr(os, "geteuid") or os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
-
-
 def test_a_disk_that_is_full_while_merging(hub, prepared, adapter, tmp_path):
-    with small_disk(tmp_path / "disk", 64) as disk:
+    with small_disk(tmp_path / "disk", "size=64k") as disk:
         said = Worker(prepared, TMPDIR=str(disk)).ask(request(hub, adapter))
         left = list(disk.iterdir())
     assert said["type"] == "OSError" and str(disk) in said["error"] and "TMPDIR" in said["error"]
@@ -134,7 +121,7 @@ def test_a_disk_that_is_full_while_merging(hub, prepared, adapter, tmp_path):
 
 
 def test_a_disk_without_room_for_what_is_loaded_afterwards(hub, prepared, base, tmp_path):
-    with small_disk(tmp_path / "disk", 100) as disk:
+    with small_disk(tmp_path / "disk", "size=100k") as disk:
         said = Worker(prepared, TMPDIR=str(disk)).ask(request(hub, base))
         # Nobody knows beforehand what code and the base of an adapter take.
         code = f"from normalign_llava.hub_cards.push.clean_process import *; ask_clean_process({str(base)!r})"

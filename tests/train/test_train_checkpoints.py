@@ -213,6 +213,14 @@ def test_an_earlier_folder_does_not_mix_with_the_new_one(run):
         assert raised.value is error and folder.exists()
 
 
+def test_a_disk_that_is_full_after_a_checkpoint_is_complete_does_not_cost_it(run):
+    folder = run / "checkpoint-4"
+    with pytest.raises(OSError, match="No space left"), writing_checkpoint(folder, 1):
+        shutil.copytree(run / "checkpoint-2", folder)
+        raise OSError(28, "No space left on device")  # as when older checkpoints are removed
+    assert missing_from(folder, 1) == []
+
+
 CHILD = """
     import json, resource, sys
     from pathlib import Path

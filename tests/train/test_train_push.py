@@ -4,6 +4,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import train_data
 import training
+from disk import small_disk
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 
@@ -47,8 +49,42 @@ from pathlib import Path
 from normalign_llava.train.push import push_checkpoint
 folder, repository, token = sys.argv[1:]
 given = dict(message="Step 2", token=token, revision=None, beside="last-checkpoint")
-push_checkpoint(Path(folder), repository, **given).result()
+if job := push_checkpoint(Path(folder), repository, **given):
+    job.result()
 """
+
+FAULT = """
+import os, shutil, signal, subprocess, sys
+from pathlib import Path
+
+moment, fault, disk = sys.argv.pop(1), sys.argv.pop(1), Path(sys.argv.pop(1))
+struck = []
+
+def strike(event, arguments):
+    ours = event != "shutil.rmtree" or ".push-" in str(arguments[0])
+    if struck and fault == "full until it is removed" and event == "shutil.rmtree" and ours:
+        shutil.rmtree(disk / "filler", ignore_errors=True)
+    if event != moment or not ours or struck:
+        return
+    struck.append(event)
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "cannot be written":
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        return
+    (disk / "filler").mkdir()
+    try:
+        for number in range(10**5):
+            (disk / "filler" / str(number)).touch()
+    except OSError:
+        pass
+
+sys.addaudithook(strike)
+"""
+MOMENTS = {
+    "before": "tempfile.mkdtemp", "while staging": "os.link", "while sending": "socket.connect",
+    "after": "shutil.rmtree",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +98,9 @@ def parts(tmp_path_factory):
 
 @pytest.fixture
 def run(prepared, tmp_path, parts):
-    """A run that pushes."""
+    """A run that pushes; `fault` gives the moment, the fault and the disk of `FAULT`."""
 
-    def run(token, **options):
+    def run(token, fault=(), **options):
         given = {
             "stage": "tune",
             "model_name_or_path": parts / "model",
@@ -87,7 +123,8 @@ def run(prepared, tmp_path, parts):
             "save_steps": 1,
             **options,
         }
-        return prepared.run(["-c", RUN, *(word for name, value in given.items() for word in (f"--{name}", value))])
+        words = (word for name, value in given.items() for word in (f"--{name}", value))
+        return prepared.run(["-c", FAULT + RUN if fault else RUN, *fault, *words])
 
     return run
 
@@ -168,6 +205,51 @@ def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, run, tmp_path):
     assert len(commits(hub)) == 1
     assert missing_from(tmp_path / "again" / "checkpoint-2", 1) == []
     assert (tmp_path / "again" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("fault", ["killed", "full", "cannot be written"])
+def test_a_fault_of_the_disk_while_pushing_changes_no_checkpoint(hub, prepared, parts, tmp_path, moment, fault):
+    token = hub.token("ann")
+    hub.create(REPO)
+    with small_disk(tmp_path / "disk", "nr_inodes=200") as disk:
+        folder = shutil.copytree(parts / "model", disk / "checkpoint-2")
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        words = [MOMENTS[moment], fault, disk, folder, REPO, token]
+        done = prepared.run(["-c", FAULT + PUSH_CHECKPOINT, *words])
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        assert ("filler" in {path.name for path in disk.iterdir()}) == (fault == "full")
+    failed = moment in ("before", "while staging") and fault != "killed"
+    warning = f"checkpoint-2 was not pushed to {REPO}: "
+    assert (warning in done.stderr and "Training continues." in done.stderr) == failed, done.stderr
+    assert done.returncode == (-signal.SIGKILL if fault == "killed" else 0), done.stderr
+    if fault != "killed":
+        assert [title for title, _ in commits(hub)] == ([] if failed else ["Step 2", "Step 2, checkpoint"])
+
+
+def test_a_full_disk_while_pushing_stops_no_training(hub, run, tmp_path):
+    with small_disk(tmp_path / "disk", "nr_inodes=400") as disk:
+        fault = (MOMENTS["while staging"], "full until it is removed", disk)
+        done = run(token := hub.token("ann"), fault, output_dir=disk / "out")
+        assert done.returncode == 0, done.stderr
+        assert f"checkpoint-1 was not pushed to {REPO}: [Errno 28] No space left" in done.stderr
+        assert [missing_from(disk / "out" / f"checkpoint-{step}", 1) for step in (1, 2)] == [[], []]
+        assert not list((disk / "out").glob(".push*"))
+    assert [title for title, _ in commits(hub)] == ["Training in progress, step 2", "End of training"]
+    check_published(hub, token)
+
+
+def test_what_a_killed_push_has_left_is_removed_when_the_run_is_resumed(hub, run, tmp_path):
+    token, out = hub.token("ann"), tmp_path / "out"
+    done = run(token, (MOMENTS["while staging"], "killed", out))
+    assert done.returncode == -signal.SIGKILL and missing_from(out / "checkpoint-1", 1) == []
+    (unfinished,) = out.glob(".push*")
+    for own in (".push-me", ".push-my_notes"):
+        (out / own).mkdir()
+        (out / own / "notes.txt").write_text("by a person")
+    done = run(token, resume_from_checkpoint="last")
+    assert done.returncode == 0 and f"Resuming from {out / 'checkpoint-1'}" in " ".join(done.stderr.split())
+    assert not unfinished.exists() and len(list(out.glob(".push*/notes.txt"))) == 2
 
 
 def test_a_repository_of_someone_else_is_refused_before_training(hub, run, tmp_path):
