@@ -260,9 +260,12 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         if norm:  # Trainers would load the reference model by this name, and PEFT the base, without this norm.
             model.name_or_path = model.config.name_or_path = ""
             if not with_report:
+                differs, remedy = "has a norm that this configuration drops", ""
+                if norm & set(report["missing_keys"]):
+                    differs, remedy = "lacks this model's norm", f" A LLaVA: `normalign build --from-llava {path}`."
                 logger.warning(
-                    f"{path} lacks this model's norm, so its name is dropped: a reference model or an adapter's base "
-                    f"loaded by it would differ. Build a checkpoint: `normalign build --from-llava {path}`."
+                    f"{path} {differs}, so its name is dropped: a reference model or an adapter's base loaded by it "
+                    f"would differ. Save this model with `save_pretrained`, and load it from there.{remedy}"
                 )
         for module in model.modules():
             if type(module).__name__ == "Linear4bit":  # On AVX512, the first forward in eval mode would repack the

@@ -65,6 +65,27 @@ def test_a_llava_checkpoint_loads_with_every_tensor_equal(tmp_path, vision, tied
     assert all(torch.equal(again.state_dict()[n], t) for n, t in ours.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded", "differs"),
+    [
+        ("layer_norm", "none", "has a norm that this configuration drops"),
+        ("layer_norm", "rms_norm", "has a norm that this configuration drops"),
+        ("rms_norm", "layer_norm", "lacks this model's norm"),
+        ("none", "layer_norm", "lacks this model's norm"),
+    ],
+)
+def test_a_checkpoint_with_another_norm_is_told_of_with_a_remedy_that_works(tmp_path, caplog, saved, loaded, differs):
+    tiny.model(projector_norm=saved).save_pretrained(tmp_path / "saved")
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "saved", projector_norm=loaded)
+    (told,) = [record.getMessage() for record in caplog.records if "its name is dropped" in record.getMessage()]
+    assert told.startswith(f"{tmp_path / 'saved'} {differs}, ") and model.name_or_path == ""
+    assert ("--from-llava" in told) == ("lacks" in differs) and "Save this model with `save_pretrained`" in told
+    caplog.clear()
+    model.save_pretrained(tmp_path / "again")
+    again = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "again")
+    assert again.name_or_path == str(tmp_path / "again") and "its name is dropped" not in caplog.text
+
+
 def test_the_stock_class_lacks_exactly_the_norm(tmp_path):
     ours = tiny.model()
     ours.save_pretrained(tmp_path)
