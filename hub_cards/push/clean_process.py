@@ -74,6 +74,7 @@ def ask_clean_process(
     asked: Sequence[list[dict[str, Any]]] = (),
 ) -> Answer:
     """Loads a checkpoint in a clean process with `trust_remote_code=True`, and asks it about an image, on the CPU.
+    A quantized checkpoint is loaded, and asked, where transformers places it: on the GPU if there is one.
 
     The process cannot import this package, and starts from an empty cache in the temporary folder, which must have
     room for a repository's files. Without `token` no token of this machine is sent. It takes seconds for small models
@@ -222,8 +223,8 @@ def _answer(model, processor, asked: list[list[dict[str, Any]]]) -> Answer:
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": content}],
         add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-    ).to(model.dtype)  # fmt: skip
-    logits = model(**inputs).logits[0, -1].double()
+    ).to(model.device, model.dtype)  # fmt: skip
+    logits = model(**inputs).logits[0, -1].double().cpu()
     if not logits.isfinite().all():
         raise ValueError("the model's logits are NaN or infinite")
     images = model.get_image_features(inputs["pixel_values"]).pooler_output
@@ -258,7 +259,7 @@ def _digest(model) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy())
     return digest.hexdigest()
 
 

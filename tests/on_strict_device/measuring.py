@@ -15,7 +15,7 @@ from normalign_llava.diagnose.measure.attention import attention_maps
 from normalign_llava.diagnose.measure.embeddings import embedding_table_of
 from normalign_llava.diagnose.measure.encoder import probe_encoder
 from normalign_llava.diagnose.measure.gain_table import gain_of
-from normalign_llava.hub_cards.push.clean_process import answer_each
+from normalign_llava.hub_cards.push.clean_process import _answer, answer_each, difference
 from normalign_llava.hub_cards.space import demo
 from normalign_llava.hub_cards.space.demo.measuring import Meter
 from normalign_llava.hub_cards.space.demo.model import stream
@@ -98,6 +98,13 @@ def test_demo_and_server_answer_as_on_the_cpu(checkpoint):
     expected = answers(inputs)
     model.to(STRICT)
     assert answers(on_device(inputs)) == expected and all(expected)
+
+
+def test_a_clean_process_asks_a_model_that_is_not_on_the_cpu(checkpoint):
+    """As bitsandbytes' are, which transformers places on the GPU."""
+    model, processor = demo.load(str(checkpoint))
+    expected = _answer(model, processor, [])
+    assert difference(_answer(model.to(STRICT), processor, []), expected) is None
 
 
 def test_a_processor_is_checked_on_the_model_s_device(checkpoint):
