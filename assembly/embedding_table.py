@@ -139,7 +139,7 @@ def _safetensors(model: str, weights: str, open_file: Opener) -> tuple[str, Tens
         shards(index, f"{weights} of {model}")
         weights = index["weight_map"][_embedding_name(model, index["weight_map"])]
     where = f"{weights} of {model}"
-    with loading(where, seconds=None), open_file(weights) as file:
+    with loading(where), open_file(weights) as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(0)
         start = 8 + int.from_bytes(file.read(8), "little")  # of the tensors' bytes

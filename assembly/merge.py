@@ -114,11 +114,11 @@ def merge_adapter(
         model, quantized = _load_base(base, config, quantization, revision)
         if stored != (config.projector_norm, config.projector_gain_init) and config.projector_norm != "none":
             model.align_projector_norm()  # as the run that changed them did
-        with loading(f"The adapter {adapter}", seconds=None):
+        with loading(f"The adapter {adapter}"):
             adapted = PeftModel.from_pretrained(model, adapter, torch_device="cpu")
         inputs = _probe(processor)
         expected = _logits(adapted, inputs)
-        with loading(f"The adapter {adapter}", seconds=None):
+        with loading(f"The adapter {adapter}"):
             merged = adapted.merge_and_unload(safe_merge=True)
         difference = (_logits(merged, inputs) - expected).abs().max().item()
         if difference > TOLERANCE * expected.abs().max().item():
@@ -173,7 +173,7 @@ def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlav
     with torch.device("meta"):
         with loading(f"The model {base}"):
             model = NormAlignLlavaForConditionalGeneration(config)
-        with loading(f"The adapter {adapter}", seconds=20, remedy=f"It is not one of the base {base}."):
+        with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
             adapted = PeftModel(model, peft_config, low_cpu_mem_usage=True)
     places = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     expected = {name: list(tensor.shape) for name, tensor in places.items()}

@@ -177,7 +177,7 @@ def load_part(cls: type[PreTrainedModel], name: str, dtype: torch.dtype | str, *
             raise ValueError(
                 f"config.json of {name} has {parameters:,} parameters, but its weights have {size:,} bytes. {AGAIN}"
             )
-    with loading(f"The model {name}", seconds=None):
+    with loading(f"The model {name}"):
         model, info = cls.from_pretrained(
             name, **{"dtype": dtype, "output_loading_info": True, "trust_remote_code": False, **kwargs}
         )

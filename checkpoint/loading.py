@@ -1,11 +1,12 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Guards around libraries that read other people's files: clear errors, no questions at the terminal, a time limit."""
+"""Guards around libraries that read other people's files: clear errors, no questions at the terminal, limits."""
 
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,14 +24,13 @@ TEMPLATE_SECONDS = 2
 
 
 @contextmanager
-def loading(what: str, *, seconds: int | None = 50, remedy: str = AGAIN) -> Iterator[None]:
+def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
     """Guards a call that reads other people's files: whatever it raises becomes one clear sentence.
 
     Questions at the terminal get no answer.
 
     Args:
         what: What is read, as the subject of the sentence: "The processor of FOLDER".
-        seconds: CPU time it may take; None if that depends on the size of the model.
         remedy: What to do, as a sentence.
 
     Raises:
@@ -40,10 +40,12 @@ def loading(what: str, *, seconds: int | None = 50, remedy: str = AGAIN) -> Iter
     """
     terminal = sys.stdin
     try:
-        with open(os.devnull) as sys.stdin, limited(what, seconds):
+        with open(os.devnull) as sys.stdin:
             yield
     except (OSError, ImportError, torch.OutOfMemoryError):
         raise
+    except RecursionError:
+        raise ValueError(f"{what} is nested too deeply. {remedy}") from None
     except Exception as error:
         if isinstance(error, ValueError) and _is_ours(error):
             raise
@@ -59,14 +61,14 @@ def loading(what: str, *, seconds: int | None = 50, remedy: str = AGAIN) -> Iter
 
 
 @contextmanager
-def limited(what: str, seconds: int | None, memory: int | None = None) -> Iterator[None]:
+def limited(what: str, seconds: int, memory: int | None = None) -> Iterator[None]:
     """Stops a block that takes too much CPU time or memory.
 
     The limit of time acts in the main thread, and not on Windows; that of memory on Linux.
 
     Args:
         what: What is stopped, as the subject of a sentence.
-        seconds: CPU time of the process; None for no limit.
+        seconds: CPU time of the thread.
         memory: Bytes beyond what the process has; None for no limit.
 
     Raises:
@@ -93,18 +95,23 @@ class _Stopped(BaseException):  # not an Exception, so that no `except Exception
 
 
 @contextmanager
-def _timer(seconds: int | None) -> Iterator[None]:
-    if not seconds or sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+def _timer(seconds: int) -> Iterator[None]:
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def stop(*_: object) -> None:
-        raise _Stopped
+    end = time.thread_time() + seconds
 
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    def stop(*_: object) -> None:
+        if (left := end - time.thread_time()) <= 0:
+            raise _Stopped
+        signal.setitimer(signal.ITIMER_VIRTUAL, left)  # which counts other threads too
+
+    handler = signal.signal(signal.SIGVTALRM, stop)
+    outer, _ = signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGVTALRM, handler)
+        signal.setitimer(signal.ITIMER_VIRTUAL, outer)

@@ -100,7 +100,7 @@ def load_model(
         kwargs |= {"quantization_config": quantization_config, "device_map": {"": training.device}}
     revision = kwargs.get("revision")
     config = check_checkpoint(checkpoint, training, revision)
-    with loading(f"The model {checkpoint}", seconds=None):
+    with loading(f"The model {checkpoint}"):
         stored = NormAlignLlavaConfig.from_pretrained(checkpoint, revision=revision)
     model = load_part(
         NormAlignLlavaForConditionalGeneration, str(checkpoint), kwargs.pop("dtype"), config=config, **kwargs

@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 
 import hostile_checkpoints as hostile
@@ -16,6 +18,7 @@ from paths import ROOT
 from typer.testing import CliRunner
 
 from normalign_llava.assembly.processing import load_processor
+from normalign_llava.checkpoint.loading import limited, loading
 from normalign_llava.checkpoint.untrusted import check_files, check_weights
 from normalign_llava.cli import app
 from normalign_llava.data.row_checks import token_lengths
@@ -248,6 +251,29 @@ def test_a_template_that_loops_over_some_rows_alone_stops_at_the_first_of_them()
     assert isinstance(token_lengths(processor, rows("a bird?"))[0], int)
     with pytest.raises(ValueError, match="The chat template takes more than 2 seconds"):
         token_lengths(processor, rows("a kite?"))
+
+
+def busy():
+    """Computes for three seconds of the thread's time."""
+    end = time.thread_time() + 3
+    while time.thread_time() < end:
+        sum(range(10**5))
+
+
+@pytest.mark.parametrize("inner", [lambda: loading("The tokenizer"), lambda: limited("The other template", 2)])
+def test_a_limit_of_time_holds_around_another_guard(inner):
+    with pytest.raises(ValueError, match="The template takes more than 1 seconds"), limited("The template", 1):
+        with inner():
+            pass
+        busy()
+
+
+def test_a_limit_of_time_does_not_count_other_threads():
+    with limited("The template", 1):
+        thread = threading.Thread(target=busy)
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0.01)
 
 
 # ------------------------------------------------------------------------------------------------------------ errors
