@@ -20,6 +20,7 @@ _EXPORTS = {
     "build_checkpoint": "assembly.build",
     "retrofit_checkpoint": "assembly.build",
     "embedding_statistics": "assembly.gain",
+    "half_precision_pays": "checkpoint.precision",
     "NormAlignConfig": "train.arguments",
     "NormAlignTrainer": "train.trainer",
 }
@@ -29,6 +30,7 @@ __all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
 if TYPE_CHECKING:
     from .assembly.build import build_checkpoint, retrofit_checkpoint
     from .assembly.gain import embedding_statistics
+    from .checkpoint.precision import half_precision_pays
     from .configuration_normalign_llava import NormAlignLlavaConfig
     from .modeling_normalign_llava import (
         GlobalWeightCompensatedLayerNorm,

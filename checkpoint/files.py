@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Atomic writing of files and folders, and the reason if writing fails."""
+"""The cache folder; atomic writing of files and folders, and the reason if writing fails."""
 
 import errno
 import glob
@@ -16,6 +16,13 @@ from typing import Any
 
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def cache_dir() -> Path:
+    """The cache folder: `$NORMALIGN_CACHE`, or `normalign-llava` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    if override := os.environ.get("NORMALIGN_CACHE"):
+        return Path(override).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normalign-llava"
 
 
 @contextmanager
@@ -123,6 +130,12 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes `content` to `path` atomically."""
+    with finished_file(path) as partial:
+        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_failure(error: BaseException | None) -> str | None:

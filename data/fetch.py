@@ -19,19 +19,12 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from ..checkpoint.files import finished_folder
+from ..checkpoint.files import cache_dir, finished_folder
 from .archives import Part
 
 
 class FetchError(OSError):
     """An archive could not be fetched; the message says why, and how to supply it by hand."""
-
-
-def cache_dir() -> Path:
-    """The quickstart's cache: `$NORMALIGN_CACHE`, or `normalign-llava` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    if override := os.environ.get("NORMALIGN_CACHE"):
-        return Path(override).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "normalign-llava"
 
 
 def fetch(part: Part, cache: Path | None = None) -> Path:

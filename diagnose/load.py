@@ -34,6 +34,7 @@ from ..assembly.parts import load_part, tower_alone
 from ..assembly.processing import load_preprocessor, load_processor
 from ..checkpoint.find import find_model
 from ..checkpoint.loading import loading
+from ..checkpoint.precision import dtype_to_load
 from ..checkpoint.untrusted import check_files
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 
@@ -51,8 +52,8 @@ class Found:
         source: Folder, file or Hub id to load it from.
         processor: Of a vision-language model.
         image_processor: Of a vision encoder.
-        cls, config: Class that loads it, and configuration; None for a language model, of which only the embedding
-            tensor is read.
+        cls: Class that loads it; None for a language model, of which only the embedding tensor is read.
+        config: Configuration; None for a single file or a GGUF folder.
         remote: Whether it runs code from the checkpoint.
     """
 
@@ -97,7 +98,7 @@ def find(model: str, *, trust_remote_code: bool = False) -> Found:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
     kind, cls, config = _remote_kind(name, config, remote) if remote else _kind(name, config)
     if kind == "language model":
-        return Found(kind, name, source)
+        return Found(kind, name, source, config=config)
     if kind == "vision encoder":
         image_processor = load_preprocessor(AutoImageProcessor, source, trust_remote_code=trust)
         return Found(kind, name, source, None, image_processor, cls, config, trust)
@@ -117,7 +118,8 @@ def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool 
 
     Args:
         found: What `find` gave.
-        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the checkpoint's own.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, but float32 on a CPU that
+            only emulates it.
         load_in_4bit: Quantize to 4 bits with bitsandbytes while loading.
 
     Raises:
@@ -127,7 +129,7 @@ def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool 
         return load_part(
             found.cls,
             found.source,
-            torch_dtype(dtype),
+            dtype_to_load(torch_dtype(dtype), found.config),
             config=found.config,
             trust_remote_code=found.remote,
             device_map="auto" if torch.cuda.is_available() else None,

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.box import SIMPLE
 from rich.table import Table
 
+from ..checkpoint.precision import dtype_to_load
 from ..diagnose.load import find
 from ..errors import Console
 from .engine import SEED, as_lm, chosen_tasks, run_task, save, summarized
@@ -60,7 +61,8 @@ def evaluate(
         include_path: Folder with task files of one's own, as the harness reads them.
         limit: Use the first so many samples of each task. The result is marked as partial.
         batch_size: Samples together.
-        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the checkpoint's own.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, but float32 on a CPU that
+            only emulates it. What was resolved is part of the settings.
         load_in_4bit: Quantize with bitsandbytes.
         trust_remote_code: Run code that comes with the checkpoint.
         output: Folder in which to write `evaluation/`, by default the model's; of a Hub id, `evaluations/NAME`.
@@ -77,6 +79,7 @@ def evaluate(
     folder = Path(found.source) if Path(found.source).is_dir() else None
     output = output or folder or Path("evaluations", found.name.replace("/", "--"))
     weights = weights_hash(folder) if folder else f"{found.source}"
+    dtype = dtype_to_load(dtype, found.config)
     settings = {"batch_size": batch_size, "dtype": dtype, "load_in_4bit": load_in_4bit, "limit": limit, "seed": SEED}
     settings["files"] = _files_hash(folder, include_path)
     (output / FOLDER).mkdir(parents=True, exist_ok=True)

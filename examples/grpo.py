@@ -9,6 +9,7 @@ in full. Any option of TRL's GRPOConfig and ModelConfig can be given.
 """
 
 from datasets import load_dataset
+from normalign_llava import half_precision_pays
 from trl import (
     GRPOConfig,
     GRPOTrainer,
@@ -45,6 +46,8 @@ if __name__ == "__main__":
         max_completion_length=32,
         max_grad_norm=10.0,
     )
+    if not half_precision_pays():  # else TRL's default, which is true
+        parser.set_defaults(bf16=False)
     script, args, model = parser.parse_args_and_config()
     args.model_init_kwargs = {
         "revision": model.model_revision,

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Config, Dinov2Model
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
-from ..checkpoint.files import finished_folder
+from ..checkpoint.files import cache_dir, finished_folder
 from ..data.archives import LANGUAGE, VISION, Part
-from ..data.fetch import cache_dir, unpack
+from ..data.fetch import unpack
 
 
 LANGUAGE_FOLDER = "SmolLM2-135M-Instruct"

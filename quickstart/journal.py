@@ -12,10 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
-from ..checkpoint.files import finished_file
+from ..checkpoint.files import write_json
+from ..checkpoint.precision import half_precision_pays
 from .display import peak_rss_gib
 from .time_left import SECONDS, TimeLeft
-from .train import bfloat16_pays
 
 
 JOURNAL = "journal.json"
@@ -52,7 +52,7 @@ class Journal:
                 raise ValueError(f"{output} holds a run with other settings ({', '.join(changed)}): {remedy}")
             self.bf16, self.steps = content["bf16"], content["steps"]
         else:
-            self.bf16, self.steps = bfloat16_pays(), {}
+            self.bf16, self.steps = half_precision_pays(), {}
         self.settings = wanted
         self.console = console or Console(quiet=True)
         self.time_left = TimeLeft({name: SECONDS[name][0 if self.bf16 else 1] for name in names})
@@ -75,9 +75,3 @@ class Journal:
     def write(self) -> None:
         """Writes the file."""
         write_json(self.path, {"settings": self.settings, "bf16": self.bf16, "steps": self.steps})
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes `content` to `path` atomically."""
-    with finished_file(path) as partial:
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -18,10 +18,10 @@ from transformers.utils import logging
 
 from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
-from ..checkpoint.files import finished_folder, read_json, remove_unfinished
+from ..checkpoint.files import cache_dir, finished_folder, read_json, remove_unfinished, write_json
 from ..data.archives import PARTS
 from ..data.easy_vqa import Question, held_out, load_image, png, prompt, training_data
-from ..data.fetch import cache_dir, fetch
+from ..data.fetch import fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import answer_each, ask_clean_process
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -30,9 +30,9 @@ from .compare import BASELINE, OURS, diagnose_once, read_report
 from .convert import convert_language, convert_vision
 from .display import draw_images, print_parts, print_results, versions
 from .evaluate import ask
-from .journal import JOURNAL, Journal, write_json
+from .journal import JOURNAL, Journal
 from .time_left import SECONDS, TrainingPace
-from .train import rows_of, stage, train_stage
+from .train import check_stage, rows_of, stage, train_stage
 
 
 RECIPES = {"stage1": "quickstart-align", "stage2": "quickstart-tune"}
@@ -96,11 +96,15 @@ def run_quickstart(
 
     Raises:
         FetchError: An archive could not be fetched.
-        ValueError: `output` holds a run with other settings or anything else, or another run is writing there.
+        ValueError: `output` holds a run with other settings or anything else, another run is writing there, or this
+            process sees several GPUs.
     """
+    settings = settings or Settings()
     check_output(output)
+    check_stage(settings.stage1)
+    check_stage(settings.stage2)
     with only_run(output):
-        return _run_quickstart(output, settings or Settings(), full_baseline, console or Console())
+        return _run_quickstart(output, settings, full_baseline, console or Console())
 
 
 def check_output(output: Path) -> None:

@@ -3,17 +3,16 @@
 """The quickstart's two training stages: the package's recipes, run as `normalign train` would."""
 
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
 from ..checkpoint.files import finished_folder
 from ..train.checkpoints import checkpoints_in
 from ..train.command import read_recipe, recipe_file
+from ..train.inputs import check_one_gpu
 from ..train.options import parse
 from ..train.run import train
 
@@ -26,6 +25,13 @@ def stage(recipe: str, **changes: Any) -> dict[str, Any]:
         **changes: Options that override the recipe's.
     """
     return {**read_recipe(recipe_file(recipe)), **changes}
+
+
+def check_stage(options: dict[str, Any]) -> None:
+    """Raises ValueError if an option has a value that it cannot have, or this process sees several GPUs."""
+    given = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "output", "bf16": False}
+    _, args, _ = parse(words({**options, **given}))
+    check_one_gpu(args)
 
 
 def rows_of(options: dict[str, Any]) -> int:
@@ -73,24 +79,3 @@ def words(options: dict[str, Any]) -> list[str]:
     for name, value in options.items():
         found += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return found
-
-
-def bfloat16_pays() -> bool:
-    """Whether this machine multiplies bfloat16 matrices at least twice as fast as float32 ones.
-
-    Processors with AVX512-BF16 or AMX do, three times and more; others emulate it and are slower.
-    """
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    return best_seconds(torch.float32) > 2 * best_seconds(torch.bfloat16)
-
-
-def best_seconds(dtype: torch.dtype, repeats: int = 10) -> float:
-    """Shortest time of a matrix product of a size that is common in training."""
-    x, weight = torch.randn(1024, 576, dtype=dtype), torch.randn(1536, 576, dtype=dtype)
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)

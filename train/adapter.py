@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""LoRA on the language model alone, with the projector trained in full and in its own precision."""
+"""LoRA on the language model alone, with the projector trained in full; all of it in float32."""
 
 import copy
 import re
@@ -9,6 +9,7 @@ import torch
 from accelerate.logging import get_logger
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -104,17 +105,28 @@ def _modules_to_save(config: LoraConfig, model: nn.Module, learning_rates: dict[
     return [*requested, *(name for name, learning_rate in ours.items() if learning_rate > 0)] or None
 
 
-def restore_projector(model: PeftModel, values: dict[str, torch.Tensor], float32: bool) -> None:
-    """Restores the values of the adapter's copy of the projector, which TRL has rounded to bfloat16.
+def train_in_float32(model: PeftModel, autocast: bool) -> None:
+    """Makes the adapter's matrices float32, and its copies of projector and vision tower, with the base's values.
+
+    At small learning rates bfloat16 weights hardly move, and TRL rounds all that is trained on a quantized base to it.
+    Further `modules_to_save` keep their precision.
 
     Args:
-        model: The model with its adapter. If its projector is frozen there is no copy.
-        values: The projector's state before.
-        float32: Whether linear layers become float32 too, which needs autocast: at small learning rates bfloat16
-            weights hardly move. The norm is float32 in any case.
+        model: The model with its adapter.
+        autocast: Whether steps are under autocast, which gives the copies what they take; without it, they cast.
     """
     for name, parameter in model.named_parameters():
-        _, copied, name = name.partition("multi_modal_projector.modules_to_save.default.")
-        if copied:
-            dtype = torch.float32 if float32 or name.startswith("norm.") else values[name].dtype
-            parameter.data = values[name].to(parameter.device, dtype)
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
+    inner = model.get_base_model().model
+    for module in (inner.multi_modal_projector, inner.vision_tower):
+        if isinstance(module, ModulesToSaveWrapper):  # it is trained
+            copied = module.modules_to_save["default"]
+            for parameter, value in zip(copied.parameters(), module.original_module.parameters(), strict=True):
+                parameter.data = value.to(parameter.device, torch.float32, copy=True)
+            if not autocast:
+                copied.register_forward_pre_hook(_in_float32)
+
+
+def _in_float32(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(each.float() for each in inputs)

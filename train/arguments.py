@@ -2,15 +2,18 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Options of a training run, in YAML and on the command line: TRL's under TRL's names, and ours."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from trl import ModelConfig, SFTConfig
 
+from ..checkpoint.precision import half_precision_pays
 from ..data.arguments import check_choice
 from .command import CHOICES
 from .refused import check_refused, check_trackers
+from .resume import began_in_bfloat16
 
 
 STAGES: dict[str, dict[str, Any]] = {
@@ -46,16 +49,20 @@ BOTH_STAGES: dict[str, Any] = {
 }
 """Defaults of both stages."""
 
+WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
+"""Schedules of transformers that ignore `warmup_steps`."""
+
 
 @dataclass
 class NormAlignConfig(SFTConfig):
     """TRL's `SFTConfig`, with the stage, the arm, a learning rate for each module, samples and probes.
 
-    Rows longer than `max_length` are dropped, never truncated. Labels are on assistant turns alone.
+    Rows longer than `max_length` are dropped, never truncated. Labels are on assistant turns alone. Unless `bf16` or
+    `fp16` is given, steps are in bfloat16 where this machine is fast in it ([`half_precision_pays`]).
 
     Raises:
-        ValueError: a learning rate is negative, nothing is trained, or an option would put image tokens into the
-            labels.
+        ValueError: a learning rate is negative, nothing is trained, warm-up is given to a schedule that has none, or
+            an option would put image tokens into the labels.
     """
 
     stage: Literal["align", "tune"] | None = field(
@@ -99,6 +106,14 @@ class NormAlignConfig(SFTConfig):
     )
     weight_decay: float = field(default=None, metadata={"help": "Weight decay; never of gain, biases, norms."})  # type: ignore[assignment]
     seed: int = field(default=None, metadata={"help": "Random seed."})  # type: ignore[assignment]
+    bf16: bool | None = field(
+        default=None,
+        metadata={
+            "nargs": "?",
+            "const": True,
+            "help": "Whether to multiply in bfloat16. Default: what the resumed run did, else if it is fast here.",
+        },
+    )
     router_aux_loss_coef: float | None = field(default=0.0, metadata={"help": "Always 0 here."})
     max_length: int | None = field(
         default=2048, metadata={"help": "Rows with more tokens, image tokens included, are dropped and counted."}
@@ -171,11 +186,21 @@ class NormAlignConfig(SFTConfig):
         if self.tokens_per_device:
             self.per_device_train_batch_size = 1  # in whose place it is
         defaults = {**BOTH_STAGES, **STAGES[self.stage]} if self.stage else {}
+        if self.lr_scheduler_type in WITHOUT_WARMUP:
+            if self.warmup_steps:
+                schedule = WITHOUT_WARMUP[WITHOUT_WARMUP.index(self.lr_scheduler_type)]
+                raise ValueError(
+                    f"warmup_steps is {self.warmup_steps:g}, but lr_scheduler_type {schedule} has no warm-up. Leave "
+                    "warmup_steps out, or choose another schedule, such as constant_with_warmup."
+                )
+            self.warmup_steps = 0  # in place of the stage's
         for name in ("learning_rate", "per_device_train_batch_size", "global_batch_size", *BOTH_STAGES):
             if getattr(self, name) is None:
                 default = SFTConfig.__dataclass_fields__[name].default if name != "global_batch_size" else None
                 setattr(self, name, defaults.get(name, default))
         self.use_cpu = not torch.accelerator.is_available() if self.use_cpu is None else self.use_cpu
+        if self.bf16 is None and not self.fp16:
+            self._choose_precision()
         super().__post_init__()
         check_refused(self)
         check_trackers(self.report_to)
@@ -204,6 +229,15 @@ class NormAlignConfig(SFTConfig):
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
         self.router_aux_loss_coef = 0.0  # TRL would take it from the language model's configuration
+
+    def _choose_precision(self) -> None:
+        asked = os.environ.get("ACCELERATE_MIXED_PRECISION")  # by a configuration of accelerate
+        began = began_in_bfloat16(self.resume_from_checkpoint, self.output_dir)
+        self.fp16 = asked == "fp16"
+        if asked in ("bf16", "fp16"):
+            self.bf16 = asked == "bf16"
+        else:
+            self.bf16 = half_precision_pays(device="cpu" if self.use_cpu else None) if began is None else began
 
     def _check_packing(self) -> None:
         if self.packing and self.train_sampling_strategy == "batch_rebalance":

@@ -55,6 +55,18 @@ def normalign_config(args: TrainingArguments | None, model: Any) -> NormAlignCon
     return NormAlignConfig(**{**given, **ours})
 
 
+def check_one_gpu(args: TrainingArguments) -> None:
+    """Raises ValueError if this process would divide batches among several GPUs, which TRL refuses after loading.
+
+    It is told from `args.n_gpu`. A model that `device_map` divides is one that TRL trains.
+    """
+    if args.n_gpu > 1 and "device_map" not in (args.model_init_kwargs or {}):
+        raise ValueError(
+            f"This process sees {args.n_gpu} GPUs and trains on one. Show it one with CUDA_VISIBLE_DEVICES=0, or "
+            f"start a process for each: `normalign train RECIPE --accelerate_config ddp --num_processes {args.n_gpu}`."
+        )
+
+
 def model_to_train(
     model: Any, args: NormAlignConfig, quantization_config: Any
 ) -> NormAlignLlavaForConditionalGeneration:

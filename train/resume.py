@@ -5,6 +5,7 @@
 import os
 from pathlib import Path
 
+from ..checkpoint.files import read_json
 from ..checkpoint.names import ADAPTER_CONFIG, TRAINING_RECORD
 from ..errors import Console
 from .checkpoints import checkpoints_in, is_complete, missing_from, newest_complete
@@ -71,3 +72,17 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
         start = f"from {found}" if found else f"from the beginning: {output_dir} holds no complete checkpoint"
         console.print(f"Resuming {start}.")
     return found
+
+
+def began_in_bfloat16(resume: str | bool | None, output_dir: str | os.PathLike | None) -> bool | None:
+    """Whether the run that is resumed multiplies in bfloat16, from the record in its checkpoints; None if unknown.
+
+    Args:
+        resume: The option `resume_from_checkpoint`.
+        output_dir: Folder of the run.
+    """
+    for folder in (Path(str(resume)), *reversed(checkpoints_in(Path(output_dir or "trainer_output")))):
+        options = (read_json(folder / TRAINING_RECORD) or {}).get("options", {})
+        if "bf16" in options:
+            return options["bf16"]
+    return None

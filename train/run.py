@@ -19,6 +19,7 @@ from ..errors import Console
 from .arguments import ModelArguments, NormAlignConfig
 from .collator import ConversationCollator
 from .command import next_command
+from .inputs import check_one_gpu
 from .lock import only_run
 from .model import check_checkpoint
 from .options import accumulation_steps, check_stream, parse
@@ -68,6 +69,7 @@ def _train(
 ) -> Path:
     output = Path(args.output_dir)
     resume = resolve_resume(args.resume_from_checkpoint, output, args.world_size)
+    check_one_gpu(args)
     args.gradient_accumulation_steps = accumulation_steps(args)
     check_stream(data_args.dataset_streaming, args)
     if args.eval_suite:

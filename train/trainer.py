@@ -27,15 +27,17 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTConfig
 
 from ..checkpoint.names import BUILD_RECORD
+from ..checkpoint.precision import warn_if_slow
 from ..checkpoint.provenance import hub_commit, read_beside
 from ..data.images import ImageRules, image_problem
 from ..data.reports import DataReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .adapter import language_adapter, restore_projector
+from .adapter import language_adapter, train_in_float32
 from .callbacks import Measurements
 from .collator import ConversationCollator
 from .depth_probe import CosineProbe
 from .inputs import (
+    check_one_gpu,
     checked_datasets,
     checked_rows,
     model_processor,
@@ -109,6 +111,11 @@ class NormAlignTrainer(SteppingTrainer):
         if peft_config is not None and optimizers[0] is not None:
             raise ValueError("optimizers cannot hold adapters that are created later. Give optimizer_cls_and_kwargs.")
         args = normalign_config(args, model)
+        if getattr(model, "hf_device_map", None) is None:
+            check_one_gpu(args)
+        if args.process_index == 0:
+            for asked in ("bfloat16" if args.bf16 else None, (args.model_init_kwargs or {}).get("dtype")):
+                warn_if_slow(asked, args.device.type)
         args.gradient_accumulation_steps = accumulation_steps(args)
         if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
             args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
@@ -156,9 +163,6 @@ class NormAlignTrainer(SteppingTrainer):
             # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:
             # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
             norm.to_empty(device="cpu")
-        # TRL casts what is trained on a quantized base to bfloat16 (huggingface/trl#7268 spares DoRA's magnitudes).
-        # The gain would be rounded and would not move, so the projector's values are kept and restored.
-        projector = {name: value.clone() for name, value in model.model.multi_modal_projector.state_dict().items()}
         model_init_kwargs = args.model_init_kwargs
         if loaded_here:  # with these, which TRL would report as ignored
             args.model_init_kwargs = quantization_config = None
@@ -187,7 +191,7 @@ class NormAlignTrainer(SteppingTrainer):
             if self.pop_callback(stock):
                 self.add_callback(ProgressLines)
         if peft_config is not None and not is_deepspeed_zero3_enabled():  # ZeRO-3 keeps float32 copies
-            restore_projector(self.model, projector, float32=args.bf16 or args.fp16)
+            train_in_float32(self.model, autocast=args.bf16 or args.fp16)
         freeze(self.model, self.learning_rates)
         self._register_hooks(processing_class)
         if self.is_fsdp_enabled:

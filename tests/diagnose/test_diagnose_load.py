@@ -1,6 +1,7 @@
 """Loading what is to be diagnosed: what it is found to be, in which form it comes, and every error."""
 
 import json
+import shutil
 
 import pytest
 import tiny
@@ -39,6 +40,16 @@ def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(checkpoin
     weights = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).state_dict()
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights[name])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs every checkpoint in its own precision")
+def test_a_checkpoint_in_bfloat16_is_loaded_in_what_the_processor_is_fast_in(checkpoint, tmp_path, processor):
+    model = load(find(str(checkpoint)), dtype="bfloat16")
+    shutil.copytree(checkpoint, tmp_path / "half")
+    model.save_pretrained(tmp_path / "half")
+    for ratio, dtype in ((0.3, torch.bfloat16), (5.0, torch.float32)):
+        processor(ratio)
+        assert load(find(str(tmp_path / "half"))).dtype == dtype
 
 
 def test_dtype(checkpoint):

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import scripted_tasks
 import tiny_parts as parts
+import torch
 import training
 import yaml
 from datasets import Dataset, Features, Image, Value
 from paths import DOCS
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
@@ -194,6 +196,15 @@ def test_a_language_model_alone_is_evaluated_on_text(room, tmp_path):
     language = parts.language(tmp_path / "language")
     done = run(room, tmp_path, "tiny_choice", model=language)
     assert done.results[0].samples == 5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs every checkpoint in its own precision")
+def test_the_precision_that_the_machine_decides_is_one_of_the_settings(room, tmp_path, processor):
+    language = parts.language(tmp_path / "language")
+    AutoModelForCausalLM.from_pretrained(language, dtype=torch.bfloat16).save_pretrained(language)
+    for ratio, dtype in ((5.0, "float32"), (0.3, "auto")):
+        processor(ratio)
+        assert run(room, tmp_path, "tiny_choice", model=language).results[0].settings["dtype"] == dtype
 
 
 def test_the_harness_s_own_command_of_the_page_gives_the_same_answers(room, tmp_path):

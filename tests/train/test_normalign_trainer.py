@@ -26,12 +26,19 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 import normalign_llava
-from normalign_llava import NormAlignConfig, NormAlignLlavaForConditionalGeneration, NormAlignTrainer
+from normalign_llava import (
+    NormAlignConfig,
+    NormAlignLlavaForConditionalGeneration,
+    NormAlignTrainer,
+    half_precision_pays,
+)
 from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.data.arguments import DataArguments
+from normalign_llava.train.arguments import ModelArguments
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.inputs import normalign_config
 from normalign_llava.train.model import base_model, module_of
-from normalign_llava.train.run import main
+from normalign_llava.train.run import main, train
 
 
 pytestmark = pytest.mark.slow
@@ -128,10 +135,51 @@ def test_without_options_it_trains_on_a_cpu_by_trls_defaults(tmp_path, checkpoin
     monkeypatch.chdir(tmp_path)
     trainer = NormAlignTrainer(str(checkpoint), train_dataset=rows(count=2))
     assert trainer.args.use_cpu == (not torch.accelerator.is_available())
-    assert (trainer.args.output_dir, trainer.args.learning_rate, trainer.args.bf16) == ("model-SFT", 2e-5, True)
+    assert (trainer.args.output_dir, trainer.args.learning_rate, trainer.args.bf16) == (
+        "model-SFT",
+        2e-5,
+        half_precision_pays(),
+    )
     before = weights(trainer.model)
     trainer.train()
     assert {module_of(name) for name in moved(before, trainer.model)} == {"vision", "projector", "norm", "language"}
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "bf16"),
+    [
+        (NormAlignConfig, {}, None),
+        (NormAlignConfig, {"bf16": True}, True),
+        (SFTConfig, {}, True),  # TRL's default
+        (SFTConfig, {"bf16": False, "model_init_kwargs": {"dtype": torch.bfloat16}}, False),
+    ],
+)
+def test_bfloat16_that_was_asked_for_is_obeyed_with_one_line_where_it_is_slow(
+    tmp_path, model, processor, caplog, make, given, bf16
+):
+    plain = {name: value for name, value in SHORT.items() if name != "bf16"}
+    for ratio in (0.3, 5.0):
+        processor(ratio)
+        caplog.clear()
+        trainer = NormAlignTrainer(model, make(str(tmp_path), **plain, **given), train_dataset=rows(count=2))
+        assert trainer.args.bf16 is (ratio < 1 if bf16 is None else bf16)
+        assert sum("only emulates it" in line for line in caplog.messages) == (bf16 is not None and ratio > 1)
+
+
+def test_several_gpus_in_one_process_are_refused_before_anything_is_read(tmp_path, model):
+    args = options(tmp_path)
+    args._n_gpu = 2  # where transformers keeps how many this process sees
+    message = "This process sees 2 GPUs.*CUDA_VISIBLE_DEVICES=0.*--accelerate_config ddp --num_processes 2"
+    for start in (str(tmp_path / "nothing"), model):
+        with pytest.raises(ValueError, match=message):
+            NormAlignTrainer(start, args, train_dataset="not rows")
+    with pytest.raises(ValueError, match=message):
+        train(DataArguments(dataset_name="nothing"), args, ModelArguments(model_name_or_path="nothing"))
+    model.hf_device_map = {"model": 0, "lm_head": 1}  # as a model that device_map divides has it
+    for start, kwargs in ((model, None), (str(tmp_path / "nothing"), {"device_map": "auto"})):
+        args.model_init_kwargs = kwargs
+        with pytest.raises((ValueError, TypeError), match="not rows|nothing|train_dataset is a str"):
+            NormAlignTrainer(start, args, train_dataset="not rows")
 
 
 def test_the_command_line_and_python_end_with_the_same_weights_and_record(tmp_path, checkpoint):

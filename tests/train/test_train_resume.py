@@ -16,6 +16,7 @@ import yaml
 from paths import HELPERS
 from safetensors.torch import load_file
 
+from normalign_llava.train.options import parse
 from normalign_llava.train.run import main
 
 
@@ -114,6 +115,19 @@ def test_a_damaged_file_of_a_checkpoint_is_an_error_that_names_the_checkpoint(tm
     damaged.write_bytes(damaged.read_bytes()[:100])
     with pytest.raises(ValueError, match="checkpoint-2 is damaged .* Resume from an earlier checkpoint"):
         main([str(file), "--output_dir", str(output), "--resume_from_checkpoint", "--max_steps", "3"])
+
+
+def test_a_resumed_run_keeps_the_precision_that_it_began_with(tmp_path, parts, processor):
+    processor(0.3)
+    file, output = recipe(tmp_path / "run", parts, bf16=None, max_steps=2), tmp_path / "out"
+    main([str(file), "--output_dir", str(output)])
+    processor(5.0)
+    main([str(file), "--output_dir", str(output), "--resume_from_checkpoint", "--max_steps", "3"])
+    record = json.loads((output / "training.json").read_text())
+    assert (record["options"]["bf16"], record["run"]["autocast"], record["steps_done"]) == (True, "bfloat16", 3)
+    named = ["--output_dir", str(tmp_path / "other"), "--resume_from_checkpoint", str(output / "checkpoint-2")]
+    assert parse([str(file), *named])[1].bf16
+    assert not parse([str(file), *named[:2]])[1].bf16
 
 
 CASES = {

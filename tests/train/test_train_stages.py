@@ -2,9 +2,10 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from transformers import get_scheduler
 from trl import SFTConfig
 
-from normalign_llava.train.arguments import NormAlignConfig
+from normalign_llava.train.arguments import WITHOUT_WARMUP, NormAlignConfig
 from normalign_llava.train.command import RECIPES, recipe_file
 from normalign_llava.train.launch import CONFIGS
 from normalign_llava.train.options import accumulation_steps, parse
@@ -187,7 +188,37 @@ def test_a_global_batch_that_does_not_divide_is_refused(tmp_path, total, each, w
         accumulation_steps(args, world_size=world)
 
 
-def test_bfloat16_is_the_default_also_without_an_accelerator(tmp_path):
-    _, args, _ = parse([*BASE[:4], "--output_dir", str(tmp_path)])
-    assert args.bf16
-    assert args.use_cpu == (not torch.accelerator.is_available())
+@pytest.mark.parametrize(("ratio", "pays"), [(0.3, True), (5.0, False)])
+def test_precision_follows_the_machine_unless_it_is_given(tmp_path, monkeypatch, processor, ratio, pays):
+    processor(ratio)
+    words = [*BASE[:4], "--output_dir", str(tmp_path), "--use_cpu"]
+    _, args, _ = parse(words)
+    assert (args.bf16, args.fp16, args.mixed_precision) == (pays, False, "bf16" if pays else "no")
+    assert NormAlignConfig(str(tmp_path), use_cpu=True).bf16 is pays
+    for given in (True, False):
+        assert (
+            parse([*words, "--bf16", str(given)])[1].bf16 is NormAlignConfig(str(tmp_path), bf16=given).bf16 is given
+        )
+    assert not NormAlignConfig(str(tmp_path), fp16=True).bf16
+    for name in ("bf16", "fp16"):  # in a configuration of accelerate
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", name)
+        _, args, _ = parse(words)
+        assert (args.bf16, args.fp16, args.mixed_precision) == (name == "bf16", name == "fp16", name)
+
+
+def test_without_an_accelerator_the_cpu_trains(tmp_path):
+    assert NormAlignConfig(str(tmp_path)).use_cpu == (not torch.accelerator.is_available())
+
+
+@pytest.mark.parametrize("schedule", WITHOUT_WARMUP)
+def test_a_schedule_without_warm_up_has_none(tmp_path, schedule):
+    more = {"eval_strategy": "steps", "eval_steps": 5}  # for those that follow the loss on held-out rows
+    _, args, _ = options(tmp_path, stage="tune", lr_scheduler_type=schedule, **more)
+    assert args.get_warmup_steps(120) == 0
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    get_scheduler(schedule, optimizer, num_warmup_steps=4, num_training_steps=120)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    with pytest.raises(ValueError, match=f"warmup_steps is 4, but lr_scheduler_type {schedule} has no warm-up"):
+        options(tmp_path, stage="tune", lr_scheduler_type=schedule, warmup_steps=4, **more)
+    _, args, _ = options(tmp_path, stage="tune", lr_scheduler_type="constant_with_warmup")
+    assert args.get_warmup_steps(120) == 4

@@ -21,7 +21,7 @@ from trl import SFTTrainer
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
-from normalign_llava.train.model import base_model, eval_frozen, module_of, projector_norm
+from normalign_llava.train.model import base_model, eval_frozen, load_model, module_of
 
 
 pytestmark = pytest.mark.slow
@@ -276,16 +276,31 @@ def test_under_adapters_the_vision_tower_is_trained_and_saved_in_full_if_it_has_
     assert all(torch.equal(value, merged.state_dict()[name]) for name, value in trained.state_dict().items())
 
 
-def test_under_autocast_the_projector_is_trained_in_float32(tmp_path, checkpoint):
-    for bf16 in (True, False):
-        options = dict(use_peft=True, dtype="bfloat16", bf16=bf16, max_steps=1)
-        trainer = training.trainer(tmp_path / str(bf16), checkpoint, **options)
-        kinds = {
-            n.rpartition("default.")[2]: p.dtype for n, p in trainer.model.named_parameters() if "default.lin" in n
-        }
-        assert set(kinds.values()) == {torch.float32 if bf16 else torch.bfloat16} and len(kinds) == 4
-        assert projector_norm(trainer.model).weight.dtype == torch.float32
-        trainer.train()
+@pytest.mark.parametrize("base", [dict(load_in_4bit=True), dict(load_in_8bit=True), {}], ids=["4", "8", "16"])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_all_that_is_trained_with_adapters_is_float32_and_moves_at_2e_6(tmp_path, checkpoint, base, bf16):
+    options = dict(use_peft=True, dtype="bfloat16", bf16=bf16, learning_rate=2e-6, vision_learning_rate=2e-6, **base)
+    trainer = training.trainer(tmp_path, checkpoint, **options, lr_scheduler_type="constant")
+    before = weights(trainer.model)
+    trained = {name: value for name, value in trainer.model.named_parameters() if value.requires_grad}
+    assert {value.dtype for value in trained.values()} == {torch.float32}
+    stored = load_model(checkpoint, trainer.args)
+    for name, value in stored.model.multi_modal_projector.named_parameters():
+        copied = base_model(trainer.model).model.multi_modal_projector.modules_to_save["default"]
+        assert torch.equal(copied.get_parameter(name), value.bfloat16().float() if "linear" in name else value)
+    trainer.train()
+    names = moved(before, trainer.model)
+    assert names <= trained.keys()
+    for part in (
+        "lora_B",
+        "projector.modules_to_save.default.linear_1",
+        "vision_tower.modules_to_save.default.encoder",
+    ):
+        found = [name for name in names if part in name]
+        assert found, part
+        for name in found:
+            share = (trained[name] != before[name]).float().mean()
+            assert share > 0.5, (name, share)
 
 
 def test_label_smoothing_and_compilation_with_adapters_train(tmp_path, checkpoint):

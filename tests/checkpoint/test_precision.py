@@ -1,0 +1,73 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Whether half precision pays is measured on the processor, once, and remembered for all processes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlavaConfig
+
+from normalign_llava import half_precision_pays
+from normalign_llava.checkpoint.precision import dtype_to_load, seconds_file, warn_if_slow
+
+
+ASK = "from normalign_llava import half_precision_pays; print(half_precision_pays(device='cpu'))"
+
+
+def test_processes_that_start_together_measure_once_and_agree_with_what_is_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path))
+    together = [subprocess.Popen([sys.executable, "-c", ASK], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    answers = [each.communicate(timeout=300)[0].strip() for each in together]
+    (file,) = tmp_path.glob("precision/*.json")
+    seconds = json.loads(file.read_text())
+    assert seconds.keys() == {"float32", "bfloat16", "float16"} and min(seconds.values()) > 0
+    assert answers == [str(seconds["float32"] > 2 * seconds["bfloat16"])] * 2
+    assert file == seconds_file()
+    for name, value in (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("ATEN_CPU_CAPABILITY", "avx2")):
+        monkeypatch.setenv(name, value)
+        assert seconds_file() != file
+
+
+@pytest.mark.parametrize(("ratio", "pays"), [(0.3, True), (0.6, False), (5.0, False)])
+def test_what_is_remembered_decides(processor, ratio, pays):
+    processor(ratio)
+    assert half_precision_pays(device="cpu") == half_precision_pays(torch.float16, "cpu") == pays
+
+
+def test_where_nothing_can_be_written_it_is_measured(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path / "file"))
+    half_precision_pays.cache_clear()
+    assert half_precision_pays(device="cpu") in (True, False)
+    half_precision_pays.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs every checkpoint in its own precision")
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_a_checkpoint_in_half_precision_is_run_in_float32_where_that_is_faster(processor, caplog, stored):
+    config = LlavaConfig(text_config=LlamaConfig(), dtype=stored)
+    processor(0.3)
+    assert dtype_to_load("auto", config) == "auto" and not caplog.records
+    processor(5.0)
+    assert dtype_to_load("auto", config) == "float32"
+    assert "Loading in float32" in caplog.messages[0]
+    assert dtype_to_load("auto", LlavaConfig(dtype=torch.float32)) == dtype_to_load("auto", None) == "auto"
+    assert dtype_to_load(stored, config) == dtype_to_load(stored, config) == stored
+    assert len(caplog.messages) == 2 and "only emulates it" in caplog.messages[1]
+
+
+def test_what_was_asked_for_gets_one_line_where_it_is_slow(processor, caplog):
+    processor(0.3)
+    warn_if_slow("bfloat16", "cpu")
+    processor(5.0)
+    warn_if_slow("float32", "cpu")
+    warn_if_slow(None, "cpu")
+    assert not caplog.records
+    warn_if_slow("bfloat16", "cpu")
+    warn_if_slow("bfloat16", "cpu")
+    assert caplog.messages == [
+        "bfloat16 was asked for, but this machine only emulates it. float32 is faster, in more memory."
+    ]
