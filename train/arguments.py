@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from transformers import SchedulerType
 from trl import ModelConfig, SFTConfig
 
 from ..checkpoint.precision import half_precision_pays
@@ -188,7 +189,7 @@ class NormAlignConfig(SFTConfig):
         defaults = {**BOTH_STAGES, **STAGES[self.stage]} if self.stage else {}
         if self.lr_scheduler_type in WITHOUT_WARMUP:
             if self.warmup_steps:
-                schedule = WITHOUT_WARMUP[WITHOUT_WARMUP.index(self.lr_scheduler_type)]
+                schedule = SchedulerType(self.lr_scheduler_type).value
                 raise ValueError(
                     f"warmup_steps is {self.warmup_steps:g}, but lr_scheduler_type {schedule} has no warm-up. Leave "
                     "warmup_steps out, or choose another schedule, such as constant_with_warmup."
