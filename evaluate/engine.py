@@ -7,7 +7,7 @@ import gc
 import json
 import logging
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
@@ -192,7 +192,7 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
         samples=sum(count["effective"] for count in counts),
         total=sum(count["original"] for count in counts),
         protocol=[*_protocol(config, chat=found["config"]["apply_chat_template"]), *_prompt(found, config)],
-        date=datetime.now(timezone.utc).date().isoformat(),
+        date=datetime.now(UTC).date().isoformat(),
         versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
         weights=weights,
         settings=settings,

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import space_parts
@@ -13,6 +14,7 @@ from gradio_client import Client, handle_file
 from hub_server import HubServer
 from huggingface_hub import SpaceCard
 from packaging.requirements import Requirement
+from paths import ROOT
 
 from normalign_llava.hub_cards.space import GRADIO_VERSION, space_files
 
@@ -135,9 +137,12 @@ def test_requirements_name_what_the_program_imports():
     assert "demo" in imported["app.py"]
     imported["app.py"].remove("demo")
     others = set().union(*imported.values()) - sys.stdlib_module_names
-    required = {Requirement(line).name for line in files["requirements.txt"].decode().splitlines()}
+    lines = {Requirement(line).name: line for line in files["requirements.txt"].decode().splitlines()}
     provides = {"PIL": "pillow", "gradio": None}  # gradio comes with the Space itself: sdk_version
-    assert required == {provides.get(name, name) for name in others} - {None}
+    assert set(lines) == {provides.get(name, name) for name in others} - {None}
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    bounds = {Requirement(line).name: line for line in package}
+    assert all(lines[name].startswith(bounds[name]) for name in set(lines) & set(bounds))
 
 
 @pytest.fixture
