@@ -7,7 +7,9 @@ TORCH := torch==2.13.0
 # What a file of tests makes for all of them is made once.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-fast lint benchmark benchmark-gpu clean
+LOWEST := $(VENV)/lowest
+
+.PHONY: quickstart test test-fast test-lowest lint benchmark benchmark-gpu clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/normalign quickstart
@@ -17,6 +19,11 @@ test: $(VENV)/.dev
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 $(BY_FILE) -m "not slow"
+
+# On the lower bounds of pyproject.toml, all but torch's: docs/contributing.md says why.
+test-lowest: $(LOWEST)/.dev
+	$(LOWEST)/bin/python -m pytest -q -n 2 $(BY_FILE) -m "not slow"
+	$(LOWEST)/bin/python -m pytest -q tests/architecture/test_remote_code.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -40,6 +47,14 @@ $(VENV)/.quickstart: pyproject.toml
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.quickstart
 	$(BIN)/pip install -q -e .[dev]
+	touch $@
+
+# uv keeps what is installed and fits: torch alone, without what it needs.
+$(LOWEST)/.dev: pyproject.toml
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(LOWEST)/bin/pip install -q --no-deps $(TORCH)
+	$(LOWEST)/bin/pip install -q uv
+	$(LOWEST)/bin/uv pip install -q --python $(LOWEST) --resolution lowest-direct -e .[dev]
 	touch $@
 
 clean:
