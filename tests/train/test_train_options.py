@@ -27,7 +27,8 @@ def config(folder, **options) -> NormAlignConfig:
 
 def test_the_page_says_of_every_option_of_trl_what_becomes_of_it():
     said = documented("What becomes of `SFTConfig`'s options")
-    assert said.keys() == {field.name for field in dataclasses.fields(SFTConfig)}
+    later = {name for name, text in said.items() if "from transformers" in text}
+    assert said.keys() - later <= {field.name for field in dataclasses.fields(SFTConfig)} <= said.keys()
     assert {name for name, text in said.items() if text.startswith("refused")} == REFUSED.keys()
     assert all(text.startswith(("TRL", "here", "refused")) for text in said.values())
 
