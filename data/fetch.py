@@ -62,7 +62,7 @@ def unpack(part: Part, cache: Path | None = None) -> Path:
                 wheel.extractall(staging, [m for m in wheel.namelist() if _wanted(part, m)])
         else:
             with tarfile.open(archive) as tarball:
-                # Python before 3.10.12 and 3.11.4, such as Debian 12's, has no filters; the checksum is known
+                # Python before 3.11.4, such as Debian 12's, has no filters; the checksum is known
                 tarball.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
                 tarball.extractall(staging, [m for m in tarball if _wanted(part, m.name)])
     return folder
