@@ -9,7 +9,6 @@ in full. Any option of TRL's GRPOConfig and ModelConfig can be given.
 """
 
 from datasets import load_dataset
-from normalign_llava import half_precision_pays
 from trl import (
     GRPOConfig,
     GRPOTrainer,
@@ -19,6 +18,8 @@ from trl import (
     get_peft_config,
     get_quantization_config,
 )
+
+from normalign_llava import half_precision_pays
 
 
 def correct(completions, answer, **kwargs):

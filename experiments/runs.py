@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> 
     history = [entry for each in (aligned, tuned) for entry in read_json(each / STATE)["log_history"]]
     record = read_json(tuned / TRAINING_RECORD)
     result |= {
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": datetime.now(UTC).date().isoformat(),
         "data": data_hash(data),
         "multiplier": multiplier,
         "curves": {"stage1": curve(aligned), "stage2": curve(tuned)},
