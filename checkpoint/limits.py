@@ -11,8 +11,8 @@ from pathlib import Path
 MAX_IMAGE_BYTES = 256 * 2**20
 """Bytes of one encoded image."""
 
-MAX_TABLE_BYTES = 8 * 2**30
-"""Uncompressed bytes of one parquet file, unless its size on the disk explains them."""
+MAX_TABLE_BYTES = 2**30
+"""Bytes that the rows of parquet files may take, unless the size of the files explains them."""
 
 TEMPLATE_BYTES = 2**30
 """Memory that rendering a chat template may take; ordinary ones take kilobytes."""

@@ -3,16 +3,18 @@
 """Opening a data set: files of rows, a folder of images, or anything that `datasets` reads."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_dataset_builder, load_from_disk
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset_builder, load_from_disk
 from datasets.exceptions import DatasetGenerationError
+from datasets.packaged_modules.parquet.parquet import Parquet
 
 from ..checkpoint.find import is_hub_id
+from ..checkpoint.limits import MAX_TABLE_BYTES
 from ..checkpoint.provenance import hub_dataset
 from ..checkpoint.untrusted import is_inside
 from .arguments import FILES, DataArguments, DataSource
@@ -20,6 +22,10 @@ from .files import METADATA, READERS, files_of_folder, images_of_folder, rows_of
 from .images import ImageRules
 
 
+MAX_EXPANSION = 100
+"""How many times the bytes of parquet files their rows may take, beyond `MAX_TABLE_BYTES`."""
+
+_PARQUET_ROWS = 100  # read together; a row group, as by default, may become any size in memory
 _REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 'no'."
 
 
@@ -156,16 +162,39 @@ def _load(source: DataSource, streaming: bool) -> Dataset | IterableDataset:
     is_file = (path := Path(source.path)).is_file()
     words = ("parquet",) if is_file else (source.path, source.name)
     files: dict[str, Any] = {"data_dir": source.data_dir, "data_files": source.path if is_file else source.data_files}
+    builder = load_dataset_builder(*words, **files)
     if path.is_dir() and not source.data_files:
-        named = load_dataset_builder(*words, **files).config.data_files or {}
+        named = builder.config.data_files or {}
         _check_inside(path / (source.data_dir or ""), [file for split in named.values() for file in split])
-    return load_dataset(
-        *words,
-        **files,
-        split=source.split,
-        streaming=streaming,
-        verification_mode="no_checks",  # cards are often wrong about the number of rows; they are counted here
-    )
+    if isinstance(builder, Parquet):
+        builder.config.batch_size = _PARQUET_ROWS
+    if streaming:
+        return builder.as_streaming_dataset(source.split)
+    if isinstance(builder, Parquet):
+        builder._generate_tables = _limited(builder._generate_tables)
+    # Cards are often wrong about the number of rows; they are counted here.
+    builder.download_and_prepare(verification_mode="no_checks")
+    return builder.as_dataset(source.split)
+
+
+def _limited(tables: Callable[..., Iterator[tuple[Any, pyarrow.Table]]]) -> Callable:
+    """The tables of parquet files, which `datasets` writes to its cache, up to a limit.
+
+    A file says nothing of the size of its rows that could be trusted: one long value may be repeated a million times.
+    """
+
+    def limited(files: list[str], **options: Any) -> Iterator[tuple[Any, pyarrow.Table]]:
+        size, taken = sum(os.path.getsize(file.rpartition("::")[2]) for file in files), 0
+        for key, table in tables(files, **options):
+            taken += table.nbytes
+            if taken > max(MAX_TABLE_BYTES, MAX_EXPANSION * size):
+                raise ValueError(
+                    f"its rows take more than {taken / 2**30:.1f} GiB of {size:,} bytes in parquet files. If that is "
+                    "meant, save the data with save_to_disk of `datasets`"
+                )
+            yield key, table
+
+    return limited
 
 
 def _saved(folder: Path, split: str) -> Dataset:

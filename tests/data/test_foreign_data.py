@@ -4,12 +4,16 @@ import json
 import os
 import shutil
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 import train_data
 from datasets import Dataset, DatasetDict
 from train_data import llava, write_json
 
 from normalign_llava.checkpoint.provenance import licence_of
+from normalign_llava.data import sources
 from normalign_llava.data.arguments import DataSource
 from normalign_llava.data.files import files_of_folder
 from normalign_llava.data.sources import open_source
@@ -41,6 +45,21 @@ def test_a_card_cannot_have_files_elsewhere_read(tmp_path, private, path):
     files = {"config_name": "default", "data_files": [{"split": "train", "path": path.format(private=private)}]}
     (tmp_path / "data" / "README.md").write_text(f"---\nconfigs: {json.dumps([files])}\n---\n")
     assert "private/rows.parquet read, which is not in the folder" in refused(tmp_path / "data")
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_value_that_parquet_repeats_does_not_fill_the_disk(tmp_path, monkeypatch, is_folder):
+    """4 kB of file, and 400 MB of rows."""
+    monkeypatch.setattr(sources, "MAX_TABLE_BYTES", 2**20)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    values = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 10_000, pyarrow.int32()), ["x" * 40_000])
+    (tmp_path / "data").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"question": values}), tmp_path / "data" / "rows.parquet")
+    assert (tmp_path / "data" / "rows.parquet").stat().st_size < 10_000
+    path = tmp_path / "data" if is_folder else tmp_path / "data" / "rows.parquet"
+    with pytest.raises(ValueError, match=r"its rows take more than 0\.0 GiB of [\d,]+ bytes in parquet files"):
+        open_source(DataSource(str(path)), False)
+    assert list((tmp_path / "cache").iterdir()) and not list((tmp_path / "cache").rglob("*.arrow"))
 
 
 @pytest.mark.parametrize("how", ["relative", "absolute", "link"])
