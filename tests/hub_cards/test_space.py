@@ -348,6 +348,41 @@ def test_no_address_is_fetched_for_a_image(url):
             listener.accept()
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "LOCALHOST"}, 200),
+        ({"Host": "[::1]:7860", "Origin": "http://[::1]:7860"}, 200),
+        ({"Host": "localhost:9000", "Origin": "https://localhost:9000"}, 200),  # a forwarded port
+        ({"Host": "evil.com"}, 403),
+        ({"Host": "localhost.evil.com", "Origin": "http://localhost.evil.com"}, 403),
+        ({"Host": "127.0.0.1@evil.com"}, 403),
+        ({"Host": ""}, 403),
+        ({"Origin": "https://evil.com"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "localhost:7860", "Origin": "http://localhost:8000"}, 403),
+    ],
+)
+def test_other_pages_of_the_browser_are_refused(url, headers, status):
+    files = {"files": ("image.png", b"0")}
+    assert httpx.get(url, headers=headers).status_code == status
+    assert httpx.post(f"{url}gradio_api/upload", files=files, headers=headers).status_code == status
+
+
+def test_a_space_is_answered_under_its_own_name(monkeypatch):
+    monkeypatch.setenv("SPACE_ID", "user/my-model-demo")
+    with gr.Blocks(analytics_enabled=False) as app:
+        gr.Markdown("hello")
+    port = space_parts.free_port()
+    demo.launch(app, server_port=port, prevent_thread_lock=True, quiet=True)
+    name = {"Host": "user-my-model-demo.hf.space", "Origin": "https://user-my-model-demo.hf.space"}
+    try:
+        assert httpx.get(f"http://127.0.0.1:{port}/", headers=name).status_code == 200
+    finally:
+        app.close()
+
+
 def test_a_file_that_is_too_large_is_not_taken(url, uploads):
     for size, status in ((19 * 2**20, 200), (21 * 2**20, 413)):
         files = {"files": ("image.png", b"0" * size)}

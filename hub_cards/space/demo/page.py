@@ -2,9 +2,15 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The page, and its server."""
 
+import os
+import re
 from typing import Any
 
 import gradio as gr
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .asking import Asker
 from .figures import show_layer
@@ -19,6 +25,8 @@ WAITING = 20
 KEPT = 3600
 """Seconds for which images and measurements are kept."""
 FIGURE: dict[str, Any] = {"interactive": False, "format": "png", "show_label": False, "buttons": ["fullscreen"]}
+LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
+"""This computer as its own browser names it, with or without a port."""
 CSS = """
 .gradio-container { max-width: 1180px !important; margin: 0 auto !important; }
 #figures img { background: white; }
@@ -116,8 +124,35 @@ def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_to
     return app
 
 
+class OwnPage:
+    """Middleware that answers the page itself and programs, for a server that only this computer reaches.
+
+    Other pages in the same browser reach it too: by its address, which `Origin` tells, or by a name of theirs that
+    leads to it (DNS rebinding), which `Host` tells.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, or refuses it with status 403."""
+        answer: ASGIApp = self._app
+        if scope["type"] != "lifespan":
+            headers = Headers(scope=scope)
+            host, origin = headers.get("host", ""), headers.get("origin")
+            if not LOCAL.fullmatch(host) or origin and origin.partition("://")[2] != host:
+                answer = PlainTextResponse("Open the page as http://localhost with its port.", 403)
+        await answer(scope, receive, send)
+
+
 def launch(app: gr.Blocks, **options: Any) -> None:
-    """Serves the page and nothing else: no tunnel, no telemetry, no font or script from elsewhere."""
+    """Serves the page and nothing else: no tunnel, no telemetry, no font or script from elsewhere.
+
+    Where it listens for this computer alone, as it does by default but in a Space, other pages are refused: see
+    [`OwnPage`].
+    """
+    name = options.get("server_name") or os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1")
+    is_local = "SPACE_ID" not in os.environ and LOCAL.fullmatch(name)
     plain, mono = gr.themes.Font("system-ui"), gr.themes.Font("ui-monospace")
     theme = gr.themes.Default(
         primary_hue="blue",
@@ -133,5 +168,6 @@ def launch(app: gr.Blocks, **options: Any) -> None:
         run_history=False,
         footer_links=["api", "gradio"],
         max_file_size=MAX_FILE,
+        app_kwargs={"middleware": [Middleware(OwnPage)] if is_local else []},
         **options,
     )
