@@ -18,6 +18,7 @@ from .notices import hide_notices
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = "float32, bfloat16 or float16"
+AGAIN = "Run the same command again: it resumes where it stopped."
 DtypeOption = Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the checkpoint's), {DTYPES}.")]
 In4BitOption = Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
@@ -205,7 +206,7 @@ def train(
 
     if not context.args or {"-h", "--help"} & set(context.args):
         return show_help()
-    with errors_for_people():
+    with errors_for_people(stopped="" if accelerate_config else "Nothing was trained."):
         if "--help-all" in context.args:
             from .train.options import option_parser
 
@@ -220,11 +221,7 @@ def train(
         else:
             from .train.run import main
 
-            try:
-                main(context.args)
-            except KeyboardInterrupt:
-                Console(stderr=True).print("Stopped. Resume from the newest checkpoint with --resume_from_checkpoint.")
-                raise typer.Exit(130) from None
+            main(context.args)
 
 
 @app.command()
@@ -286,7 +283,7 @@ def evaluate(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Evaluate a model on benchmarks with lm-evaluation-harness. Finished tasks are skipped the next time."""
-    with errors_for_people(extra="evaluate"):
+    with errors_for_people(extra="evaluate", stopped=f"Finished tasks are kept. {AGAIN}"):
         from .checkpoint.find import find_model
 
         find_model(model)
@@ -364,7 +361,7 @@ def diagnose(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure norms, rotation and attention of any vision-language model, as the paper does, and write a report."""
-    with errors_for_people(extra="qlora"):
+    with errors_for_people(extra="qlora", stopped="Nothing was written."):
         from .checkpoint.find import find_model
 
         for each in filter(None, (model, against)):
@@ -372,15 +369,11 @@ def diagnose(
 
         from .diagnose.run import diagnose as measure
 
-        try:
-            done = measure(
-                model, against=against, data=data, image_folder=image_folder, samples=samples, output=output,
-                batch_size=batch_size, seed=seed, dtype=dtype, load_in_4bit=load_in_4bit,
-                trust_remote_code=trust_remote_code, name=name, against_name=against_name,
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            Console(stderr=True).print("Stopped. Nothing was written.")
-            raise typer.Exit(130) from None
+        done = measure(
+            model, against=against, data=data, image_folder=image_folder, samples=samples, output=output,
+            batch_size=batch_size, seed=seed, dtype=dtype, load_in_4bit=load_in_4bit,
+            trust_remote_code=trust_remote_code, name=name, against_name=against_name,
+        )  # fmt: skip
     console = Console()
     for sentence in [*done.verdict, *done.report.left_out]:
         console.print(sentence)
@@ -398,14 +391,10 @@ def quickstart(
     seed: Annotated[int, typer.Option(help="Seed of data, initial weights and training.")] = 0,
 ) -> None:
     """Fetch real parts and data, build, train, evaluate and diagnose a small model: minutes on two CPU cores."""
-    with errors_for_people(extra="quickstart"):
+    with errors_for_people(extra="quickstart", stopped=AGAIN):
         from .quickstart.run import Settings, run_quickstart
 
-        try:
-            run_quickstart(output, Settings.seeded(seed), full_baseline=full_baseline)
-        except KeyboardInterrupt:
-            Console(stderr=True).print("Stopped. Run the same command again: it resumes where it stopped.")
-            raise typer.Exit(130) from None
+        run_quickstart(output, Settings.seeded(seed), full_baseline=full_baseline)
 
 
 @app.command()
@@ -459,7 +448,8 @@ def publish(
 ) -> None:
     """Check a checkpoint, send it to the Hub in one commit, and load it from there in a clean process."""
     console = Console()
-    with errors_for_people():
+    stopped = "The branch is unchanged or complete. Run the command again: it sends the rest, and verifies."
+    with errors_for_people(stopped=stopped):
         from .checkpoint.find import check_folder, check_repo_id
 
         check_repo_id(repo_id)
@@ -472,17 +462,11 @@ def publish(
 
         if not sys.stderr.isatty():
             disable_progress_bars()
-        try:
-            done = send(
-                checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, space=space,
-                as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run,
-                check_loading=not no_verify, notify=lambda text: console.print(text, soft_wrap=True),
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            Console(stderr=True).print(
-                "Stopped. The branch is unchanged or complete. Run the command again: it sends the rest, and verifies."
-            )
-            raise typer.Exit(130) from None
+        done = send(
+            checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, space=space,
+            as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run, check_loading=not no_verify,
+            notify=lambda text: console.print(text, soft_wrap=True),
+        )  # fmt: skip
     console.print(*(unsent_tables(done, repo_id) if dry_run else [summary(done, repo_id)]), sep="\n", soft_wrap=True)
 
 

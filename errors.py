@@ -2,9 +2,18 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Output of commands: foreign text cannot control the terminal; an error is one sentence and exit status 1."""
 
+import json
+import os
+import shlex
+import signal
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from types import FrameType
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import rich.console
 import typer
@@ -35,15 +44,30 @@ def _is_shown(character: str) -> bool:
     return unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
+class Terminated(SystemExit):
+    """SIGTERM. What the command has begun and not finished is removed, and it ends with status 143."""
+
+
 @contextmanager
-def errors_for_people(extra: str | None = None) -> Iterator[None]:
+def errors_for_people(extra: str | None = None, stopped: str = "") -> Iterator[None]:
     """Prints errors that a user can fix as a message without a traceback, and exits with status 1.
+
+    Ctrl-C and SIGTERM end the block too, with the words "Stopped." and status 130 or 143.
 
     Args:
         extra: The extra of this package that a missing module belongs to.
+        stopped: What to say of a command that was stopped, unless the exception has notes of it.
     """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, _stop)
     try:
         yield
+    except (KeyboardInterrupt, Terminated) as error:
+        if os.environ.get("RANK", "0") == "0":
+            Console(stderr=True).print("Stopped.", *getattr(error, "__notes__", [stopped]), soft_wrap=True)
+        raise typer.Exit(143 if isinstance(error, Terminated) else 130) from None
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         remedy = f". {install(extra)}" if extra and isinstance(error, ModuleNotFoundError) else ""
         message = f"{error}{remedy}"
@@ -51,8 +75,41 @@ def errors_for_people(extra: str | None = None) -> Iterator[None]:
         console.print("Error:", style="bold red", end=" ")
         console.print(message, soft_wrap=True)  # paths stay whole
         raise typer.Exit(1) from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would interrupt the removal of what is unfinished
+    if number == signal.SIGINT:
+        signal.default_int_handler(number, frame)
+    raise Terminated(128 + number)
+
+
+def check_installed(module: str, extra: str, what: str) -> None:
+    """Raises ImportError, which names the extra, if `what` needs a module that is not installed."""
+    if find_spec(module) is None:
+        raise ImportError(f"{what} needs the package {module}, which is not installed. {install(extra)}.")
 
 
 def install(extra: str) -> str:
-    """How to install an extra of this package, which is not on PyPI: from its checkout."""
-    return f"Install it in the checkout of this package: pip install '.[{extra}]'"
+    """How to install an extra of this package, which is not on PyPI: from where the package was installed."""
+    origin = direct_url()
+    url, commit = origin.get("url", ""), origin.get("vcs_info", {}).get("commit_id")
+    folder = unquote(urlsplit(url).path)
+    if commit:
+        return f"Install it: pip install {shlex.quote(f'normalign-llava[{extra}] @ git+{url}@{commit}')}"
+    if "dir_info" in origin and os.path.isdir(folder):
+        editable = "-e " if origin["dir_info"].get("editable") else ""
+        return f"Install it: pip install {editable}{shlex.quote(f'{folder}[{extra}]')}"
+    git = f"'normalign-llava[{extra}] @ git+URL' with the URL of its repository"
+    return f"Install it: pip install '.[{extra}]' in a checkout of this package, or pip install {git}"
+
+
+def direct_url() -> dict[str, Any]:
+    """Where pip installed this package from, as it recorded it (PEP 610); empty if that is not known."""
+    try:
+        return json.loads(distribution("normalign-llava").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return {}

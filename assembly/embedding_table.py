@@ -23,6 +23,7 @@ from ..checkpoint.find import hub_model
 from ..checkpoint.loading import AGAIN, loading
 from ..checkpoint.names import INDEX, PICKLES, WEIGHTS
 from ..checkpoint.untrusted import check_files, check_inside, json_object, shards
+from ..errors import check_installed
 from ..modeling_normalign_llava import embedding_row_norms
 
 
@@ -172,10 +173,9 @@ def _safetensors(model: str, weights: str, open_file: Opener) -> tuple[str, Tens
 
 
 def _gguf(path: Path) -> EmbeddingRows:
-    try:
-        from gguf import GGUFReader, dequantize
-    except ImportError as error:
-        raise ImportError(f"Reading {path} needs the package gguf: `pip install gguf`.") from error
+    check_installed("gguf", "gguf", f"Reading {path}")
+    from gguf import GGUFReader, dequantize
+
     with loading(str(path)):
         reader = GGUFReader(path)
     tensor = next((tensor for tensor in reader.tensors if tensor.name == "token_embd.weight"), None)

@@ -24,6 +24,7 @@ from ..checkpoint.loading import loading
 from ..checkpoint.names import ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
 from ..checkpoint.untrusted import check_files, check_weights
 from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..errors import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter_settings import adapter_config, quantization_of_base, training_record
 from .build import torch_dtype
@@ -95,6 +96,8 @@ def merge_adapter(
     peft_config = adapter_config(adapter)
     record = training_record(adapter)
     quantization = quantization_of_base(adapter, record, base_quantization)
+    if quantization:
+        check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
     named = peft_config.base_model_name_or_path
     base = base or named
     if not base:

@@ -8,7 +8,6 @@ import platform
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from ..assembly.build import torch_dtype
 from ..checkpoint.files import replaced_folder
 from ..data.questions import Sample
-from ..errors import Console, escaped
+from ..errors import Console, check_installed, escaped
 from .data import Samples, batches, image_batches, load_samples
 from .figures.draw import draw
 from .findings import findings
@@ -104,8 +103,8 @@ def diagnose(
     torch_dtype(dtype)  # for its error
     if batch_size < 1:
         raise ValueError(f"The batch size is {batch_size}; it must be at least 1.")
-    if load_in_4bit and find_spec("bitsandbytes") is None:
-        raise ModuleNotFoundError("Quantizing to 4 bits needs bitsandbytes, which is not installed")
+    if load_in_4bit:
+        check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
     found = [find(each, trust_remote_code=trust_remote_code) for each in (model, against) if each is not None]
     if data is not None and all(each.kind == "language model" for each in found):
         raise ValueError(f"{found[0].name} is a language model alone, which takes no images. Leave {data!r} out.")

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..checkpoint.precision import dtype_to_load
 from ..diagnose.load import find
-from ..errors import Console
+from ..errors import Console, check_installed
 from .engine import SEED, as_lm, chosen_tasks, run_task, save, summarized
 from .results import FOLDER, SUMMARY, Evaluation, read_evaluations, weights_hash
 
@@ -74,6 +74,8 @@ def evaluate(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if include_path and not include_path.is_dir():
         raise ValueError(f"{include_path} is no folder with task files.")
+    if load_in_4bit:
+        check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
     chosen, manager = chosen_tasks(suites, tasks, include_path, limit)
     found = find(model, trust_remote_code=trust_remote_code)
     folder = Path(found.source) if Path(found.source).is_dir() else None

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from normalign_llava import __version__
 from normalign_llava.cli import app
+from normalign_llava.errors import install
 from normalign_llava.train.command import OPTIONS
 from normalign_llava.train.options import option_parser
 
@@ -152,6 +153,25 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
         assert each["status"] in (1, 2) and expected in each["said"], (words, each)
         assert not each["heavy"], (words, each["heavy"])
     assert not (tmp_path / "x").exists() and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "package", "extra"),
+    [
+        (["--load_in_4bit"], "bitsandbytes", "qlora"),
+        (["--load-in-8bit", "true"], "bitsandbytes", "qlora"),
+        (["--deepspeed", "zero.json"], "deepspeed", "deepspeed"),
+        (["--accelerate_config", "zero3"], "deepspeed", "deepspeed"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch, words, package, extra):
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")  # which cannot be loaded
+    done = invoke("train", "--model_name_or_path", tmp_path / "model", "--dataset_name", "no/data", *words)
+    needed = f"{words[-1] if 'zero3' in words else words[0][2:].replace('-', '_')} needs the package {package}, "
+    assert done.exit_code == 1 and done.stderr == f"Error: {needed}which is not installed. {install(extra)}.\n"
+    assert invoke("train", "--load_in_4bit", "false").stderr.startswith("Error: Give the checkpoint")
 
 
 def test_names_in_errors_are_not_broken_into_lines(tmp_path):

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from ..checkpoint.find import find_checkpoint
 from ..data.arguments import DataArguments, DataSource
+from ..errors import check_installed
 from .refused import REFUSED, check_flags
 
 
@@ -33,6 +34,13 @@ CHOICES = {
     "bad_steps": ("stop", "skip"),
 }
 """Choices of our own options, checked before TRL is imported."""
+
+PACKAGES = {
+    "load_in_4bit": ("bitsandbytes", "qlora"),
+    "load_in_8bit": ("bitsandbytes", "qlora"),
+    "deepspeed": ("deepspeed", "deepspeed"),
+}
+"""Options that need a package, and the extra that has it."""
 
 OPTIONS = {
     "Checkpoint": {
@@ -120,12 +128,13 @@ def check_words(words: Sequence[str]) -> None:
     Raises:
         ValueError: The recipe, the checkpoint or the data is not given or does not exist, an option is out of range
             or refused, or a token is given.
+        ImportError: An option needs a package that is not installed.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("config", "model_name_or_path", "model_revision", "hub_token", *DATA):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
     flags = [name for name in REFUSED if name != "assistant_only_loss"]
-    for name in (*CHOICES, *flags):
+    for name in (*CHOICES, *PACKAGES, *flags):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
     given, _ = parser.parse_known_args(with_recipe_file(words))
     if given.hub_token:
@@ -138,6 +147,9 @@ def check_words(words: Sequence[str]) -> None:
     for name, values in CHOICES.items():
         if (value := options.get(name)) is not None and value not in values:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}.")
+    for name, (package, extra) in PACKAGES.items():
+        if str(options.get(name)).lower() not in ("none", "false"):
+            check_installed(package, extra, name)
     check_flags({name: options.get(name) for name in flags})
     for name in ("model_name_or_path", *DATA):
         if not options.get(name) and (close := difflib.get_close_matches(name, options.keys() - vars(given), 1, 0.9)):

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from ..errors import Terminated, check_installed
+from .command import read_recipe
+
 
 CONFIGS = files(__package__) / "accelerate_configs"
 
@@ -30,20 +33,29 @@ def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None
 
     Raises:
         ValueError: The configuration does not exist, or the number of processes is not given.
+        ImportError: It needs DeepSpeed, which is not installed.
     """
     own = {Path(entry.name).stem: str(entry) for entry in CONFIGS.iterdir()}
     file = config if Path(config).is_file() else own.get(config)
     if file is None:
         raise ValueError(f"There is no file {config}, and no configuration of that name: {', '.join(sorted(own))}.")
+    if read_recipe(file).get("distributed_type") == "DEEPSPEED":
+        check_installed("deepspeed", "deepspeed", config)
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing import SignalException
 
     number = [] if processes is None else ["--num_processes", str(processes)]
     os.environ[LAUNCHER] = str(os.getpid())
     words = ["--quiet", "--config_file", file, *number, "-m", "normalign_llava.train", *arguments]
-    launch_command(launch_command_parser().parse_args(words))
+    try:
+        launch_command(launch_command_parser().parse_args(words))
+    except SignalException as error:  # the processes have ended
+        raise (KeyboardInterrupt if error.sigval == signal.SIGINT else Terminated) from None
 
 
 def end_with_launcher() -> None:
     """On Linux, ends this process when the launcher that started it ends, even if that is killed."""
     if sys.platform == "linux" and str(os.getppid()) == os.environ.get(LAUNCHER):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        # Processes that wait for each other outside Python would not notice another signal.
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM if alone else signal.SIGKILL)

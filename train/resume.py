@@ -3,7 +3,10 @@
 """Which checkpoint a run resumes from, so that nothing of an earlier run is lost."""
 
 import os
+import shlex
 from pathlib import Path
+
+from transformers import TrainerCallback
 
 from ..checkpoint.files import read_json
 from ..checkpoint.names import ADAPTER_CONFIG, TRAINING_RECORD
@@ -86,3 +89,33 @@ def began_in_bfloat16(resume: str | bool | None, output_dir: str | os.PathLike |
         if "bf16" in options:
             return options["bf16"]
     return None
+
+
+class StepCounter(TrainerCallback):
+    """Knows the last step that was done, in `step`; None before training."""
+
+    step: int | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Of a resumed run, the checkpoint's step."""
+        self.step = state.global_step
+
+    on_step_end = on_train_begin
+
+
+def after_stop(output_dir: str | os.PathLike, world_size: int, step: int | None) -> str:
+    """What is lost of a run that was stopped after `step`, and how to resume it."""
+    output = Path(output_dir)
+    if not step:
+        return "Nothing was trained."
+    if (read_json(output / TRAINING_RECORD) or {}).get("steps_done") == step:
+        return f"The trained model is complete in {output}."
+    if newest := newest_complete(output, world_size):
+        return (
+            f"Step {step} was done. Resume with the same command and --resume_from_checkpoint "
+            f"{shlex.quote(str(newest))}. What was done since then is lost."
+        )
+    return (
+        f"Step {step} was done. {output} holds no complete checkpoint, so it is lost. Start again with the same "
+        "command; a lower --save_steps saves earlier."
+    )

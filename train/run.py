@@ -15,7 +15,7 @@ from ..checkpoint.names import TRAINING_RECORD
 from ..data.arguments import DataArguments
 from ..data.mixtures import load_data
 from ..data.rows import DroppedRows
-from ..errors import Console
+from ..errors import Console, Terminated
 from .arguments import ModelArguments, NormAlignConfig
 from .collator import ConversationCollator
 from .command import next_command
@@ -25,7 +25,7 @@ from .model import check_checkpoint
 from .options import accumulation_steps, check_stream, parse
 from .packing import check_longest
 from .record import check_same_run, render_options
-from .resume import resolve_resume
+from .resume import StepCounter, after_stop, resolve_resume
 from .suite import suite_tasks
 from .summary import render, render_dropped
 from .trainer import NormAlignTrainer
@@ -44,9 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         ValueError: An option, the checkpoint or the data is wrong; nothing was trained.
         OSError: A checkpoint could not be written; the last complete one remains.
         FloatingPointError: Loss, gradients or weights are not finite; the last complete checkpoint remains.
+        KeyboardInterrupt, Terminated: The run was stopped; a note says what is lost and how to resume.
     """
     data, args, model = parse(arguments)
-    output = train(data, args, model)
+    counter = StepCounter()
+    try:
+        output = train(data, args, model, [counter])
+    except (KeyboardInterrupt, Terminated) as error:
+        error.add_note(after_stop(args.output_dir, args.world_size, counter.step))
+        raise
     if os.environ.get("RANK", "0") == "0":
         command = next_command(output, args.stage, model.use_peft)
         Console().print(f"Written to {output}.\nNext: {command}", soft_wrap=True)

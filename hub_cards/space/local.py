@@ -2,11 +2,10 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The page of a Space, served on this computer for a checkpoint folder."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 from ...checkpoint.find import find_checkpoint
-from ...errors import install
+from ...errors import check_installed
 
 
 def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | None = None) -> None:
@@ -23,8 +22,7 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
         OSError: The port is taken.
     """
     source = find_checkpoint(checkpoint)
-    if find_spec("gradio") is None:
-        raise ImportError(f"The demo needs gradio. {install('demo')}")
+    check_installed("gradio", "demo", "The demo")
     import torch
 
     from ...assembly.parts import load_part

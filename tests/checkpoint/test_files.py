@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import tiny_parts as parts
 
 from normalign_llava.checkpoint.files import finished_file, replaced_folder
 
@@ -20,6 +21,33 @@ def test_a_file_is_written_past_planted_links_with_the_mode_of_any_new_file(tmp_
     assert target.read_text() == "new" and not outside.exists() and not target.is_symlink()
     assert target.stat().st_mode == plain.stat().st_mode
     assert {each.name for each in tmp_path.iterdir()} == {"card.md", f".card.md-{os.getpid()}", "plain"}
+
+
+STOPPED = """
+import signal, sys
+from normalign_llava.cli import app
+
+def stop(event, arguments):
+    if event == "os.mkdir" and "/.out-" in str(arguments[0]) and str(arguments[0]).endswith("/out"):
+        signal.raise_signal(signal.Signals[number])
+
+number = sys.argv.pop(1)
+sys.addaudithook(stop)
+app()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, status", [("SIGTERM", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize("command", ["build", "diagnose"])
+def test_a_command_that_is_stopped_leaves_no_unfinished_folder(prepared, tmp_path, command, number, status):
+    language = parts.language(tmp_path / "language")
+    given = ["--vision", parts.vision(tmp_path / "vision"), "--language", language]
+    before = {path.name for path in tmp_path.iterdir()}
+    words = [*(given if command == "build" else [language]), "--output", tmp_path / "out"]
+    done = prepared.run(["-c", STOPPED, number, command, *words])
+    assert done.returncode == status and done.stderr.splitlines()[-1].startswith("Stopped."), done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
 def test_a_folder_is_replaced_only_when_the_block_ends(tmp_path):

@@ -97,7 +97,11 @@ def test_the_commit_of_code_in_no_checkout_of_its_own_is_what_pip_noted(tmp_path
     package, info = project / "normalign_llava", project / "normalign_llava-0.1.0.dist-info"
     for folder in (package / "checkpoint", info):
         folder.mkdir(parents=True)
-    for name in ("__init__.py", "checkpoint/__init__.py", "checkpoint/names.py", "checkpoint/provenance.py"):
+    for name in (
+        "__init__.py",
+        "errors.py",
+        *(f"checkpoint/{name}.py" for name in ("__init__", "names", "provenance")),
+    ):
         shutil.copyfile(ROOT / name, package / name)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: normalign-llava\nVersion: 0.1.0\n")
     git(tmp_path, "init", "project")

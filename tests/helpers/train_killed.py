@@ -1,4 +1,4 @@
-"""Run by test_train_resume.py: `normalign train`, which kills itself in a step or a save, or waits in a step."""
+"""Run by test_train_resume.py: `normalign train`, which stops itself in a step or a save, or waits in a step."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import normalign_llava.train.run as run
+from normalign_llava.cli import app
 from normalign_llava.train.trainer import NormAlignTrainer
 
 
@@ -18,9 +19,14 @@ when, number = sys.argv[1].split(":")
 class Killed(NormAlignTrainer):
     """Ends as on a machine that is taken away."""
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if number == "start":
+            signal.raise_signal(signal.Signals[when])
+
     def training_step(self, *args, **kwargs):
-        if when == "step" and self.state.global_step == int(number):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if when.startswith("SIG") and str(self.state.global_step) == number:
+            signal.raise_signal(signal.Signals[when])
         if when == "wait" and self.state.global_step == int(number):
             Path(f"{self.args.output_dir}-waiting").touch()
             while not Path(f"{self.args.output_dir}-go-on").exists():
@@ -37,4 +43,4 @@ class Killed(NormAlignTrainer):
 
 torch.set_num_threads(1)
 run.NormAlignTrainer = Killed
-run.main(sys.argv[2:])
+app(["train", *sys.argv[2:]])

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from normalign_llava.assembly.build import build_checkpoint
+from normalign_llava.errors import install
 from normalign_llava.serve import serve
 from normalign_llava.serve.answering import Answer
 from normalign_llava.serve.run import _listening
@@ -222,4 +223,4 @@ serve(sys.argv[1])
 """
     done = subprocess.run([sys.executable, "-c", code, str(checkpoint)], capture_output=True, text=True)
     assert done.returncode and "ImportError: " in done.stderr.splitlines()[-1]
-    assert "in the checkout of this package: pip install '.[serve]'" in done.stderr
+    assert install("serve") in done.stderr

@@ -3,6 +3,7 @@
 import json
 import platform
 import re
+import shlex
 import shutil
 import signal
 import time
@@ -91,7 +92,7 @@ def assert_same(whole: Path, resumed: Path) -> None:
         assert torch.equal(weights_again[name], value), name
 
 
-@pytest.mark.parametrize(("when", "expected"), [("step:5", 4), ("save:4", 2)])
+@pytest.mark.parametrize(("when", "expected"), [("SIGKILL:5", 4), ("save:4", 2)])
 def test_killed_and_resumed_is_as_if_never_stopped(prepared, tmp_path, parts, capfd, when, expected):
     file, whole, stopped = recipe(tmp_path / "run", parts), tmp_path / "whole", tmp_path / "stopped"
     main([str(file), "--output_dir", str(whole)])
@@ -105,6 +106,28 @@ def test_killed_and_resumed_is_as_if_never_stopped(prepared, tmp_path, parts, ca
     assert f"Resuming from {stopped}/checkpoint-{expected}." in said
     assert ("Skipped" in said) == when.startswith("save")
     assert_same(whole, stopped)
+
+
+@pytest.mark.parametrize(
+    ("when", "status", "checkpoint"),
+    [("SIGTERM:5", 143, 4), ("SIGINT:5", 130, 4), ("SIGTERM:1", 143, None), ("SIGINT:start", 130, None)],
+)
+def test_a_stopped_run_says_what_is_lost_and_how_to_resume(prepared, tmp_path, parts, when, status, checkpoint):
+    file, stopped = recipe(tmp_path / "run", parts), tmp_path / "stop ped"
+    done = prepared.run(killed(when, file, stopped))
+    said = done.stderr.splitlines()[-1]
+    assert done.returncode == status and said.startswith("Stopped. "), done.stderr
+    if when.endswith("start"):
+        assert said == "Stopped. Nothing was trained." and not stopped.exists()
+    elif checkpoint is None:
+        assert "Step 1 was done" in said and "no complete checkpoint, so it is lost. Start again" in said
+        assert not (stopped / ".train.lock").exists()
+        main([str(file), "--output_dir", str(stopped), "--max_steps", "2"])
+    else:
+        advice = said[said.index("--resume") : said.index(". What was done")]
+        assert "Step 5 was done" in said and advice.endswith(f"'{stopped / f'checkpoint-{checkpoint}'}'")
+        main([str(file), "--output_dir", str(stopped), "--max_steps", "6", *shlex.split(advice)])
+        assert json.loads((stopped / "trainer_state.json").read_text())["global_step"] == 6
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "model.safetensors"])

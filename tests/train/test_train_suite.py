@@ -14,6 +14,7 @@ import train_data
 import training
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.errors import install
 from normalign_llava.evaluate.run import evaluate
 from normalign_llava.train.run import main
 
@@ -116,4 +117,4 @@ def test_without_the_extra_it_is_named(room, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     said = " ".join(done.stderr.split())
     assert done.returncode == 1 and "Traceback" not in said
-    assert "Error: eval_suite needs the package lm_eval" in said and "pip install '.[evaluate]'" in said
+    assert "Error: eval_suite needs the package lm_eval" in said and install("evaluate") in said
