@@ -124,7 +124,7 @@ class FiniteCheck(TrainerCallback):
         return False
 
     def check_weights(self, model: nn.Module) -> None:
-        """Checks the weights before they are saved. All processes must call it at the same time.
+        """Checks the weights before they are saved. If they are sharded, all processes must call it at the same time.
 
         Raises:
             FloatingPointError: Training made some of them NaN or infinite.
@@ -159,14 +159,18 @@ class FiniteCheck(TrainerCallback):
 
 @torch.no_grad()
 def weights_not_finite(model: nn.Module) -> list[str]:
-    """Names of parameters with values that are NaN or infinite, in this process's shards or another's."""
-    names, finite = [], []
+    """Names of parameters with values that are NaN or infinite, in this process's shards or another's.
+
+    Only sharded weights are compared with other processes: the first process alone may save weights that all have.
+    """
+    names, finite, sharded = [], [], is_deepspeed_zero3_enabled()
     for name, parameter in model.named_parameters():
         shard = parameter.ds_tensor if is_deepspeed_zero3_enabled() else parameter
-        shard = shard.to_local() if isinstance(shard, DTensor) else shard
+        if isinstance(shard, DTensor):
+            shard, sharded = shard.to_local(), True
         if shard.is_floating_point():  # 4-bit weights are packed
             names.append(name)
             finite.append(shard.isfinite().all())
     on_host = torch.stack([each.to(finite[0].device) for each in finite]).tolist()  # waits for the device once
     damaged = [name for name, is_finite in zip(names, on_host, strict=True) if not is_finite]
-    return list(dict.fromkeys(gather_object(damaged)))
+    return list(dict.fromkeys(gather_object(damaged))) if sharded else damaged

@@ -52,6 +52,11 @@ def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> 
             "accelerator_config's split_batches and num_steps would change the rows in an optimizer step. Leave them "
             "out, and set global_batch_size."
         )
+    if own.dispatch_batches:
+        raise ValueError(
+            "accelerator_config's dispatch_batches would deal out the images of a batch as if they were its rows. "
+            "Leave it out: every process reads its own rows."
+        )
     if args.global_batch_size is None:
         return args.gradient_accumulation_steps
     world_size = world_size or args.world_size

@@ -30,7 +30,8 @@ class SavingTrainer(PushingTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves what the Trainer saves, the records of building and training, and in `output_dir` the card.
 
-        With `push_to_hub`, a user's call also pushes `output_dir`, as the Trainer does.
+        With `push_to_hub`, a user's call also pushes `output_dir`, as the Trainer does. Under FSDP and ZeRO-3 all
+        processes must call it, as the Trainer's; otherwise the first one alone may.
 
         Raises:
             OSError: The disk is full, or the Hub or the connection failed.

@@ -166,6 +166,8 @@ class NormAlignTrainer(SteppingTrainer):
         model_init_kwargs = args.model_init_kwargs
         if loaded_here:  # with these, which TRL would report as ignored
             args.model_init_kwargs = quantization_config = None
+        # TRL does so for a stream of training rows alone; held-out rows may be one too.
+        args.accelerator_config.dispatch_batches = False
         # TRL refuses both for images (huggingface/trl#4339).
         (padding_free, packing), args.padding_free, args.packing = (args.padding_free, args.packing), False, False
         super().__init__(

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from datasets import IterableDataset
 from torch.distributed.fsdp import FSDPModule
 
+from normalign_llava.data.rows import FEATURES
 from normalign_llava.train import run
 from normalign_llava.train.model import projector_norm
 from normalign_llava.train.trainer import NormAlignTrainer
@@ -36,7 +38,7 @@ def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
             words = [*words, "--accelerator_config", '{"use_configured_state": true}']
         elif mode in ("zero2", "zero3"):
             words = [*words, "--use_cpu", "false", "--ddp_backend", "gloo"]
-        Watched.breaks = name in ("broken", "bad step")
+        Watched.breaks, Watched.script = name in ("broken", "bad step"), name == "script"
         try:
             run.main(words)
             found = seen(Watched.last)
@@ -48,15 +50,26 @@ def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
 
 
 class Watched(NormAlignTrainer):
-    """What it is trained on is written down; where it `breaks`, the last process meets NaN in step 2."""
+    """What it is trained on is written down; where it `breaks`, the last process meets NaN in step 2.
+
+    In a user's `script`, held-out rows are a stream, training rows are not, and the first process saves alone.
+    """
 
     last: "Watched"
-    breaks = False
+    breaks = script = False
 
     def __init__(self, *args, **kwargs):
+        if self.script:
+            stream = IterableDataset.from_generator(rows_of, features=FEATURES, gen_kwargs={"data": args[4]})
+            args = (*args[:4], stream, *args[5:])
         super().__init__(*args, **kwargs)
         self.batches: list[tuple[int, bool, list]] = []
         Watched.last = self
+
+    def save_state(self):
+        super().save_state()
+        if self.script and self.is_world_process_zero():
+            self.save_model(f"{self.args.output_dir}/alone")
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.batches.append((self.state.global_step, "pixel_values" in inputs, inputs["input_ids"].tolist()))
@@ -68,6 +81,10 @@ class Watched(NormAlignTrainer):
             return super().training_step(model, inputs, num_items_in_batch)
         finally:
             hook.remove()
+
+
+def rows_of(data):
+    yield from data
 
 
 def seen(trainer: Watched) -> dict:

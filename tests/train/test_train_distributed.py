@@ -118,6 +118,7 @@ class Room:
             "packed lora": {**PACKED, **LORA},
             "bad step": {"bad_steps": "skip"},
             "broken": {"save_strategy": "steps", "save_steps": 1},
+            "script": {**untied, "eval_dataset_name": self.data["eval"], **EVALUATED},
             "busy": {},
             "refused": {"global_batch_size": 3},
         }
@@ -223,7 +224,7 @@ def two(room):
     packed = ("packed", "packed resumed", "packed lora")
     names = {
         "ddp": ("busy", "refused", "mixed", "resumed", "lora", "qlora", "grouped", "skipped", "bad step", "broken")
-        + ("grouped epochs", "grouped epochs resumed", *packed),
+        + ("script", "grouped epochs", "grouped epochs resumed", *packed),
         "fsdp2": ("mixed", "resumed", "lora", "bfloat16", "autocast", "bad step", "broken", *packed),
     }
     return lambda mode, zero="mixed": room.runs(mode, *names.get(mode, (zero,)))
@@ -329,6 +330,18 @@ def assert_gain_moved(weights: dict[str, torch.Tensor], dtype: str) -> None:
     gain = next(weight for name, weight in weights.items() if name.endswith("norm.weight") and "projector" in name)
     assert str(gain.dtype) == f"torch.{dtype}"
     assert gain.std() > 1e-4  # it begins with one value in every place
+
+
+def test_held_out_rows_may_be_a_stream_where_training_rows_are_not(one, two):
+    logs = (seen(folder, name, 0)["logs"] for folder, name in ((two("ddp"), "script"), (one, "mixed")))
+    found, expected = ([each["eval_loss"] for each in log if "eval_loss" in each] for log in logs)
+    assert len(found) == 2 and found == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_first_process_alone_may_save_the_model(two):
+    folder = two("ddp") / "script"
+    for name in ("model.safetensors", "config.json"):
+        assert (folder / "alone" / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_length_grouped_batches_have_one_modality_and_the_rows_of_one_process(one, two):

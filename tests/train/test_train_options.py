@@ -64,6 +64,8 @@ def test_other_options_that_would_do_nothing_are_refused_where_they_are_read(tmp
     for change in ({"split_batches": True}, {"gradient_accumulation_kwargs": {"num_steps": 2}}):
         with pytest.raises(ValueError, match="accelerator_config's split_batches and num_steps would change the rows"):
             accumulation_steps(config(tmp_path, global_batch_size=8, accelerator_config=change))
+    with pytest.raises(ValueError, match="accelerator_config's dispatch_batches would deal out the images of a batch"):
+        accumulation_steps(config(tmp_path, accelerator_config={"dispatch_batches": True}))
     for name in ("load_in_4bit", "load_in_8bit"):
         with pytest.raises(ValueError, match=f"{name} needs adapters.*Add --use_peft"):
             ModelArguments(model_name_or_path="model", **{name: True})
