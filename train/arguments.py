@@ -13,6 +13,7 @@ from trl import ModelConfig, SFTConfig
 from ..checkpoint.precision import half_precision_pays
 from ..data.arguments import check_choice
 from .command import CHOICES
+from .deepspeed import check_deepspeed, keep_float32
 from .refused import check_refused, check_trackers
 from .resume import began_in_bfloat16
 
@@ -212,8 +213,10 @@ class NormAlignConfig(SFTConfig):
         if self.padding_free and self.pad_to_multiple_of:
             raise ValueError("pad_to_multiple_of pads, and padding_free leaves no padding. Leave one of them out.")
         check_choice(self, "bad_steps", CHOICES["bad_steps"])
-        if self.bad_steps == "skip" and self.deepspeed_plugin is not None:
-            raise ValueError("bad_steps cannot be 'skip' with DeepSpeed, which takes the steps itself. Leave it out.")
+        if self.deepspeed_plugin is not None:
+            check_deepspeed(self.deepspeed_plugin, self)
+            keep_float32(self.deepspeed_plugin, self)
+            self.deepspeed_plugin.set_deepspeed_weakref()  # under ZeRO-3, models are loaded in its precision
         # The filter hides steps that are not finite from the log, and waits for the device at every batch.
         self.logging_nan_inf_filter = self.bad_steps == "skip"
         self.hub_token = self.hub_token and self.hub_token.strip()  # a block of YAML ends in a line break

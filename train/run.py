@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import get_peft_config, get_quantization_config
 
 from ..assembly.processing import load_processor
@@ -78,6 +79,8 @@ def _train(
     check_one_gpu(args)
     args.gradient_accumulation_steps = accumulation_steps(args)
     check_stream(data_args.dataset_streaming, args)
+    if (model_args.load_in_4bit or model_args.load_in_8bit) and is_deepspeed_zero3_enabled():
+        raise ValueError("load_in_4bit and load_in_8bit cannot be used with ZeRO-3. Use ddp or zero2.")
     if args.eval_suite:
         suite_tasks(args)
     checkpoint, revision = str(model_args.model_name_or_path), model_args.model_revision

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers import LlavaProcessor
 
 from .callbacks import Measurements
+from .deepspeed import keep_float32
 from .depth_probe import CosineProbe
 from .finite import FiniteCheck
 from .model import MODULES, base_model, eval_frozen, module_of
@@ -54,6 +55,12 @@ class SteppingTrainer(SavingTrainer):
     @_total_train_tokens.setter
     def _total_train_tokens(self, count: int) -> None:
         self.state.num_input_tokens_seen = count
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's, which puts a section `bf16` into DeepSpeed's configuration again."""
+        super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled:
+            keep_float32(self.accelerator.state.deepspeed_plugin, self.args)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's optimizer, its parameter groups split by module, each with the module's learning rate.

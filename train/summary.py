@@ -109,8 +109,8 @@ def memory(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
     They are counted tensor by tensor: parameters with the constants of 4-bit and 8-bit quantization, and buffers; a
     gradient in the dtype of each trained parameter, twice under DDP, which keeps a copy in buckets; AdamW's two states
     in that dtype, or in bitsandbytes' 32 or 8 bits. Under autocast, weights include half-precision copies of float32
-    matrices. FSDP divides all by the number of processes, ZeRO-1 the states, ZeRO-2 gradients and states, ZeRO-3 all;
-    DeepSpeed in half precision has 2 bytes of weight and of gradient and 12 of states for each trained parameter.
+    matrices. FSDP divides all by the number of processes, ZeRO-1 the states, ZeRO-2 gradients and states, ZeRO-3 all.
+    ZeRO-1 and ZeRO-2 keep the trained weights in float32 once more, with the states.
     States of paged optimizers count although they may lie in the CPU's memory.
 
     Args:
@@ -118,22 +118,19 @@ def memory(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
         args: The trainer's arguments.
     """
     state = AcceleratorState()
-    deepspeed = state.distributed_type == DistributedType.DEEPSPEED
-    stage = state.deepspeed_plugin.zero_stage if deepspeed else 0
+    stage = state.deepspeed_plugin.zero_stage if state.distributed_type == DistributedType.DEEPSPEED else 0
     sharded = state.distributed_type == DistributedType.FSDP
     half = args.bf16 or args.fp16
     weights = gradients = optimizer = copies = 0
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for parameter in model.parameters():
         trained, bytes_ = parameter.requires_grad, _bytes(parameter)
-        if deepspeed and half and parameter.is_floating_point():
-            bytes_ = 2 * _count(parameter)
         weights += bytes_
         if trained:
             gradients += bytes_
-            state_bytes = 12 * _count(parameter) if deepspeed and half else 0
-            optimizer += state_bytes or _optimizer_bytes(args.optim.value, parameter, parameter in embeddings)
-        if half and not deepspeed and not sharded and parameter.dtype == torch.float32 and parameter.dim() > 1:
+            optimizer += _optimizer_bytes(args.optim.value, parameter, parameter in embeddings)
+            optimizer += 4 * _count(parameter) if stage in (1, 2) else 0
+        if half and not sharded and stage < 3 and parameter.dtype == torch.float32 and parameter.dim() > 1:
             copies += 2 * parameter.numel() if trained or not args.gradient_checkpointing else 0
     weights += sum(buffer.nbytes for buffer in model.buffers())
     if state.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):

@@ -192,7 +192,7 @@ class NormAlignTrainer(SteppingTrainer):
         for stock in (PrinterCallback, ProgressCallback):  # a notebook has neither, but a table
             if self.pop_callback(stock):
                 self.add_callback(ProgressLines)
-        if peft_config is not None and not is_deepspeed_zero3_enabled():  # ZeRO-3 keeps float32 copies
+        if peft_config is not None and not is_deepspeed_zero3_enabled():  # which takes no quantized base
             train_in_float32(self.model, autocast=args.bf16 or args.fp16)
         freeze(self.model, self.learning_rates)
         self._register_hooks(processing_class)

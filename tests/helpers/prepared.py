@@ -80,12 +80,15 @@ class Prepared:
         """`start`, then `wait`."""
         return self.start(words, cwd, **environment).wait()
 
-    def run_ranks(self, words: list, minutes: float = 3, **environment: str) -> list[subprocess.CompletedProcess]:
-        """Runs two processes that are told of each other as torchrun tells its own; AssertionError if they hang."""
+    def run_ranks(
+        self, words: list, minutes: float = 3, processes: int = 2, **environment: str
+    ) -> list[subprocess.CompletedProcess]:
+        """Runs processes that are told of each other as torchrun tells its own; AssertionError if they hang."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
-        environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ranks = [self.start(words, **environment, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
+        size, ranks = str(processes), map(str, range(processes))
+        environment |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks = [self.start(words, **environment, RANK=rank, LOCAL_RANK=rank) for rank in ranks]
         deadline = time.monotonic() + 60 * minutes
         while None in (found := [rank.poll() for rank in ranks]) and not any(found) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -93,7 +96,7 @@ class Prepared:
             if status is None:
                 os.kill(rank.pid, signal.SIGKILL)
         done = [rank.wait() for rank in ranks]
-        assert any(found) or None not in found, f"They hang.\n{done[0].stderr[-3000:]}\n{done[1].stderr[-3000:]}"
+        assert any(found) or None not in found, f"They hang.\n{done[0].stderr[-3000:]}\n{done[-1].stderr[-3000:]}"
         return done
 
     def stop(self) -> None:

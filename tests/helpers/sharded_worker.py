@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ if mode == "zero3":
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
-    deepspeed.ops.__compatible_ops__ = {}  # gloo's collectives are there; DeepSpeed's own it would compile for minutes
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # gloo's collectives, not own ones, compiled for minutes
     deepspeed.init_distributed("gloo")
     configuration = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
 else:

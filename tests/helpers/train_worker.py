@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -35,9 +36,10 @@ def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
             AcceleratorState._reset_state(reset_partial_state=True)
             PartialState(cpu=True, backend="gloo")
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-            words = [*words, "--accelerator_config", '{"use_configured_state": true}']
         elif mode in ("zero2", "zero3"):
-            words = [*words, "--use_cpu", "false", "--ddp_backend", "gloo"]
+            PartialState(backend="gloo")
+        if mode not in ("one", "ddp"):
+            words = [*words, "--accelerator_config", '{"use_configured_state": true}']
         Watched.breaks, Watched.script = name in ("broken", "bad step"), name == "script"
         try:
             run.main(words)
@@ -102,7 +104,7 @@ def seen(trainer: Watched) -> dict:
 if sys.argv[1].startswith("zero"):
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__ = {}  # gloo's collectives are there; DeepSpeed's own it would compile for minutes
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # gloo's collectives, not own ones, compiled for minutes
 run.NormAlignTrainer = Watched
 main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), sys.argv[3])
 sys.stdout.flush()

@@ -76,7 +76,8 @@ PACKED = {**EPOCHS, "packing": "true"}
 QLORA = {**LORA, "load_in_4bit": "true", "dtype": "bfloat16", "bf16": "true"}
 
 
-RESUMED = {"resumed": "mixed/checkpoint-2"}
+RESUMED = {"resumed": "mixed/checkpoint-2", "half resumed": "half/checkpoint-2"}
+RESUMED |= {f"own {mode} resumed": f"own {mode}/checkpoint-2" for mode in ("zero2", "zero3")}
 RESUMED |= {f"{name} resumed": f"{name}/checkpoint-5" for name in ("grouped epochs", "packed")}
 
 
@@ -99,6 +100,7 @@ class Room:
         suite = suite_tasks.options(folder / "tasks")
         mixed = {**untied, "eval_dataset_name": self.data["eval"], **EVALUATED, **suite}
         mixed["probe_steps"] = 2
+        half = {**untied, "bf16": "true", "save_strategy": "steps", "save_steps": 2}
         grouped = {"train_sampling_strategy": "group_by_length", "lr_scheduler_type": "constant"}
         self.options = {
             "mixed": {**mixed, "save_strategy": "steps", "save_steps": 2},
@@ -106,6 +108,8 @@ class Room:
             "qlora": QLORA,
             "bfloat16": {"dtype": "bfloat16"},
             "autocast": {"dtype": "bfloat16", "bf16": "true"},
+            "half": half,
+            "half resumed": half,
             "grouped": grouped,
             "skipped": {"dataset_name": self.data["bad"], "bad_rows": "skip"},
             "resumed": mixed,
@@ -122,6 +126,12 @@ class Room:
             "busy": {},
             "refused": {"global_batch_size": 3},
         }
+        for stage in (2, 3):
+            file, gather = folder / f"zero{stage}.json", "stage3_gather_16bit_weights_on_model_save"
+            own = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage, gather: True}}
+            own |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+            file.write_text(json.dumps(own))
+            self.options[f"own zero{stage}"] = self.options[f"own zero{stage} resumed"] = {**half, "deepspeed": file}
         self.done: dict[str, Path] = {}
 
     def write(self, name: str, images: list[int]) -> Path:
@@ -141,31 +151,33 @@ class Room:
         given = {"model_name_or_path": self.aligned, "dataset_name": self.data["train"], "output_dir": output}
         return [str(word) for key, value in {**given, **OPTIONS, **options}.items() for word in (f"--{key}", value)]
 
-    def runs(self, mode: str, *names: str) -> Path:
+    def runs(self, mode: str, *names: str, processes: int = 2) -> Path:
         """Trains once, all `names` in the same processes; the folder that has an output folder for each.
 
-        DeepSpeed trains once in a process.
+        DeepSpeed trains once in a process, so there one name is for one run; its folder is that of all of `mode`.
         """
-        place = f"{mode}-{names[0]}" if mode.startswith("zero") else mode
+        zero = mode.startswith("zero")
+        folder = self.folder / (f"{mode}-{processes}" if zero else mode)
+        place = f"{folder}-{names[0]}" if zero else mode
         if place not in self.done:
-            folder = self.done[place] = self.folder / place
+            self.done[place] = folder
             words = {}
             for name in names:
                 options = self.options[name]
                 if name in RESUMED:
                     options = {**options, "resume_from_checkpoint": folder / RESUMED[name]}
                 words[name] = self.words(folder / name, **options)
-            folder.mkdir()
+            folder.mkdir(exist_ok=zero)
             (folder / "runs.json").write_text(json.dumps(words))
             worker = [HELPERS / "train_worker.py", mode, folder / "runs.json", folder / "seen"]
             with only_run(folder / "busy"):
-                done = self.start(worker, mode)
+                done = self.start(worker, mode, processes)
             assert not any(each.returncode for each in done), done[0].stderr[-6000:] + done[-1].stderr[-6000:]
             (folder / "stdout").write_text("".join(each.stdout for each in done))
         return self.done[place]
 
-    def start(self, worker: list, mode: str) -> list[subprocess.CompletedProcess]:
-        """One process, or two with what accelerate sets for a configuration."""
+    def start(self, worker: list, mode: str, processes: int) -> list[subprocess.CompletedProcess]:
+        """One process alone, or `processes` with what accelerate sets for a configuration."""
         if mode == "one":
             return [self.prepared.run(worker, **ENVIRONMENT)]
         prepare = prepare_deepspeed_cmd_env if mode.startswith("zero") else prepare_multi_gpu_env
@@ -175,13 +187,13 @@ class Room:
             for name, value in (found[1] if isinstance(found, tuple) else found).items()
             if os.environ.get(name) != value
         }
-        return self.prepared.run_ranks(worker, MINUTES, **{**accelerates, **ENVIRONMENT})
+        return self.prepared.run_ranks(worker, MINUTES, processes, **{**accelerates, **ENVIRONMENT})
 
 
 def launch_arguments(config: str):
     words = ["--config_file", str(CONFIGS / f"{config}.yaml"), "--num_processes", "2", "--main_process_port", "0"]
     arguments = _validate_launch_command(launch_command_parser().parse_args([*words, "script.py"]))[0]
-    arguments.deepspeed_fields_from_accelerate_config = "zero_stage"
+    arguments.deepspeed_fields_from_accelerate_config = ""  # as for a user's own file
     return arguments
 
 
@@ -216,7 +228,7 @@ def room(tmp_path_factory, prepared) -> Room:
 @pytest.fixture(scope="module")
 def one(room) -> Path:
     packed = ("epochs", "epochs lora", "packed", "packed lora", "packed resumed")
-    return room.runs("one", "mixed", "lora", "qlora", "bfloat16", "grouped", "bad step", *packed)
+    return room.runs("one", "mixed", "lora", "qlora", "bfloat16", "half", "grouped", "bad step", *packed)
 
 
 @pytest.fixture(scope="module")
@@ -324,6 +336,24 @@ def test_fsdp2_trains_a_checkpoint_in_bfloat16_with_its_float32_gain(name, one, 
         for where, kind in ((folder, name), (one, "bfloat16"))
     )
     assert losses == pytest.approx(expected, rel=1e-2)
+
+
+@ZERO
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("mode", ["zero2", "zero3"])
+def test_deepspeed_in_bfloat16_trains_and_saves_float32(mode, processes, room, one):
+    # Two processes have the package's configuration; one has a user's own file.
+    names = ("half", "half resumed") if processes == 2 else (f"own {mode}", f"own {mode} resumed")
+    for name in names:
+        folder = room.runs(mode, name, processes=processes)
+        assert seen(folder, name, 0)["processes"] == processes
+        assert_same_run(folder / name, one / "half", weights=5e-5, figures=1e-3)
+        weights = load_file(folder / name / "model.safetensors")
+        for part in ("weight", "bias"):
+            values = weights[f"model.multi_modal_projector.norm.{part}"]
+            assert values.std() > 1e-4  # it begins with one value in every place
+            assert not torch.equal(values, values.bfloat16().float())
+    assert_same_run(folder / name, folder / names[0], weights=0, figures=0)
 
 
 def assert_gain_moved(weights: dict[str, torch.Tensor], dtype: str) -> None:

@@ -1,6 +1,5 @@
 """A run stops at the first step whose loss or gradients are not finite, and says where they come from."""
 
-import json
 import math
 
 import pytest
@@ -219,6 +218,6 @@ def test_gradients_that_no_scale_helps_stop_fp16_too(half):
 def test_bad_values_of_bad_steps_are_refused(tmp_path):
     with pytest.raises(ValueError, match="bad_steps must be one of 'stop', 'skip', got 'on'"):
         training.arguments(tmp_path, bad_steps="on")
-    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}))
+    zero = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}
     with pytest.raises(ValueError, match="bad_steps cannot be 'skip' with DeepSpeed"):
-        training.arguments(tmp_path, bad_steps="skip", deepspeed=str(tmp_path / "zero.json"))
+        training.arguments(tmp_path, bad_steps="skip", deepspeed=zero)

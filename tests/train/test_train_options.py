@@ -3,6 +3,7 @@
 """Every option of TRL's is known: honoured, or refused by name; and the documentation says of each which."""
 
 import dataclasses
+import importlib.util
 import json
 import re
 
@@ -51,6 +52,40 @@ def test_what_would_do_nothing_is_refused_in_trls_own_options_too(tmp_path):
     for option in (dict(router_aux_loss_coef=0.1), dict(dataset_text_field="caption"), dict(eval_packing=True)):
         with pytest.raises(ValueError, match=f"^{next(iter(option))} cannot be used here"):
             normalign_config(SFTConfig(str(tmp_path), **plain, **option), "model")
+
+
+DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+ONE_LEARNING_RATE = "would train every module at one learning rate. Remove it: "
+
+
+@DEEPSPEED
+@pytest.mark.parametrize(
+    ("section", "error"),
+    [
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, f"'optimizer'.*{ONE_LEARNING_RATE}optim"),
+        ({"scheduler": {"type": "WarmupLR"}}, f"'scheduler'.*{ONE_LEARNING_RATE}lr_scheduler_type and warmup_steps"),
+        ({"torch_autocast": {"enabled": True}}, "'torch_autocast'.*option bf16 sets it. Remove it"),
+        ({"bf16": {"enabled": True}}, "bf16 is True in the configuration .* option bf16 is False. Remove it there"),
+    ],
+)
+def test_a_deepspeed_configuration_that_would_not_do_what_the_options_say_is_refused(tmp_path, section, error):
+    zero = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto", **section}
+    with pytest.raises(ValueError, match=error):
+        config(tmp_path, deepspeed=zero)
+    with pytest.raises(ValueError, match="fp16 would round the gain under DeepSpeed. Use bf16"):
+        config(tmp_path, deepspeed=zero, fp16=True)
+
+
+@DEEPSPEED
+def test_zero_3_takes_no_quantized_weights(tmp_path, prepared):
+    zero = tmp_path / "zero.json"
+    zero.write_text(json.dumps({"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}))
+    for file in ("model/config.json", "data/data.json"):  # neither is read
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_text("")
+    recipe = training.recipe(tmp_path, tmp_path, deepspeed=str(zero), use_peft=True, load_in_4bit=True)
+    done = prepared.run(["-m", "normalign_llava.train", recipe], CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+    assert "load_in_4bit and load_in_8bit cannot be used with ZeRO-3." in " ".join(done.stderr.split())
 
 
 def test_a_copy_of_the_options_is_not_refused(tmp_path):
