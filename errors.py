@@ -48,6 +48,11 @@ class Terminated(SystemExit):
     """SIGTERM. What the command has begun and not finished is removed, and it ends with status 143."""
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust stopped, such as a tokenizer at a text. That is no `Exception`."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
 @contextmanager
 def errors_for_people(extra: str | None = None, stopped: str = "") -> Iterator[None]:
     """Prints errors that a user can fix as a message without a traceback, and exits with status 1.
@@ -68,9 +73,13 @@ def errors_for_people(extra: str | None = None, stopped: str = "") -> Iterator[N
         if os.environ.get("RANK", "0") == "0":
             Console(stderr=True).print("Stopped.", *getattr(error, "__notes__", [stopped]), soft_wrap=True)
         raise typer.Exit(143 if isinstance(error, Terminated) else 130) from None
-    except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        remedy = f". {install(extra)}" if extra and isinstance(error, ModuleNotFoundError) else ""
-        message = f"{error}{remedy}"
+    except BaseException as error:
+        if is_panic(error):
+            message = f"A library stopped, at a text or a file that it cannot read: {error}. Use another checkpoint."
+        elif isinstance(error, ValueError | OSError | ImportError | FloatingPointError):
+            message = f"{error}. {install(extra)}" if extra and isinstance(error, ModuleNotFoundError) else str(error)
+        else:
+            raise
         console = Console(stderr=True)
         console.print("Error:", style="bold red", end=" ")
         console.print(message, soft_wrap=True)  # paths stay whole

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from ..checkpoint.limits import SETTINGS_BYTES
 from ..checkpoint.loading import AGAIN, loading
 from ..checkpoint.untrusted import check_files, check_weights
 from .chat_template import check_chat_template, has_generation_marks, multimodal_chat_template
@@ -67,10 +68,10 @@ def _concerns_the_tower(record: logging.LogRecord) -> bool:
     return "must be `None` or an integer within the vocabulary" not in message
 
 
-def vision_config(vision: str) -> PreTrainedConfig:
+def vision_config(vision: str, revision: str | None = None) -> PreTrainedConfig:
     """Configuration of the vision encoder alone. Raises ValueError if the encoder is not supported."""
     with tower_alone():
-        config = load_config(vision)
+        config = load_config(vision, revision)
     if config.model_type.startswith("siglip2"):
         raise ValueError(
             f"{vision} is a SigLIP 2 NaFlex encoder, whose images have any number of patches. LLaVA needs a fixed "
@@ -83,11 +84,11 @@ def vision_config(vision: str) -> PreTrainedConfig:
     return config
 
 
-def load_config(name: str) -> PreTrainedConfig:
+def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
     """Configuration of a model of transformers, after [`check_files`]."""
-    check_files(name)
-    with loading(f"The configuration of {name}"):
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    check_files(name, revision)
+    with loading(f"The configuration of {name}", memory=SETTINGS_BYTES):
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
 def check_vision_encoder(name: str, config: PreTrainedConfig) -> None:
@@ -99,9 +100,9 @@ def check_vision_encoder(name: str, config: PreTrainedConfig) -> None:
         )
 
 
-def check_language_model(language: str) -> None:
+def check_language_model(language: str, revision: str | None = None) -> None:
     """Raises ValueError if `language` is not a causal language model of transformers that takes LLaVA's inputs."""
-    config = load_config(language)
+    config = load_config(language, revision)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.get_text_config() is not config:
         raise ValueError(
             f"{language} is a {config.model_type!r} model, not a causal language model of transformers for text."
@@ -166,7 +167,7 @@ def load_part(cls: type[PreTrainedModel], name: str, dtype: torch.dtype | str, *
     """`cls.from_pretrained`, after checks of the files. Raises ValueError if the checkpoint lacks tensors."""
     size = check_weights(name, revision := kwargs.get("revision"))
     if not kwargs.get("trust_remote_code") and not is_deepspeed_zero3_enabled():  # which would shard the meta model
-        with loading(f"The configuration of {name}"), torch.device("meta"):
+        with loading(f"The configuration of {name}", memory=SETTINGS_BYTES), torch.device("meta"):
             config = kwargs.get("config") or AutoConfig.from_pretrained(
                 name, revision=revision, trust_remote_code=False
             )
@@ -188,9 +189,9 @@ def load_part(cls: type[PreTrainedModel], name: str, dtype: torch.dtype | str, *
     return model
 
 
-def load_language_model(language: str, dtype: str) -> PreTrainedModel:
+def load_language_model(language: str, dtype: str, revision: str | None = None) -> PreTrainedModel:
     """Loads a causal language model. Raises ValueError if LLaVA cannot contain it."""
-    model = load_part(AutoModelForCausalLM, language, dtype)
+    model = load_part(AutoModelForCausalLM, language, dtype, revision=revision)
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise ValueError(

@@ -14,6 +14,18 @@ MAX_IMAGE_BYTES = 256 * 2**20
 MAX_TABLE_BYTES = 2**30
 """Bytes that the rows of parquet files may take, unless the size of the files explains them."""
 
+MAX_NUMBER = 2**25
+"""Any number in a configuration; they become sizes. The largest among transformers' own defaults is 20 million."""
+
+MAX_LAYERS = 1_000
+"""Layers of a model. Each takes milliseconds and kilobytes, so that a limit of memory acts after minutes only."""
+
+MAX_GROWTH = 4_000
+"""How many times as long a tokenizer may make a text, if each of its steps does so as much as it can."""
+
+SETTINGS_BYTES = 2 * 2**30
+"""Memory that reading a configuration may take, and making its model without weights; a large one takes 100 MiB."""
+
 TEMPLATE_BYTES = 2**30
 """Memory that rendering a chat template may take; ordinary ones take kilobytes."""
 

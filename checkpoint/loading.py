@@ -1,8 +1,7 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Guards around libraries that read other people's files: clear errors, no questions at the terminal, limits."""
+"""Guards around libraries that read other people's files: clear errors, limits."""
 
-import os
 import signal
 import sys
 import threading
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ..errors import is_panic
 from .limits import limited_memory
 
 
@@ -24,13 +24,12 @@ TEMPLATE_SECONDS = 2
 
 
 @contextmanager
-def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
+def loading(what: str, *, memory: int | None = None, remedy: str = AGAIN) -> Iterator[None]:
     """Guards a call that reads other people's files: whatever it raises becomes one clear sentence.
-
-    Questions at the terminal get no answer.
 
     Args:
         what: What is read, as the subject of the sentence: "The processor of FOLDER".
+        memory: Bytes it may take; None if that depends on the size of the model.
         remedy: What to do, as a sentence.
 
     Raises:
@@ -38,15 +37,18 @@ def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
         OSError: It does not exist.
         ImportError, torch.OutOfMemoryError: Unchanged.
     """
-    terminal = sys.stdin
     try:
-        with open(os.devnull) as sys.stdin:
+        with limited_memory(memory):
             yield
     except (OSError, ImportError, torch.OutOfMemoryError):
         raise
+    except MemoryError:
+        raise ValueError(f"{what} takes too much memory. {remedy}") from None
     except RecursionError:
         raise ValueError(f"{what} is nested too deeply. {remedy}") from None
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if isinstance(error, ValueError) and _is_ours(error):
             raise
         reason = " ".join(str(error).split())
@@ -56,8 +58,6 @@ def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
             reason = "tensors have other shapes than config.json asks for, which are listed above"
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{what} cannot be loaded: {kind}{reason[:600].rstrip('.')}. {remedy}") from error
-    finally:
-        sys.stdin = terminal
 
 
 @contextmanager

@@ -8,7 +8,9 @@ command opens.
 """
 
 import json
+import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,6 +21,7 @@ from transformers.utils.hub import cached_file, cached_files
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import escaped
+from .limits import MAX_GROWTH, MAX_LAYERS, MAX_NUMBER
 from .loading import AGAIN, loading
 from .names import ADAPTER_CONFIG, INDEX, PICKLES, WEIGHTS
 
@@ -30,8 +33,7 @@ _SETTINGS = (
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
 )
 _NAMES_FILES = {"configuration_files", "transformers_weights", "fast_tokenizer_files"}
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
-_MOST_LAYERS = 1_000
+_LAYERS = re.compile(r"(num_\w*|n_|encoder_|decoder_)layers?|depth")
 
 
 def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
 
     Raises:
         ValueError: A file is not valid JSON, is a link out of the folder, names code or another file to read, asks for
-            an absurd number of layers, or has control characters.
+            an absurd number, or has control characters; or there is a model and an adapter.
         OSError: There is no such checkpoint.
     """
     cached_file(str(checkpoint), "config.json", revision=revision)  # its error says that there is no checkpoint
@@ -60,6 +62,12 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
     for name, key in (("config.json", "model_type"), (ADAPTER_CONFIG, "base_model_name_or_path")):
         if not isinstance(value := settings.get(name, {}).get(key), str | None):
             raise ValueError(f"{key} in {files[name]} must be text, got {value!r}. {AGAIN}")
+    if {"config.json", ADAPTER_CONFIG} <= settings.keys():
+        raise ValueError(
+            f"{checkpoint} has both config.json and {ADAPTER_CONFIG}: transformers would put the adapter on the model "
+            "unasked, or load another model that it names. In a copy, remove the second to use the model, or the "
+            "first to use the adapter."
+        )
     _check_code(checkpoint, settings)
     for name, content in settings.items():
         if named := content.keys() & _NAMES_FILES:
@@ -67,9 +75,20 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
         if name not in (*_TOKENIZER, _TEMPLATE):  # which may have such tokens
             _check_characters(files[name], content)
     config = settings.get("config.json", {})
-    for key, layers in [item for part in _nested(config) if isinstance(part, dict) for item in part.items()]:
-        if key in _LAYERS and isinstance(layers, int) and not 0 <= layers <= _MOST_LAYERS:
-            raise ValueError(f"{files['config.json']} has {key} {layers:,}; {_MOST_LAYERS:,} are allowed. {AGAIN}")
+    for key, value in _items(config):
+        least, most = (0, MAX_LAYERS) if _LAYERS.fullmatch(key) else (-MAX_NUMBER, MAX_NUMBER)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and not least <= number <= most and "theta" not in key:  # a frequency, no size
+                raise ValueError(
+                    f"{files['config.json']} has {key} {number:,}; {least:,} to {most:,} are allowed. {AGAIN}"
+                )
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        growth = math.prod(map(_growth, _nested(settings.get("tokenizer.json", {}).get(part))))
+        if growth > MAX_GROWTH:
+            raise ValueError(
+                f"The {part} in {files['tokenizer.json']} may make a text {growth:.3g} times as long, which would "
+                f"take all memory; {MAX_GROWTH:,} times are allowed. {AGAIN}"
+            )
     return config
 
 
@@ -179,6 +198,21 @@ def _nested(content: Any) -> Iterator[Any]:
         rest += [*each, *each.values()] if isinstance(each, dict) else each if isinstance(each, list) else []
 
 
+def _growth(step: Any) -> float:
+    """How many times as long a step of a tokenizer may make a text."""
+    step = step if isinstance(step, dict) else {}
+    if step.get("type") != "Replace":
+        return {"ByteLevel": 2.0, "Precompiled": 64.0}.get(str(step.get("type")), 1.0)  # a character of NFKC has 18
+    pattern = step["pattern"].get("String", "") if isinstance(step.get("pattern"), dict) else ""
+    content = len(str(step.get("content")))
+    return max(1.0, content / len(str(pattern))) if pattern else 1.0 + content  # which an expression may put anywhere
+
+
+def _items(content: Any) -> list[tuple[str, Any]]:
+    """Every key in a JSON value, with its value."""
+    return [item for part in _nested(content) if isinstance(part, dict) for item in part.items()]
+
+
 def _check_code(checkpoint: str | os.PathLike, settings: dict[str, dict[str, Any]]) -> None:
     config, adapter, code = settings.get("config.json", {}), settings.get(ADAPTER_CONFIG, {}), []
     if config.get("model_type") == NormAlignLlavaConfig.model_type or adapter:
@@ -186,10 +220,10 @@ def _check_code(checkpoint: str | os.PathLike, settings: dict[str, dict[str, Any
         code = [f"auto_map in {name}" for name in settings if name != "config.json" and names_code(settings[name])]
         code += ["custom_generate"] if Path(checkpoint, "custom_generate").exists() else []
     code += [f"megatron_core in {ADAPTER_CONFIG}"] if adapter.get("megatron_config") else []
-    for part in _nested(config):
-        for key, value in part.items() if isinstance(part, dict) else ():
+    for name in ("config.json", "generation_config.json", ADAPTER_CONFIG):
+        for key, value in _items(settings.get(name)):
             if "_implementation" in key and "/" in str(value):  # the package `kernels` would fetch this from the Hub
-                code.append(f"{key} {value} in config.json")
+                code.append(f"{key} {value} in {name}")
     if code:
         raise ValueError(
             f"{checkpoint} names code that this package has no use for: {', '.join(code)}. None of it was run. "

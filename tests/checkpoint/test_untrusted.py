@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import hostile_checkpoints as hostile
@@ -15,8 +16,10 @@ import tiny_parts as parts
 import train_data
 import training
 from paths import ROOT
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
+from normalign_llava.assembly.parts import load_config
 from normalign_llava.assembly.processing import load_processor
 from normalign_llava.checkpoint.loading import limited, loading
 from normalign_llava.checkpoint.untrusted import check_files, check_weights
@@ -142,13 +145,20 @@ def test_an_adapter_that_brings_code_is_neither_merged_nor_published(good, tmp_p
     assert not (tmp_path / "marker").exists()
 
 
-def test_an_adapter_that_names_a_module_to_import_is_refused(good, tmp_path):
+def test_an_adapter_that_names_a_module_to_import_or_a_kernel_is_refused(good, tmp_path):
     adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
     hostile.edit(adapter / "adapter_config.json", megatron_config={}, megatron_core="antigravity")
     check_files(adapter)  # an empty one imports nothing
-    hostile.edit(adapter / "adapter_config.json", megatron_config={"a": 1})
-    with pytest.raises(ValueError, match="megatron_core in adapter_config.json"):
+    hostile.edit(adapter / "adapter_config.json", megatron_config={"a": 1}, rest=[{"attn_implementation": "evil/it"}])
+    with pytest.raises(ValueError, match="megatron_core in adapter_config.json, attn_implementation evil/it in adap"):
         check_files(adapter)
+
+
+@pytest.mark.parametrize("command", ["train", "merge", "diagnose", "publish", "demo", "build", "gain"])
+def test_a_model_with_an_adapter_in_its_folder_is_refused(commands, command):
+    shutil.copy(commands.good / "adapter" / "adapter_config.json", commands.folder)
+    shutil.copy(commands.good / "adapter" / "adapter_model.safetensors", commands.folder)
+    assert "has both config.json and adapter_config.json" in commands.error(command)
 
 
 def test_parts_that_need_code_or_make_no_images_are_not_built_in(good, tmp_path):
@@ -218,6 +228,55 @@ def test_a_configuration_of_absurd_size_is_refused(commands, command):
     assert "num_hidden_layers 10,000,000" in commands.error(command)
 
 
+@pytest.mark.parametrize(
+    "key, value", [("num_labels", 10**8), ("depths", [2, 10**9]), ("num_decoder_layers", 1_001), ("n_layer", -1)]
+)
+def test_absurd_numbers_are_refused_anywhere_in_a_configuration_and_usual_ones_are_not(tmp_path, key, value):
+    usual = {"num_hidden_layers": 126, "rope_theta": 10**9, "max_position_embeddings": 10_485_760, "vision_layer": -2}
+    for content in (usual, {**usual, "part": [{key: value}]}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": content}))
+        with nullcontext() if content is usual else pytest.raises(ValueError, match=f"config.json has {key}"):
+            check_files(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")
+def test_a_configuration_that_takes_much_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("normalign_llava.assembly.parts.SETTINGS_BYTES", 2**26)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_labels": 2**22}))
+    with pytest.raises(ValueError, match=f"The configuration of {tmp_path} takes too much memory"):
+        load_config(str(tmp_path))
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+
+
+@pytest.mark.parametrize(
+    "part, step, count",
+    [
+        ("normalizer", REPLACE, 5),
+        ("normalizer", {**REPLACE, "pattern": {"Regex": ""}, "content": "a"}, 12),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}, 2),
+        ("pre_tokenizer", {"type": "ByteLevel"}, 40),
+        ("decoder", REPLACE, 3),
+    ],
+)
+def test_a_tokenizer_that_lengthens_texts_without_end_is_refused(commands, part, step, count):
+    hostile.edit(commands.folder / "tokenizer.json", **{part: {"type": "Sequence", "steps": [step] * count}})
+    assert f"The {part} in {commands.folder / 'tokenizer.json'} may make a text" in commands.error("publish")
+
+
+def test_a_tokenizer_that_stops_at_a_text_ends_a_command_in_a_sentence(commands):
+    split = {"type": "Split", "pattern": {"Regex": "((([a-z ]+)+)+)+Z"}, "behavior": "Isolated", "invert": False}
+    hostile.edit(commands.folder / "tokenizer.json", pre_tokenizer=split)
+    assert "retry-limit-in-match" in commands.error("train")
+    tokenizer = Tokenizer.from_file(str(commands.folder / "tokenizer.json"))
+    with (
+        pytest.raises(ValueError, match="The file x cannot be loaded: PanicException: .*retry-limit"),
+        loading("The file x"),
+    ):
+        tokenizer.encode("what is it, what is it?")
+
+
 def test_a_template_that_does_not_end_is_refused(commands):
     commands.spoil("template, loops")
     assert "takes more than 2 seconds" in commands.error("publish")
@@ -229,7 +288,7 @@ DOUBLED = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n
 @pytest.mark.parametrize(
     "template, words",
     [
-        ("{% if not add_generation_prompt %}" + hostile.LOOPS + "{% endif %}", "more than 2 seconds"),
+        (hostile.LOOPS, "more than 2 seconds"),
         pytest.param(DOUBLED, "memory", marks=pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")),
     ],
 )
