@@ -167,18 +167,16 @@ def gain(
     with errors_for_people():
         from .checkpoint.find import find_model
 
-        find_model(model, revision)
+        _, revision = find_model(model, revision)
 
         from .assembly.gain import embedding_statistics
 
         statistics = embedding_statistics(model, top=top, revision=revision)
         updates = None
         if critical:
-            if revision is not None:
-                raise ValueError("--critical takes no --revision. Download that revision, and name its folder.")
             from .diagnose.critical import updates_of
 
-            updates = updates_of(model)
+            updates = updates_of(model, revision)
     if as_json:
         found = asdict(statistics) | ({} if updates is None else {"critical": updates.to_dict()})
         typer.echo(json.dumps(found, indent=2))

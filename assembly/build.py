@@ -22,7 +22,7 @@ from ..checkpoint.files import new_folder
 from ..checkpoint.find import find_checkpoint
 from ..checkpoint.loading import loading
 from ..checkpoint.names import BUILD_RECORD
-from ..checkpoint.provenance import hub_commit, licence_of
+from ..checkpoint.provenance import licence_of
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
 from .parts import (
@@ -126,21 +126,22 @@ def build_checkpoint(
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
     feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
-    vision, language = find_checkpoint(vision), find_checkpoint(language)
+    (vision, vision_revision), (language, language_revision) = find_checkpoint(vision), find_checkpoint(language)
     with new_folder(output) as folder:
-        encoder = vision_config(vision)
-        check_language_model(language)
+        encoder = vision_config(vision, vision_revision)
+        check_language_model(language, language_revision)
         check_feature_layer(feature_layer, encoder)
-        tokenizer = load_preprocessor(AutoTokenizer, language)
+        tokenizer = load_preprocessor(AutoTokenizer, language, revision=language_revision)
         template = set_chat_template(tokenizer, chat_template)
-        image_processor = load_preprocessor(AutoImageProcessor, vision)
+        image_processor = load_preprocessor(AutoImageProcessor, vision, revision=vision_revision)
         with loading(f"The image processor of {vision}"):
             processor = make_processor(image_processor, tokenizer, encoder, select_strategy)
             tokens_per_image = check_processor(processor)
 
-        language_model = load_language_model(language, dtype)
+        language_model = load_language_model(language, dtype, language_revision)
         with tower_alone():
-            tower = load_part(MODEL_MAPPING[type(encoder)], vision, language_model.dtype, config=encoder)
+            kwargs = {"config": encoder, "revision": vision_revision}
+            tower = load_part(MODEL_MAPPING[type(encoder)], vision, language_model.dtype, **kwargs)
         outputs = text_outputs(language_model)
         add_image_token(language_model, tokenizer)
         config = NormAlignLlavaConfig(
@@ -155,7 +156,8 @@ def build_checkpoint(
         )
         model = _assemble(config, tower, language_model)
         check_text_outputs(model, outputs, language)
-        return _finish(model, processor, folder, output, vision, language, arm, template, from_llava=False)
+        parts = (vision, vision_revision), (language, language_revision)
+        return _finish(model, processor, folder, output, *parts, arm, template, from_llava=False)
 
 
 def retrofit_checkpoint(
@@ -167,16 +169,16 @@ def retrofit_checkpoint(
     """
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
-    llava = find_checkpoint(llava)
+    llava, revision = find_checkpoint(llava)
     with new_folder(output) as folder:
-        config = load_config(llava)
+        config = load_config(llava, revision)
         if config.model_type != "llava":
             raise ValueError(
                 f"{llava} is a {config.model_type!r} model. --from-llava takes LLaVA checkpoints ('llava')."
             )
         check_vision_encoder(llava, config.vision_config)
-        model = load_part(NormAlignLlavaForConditionalGeneration, llava, dtype, **arguments)
-        stock = load_preprocessor(AutoProcessor, llava)
+        model = load_part(NormAlignLlavaForConditionalGeneration, llava, dtype, revision=revision, **arguments)
+        stock = load_preprocessor(AutoProcessor, llava, revision=revision)
         processor = make_processor(
             stock.image_processor,
             stock.tokenizer,
@@ -186,7 +188,8 @@ def retrofit_checkpoint(
             image_token=stock.image_token,
         )
         template = describe_chat_template(stock.chat_template)
-        return _finish(model, processor, folder, output, llava, llava, arm, template, from_llava=True)
+        parts = (llava, revision), (llava, revision)
+        return _finish(model, processor, folder, output, *parts, arm, template, from_llava=True)
 
 
 def _norm_arguments(arm: str, norm: str) -> dict[str, str]:
@@ -220,11 +223,8 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return allowed.get(dtype, dtype)
 
 
-def _finish(
-    model, processor: LlavaProcessor, folder: Path, output, vision: str, language: str, arm: str, template, from_llava
-):
-    config = model.config
-    vision_revision, language_revision = hub_commit(vision), hub_commit(language)
+def _finish(model, processor: LlavaProcessor, folder: Path, output, vision, language, arm: str, template, from_llava):
+    config, (vision, vision_revision), (language, language_revision) = model.config, vision, language
     if config.projector_norm == "none":
         n_text, gain = model.measure_text_embedding_norm(), None
     else:

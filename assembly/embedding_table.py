@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from huggingface_hub import HfFileSystem
+from huggingface_hub import HfApi, HfFileSystem
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from ..checkpoint.find import hub_model
+from ..checkpoint.find import find_model
+from ..checkpoint.limits import SETTINGS_BYTES
 from ..checkpoint.loading import AGAIN, loading
 from ..checkpoint.names import INDEX, PICKLES, WEIGHTS
 from ..checkpoint.untrusted import check_files, check_inside, json_object, shards
@@ -60,8 +61,9 @@ def read_embeddings(model: str, revision: str | None = None) -> EmbeddingRows:
     Raises:
         ValueError: See [`~normalign_llava.assembly.gain.embedding_statistics`].
     """
-    path = Path(model).expanduser()
-    source, revision, files, open_file = _local(path) if path.exists() else _hub(model, revision)
+    found, commit = find_model(model, revision)
+    path = Path(found)
+    source, revision, files, open_file = _local(path) if path.exists() else _hub(model, commit)
     weights = _weight_file(model, files)
     if not weights.endswith(".gguf"):
         config, text_of = known_config(source, revision), _token_text(source, revision)
@@ -75,7 +77,7 @@ def known_config(source: str, revision: str | None = None) -> PreTrainedConfig |
     """The configuration of a folder or Hub id, or None if it has none or one that transformers does not know."""
     if check_files(source, revision).get("model_type") not in CONFIG_MAPPING:
         return None
-    with loading(f"The configuration of {source}"):
+    with loading(f"The configuration of {source}", memory=SETTINGS_BYTES):
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
 
 
@@ -88,10 +90,8 @@ def _local(path: Path) -> tuple[str, None, list[str], Opener]:
     return str(path), None, files, lambda name: (path / name).open("rb")
 
 
-def _hub(model: str, revision: str | None) -> tuple[str, str | None, list[str], Opener]:
-    info = hub_model(model, revision)
-    system, commit = HfFileSystem(), info.sha  # pinned to the commit, so that all requests see the same files
-    files = [sibling.rfilename for sibling in info.siblings or []]
+def _hub(model: str, commit: str | None) -> tuple[str, str | None, list[str], Opener]:
+    system, files = HfFileSystem(), HfApi().list_repo_files(model, revision=commit)
     # Without read-ahead only the requested bytes are fetched.
     return model, commit, files, lambda name: system.open(f"{model}/{name}", revision=commit, cache_type="none")
 

@@ -20,9 +20,10 @@ from transformers.utils import cached_file
 
 from ..checkpoint.files import new_folder, read_json, write_failure
 from ..checkpoint.find import find_checkpoint
+from ..checkpoint.limits import SETTINGS_BYTES
 from ..checkpoint.loading import loading
 from ..checkpoint.names import ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
-from ..checkpoint.untrusted import check_files, check_weights
+from ..checkpoint.untrusted import check_files
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -103,7 +104,7 @@ def merge_adapter(
     if not base:
         raise ValueError(f"The adapter {adapter} does not name its base. Give its folder or Hub id with --base.")
     revision = peft_config.revision if base == named else None
-    config = _base_config(base, adapter, revision)
+    base, revision, config = _base_config(base, adapter, revision)
     dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
     stored = (config.projector_norm, config.projector_gain_init)
     for name, value in record["config_changes"].items():
@@ -150,20 +151,20 @@ def merge_adapter(
     )
 
 
-def _base_config(base: str, adapter: Path, revision: str | None) -> NormAlignLlavaConfig:
+def _base_config(base: str, adapter: Path, revision: str | None) -> tuple[str, str | None, NormAlignLlavaConfig]:
+    """Path or Hub id of the base, its commit and its configuration."""
     try:
-        found = find_checkpoint(base, revision)
+        base, revision = find_checkpoint(base, revision)
     except ValueError as error:
         raise ValueError(
             f"The base {base!r} of the adapter {adapter} was not found. Give its folder or Hub id with --base. "
             f"({error})"
         ) from error
-    kind = check_files(found, revision).get("model_type")
+    kind = check_files(base, revision).get("model_type")
     if kind not in (NormAlignLlavaConfig.model_type, "llava"):
         raise ValueError(f"The base {base} is a {kind!r} model, no NormAlign-LLaVA. Give the right one with --base.")
-    check_weights(base, revision)
-    with loading(f"The configuration of {base}"):
-        return NormAlignLlavaConfig.from_pretrained(base, revision=revision)
+    with loading(f"The configuration of {base}", memory=SETTINGS_BYTES):
+        return base, revision, NormAlignLlavaConfig.from_pretrained(base, revision=revision)
 
 
 def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str) -> None:
@@ -174,7 +175,7 @@ def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlav
     peft_config = copy.deepcopy(peft_config)
     peft_config.init_lora_weights = False  # initial values computed from weights cannot be on meta
     with torch.device("meta"):
-        with loading(f"The model {base}"):
+        with loading(f"The model {base}", memory=SETTINGS_BYTES):
             model = NormAlignLlavaForConditionalGeneration(config)
         with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
             adapted = PeftModel(model, peft_config, low_cpu_mem_usage=True)

@@ -5,52 +5,46 @@
 import os
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelInfo, constants, try_to_load_from_cache
-from huggingface_hub.errors import HTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import (
+    HTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from .names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 
-SECONDS = 10
-"""Timeout of the question whether the Hub has a repository."""
-
-
-def find_model(model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path.") -> str:
-    """The path or Hub id for `from_pretrained`, once it is known to exist.
+def find_model(
+    model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
+) -> tuple[str, str | None]:
+    """The path or Hub id for `from_pretrained`, once it is known to exist, and the commit to read all its files at.
 
     transformers takes a folder that does not exist for a repository, and asks the Hub for each of its files several
-    times. Here the Hub is asked once, and only about a valid Hub id that is not in the cache.
+    times. Here the Hub is asked once, and only about a valid Hub id. A branch may move while a model is checked and
+    loaded: whoever reads it must give this commit as the revision, everywhere.
 
     Args:
         model: Folder, file or Hub id.
         revision: Branch, tag or commit of the Hub id.
         remedy: What to do if the folder does not exist.
 
+    Returns:
+        The path or Hub id, and the commit: None for a path; from the cache if the Hub cannot be reached.
+
     Raises:
-        ValueError: It does not exist, or the Hub cannot be reached.
+        ValueError: It does not exist, or the Hub cannot be reached and it is not in the cache.
     """
     path = Path(model).expanduser()
     if path.exists():
-        return str(path)
-    if not is_hub_id(name := os.fspath(model)):
-        raise ValueError(f"{name} is no file or folder here. {remedy} A model of the Hub is named owner/name.")
-    if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
-        hub_model(name, revision)
-    return name
-
-
-def hub_model(model: str, revision: str | None = None) -> ModelInfo:
-    """The Hub's information about a model, asked for once.
-
-    Raises:
-        ValueError: The Hub has no such repository or revision, or cannot be reached.
-    """
+        return str(path), None
     absent = f"{model} is no file or folder here"
-    if not is_hub_id(model):
-        raise ValueError(f"{absent}. Check the path. A model of the Hub is named owner/name.")
+    if not is_hub_id(name := os.fspath(model)):
+        raise ValueError(f"{absent}. {remedy} A model of the Hub is named owner/name.")
     try:
-        return HfApi().model_info(model, revision=revision, timeout=SECONDS)
+        return name, HfApi().resolve_revision(name, revision=revision).resolved
     except RevisionNotFoundError as error:
         raise ValueError(f"{absent}, and on the Hub it has no revision {revision!r}.") from error
     except RepositoryNotFoundError as error:
@@ -58,16 +52,18 @@ def hub_model(model: str, revision: str | None = None) -> ModelInfo:
             f"{absent}, and the Hub has no model of that name, or none that you may see. Check the name; a private "
             "one needs `hf auth login`."
         ) from error
-    except (HTTPError, OSError) as error:
+    except (HTTPError, OSError, RevisionResolutionError) as error:
         raise ValueError(
             f"{absent}, and the Hub ({constants.ENDPOINT}) cannot be asked: {str(error).rstrip('. ')}. "
             "Check the name and your connection."
         ) from error
 
 
-def find_checkpoint(model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path.") -> str:
+def find_checkpoint(
+    model: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
+) -> tuple[str, str | None]:
     """[`find_model`] for a whole model: also raises ValueError for a folder without `config.json`, as an adapter's."""
-    found = find_model(model, revision, remedy=remedy)
+    found, commit = find_model(model, revision, remedy=remedy)
     folder = Path(found)
     if folder.exists() and not (folder / "config.json").is_file():
         if (folder / ADAPTER_CONFIG).is_file():
@@ -75,7 +71,7 @@ def find_checkpoint(model: str | os.PathLike, revision: str | None = None, *, re
                 f"{model} is an adapter. Merge it first (`normalign merge {model} --output DIR`), and name DIR."
             )
         raise ValueError(f"{model} has no config.json, so it is no model of transformers.{_inside(folder)} {remedy}")
-    return found
+    return found, commit
 
 
 def check_folder(folder: str | os.PathLike) -> None:

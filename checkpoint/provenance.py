@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate.utils import gather_object
-from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, hf_hub_download
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.repocard import metadata_load
 from transformers.utils import cached_file
@@ -68,14 +68,6 @@ def hub_dataset(name: str) -> dict[str, Any]:
         "license": ", ".join(map(str, licence)) if isinstance(licence, list) else licence,
         "language": [language] if isinstance(language, str) else language,
     }
-
-
-def hub_commit(name: str, revision: str | None = None) -> str | None:
-    """The commit of a Hub checkpoint that was just loaded at `revision`; None for a folder."""
-    if os.path.exists(name):
-        return None
-    config = try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(config).parent.name if isinstance(config, str) else None
 
 
 def read_beside(checkpoint: str, name: str, revision: str | None = None) -> dict[str, Any] | None:

@@ -124,13 +124,14 @@ def measure_updates(
     return Updates(n_text, [math.exp(size) for size in depth.log_update["text"].mean], depth.update_angle["text"].mean)
 
 
-def updates_of(model: str, *, trust_remote_code: bool = False) -> Updates:
+def updates_of(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Updates:
     """Measures a language model, or the decoder of a vision-language model.
 
     Without a GPU the layers of a language model are read one after another, and its head is not read.
 
     Args:
         model: Folder or Hub id.
+        revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Run code that comes with the checkpoint.
 
     Raises:
@@ -138,15 +139,15 @@ def updates_of(model: str, *, trust_remote_code: bool = False) -> Updates:
     """
     if Path(model).is_file() or any(Path(model).glob("*.gguf")):
         raise ValueError(f"{model} is a file of weights. --critical runs the model: name its folder with safetensors.")
-    found = find(model, trust_remote_code=trust_remote_code)
+    found = find(model, revision, trust_remote_code=trust_remote_code)
     if found.kind == "vision encoder":
         raise ValueError(f"{found.name} is a vision encoder. --critical measures a language model's layers.")
-    n_text = embedding_statistics(found.source, top=0).n_text
+    n_text = embedding_statistics(found.source, top=0, revision=found.revision).n_text
     if found.processor is not None:
         return measure_updates(find_parts(load(found)).decoder, found.processor.tokenizer, n_text)
-    tokenizer = load_preprocessor(AutoTokenizer, found.source)
+    tokenizer = load_preprocessor(AutoTokenizer, found.source, revision=found.revision)
     device_map: Any = "auto" if torch.cuda.is_available() else {"": "disk"}
     with tempfile.TemporaryDirectory() as folder:
-        kwargs = {"device_map": device_map, "offload_folder": folder}
+        kwargs = {"device_map": device_map, "offload_folder": folder, "revision": found.revision}
         language = load_part(AutoModelForCausalLM, found.source, "auto", **kwargs).eval()
         return measure_updates(language.base_model, tokenizer, n_text)

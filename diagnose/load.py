@@ -33,6 +33,7 @@ from ..assembly.build import torch_dtype
 from ..assembly.parts import load_part, tower_alone
 from ..assembly.processing import load_preprocessor, load_processor
 from ..checkpoint.find import find_model
+from ..checkpoint.limits import SETTINGS_BYTES
 from ..checkpoint.loading import loading
 from ..checkpoint.precision import dtype_to_load
 from ..checkpoint.untrusted import check_files
@@ -50,6 +51,7 @@ class Found:
         kind: The kind of model.
         name: Folder or Hub id, without the folders above it.
         source: Folder, file or Hub id to load it from.
+        revision: The commit of a Hub id; all its files are read at this one.
         processor: Of a vision-language model.
         image_processor: Of a vision encoder.
         cls: Class that loads it; None for a language model, of which only the embedding tensor is read.
@@ -60,6 +62,7 @@ class Found:
     kind: Kind
     name: str
     source: str
+    revision: str | None = None
     processor: ProcessorMixin | None = None
     image_processor: BaseImageProcessor | None = None
     cls: Any = None
@@ -67,25 +70,26 @@ class Found:
     remote: bool = False
 
 
-def find(model: str, *, trust_remote_code: bool = False) -> Found:
+def find(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Found:
     """Finds out what `model` is, and loads its processor.
 
     Models with a vision and a text tower, such as CLIP and SigLIP, are taken for their vision tower.
 
     Args:
         model: Folder or Hub id; a single file, such as a GGUF file, is a language model.
+        revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Run code from the checkpoint if transformers does not have its architecture.
 
     Raises:
         ValueError: It does not exist, is an adapter, needs remote code that is not trusted, is of none of the three
             kinds, or lacks its processor.
     """
-    source = find_model(model)
+    source, revision = find_model(model, revision)
     path = Path(source)
     name = path.resolve().name if path.exists() else model
     if path.is_file() or path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf")):
         return Found("language model", name, source)
-    stored = _stored_config(source)
+    stored = _stored_config(source, revision)
     known = stored.get("model_type") in CONFIG_MAPPING
     remote = {} if known else stored.get("auto_map", {})
     if remote and not trust_remote_code:
@@ -94,23 +98,23 @@ def find(model: str, *, trust_remote_code: bool = False) -> Found:
             "its own. Read that code, and pass --trust-remote-code if you trust it."
         )
     trust = bool(remote)
-    with tower_alone(), loading(f"The configuration of {source}"):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+    with tower_alone(), loading(f"The configuration of {source}", memory=None if trust else SETTINGS_BYTES):
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust)
     kind, cls, config = _remote_kind(name, config, remote) if remote else _kind(name, config)
     if kind == "language model":
-        return Found(kind, name, source, config=config)
+        return Found(kind, name, source, revision, config=config)
     if kind == "vision encoder":
-        image_processor = load_preprocessor(AutoImageProcessor, source, trust_remote_code=trust)
-        return Found(kind, name, source, None, image_processor, cls, config, trust)
+        image_processor = load_preprocessor(AutoImageProcessor, source, revision=revision, trust_remote_code=trust)
+        return Found(kind, name, source, revision, None, image_processor, cls, config, trust)
     if config.model_type == NormAlignLlavaConfig.model_type:
-        return Found(kind, name, source, load_processor(source, config=config), None, cls, config)
-    processor = load_preprocessor(AutoProcessor, source, trust_remote_code=trust)
+        return Found(kind, name, source, revision, load_processor(source, revision, config=config), None, cls, config)
+    processor = load_preprocessor(AutoProcessor, source, revision=revision, trust_remote_code=trust)
     if not isinstance(processor, ProcessorMixin):
         raise ValueError(
             f"{name} has a tokenizer but no processor for images. Save the processor of its base model in its folder: "
             "`AutoProcessor.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
         )
-    return Found(kind, name, source, processor, None, cls, config, trust)
+    return Found(kind, name, source, revision, processor, None, cls, config, trust)
 
 
 def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False) -> PreTrainedModel:
@@ -131,21 +135,22 @@ def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool 
             found.source,
             dtype_to_load(torch_dtype(dtype), found.config),
             config=found.config,
+            revision=found.revision,
             trust_remote_code=found.remote,
             device_map="auto" if torch.cuda.is_available() else None,
             quantization_config=BitsAndBytesConfig(load_in_4bit=True) if load_in_4bit else None,
         ).eval()
 
 
-def _stored_config(source: str) -> dict[str, Any]:
+def _stored_config(source: str, revision: str | None) -> dict[str, Any]:
     """`config.json` as it is stored."""
     try:
-        stored = check_files(source)
+        stored = check_files(source, revision)
     except OSError as error:
         raise ValueError(f"The configuration of {source} cannot be read: {error}") from error
     if stored:
         return stored
-    if find_adapter_config_file(source):
+    if find_adapter_config_file(source, revision=revision):
         raise ValueError(
             f"{source} is an adapter. Merge it first (`normalign merge {source} --output DIR`), then diagnose DIR."
         )

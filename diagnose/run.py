@@ -164,7 +164,7 @@ def _measure(
 ) -> Report:
     """The report of one model; the images that attention is drawn on are written into `folder`."""
     if found.kind == "language model" or drawn is None:
-        report = probe_language(found.source)
+        report = probe_language(found.source, revision=found.revision)
         return replace(report, model=name, embeddings=report.embeddings and replace(report.embeddings, model=name))
     checkpoint = Path(found.source)
     dynamics, training = read_dynamics(checkpoint), read_training_log(checkpoint)  # both for their errors, too

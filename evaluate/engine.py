@@ -129,9 +129,10 @@ def as_lm(found: Found, *, batch_size: int, dtype: str = "auto", load_in_4bit: b
     if found.kind == "vision encoder":
         raise ValueError(f"{found.name} is a vision encoder, which answers nothing. Name a vision-language model.")
     if found.kind == "language model":
-        options = {"load_in_4bit": True} if load_in_4bit else {}
+        options: dict[str, Any] = {"load_in_4bit": True} if load_in_4bit else {}
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return get_model("hf")(pretrained=found.source, batch_size=batch_size, dtype=dtype, device=device, **options)
+        options |= {"pretrained": found.source, "revision": found.revision or "main"}
+        return get_model("hf")(batch_size=batch_size, dtype=dtype, device=device, **options)
     model = load(found, dtype=dtype, load_in_4bit=load_in_4bit)
     return MultimodalLM(model, found.processor, batch_size)
 

@@ -51,9 +51,9 @@ def evaluate(
 ) -> Evaluated:
     """Evaluates a model with lm-evaluation-harness, and writes the results to `evaluation/` in its folder.
 
-    A finished task is written at once, and skipped the next time if the model's files, the settings, one's own task
-    files and the versions of this package and the harness are the same. A task that fails, such as one whose data set
-    cannot be reached, is named, and the others are run.
+    A finished task is written at once, and skipped the next time if the model's files (or commit), the settings, one's
+    own task files and the versions of this package and the harness are the same. A task that fails, such as one whose
+    data set cannot be reached, is named, and the others are run.
 
     Args:
         model: Folder or Hub id of a vision-language model or a language model.
@@ -80,7 +80,7 @@ def evaluate(
     found = find(model, trust_remote_code=trust_remote_code)
     folder = Path(found.source) if Path(found.source).is_dir() else None
     output = output or folder or Path("evaluations", found.name.replace("/", "--"))
-    weights = weights_hash(folder) if folder else f"{found.source}"
+    weights = weights_hash(folder) if folder else f"{found.source}@{found.revision}"
     dtype = dtype_to_load(dtype, found.config)
     settings = {"batch_size": batch_size, "dtype": dtype, "load_in_4bit": load_in_4bit, "limit": limit, "seed": SEED}
     settings["files"] = _files_hash(folder, include_path)

@@ -63,7 +63,8 @@ def serve(
         raise ImportError(f"Serving needs packages that are not installed. {install('serve')}") from error
     if quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization must be 'bnb-4bit' or 'bnb-8bit', got {quantization!r}.")
-    checkpoint, settings = find_checkpoint(checkpoint, revision), QUANTIZATIONS[quantization]
+    name, settings = f"{checkpoint}@{revision}" if revision else str(checkpoint), QUANTIZATIONS[quantization]
+    checkpoint, revision = find_checkpoint(checkpoint, revision)
     processor = _load_processor(checkpoint, revision)
     with _listening(host, port) as listener, suppress(KeyboardInterrupt):
         model = load_part(
@@ -74,7 +75,6 @@ def serve(
             device_map=device,
             quantization_config=BitsAndBytesConfig(**settings) if settings else None,
         )
-        name = f"{checkpoint}@{revision}" if revision else checkpoint
         host, port = listener.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
         print(escaped(f"Serving {name} at http://{address}:{port}/v1"), flush=True)

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..assembly.build import ARMS
 from ..assembly.parts import check_feature_layer, load_part
 from ..checkpoint.find import find_checkpoint
+from ..checkpoint.limits import SETTINGS_BYTES
 from ..checkpoint.loading import loading
 from ..checkpoint.names import TRAINING_RECORD
 from ..checkpoint.untrusted import check_files, check_weights
@@ -50,12 +51,12 @@ def check_checkpoint(
     Raises:
         ValueError: It is not a NormAlign-LLaVA checkpoint, it may not be opened, or it was trained as another arm.
     """
-    folder = find_checkpoint(str(checkpoint), revision, remedy=NO_MODEL)
+    folder, revision = find_checkpoint(str(checkpoint), revision, remedy=NO_MODEL)
     if Path(folder).exists() and Path(folder).resolve() == Path(str(training.output_dir)).resolve():
         raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
     check_architecture(check_files(folder, revision).get("model_type"), folder)
-    check_weights(folder, revision)
-    with loading(f"The configuration of {folder}"):
+    check_weights(folder, revision)  # as loading does, but before rows are read
+    with loading(f"The configuration of {folder}", memory=SETTINGS_BYTES):
         config = NormAlignLlavaConfig.from_pretrained(folder, revision=revision)
     check_feature_layer(config.vision_feature_layer, config.vision_config)
     current = arm_of(config)

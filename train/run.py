@@ -12,6 +12,7 @@ from trl import get_peft_config, get_quantization_config
 
 from ..assembly.processing import load_processor
 from ..checkpoint.files import read_json
+from ..checkpoint.find import find_checkpoint
 from ..checkpoint.names import TRAINING_RECORD
 from ..data.arguments import DataArguments
 from ..data.mixtures import load_data
@@ -19,7 +20,7 @@ from ..data.rows import DroppedRows
 from ..errors import Console, Terminated
 from .arguments import ModelArguments, NormAlignConfig
 from .collator import ConversationCollator
-from .command import next_command
+from .command import NO_MODEL, next_command
 from .inputs import check_one_gpu
 from .lock import only_run
 from .model import check_checkpoint
@@ -83,7 +84,9 @@ def _train(
         raise ValueError("load_in_4bit and load_in_8bit cannot be used with ZeRO-3. Use ddp or zero2.")
     if args.eval_suite:
         suite_tasks(args)
-    checkpoint, revision = str(model_args.model_name_or_path), model_args.model_revision
+    checkpoint, revision = find_checkpoint(
+        str(model_args.model_name_or_path), model_args.model_revision, remedy=NO_MODEL
+    )
     config = check_checkpoint(checkpoint, args, revision)
     processor = load_processor(checkpoint, revision, config=config)
     dropped = DroppedRows(output / "dropped_rows.jsonl")

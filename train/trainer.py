@@ -26,15 +26,17 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTConfig
 
+from ..checkpoint.find import find_checkpoint
 from ..checkpoint.names import BUILD_RECORD
 from ..checkpoint.precision import warn_if_slow
-from ..checkpoint.provenance import hub_commit, read_beside
+from ..checkpoint.provenance import read_beside
 from ..data.images import ImageRules, image_problem
 from ..data.reports import DataReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter import language_adapter, train_in_float32
 from .callbacks import Measurements
 from .collator import ConversationCollator
+from .command import NO_MODEL
 from .depth_probe import CosineProbe
 from .inputs import (
     check_one_gpu,
@@ -121,9 +123,12 @@ class NormAlignTrainer(SteppingTrainer):
             args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
         suite = [SuiteCallback(args, self.log)] if args.eval_suite else []
         loaded_here = not isinstance(model, nn.Module)
+        commit = None
+        if loaded_here:
+            kwargs = args.model_init_kwargs or {}
+            model, commit = find_checkpoint(model, kwargs.get("revision"), remedy=NO_MODEL)
+            args.model_init_kwargs = {**kwargs, "revision": commit}
         model = model_to_train(model, args, quantization_config)
-        revision = (args.model_init_kwargs or {}).get("revision")
-        commit = hub_commit(model.name_or_path, revision) if loaded_here else None
         learning_rates = args.explained_learning_rates(use_peft=peft_config is not None)
         if optimizers[0] is not None:
             given = optimizer_learning_rates(optimizers[0], model, args)

@@ -48,13 +48,14 @@ def embedding_table_of(
     )
 
 
-def probe_language(model: str | Path, *, top: int = 10) -> Report:
+def probe_language(model: str | Path, *, top: int = 10, revision: str | None = None) -> Report:
     """Norms of the embeddings of a language model alone, as stored and as its decoder receives them.
 
     Args:
         model: Folder, weight file or Hub repository, as [`~normalign_llava.assembly.gain.embedding_statistics`]
             takes it.
         top: How many tokens of largest norm to list.
+        revision: The commit of a Hub repository.
 
     Returns:
         The report, with `embeddings`, and of `interface` `vocabulary_raw`, `vocabulary` and `scale`; the rest is named
@@ -63,10 +64,10 @@ def probe_language(model: str | Path, *, top: int = 10) -> Report:
     Raises:
         ValueError: What [`~normalign_llava.assembly.gain.embedding_statistics`] raises.
     """
-    statistics = embedding_statistics(str(model), top=top)
+    statistics = embedding_statistics(str(model), top=top, revision=revision)
     table, scale = _table(statistics), statistics.scale
     path = Path(model).expanduser()
-    config = known_config(str(path.parent if path.is_file() else path if path.exists() else model))
+    config = known_config(str(path.parent if path.is_file() else path if path.exists() else model), revision)
     left_out = [
         "Visual tokens, the projector and the ratio of visual to text norms were not measured: a language model alone "
         "has none of them.",

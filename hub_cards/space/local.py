@@ -21,7 +21,7 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
         ValueError: There is no NormAlign-LLaVA at `checkpoint`.
         OSError: The port is taken.
     """
-    source = find_checkpoint(checkpoint)
+    source, revision = find_checkpoint(checkpoint)
     check_installed("gradio", "demo", "The demo")
     import torch
 
@@ -31,11 +31,12 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
     from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
     from .demo import ATTENTION, build_app, launch
 
-    if (kind := check_files(source).get("model_type")) != "normalign_llava":
+    if (kind := check_files(source, revision).get("model_type")) != "normalign_llava":
         raise ValueError(f"{source} is a {kind!r} model. The demo shows NormAlign-LLaVA models.")
-    processor = load_processor(source)
+    processor = load_processor(source, revision)
     device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
-    model = load_part(NormAlignLlavaForConditionalGeneration, source, dtype, attn_implementation=ATTENTION)
+    kwargs = {"revision": revision, "attn_implementation": ATTENTION}
+    model = load_part(NormAlignLlavaForConditionalGeneration, source, dtype, **kwargs)
     model = model.to(device).eval()
     known = Path(source).resolve().name if Path(source).exists() else source
     app = build_app(model, processor, title="NormAlign-LLaVA", source=f"Model: `{known}`.")

@@ -2,18 +2,24 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+import tiny
 import tiny_parts as parts
+import train_data
+import training
 from hub_server import HubServer
 from typer.testing import CliRunner
 
 from normalign_llava import build_checkpoint
 from normalign_llava.checkpoint.find import find_checkpoint, find_model
 from normalign_llava.cli import app
+from normalign_llava.train.run import main as train
 
 
 CLIENT = """
@@ -22,7 +28,7 @@ from huggingface_hub import hf_hub_download
 from normalign_llava.checkpoint.find import find_model
 for name, revision, download in json.load(sys.stdin):
     try:
-        said = find_model(name, revision)
+        said, _ = find_model(name, revision)
         if download:
             hf_hub_download(name, "config.json")
     except ValueError as error:
@@ -51,8 +57,8 @@ def test_what_is_here_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "user" / "model").mkdir(parents=True)
-    assert find_model("user/model") == "user/model"
-    assert find_model("~/user") == str(tmp_path / "user")
+    assert find_model("user/model", "v1") == ("user/model", None)
+    assert find_model("~/user") == (str(tmp_path / "user"), None)
     with pytest.raises(ValueError, match="user/model has no config.json"):
         find_checkpoint("user/model")
 
@@ -74,14 +80,69 @@ def test_the_hub_is_asked_once_and_only_of_what_may_be_there(tmp_path):
         assert found == "user/model"
         assert len([request for request in hub.requests if "/api/models/user/none" in request]) == 1
         count = len(hub.requests)
-        assert asked([["user/model", None, False]], environment) == ["user/model"]  # it is in the cache
-        assert len(hub.requests) == count
+        assert asked([["user/model", None, False]], environment) == ["user/model"]
+        of_the_model = [request for request in hub.requests[count:] if "user/model" in request]
+        assert of_the_model == ["GET /api/models/user/model"]  # which commit is the newest
     (unreachable,) = asked([["user/none", None, False]], environment)
     assert unreachable.startswith(f"user/none is no file or folder here, and the Hub ({hub.url}) cannot be asked: ")
     assert unreachable.endswith(". Check the name and your connection.")
     (offline,) = asked([["user/none", None, False]], environment | {"HF_HUB_OFFLINE": "1"})
     assert offline.startswith("user/none is no file or folder here, and the Hub") and "offline" in offline
-    assert asked([["user/model", None, False]], environment) == ["user/model"]
+    for gone in (environment, environment | {"HF_HUB_OFFLINE": "1"}):
+        assert asked([["user/model", None, False]], gone) == ["user/model"]
+
+
+TRAIN = {"max_steps": 1, "learning_rate": 1e-3, "bf16": False, "use_cpu": True, "report_to": "none"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Parts, a LLaVA and a NormAlign-LLaVA; and an adapter, data and the words of training on them."""
+    folder = tmp_path_factory.mktemp("trained")
+    training.checkpoint(folder)
+    parts.llava(folder / "llava", tiny.llava(tied=False))
+    rows = [train_data.llava("<image>\nwhat is it?", f"it is {number}", "red.png") for number in range(2)]
+    train_data.images(folder / "images", "red.png")
+    options = {**TRAIN, "dataset_name": train_data.write_json(folder / "data", rows)}
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    adapter = ["--output_dir", folder / "adapter", "--model_name_or_path", folder / "model", "--use_peft", "true"]
+    train([*words, *map(str, adapter)])
+    return folder, words
+
+
+COMMANDS = {
+    "build --vision bea/vision --language bea/language --output {new}": {"vision", "language"},
+    "build --from-llava bea/llava --output {new}": {"llava"},
+    "merge {folder}/adapter --base bea/model --output {new}": {"model"},
+    "diagnose bea/model --data {folder}/images --output {new}": {"model"},
+    "gain bea/language --critical --revision main": {"language"},
+    "train --model_name_or_path bea/model --output_dir {new}": {"model"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_all_files_of_a_repository_that_moves_are_of_one_commit(hub, prepared, trained, tmp_path, command):
+    folder, options = trained
+    for name in ("vision", "language", "llava", "model"):
+        repository = hub.serve(f"bea/{name}", folder / name)
+        repository.resolve = partial(resolve_and_move, repository, repository.resolve)
+    words = command.format(folder=folder, new=tmp_path / "new").split()
+    done = prepared.run(["-m", "normalign_llava", *words, *(options if words[0] == "train" else ())])
+    assert done.returncode == 0, done.stderr
+    read = re.findall(r"bea/(\w+)/resolve/(\w+)/", "\n".join(hub.requests))
+    assert {name for name, _ in read} == COMMANDS[command] and "main" not in dict(read).values()
+    assert len(set(read)) == len(COMMANDS[command]), set(read)
+
+
+def resolve_and_move(repository, resolve, revision):
+    """The commit of `revision`. When it is `main`, that has another configuration from now on."""
+    commit = resolve(revision)
+    if revision == "main":
+        settings = {**json.loads(repository.blobs[commit.files["config.json"]].read()), "after": commit.oid}
+        stored = {"config.json": repository.store("config.json", json.dumps(settings).encode())}
+        repository.advance("main", commit.files | stored, "Other settings", "bea", parent=commit.oid)
+    return commit
 
 
 @pytest.mark.parametrize(

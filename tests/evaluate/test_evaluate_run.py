@@ -147,6 +147,22 @@ def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_p
     assert not skipped(model=training.checkpoint(tmp_path / "other", arm="none"))[0]
 
 
+def test_a_new_commit_on_the_hub_is_evaluated_anew(hub, prepared, room, tmp_path):
+    repository = hub.serve("bea/model", room / "model")
+
+    def skipped():
+        command = ["evaluate", "bea/model", *words(room, tmp_path, "tiny_choice")[2:]]
+        done = prepared.run(["-m", "normalign_llava", *command])
+        assert done.returncode == 0, done.stderr
+        assert read_evaluations(tmp_path)[0].weights == f"bea/model@{repository.commit}"
+        return "done before" in done.stderr
+
+    assert not skipped() and skipped()
+    head = repository.head()
+    repository.advance("main", head.files | {"new": repository.store("new", b"")}, "New", "bea", parent=head.oid)
+    assert not skipped()
+
+
 def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
     done = run(room, tmp_path, "tiny_choice", limit=2)
     assert done.results[0].partial and (done.results[0].samples, done.results[0].total) == (2, 5)
