@@ -185,9 +185,9 @@ def test_two_runs_do_not_share_a_folder(prepared, tmp_path, parts):
         assert first.poll() is None, "it has ended"
         time.sleep(0.01)
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    whose = re.escape(f"training in {out}: process {first.pid} on {platform.node()}, since 20")
+    whose = re.escape(f"writing to {out}: process {first.pid} on {platform.node()}, since 20")
     for more in ([], ["--resume_from_checkpoint"]):
-        with pytest.raises(ValueError, match=f"^Another run is {whose}.*choose another --output_dir.$"):
+        with pytest.raises(ValueError, match=f"^Another run is {whose}.*choose another output folder.$"):
             main([str(file), "--output_dir", str(out), *more])
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     for damaged in ("", "[1]", "{}"):
