@@ -60,7 +60,7 @@ def test_a_missing_extra_is_installed_from_where_the_package_was(tree, tmp_path,
         git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-C", source]
         for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "All"]):
             subprocess.run([*git, *words], check=True)
-        named = f"normalign-llava @ git+file://{source}"
+        named = f"normalign-llava @ git+file://localhost{source}"
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "-q", "--target", tmp_path / "site", named], check=True, capture_output=True)
     (recorded,) = (tmp_path / "site").glob("*.dist-info/direct_url.json")

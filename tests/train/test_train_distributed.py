@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -436,7 +437,7 @@ def test_the_command_starts_as_many_processes_as_the_file_says_and_a_bad_row_on_
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems tell no process that its parent has ended")
-@pytest.mark.parametrize(("number", "killed"), [(1, signal.SIGINT), (2, signal.SIGKILL)])
+@pytest.mark.parametrize(("number", "killed"), [(1, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGKILL)])
 def test_a_launcher_that_is_killed_takes_its_processes_with_it(room, tmp_path, number, killed):
     (tmp_path / "one.yaml").write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nuse_cpu: true\n")
     config = ["ddp", "--num_processes", "2"] if number == 2 else [tmp_path / "one.yaml", "--num_processes", "1"]
@@ -450,7 +451,10 @@ def test_a_launcher_that_is_killed_takes_its_processes_with_it(room, tmp_path, n
             said += line
         assert f"{number} process(es)".encode() in said
         process.send_signal(killed)
-        process.stdout.read()  # to the end of the last process that writes there
+        said = process.stdout.read().decode()  # to the end of the last process that writes there
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}.get(killed, -killed)
+    if killed != signal.SIGKILL:
+        assert re.search(r"Stopped\. Step \d+ was done. .* holds no complete checkpoint, so it is lost", said), said
     with only_run(tmp_path / "out"):
         assert not list((tmp_path / "out").glob("*.safetensors"))
 
