@@ -58,7 +58,8 @@ class Difference:
 
     Attributes:
         task, arm, against: What is compared.
-        questions: How many.
+        questions: How many: those that all models were asked.
+        asked: How many each model was asked, by name.
         score, reference: The arm's score, and the first one's.
         over_questions: 95 % interval of the difference if other questions of the kind were asked, by a paired
             bootstrap.
@@ -72,6 +73,7 @@ class Difference:
     arm: str
     against: str
     questions: int
+    asked: dict[str, int]
     score: float
     reference: float
     over_questions: Interval
@@ -102,7 +104,7 @@ def read_arm(argument: str) -> Arm:
 
 
 def compare(arms: Sequence[Arm]) -> list[Difference]:
-    """Each arm against the first, on each task that all of their runs have.
+    """Each arm against the first, on each task that all of their runs have, over the questions that all were asked.
 
     Raises:
         ValueError: There are fewer than two arms, two of the same name, a folder twice, no common task, or other
@@ -124,26 +126,38 @@ def compare(arms: Sequence[Arm]) -> list[Difference]:
         )
     found = []
     for task in tasks:
-        if len({frozenset(run[task]) for run in runs}) > 1:
+        shared = set.intersection(*(set(run[task]) for run in runs))
+        # Of other versions of the data, some answers under the same number are the same by chance.
+        numbers = set.intersection(*({key[:2] for key in run[task]} for run in runs))
+        if not shared or len(shared) < len(numbers):
             raise ValueError(f"{task} asked the models other questions. Evaluate them again, with the same versions.")
-        order = sorted(runs[0][task])
+        order = sorted(shared)
         table = {arm.name: np.array([[run[task][key] for key in order] for run in arm.runs]) for arm in arms}
+        asked = {arm.name: len(set.intersection(*(set(run[task]) for run in arm.runs))) for arm in arms}
         first, *others = arms
-        found += [_difference(task, arm.name, first.name, table[arm.name], table[first.name]) for arm in others]
+        found += [_difference(task, arm.name, first.name, asked, table[arm.name], table[first.name]) for arm in others]
     return found
 
 
 def render(differences: Sequence[Difference]) -> Table:
     """The comparison, for `rich.console.Console.print`."""
     (against,) = {each.against for each in differences}
-    table = Table(box=SIMPLE, padding=0, show_edge=False, caption=f"Differences from {against}, 95 % intervals.")
-    for column in ("task", "model", "score", against, "difference", "over questions", "over seeds", "p"):
+    parts = {
+        f"{each.task}: the {each.questions:,} questions that all models were asked, of "
+        f"{', '.join(f'{count:,} ({name})' for name, count in each.asked.items())}."
+        for each in differences
+        if set(each.asked.values()) != {each.questions}
+    }
+    caption = "\n".join([f"Differences from {against}, 95 % intervals.", *sorted(parts)])
+    table = Table(box=SIMPLE, padding=0, show_edge=False, caption=caption)
+    for column in ("task", "model", "n", "score", against, "difference", "over questions", "over seeds", "p"):
         name = column in ("task", "model")
         table.add_column(column, justify="left" if name else "right", overflow="fold" if name else "ellipsis")
     for each in differences:
         table.add_row(
             each.task,
             each.arm,
+            f"{each.questions:,}",
             f"{each.score:.3f}",
             f"{each.reference:.3f}",
             f"{each.value:+.3f}",
@@ -206,7 +220,9 @@ def over_seeds(ours: np.ndarray, theirs: np.ndarray) -> Interval | None:
     return (value, value) if math.isnan(low) else (float(low), float(high))  # all runs differ alike
 
 
-def _difference(task: str, arm: str, against: str, ours: np.ndarray, theirs: np.ndarray) -> Difference:
+def _difference(
+    task: str, arm: str, against: str, asked: dict[str, int], ours: np.ndarray, theirs: np.ndarray
+) -> Difference:
     single = len(ours) == len(theirs) == 1
     binary = single and set(np.unique([ours, theirs])) <= {0.0, 1.0}
     return Difference(
@@ -214,6 +230,7 @@ def _difference(task: str, arm: str, against: str, ours: np.ndarray, theirs: np.
         arm,
         against,
         questions=ours.shape[1],
+        asked=asked,
         score=float(ours.mean()),
         reference=float(theirs.mean()),
         over_questions=paired_bootstrap(ours.mean(0) - theirs.mean(0)),
@@ -230,9 +247,6 @@ def _run(folder: Path, left_out: dict[str, str]) -> dict[str, Scores]:
     found = {}
     for evaluation in evaluations:
         task = evaluation.task
-        if evaluation.partial:
-            left_out[task] = f"partial in {folder}: evaluate it without --limit"
-            continue
         metric, scores = _scores(folder / FOLDER / task, [metric.name for metric in evaluation.metrics])
         if scores:
             found[f"{task} {metric}"] = scores

@@ -14,14 +14,17 @@ from normalign_llava.evaluate.compare import compare, mcnemar, over_seeds, paire
 from normalign_llava.evaluate.results import Evaluation, Metric
 
 
-def evaluated(folder, answers, task="pope", total=None, truth="yes"):
+def evaluated(folder, answers, task="pope", total=None, truth="yes", first=0):
     """A folder as `normalign evaluate` leaves it."""
     count = len(answers)
     Evaluation(task, task, [Metric("acc", float(np.mean(answers)))], count, total or count, []).write(folder)
     place = folder / "evaluation" / task
     place.mkdir()
-    sample = {"metrics": ["acc"], "filter": "none", "target_hash": truth}
-    lines = [json.dumps({**sample, "doc_id": i, "acc": value}) for i, value in enumerate(answers)]
+    truths = [truth] * count if isinstance(truth, str) else truth
+    lines = [
+        json.dumps({"metrics": ["acc"], "filter": "none", "doc_id": first + i, "target_hash": true, "acc": value})
+        for i, (true, value) in enumerate(zip(truths, answers, strict=True))
+    ]
     (place / f"samples_{task}_2026-01-01T00-00-00.jsonl").write_text("\n".join(lines))
     return str(folder)
 
@@ -74,12 +77,32 @@ def test_several_seeds_of_two_arms(tmp_path):
     assert found.over_seeds is not None and found.over_seeds[0] < found.value < found.over_seeds[1]
 
 
-def test_a_task_that_one_model_has_in_part_is_left_out_and_named(tmp_path):
+def test_models_are_compared_on_the_questions_that_all_were_asked(tmp_path):
+    few, many, part = [1, 0, 1, 1] * 10, [0, 1, 1, 0, 1] * 40, [0] * 60
+    arms = [
+        read_arm(evaluated(tmp_path / name, given, total=200))
+        for name, given in (("untrained", part), ("model", few), ("whole", many))
+    ]
+    for found, given in zip(compare(arms), (few, many), strict=True):
+        alone, against = given[:40], part[:40]
+        assert (found.questions, found.score) == (40, np.mean(alone))
+        assert found.asked == {"untrained": 60, "model": 40, "whole": 200}
+        reference = stats.binomtest(int(np.sum(np.greater(alone, against))), int(np.sum(np.not_equal(alone, against))))
+        assert found.mcnemar == pytest.approx(reference.pvalue)
+    command = ["compare", *(str(tmp_path / arm.name) for arm in arms), "--output", str(tmp_path)]
+    shown = CliRunner().invoke(app, command, env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    sentence = "the 40 questions that all models were asked, of 60 (untrained), 40 (model), 200 (whole)."
+    assert f"pope acc: {sentence}" in " ".join(shown.output.split())
+
+
+def test_a_task_without_a_score_for_each_question_is_left_out_and_named(tmp_path):
     one, other = (evaluated(tmp_path / name, answers(0.5, 1)) for name in ("a=b,c", "d"))
-    evaluated(tmp_path / "d", answers(0.5, 1), task="mine", total=900)
+    Evaluation("mine", "mine", [Metric("f1", 0.5)], 9, 9, []).write(tmp_path / "d")
     shown = CliRunner().invoke(app, ["compare", one, other, "--output", str(tmp_path)], env={"COLUMNS": "120"})
     assert shown.exit_code == 0, shown.output
-    assert "pope acc" in shown.output and "Left out: mine, partial in" in shown.output
+    assert "pope acc" in shown.output and "questions that all" not in shown.output
+    assert "Left out: mine, without a score for each question in" in shown.output
 
 
 def test_the_first_filter_of_the_summary_is_compared(tmp_path):
@@ -115,12 +138,9 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         compare([read_arm(whole), read_arm(whole)])
     with pytest.raises(ValueError, match="no task in common"):
         compare([read_arm(whole), read_arm(evaluated(tmp_path / "b", answers(0.5, 1), task="mmstar"))])
-    with pytest.raises(ValueError, match="pope acc asked the models other questions"):
-        compare([read_arm(whole), read_arm(evaluated(tmp_path / "c", answers(0.5, 1, count=100)))])
-    with pytest.raises(ValueError, match="pope acc asked the models other questions"):
-        compare([read_arm(whole), read_arm(evaluated(tmp_path / "e", answers(0.5, 1), truth="no"))])
-    with pytest.raises(ValueError, match="no task in common.* pope: partial in .*/d: evaluate it without --limit"):
-        compare([read_arm(whole), read_arm(evaluated(tmp_path / "d", answers(0.5, 1), total=900))])
+    for name, other in (("c", dict(first=200)), ("d", dict(truth="no")), ("e", dict(truth=["yes", "no"] * 100))):
+        with pytest.raises(ValueError, match="pope acc asked the models other questions"):
+            compare([read_arm(whole), read_arm(evaluated(tmp_path / name, answers(0.5, 1), **other))])
     with pytest.raises(ValueError, match="/a is named twice"):
         compare([read_arm(whole), read_arm(f"again={whole}")])
     with pytest.raises(ValueError, match="a=, names no folder"):
