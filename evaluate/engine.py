@@ -254,7 +254,8 @@ def _prompt(found: dict[str, Any], config: dict[str, Any]) -> list[str]:
 
 
 def _protocol(config: dict[str, Any], *, chat: bool) -> list[str]:
-    data = " ".join(filter(None, (config.get("dataset_path"), config.get("dataset_name"))))
+    names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
+    data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path of this machine
     sentences = [f"lm-evaluation-harness runs its task {config['task']} on {data}."]
     if config["output_type"] == "generate_until":
         sentences.append(f"Answers are generated with {json.dumps(config['generation_kwargs'])}.")

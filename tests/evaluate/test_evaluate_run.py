@@ -23,6 +23,9 @@ from normalign_llava.cli import app
 from normalign_llava.evaluate import tasks
 from normalign_llava.evaluate.results import read_evaluations, weights_hash
 from normalign_llava.evaluate.run import evaluate, render
+from normalign_llava.hub_cards.card.write import write_card
+from normalign_llava.hub_cards.push.checkpoint_checks import check_contents
+from normalign_llava.hub_cards.push.contents import contents
 
 
 pytestmark = pytest.mark.slow
@@ -127,6 +130,22 @@ def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path)
     (raw,) = (tmp_path / "evaluation" / "tiny_choice").glob("results_*.json")
     assert json.loads(raw.read_text())["results"]["tiny_choice"]["acc,none"] == right / 5
     assert render(done).row_count == 2
+
+
+def test_results_on_a_data_set_of_this_machine_can_be_published(room, tmp_path):
+    """The data set's folder is in the task file, as is usual with one's own data."""
+    model, own = shutil.copytree(room / "model", tmp_path / "model"), shutil.copytree(room / "tasks", tmp_path / "own")
+    (tmp_path / "my-questions").mkdir()
+    shutil.copy(room / "rows.parquet", tmp_path / "my-questions" / "test.parquet")
+    task = yaml.safe_load((own / "tiny_choice.yaml").read_text()) | {"dataset_path": str(tmp_path / "my-questions")}
+    (own / "tiny_choice.yaml").write_text(yaml.safe_dump({**task, "dataset_kwargs": {}}))
+    assert not run(room, model, "tiny_choice", model=model, include_path=own).failed
+    (found,) = read_evaluations(model)
+    assert found.protocol[0] == "lm-evaluation-harness runs its task tiny_choice on my-questions."
+    write_card(model)
+    sent = contents(model)
+    assert {"README.md", "evaluation/summary.json"} <= {each.path for each in sent.sent}
+    check_contents(sent, None)
 
 
 def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_path, capsys):
