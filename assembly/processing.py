@@ -18,10 +18,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
+from transformers.utils import is_torchvision_available
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..checkpoint.limits import TEMPLATE_BYTES
 from ..checkpoint.loading import AGAIN, TEMPLATE_SECONDS, limited, loading
+from ..errors import install
 
 
 VISION_ENCODERS = {
@@ -39,12 +41,7 @@ PADS_RIGHT = (
 )
 """The fault and remedy of a checkpoint that was built before [`pad_left`] existed."""
 
-_KINDS = {
-    AutoTokenizer: "tokenizer",
-    AutoImageProcessor: "image processor",
-    AutoProcessor: "processor",
-    LlavaProcessor: "processor",
-}
+_KINDS = {AutoTokenizer: "tokenizer", AutoImageProcessor: "image processor"}
 _SAVE = "Save that of the model it was made from beside"
 _LARGEST_SIDE = 16_384  # pixels of an image that an image processor makes; also the most tokens of an image
 
@@ -58,29 +55,33 @@ def load_preprocessor(cls: Any, name: str, **kwargs: Any) -> Any:
     """`cls.from_pretrained(name)`, with errors that name the folder and what it lacks; runs no remote code.
 
     Args:
-        cls: `AutoTokenizer`, `AutoImageProcessor`, `AutoProcessor` or `LlavaProcessor`.
+        cls: `AutoTokenizer`, `AutoImageProcessor`, `AutoProcessor` or a class of processors.
         name: Folder or Hub id, whose files were checked.
 
     Raises:
         ValueError: It does not exist or cannot be loaded, makes too large images, or its chat template is not valid
             Jinja or does not end.
+        ImportError: It needs torchvision.
     """
+    kind = _KINDS.get(cls, "processor")
     remedy = f"{_SAVE} it: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
     try:
-        with loading(f"The {_KINDS[cls]} of {name}", remedy=remedy):
+        with loading(f"The {kind} of {name}", remedy=remedy):
             found = cls.from_pretrained(name, **{"trust_remote_code": False, **kwargs})
             image_processor = getattr(found, "image_processor", found)
             sizes = (getattr(image_processor, each, None) for each in ("size", "crop_size"))
             sides = [side for size in sizes for side in dict(size or {}).values() if side is not None]
             # Qwen's processors, which merge patches, count the pixels of the image there.
             if max(sides, default=0) > _LARGEST_SIDE ** (2 if hasattr(image_processor, "merge_size") else 1):
-                raise ValueError(
-                    f"The {_KINDS[cls]} of {name} makes images of up to {max(sides):,} pixels a side. {remedy}"
-                )
-    except (OSError, ImportError) as error:
-        raise ValueError(
-            f"{name} has no {_KINDS[cls]} that can be loaded. {remedy} transformers says: {error}"
-        ) from error
+                raise ValueError(f"The {kind} of {name} makes images of up to {max(sides):,} pixels a side. {remedy}")
+    except (OSError, ImportError, ValueError) as error:
+        if "torchvision" in str(error).lower() and not is_torchvision_available():  # said in several ways
+            raise ImportError(
+                f"The {kind} of {name} needs torchvision, which is not installed. {install('vision')}"
+            ) from error
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(f"{name} has no {kind} that can be loaded. {remedy} transformers says: {error}") from error
     stored = getattr(found, "chat_template", None)
     for template in filter(None, stored.values() if isinstance(stored, dict) else [stored]):
         _check_template(template, f"The chat template of {name}")

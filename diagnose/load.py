@@ -14,6 +14,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
+    PROCESSOR_MAPPING,
     AutoConfig,
     AutoImageProcessor,
     AutoModel,
@@ -26,7 +27,7 @@ from transformers import (
     PreTrainedModel,
     ProcessorMixin,
 )
-from transformers.utils import find_adapter_config_file
+from transformers.utils import find_adapter_config_file, is_torchvision_available
 
 from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
 from ..assembly.build import torch_dtype
@@ -108,7 +109,7 @@ def find(model: str, revision: str | None = None, *, trust_remote_code: bool = F
         return Found(kind, name, source, revision, None, image_processor, cls, config, trust)
     if config.model_type == NormAlignLlavaConfig.model_type:
         return Found(kind, name, source, revision, load_processor(source, revision, config=config), None, cls, config)
-    processor = load_preprocessor(AutoProcessor, source, revision=revision, trust_remote_code=trust)
+    processor = load_preprocessor(_processor_class(config), source, revision=revision, trust_remote_code=trust)
     if not isinstance(processor, ProcessorMixin):
         raise ValueError(
             f"{name} has a tokenizer but no processor for images. Save the processor of its base model in its folder: "
@@ -140,6 +141,23 @@ def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool 
             device_map="auto" if torch.cuda.is_available() else None,
             quantization_config=BitsAndBytesConfig(load_in_4bit=True) if load_in_4bit else None,
         ).eval()
+
+
+def _processor_class(config: PreTrainedConfig) -> Any:
+    """The class that loads the processor of a vision-language model.
+
+    transformers has no video processor without torchvision, but image processors for most families. There a processor
+    of both is loaded without its part for videos.
+    """
+    cls = PROCESSOR_MAPPING.get(type(config), AutoProcessor)
+    videos = inspect.signature(cls.__init__).parameters.get("video_processor")
+    if (
+        is_torchvision_available() or videos is None or videos.default is not None
+    ):  # it cannot be left out of SmolVLM's
+        return AutoProcessor
+    attributes = [name for name in cls.get_attributes() if name != "video_processor"]
+    changed = {"__module__": cls.__module__, "get_attributes": staticmethod(lambda: attributes)}
+    return type(cls.__name__, (cls,), changed)
 
 
 def _stored_config(source: str, revision: str | None) -> dict[str, Any]:

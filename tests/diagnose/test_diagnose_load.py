@@ -8,6 +8,8 @@ import tiny
 import tiny_parts
 import torch
 import training
+import vlm_batches
+import vlm_processors
 from transformers import (
     AutoImageProcessor,
     CLIPVisionModel,
@@ -18,9 +20,16 @@ from transformers import (
 )
 from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionConfig
 from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25VisionModel
+from transformers.utils import is_torchvision_available
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.data.questions import Sample
+from normalign_llava.diagnose import probe
+from normalign_llava.diagnose.data import batches
 from normalign_llava.diagnose.load import find, load
+
+
+NEED_TORCHVISION = ("kimi_k25", "smolvlm")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +59,29 @@ def test_a_checkpoint_in_bfloat16_is_loaded_in_what_the_processor_is_fast_in(che
     for ratio, dtype in ((0.3, torch.bfloat16), (5.0, torch.float32)):
         processor(ratio)
         assert load(find(str(tmp_path / "half"))).dtype == dtype
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in vlm_processors.FOLDERS if name not in NEED_TORCHVISION])
+def test_images_go_through_the_processor_of_each_family(name, tmp_path):
+    found = find(vlm_processors.save(name, tmp_path))
+    assert type(found.processor).__name__ == vlm_processors.FOLDERS[name][0]
+    samples = [
+        Sample(str(seed), "what is it?", {"bytes": training.image(seed, size), "path": None})
+        for seed, size in enumerate([(32, 16), (16, 24), (16, 16)])
+    ]
+    model, inputs = load(found), list(batches(found.processor, samples, 2))
+    placeholders = sum(int((batch["input_ids"] == vlm_batches.IMAGE).sum()) for batch in inputs)
+    seen = probe(model, inputs, tokenizer=found.processor.tokenizer).interface
+    newlines = seen.newline.count if seen.newline else 0
+    assert len(inputs) == 2 and seen.visual.count + newlines == placeholders >= 12
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is there")
+@pytest.mark.parametrize("name", NEED_TORCHVISION)
+def test_a_processor_that_needs_torchvision_names_it_and_the_extra(name, tmp_path):
+    with pytest.raises(ImportError, match=rf"processor of {tmp_path} needs torchvision.*\[vision\]"):
+        find(vlm_processors.save(name, tmp_path))
 
 
 def test_dtype(checkpoint):
