@@ -266,7 +266,8 @@ def test_a_tokenizer_that_lengthens_texts_without_end_is_refused(commands, part,
 
 
 def test_a_tokenizer_that_stops_at_a_text_ends_a_command_in_a_sentence(commands):
-    split = {"type": "Split", "pattern": {"Regex": "((([a-z ]+)+)+)+Z"}, "behavior": "Isolated", "invert": False}
+    pattern = {"Regex": 12 * "(" + "[a-z ]" + 12 * "+)" + "Z"}
+    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
     hostile.edit(commands.folder / "tokenizer.json", pre_tokenizer=split)
     assert "retry-limit-in-match" in commands.error("train")
     tokenizer = Tokenizer.from_file(str(commands.folder / "tokenizer.json"))
