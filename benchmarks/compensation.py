@@ -25,7 +25,7 @@ from normalign_llava.train.collator import ConversationCollator
 
 
 GAINS = [4.0**power for power in range(-3, 4)]
-ROWS, STEPS, CLIP = 8, 3, 1.0
+ROWS, STEPS, CLIP = 8, 5, 1.0
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3}, None),
