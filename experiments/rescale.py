@@ -38,7 +38,7 @@ def rescale(vision: Path, language: Path, output: Path, *, text: float, features
         rescale_encoder(tower, features)
         with finished_folder(encoder) as folder:
             tower.save_pretrained(folder)
-            AutoImageProcessor.from_pretrained(vision).save_pretrained(folder)
+            AutoImageProcessor.from_pretrained(vision, trust_remote_code=False).save_pretrained(folder)
     if not decoder.exists():
         model = LlamaForCausalLM.from_pretrained(language, dtype=torch.float32)
         rescale_language_model(model, text)

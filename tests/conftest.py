@@ -1,6 +1,7 @@
 import gc
 import os
 import shutil
+import signal
 
 import pytest
 
@@ -10,6 +11,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tiny models are faster on one thread than on two that wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job, and then in all it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LONGEST = ("docs", "quickstart_run", "train_push", "train_distributed", "serve_strangers", "benchmarks", "device")
 
