@@ -161,6 +161,17 @@ def test_a_model_with_an_adapter_in_its_folder_is_refused(commands, command):
     assert "has both config.json and adapter_config.json" in commands.error(command)
 
 
+def test_a_model_on_the_hub_with_an_adapter_beside_it_leads_to_no_other_repository(hub, prepared, good, tmp_path):
+    both = shutil.copytree(good / "model", tmp_path / "both")
+    hub.serve("eve/base", good / "model")
+    hostile.edit(both / "adapter_config.json", base_model_name_or_path="eve/base", peft_type="LORA")
+    hub.serve("eve/both", both)
+    for words in (["diagnose", "eve/both", "--output", tmp_path / "out"], ["gain", "eve/both"]):
+        done = prepared.run(["-m", "normalign_llava", *words])
+        assert done.returncode == 1 and "eve/both has both config.json and adapter_config.json" in done.stderr
+    assert not [request for request in hub.requests if "eve/base" in request]
+
+
 def test_parts_that_need_code_or_make_no_images_are_not_built_in(good, tmp_path):
     def build(vision, language):
         return run("build", "--vision", vision, "--language", language, "--output", tmp_path / "out")
