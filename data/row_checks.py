@@ -18,7 +18,6 @@ from rich.markup import escape
 from rich.progress import track
 from transformers import LlavaProcessor
 
-from ..checkpoint.loading import TEMPLATE_SECONDS, limited
 from ..errors import Console, escaped
 from .arguments import DataArguments
 from .forms import PROMPT, image_name, unread_image
@@ -135,12 +134,11 @@ def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]
     results: list[int | str] = []
     texts: list[str] = []
     for conversation in conversations:
-        with limited("The chat template", TEMPLATE_SECONDS):
-            try:
-                texts.append(str(processor.apply_chat_template(conversation["messages"], tokenize=False)))
-                results.append(len(conversation["images"]))
-            except Exception as error:  # a template may refuse a conversation with any error
-                results.append(f"the chat template refuses it: {error}")
+        try:
+            texts.append(str(processor.apply_chat_template(conversation["messages"], tokenize=False)))
+            results.append(len(conversation["images"]))
+        except Exception as error:  # a template may refuse a conversation with any error
+            results.append(f"the chat template refuses it: {error}")
     encoded = iter(processor.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
     for number, images in enumerate(results):
         if isinstance(images, int):

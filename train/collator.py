@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..checkpoint.loading import TEMPLATE_SECONDS, limited, loading
+from ..checkpoint.loading import loading
 from ..data.images import open_image
 from ..data.rows import DroppedRow, DroppedRows
 from .packing import PACKED
@@ -50,7 +50,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
     padding_free: bool = False
 
     def __post_init__(self):
-        with loading("The chat template"), limited("The chat template", TEMPLATE_SECONDS):
+        with loading("The chat template"):
             probe = super().torch_call([{"images": [], "messages": _PROBE}])
         if (probe["labels"] == _IGNORED).all():
             raise ValueError(
