@@ -64,7 +64,7 @@ def draw_images(answered: Sequence[tuple[Question, str]], output: Path, columns:
 
 
 def print_results(console: Console, results: dict[str, Any], output: Path, pages: Sequence[Path]) -> None:
-    """Prints accuracy by kind beside its controls, the time of each step, missed targets, and the verdicts."""
+    """Prints accuracy by kind with its controls, the time of each step, missed targets, and the verdicts."""
     table = Table(title="Held-out accuracy", title_justify="left")
     table.add_column("kind")
     before, after, baseline = results["before"], results["after"], results["baseline"]
@@ -81,15 +81,14 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
         cells = columns.values()
         table.add_row(kind, str(results["count"][kind]), *(f"{cell[kind]:.2f}" for cell in cells))
     console.print(table)
-    times = Table(title="Time and memory", title_justify="left")
+    times = Table(title="Time", title_justify="left")
     times.add_column("step")
     times.add_column("seconds", justify="right")
-    times.add_column("peak memory so far, GiB", justify="right")
-    for name, step in results["steps"].items():
-        times.add_row(name, f"{step['seconds']:.0f}", f"{step['peak_rss_gib']:.1f}")
-    total = sum(step["seconds"] for name, step in results["steps"].items() if name != "fetch")
-    times.add_row("all but fetching", f"{total:.0f}", f"{results['peak_rss_gib']:.1f}")
+    for name, seconds in results["seconds"].items():
+        times.add_row(name, f"{seconds:.0f}")
     console.print(times)
+    total = sum(seconds for name, seconds in results["seconds"].items() if name != "fetch")
+    console.print(f"All but fetching took {total:.0f} seconds, and {results['peak_rss_gib']:.1f} GiB of memory.")
     for line in shortfalls(results):
         console.print(f"[yellow]{line}")
     same = "the same answers" if results["reloaded_answers_identical"] else "[red]other answers"
