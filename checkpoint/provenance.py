@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import subprocess
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from huggingface_hub.errors import HTTPError
 from huggingface_hub.repocard import metadata_load
 from transformers.utils import cached_file
 
-from ..errors import direct_url
 from .names import CARD
 
 
@@ -88,7 +88,11 @@ def code_commit() -> str | None:
     root = Path(__file__).resolve().parents[1]
     if (top := _git(root, "rev-parse", "--show-toplevel")) and Path(top).resolve() == root:
         return _git(root, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
-    return direct_url().get("vcs_info", {}).get("commit_id")
+    try:  # as pip recorded where it installed this package from (PEP 610)
+        origin = json.loads(distribution("normalign-llava").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        origin = {}
+    return origin.get("vcs_info", {}).get("commit_id")
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
