@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import tiny_parts as parts
 import typer
 from typer.testing import CliRunner
 
@@ -66,10 +65,6 @@ def test_help_of_training_shows_options_that_exist():
     assert "Usage: normalign train RECIPE [--option value ...]" in shown and "qlora, quickstart-" in shown
     assert all(f"--{name} " in shown for name in named) and "--adam_beta1" not in shown
     assert "--adam_beta1" in invoke("train", "--help-all").output
-
-
-def test_completion_is_typers_own():
-    assert "--install-completion" in invoke("--help").output
 
 
 def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
@@ -174,11 +169,6 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(tmp_path, monke
     assert invoke("train", "--load_in_4bit", "false").stderr.startswith("Error: Give the checkpoint")
 
 
-def test_names_in_errors_are_not_broken_into_lines(tmp_path):
-    folder = tmp_path / ("x" * 250)
-    assert str(folder) in invoke("card", folder).stderr
-
-
 def test_importing_the_package_is_lazy_and_complete():
     code = (
         "import sys, normalign_llava; assert 'torch' not in sys.modules; "
@@ -186,18 +176,3 @@ def test_importing_the_package_is_lazy_and_complete():
         "from transformers import AutoConfig; AutoConfig.for_model('normalign_llava')"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_build_prints_what_was_built(tmp_path):
-    vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
-    options = ["--output", tmp_path / "out", "--arm", "aligned", "--feature-layer", "-3,-1"]
-    command = [sys.executable, "-m", "normalign_llava", "build", "--vision", vision, "--language", language, *options]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.lstrip().startswith("NormAlign-LLaVA checkpoint")  # DeepSpeed, say, has nothing to add
-    for words in ("N_text", "gain", "visual tokens per image", "aligned", "[-3, -1]", "M parameters"):
-        assert words in done.stdout
-    measured = invoke("gain", tmp_path / "out", "--json", "--top", 2)
-    assert json.loads(measured.output)["n_text"] == pytest.approx(
-        json.loads((tmp_path / "out/build.json").read_text())["n_text"]
-    )

@@ -126,13 +126,6 @@ def test_no_reference_is_loaded_from_a_llava_folder_in_place_of_our_model(tmp_pa
     assert first_loss(trainer) == pytest.approx(math.log(2), abs=1e-6)
 
 
-def test_a_name_stays_where_it_loads_the_same_model(tmp_path, llava):
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(llava, projector_norm="none")
-    assert model.name_or_path == str(llava)  # the projector of a LLaVA
-    trainer = dpo(model, tmp_path, AutoProcessor.from_pretrained(llava), learning_rate=0.0)
-    assert first_loss(trainer) == pytest.approx(math.log(2), abs=1e-6)
-
-
 def test_a_name_does_not_stay_where_the_norm_was_taken_away(checkpoint):
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, projector_norm="none")
     assert model.name_or_path == ""

@@ -5,7 +5,6 @@
 import json
 import os
 import shutil
-from typing import get_args
 
 import pytest
 import tiny
@@ -20,10 +19,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndByte
 from trl import SFTConfig, SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.assembly.adapter_settings import BASE_QUANTIZATIONS
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.cli import BaseQuantization
 from normalign_llava.train.collator import ConversationCollator
 
 
@@ -240,13 +237,6 @@ def test_an_adapter_that_trl_alone_trained_is_merged_with_its_base_as_it_is_told
         assert (logits(load(tmp_path / "wrong"), bases["tied"]) - expected).abs().max() > 1e-2
 
 
-def test_the_record_and_the_option_are_not_given_both(bases, tmp_path):
-    make_adapter(bases["tied"], tmp_path / "adapter")
-    assert get_args(BaseQuantization) == tuple(BASE_QUANTIZATIONS)
-    with pytest.raises(ValueError, match="training.json in .*adapter says how its base was quantized. Leave out"):
-        merge_adapter(tmp_path / "adapter", tmp_path / "merged", base_quantization="nf4")
-
-
 def test_merged_weights_are_the_dequantized_ones_plus_the_product(bases, tmp_path):
     functional = pytest.importorskip("bitsandbytes").functional
     quantization = {**NF4, "bnb_4bit_compute_dtype": "bfloat16"}
@@ -288,19 +278,6 @@ def test_written_in_the_base_s_dtype_or_another_but_the_norm(bases, tmp_path, dt
         # Rounded once, from a product that was computed in float32.
         assert torch.equal(tensor, wide[name].to(torch.float32 if NORM in name else written)), name
     assert torch.equal(norm_of(tmp_path / "merged")["bias"], norm_of(tmp_path / "adapter")["bias"])
-
-
-def test_a_moved_base_is_given_by_hand(bases, tmp_path):
-    shutil.copytree(bases["tied"], tmp_path / "moving")
-    trained = make_adapter(tmp_path / "moving", tmp_path / "adapter")
-    (tmp_path / "moving").rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match="moving' of the adapter .* was not found. Give its folder .* --base"):
-        merge_adapter(tmp_path / "adapter", tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
-    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=str(tmp_path / "moved"))
-    assert report.base == str(tmp_path / "moved")
-    got = logits(load(tmp_path / "merged"), bases["tied"])
-    torch.testing.assert_close(got, logits(trained, bases["tied"]), rtol=0, atol=1e-5)
 
 
 def test_an_arm_that_training_changed_is_the_merged_checkpoint_s(bases, tmp_path):

@@ -7,7 +7,6 @@ import tiny_parts
 from huggingface_hub import constants
 from train_data import assistant, inside, llava, mixed_rows, user
 
-from normalign_llava.data.forms import image_name
 from normalign_llava.data.images import ImageRules
 from normalign_llava.data.rows import DroppedRow, DroppedRows, canonical_row, control_tokens
 
@@ -59,15 +58,6 @@ def test_llava_json_of_every_kind():
 )
 def test_a_line_break_on_either_side_of_the_marker_is_not_kept_and_nothing_else_is_lost(text, parts):
     assert shape(llava(text, "yes", "a.png"))[0] == ("user", parts)
-
-
-def test_white_space_around_an_answer_is_not_kept():
-    assert shape(llava("Q", "\n two\nlines \n"))[1] == ("assistant", ["two\nlines"])
-
-
-def test_a_system_turn_may_come_first():
-    raw = {"conversations": [{"from": "system", "value": "Be brief."}, *llava("Q", "A")["conversations"]]}
-    assert [role for role, _ in shape(raw)] == ["system", "user", "assistant"]
 
 
 def test_parquet_with_images_inside():
@@ -207,15 +197,6 @@ def test_a_bad_row_has_a_reason(kind):
         canonical_row(raw, RULES)
 
 
-def test_a_name_without_end_is_cut():
-    assert len(image_name(llava("<image>Q", "A", "a" * 10_000_000))) == 4096
-
-
-def test_a_path_needs_a_folder_to_start_from():
-    with pytest.raises(ValueError, match="the image a.png is a path, .* set image_folder"):
-        canonical_row(llava("<image>Q", "A", "a.png"), ImageRules(None, "user/data"))
-
-
 def test_the_tokenizers_own_image_token_may_not_stand_in_a_text():
     raw = llava("What does <|image|> mean?", "A")
     assert shape(raw)[0][1] == ["What does <|image|> mean?"]
@@ -239,16 +220,6 @@ def test_control_tokens_of_the_tokenizer_may_not_stand_in_a_text(question, answe
         canonical_row(raw, control_tokens=control_tokens(tokenizer))
 
 
-def test_control_tokens_are_those_that_the_tokenizer_finds_in_a_text():
-    tokenizer = tiny_parts.tokenizer(extra=["<|end|>", "<|endoftext|>"])
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|endoftext|>"], "pad_token": "[PAD]"})
-    tokenizer.add_tokens(["<think>"])
-    for text in ("<|end|>", "<|endoftext|>", "[PAD]", "<unk>", "<|im_start|>", "<|im_end|>"):
-        assert len(tokenizer(f"a{text}b", add_special_tokens=False)["input_ids"]) == 3
-        assert control_tokens(tokenizer).search(f"a{text}b")[0] == text
-    assert not control_tokens(tokenizer).search("<think> <|im_ end|> < end >")
-
-
 def test_characters_that_join_visible_ones_are_part_of_an_answer():
     assert shape(llava("Q", "\U0001f469\u200d\U0001f52c"))[1] == ("assistant", ["\U0001f469\u200d\U0001f52c"])
 
@@ -258,20 +229,6 @@ def test_an_empty_answer_in_the_prompt_is_not_learned_and_so_allowed():
     assert canonical_row(row)["prompt_turns"] == 1
     with pytest.raises(ValueError, match="answer in turn 3 is empty"):
         canonical_row({**row, "completion": [assistant("")]})
-
-
-def test_the_raw_row_is_left_as_it_was():
-    raw = {"messages": [user("Q"), assistant(" A ")], "images": ["a.png"]}
-    canonical_row(raw, RULES)
-    assert raw == {"messages": [user("Q"), assistant(" A ")], "images": ["a.png"]}
-
-
-def test_names_of_images():
-    assert image_name(llava("Q", "A", "a.png")) == "a.png"
-    assert image_name({"images": [{"path": "a.png"}, {"path": "b.png"}]}) == "a.png"
-    assert [image_name(raw) for raw in (llava("Q", "A"), {"images": [{"bytes": b"x"}]}, {"image": 7}, "x")] == [
-        None
-    ] * 4
 
 
 def test_dropped_rows_count_once_and_survive_a_torn_line(tmp_path):

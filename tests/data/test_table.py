@@ -14,7 +14,6 @@ from train_data import arguments, inside, llava, write_json
 
 from normalign_llava.data.mixtures import load_data, prepare_rows
 from normalign_llava.data.rows import FEATURES
-from normalign_llava.data.table import RowBuilder
 
 
 COUNT = 100
@@ -88,17 +87,6 @@ def test_rows_are_the_same_in_workers_and_after_pickling(processor, tmp_path):
     process.start()
     assert results.get(timeout=120) == expected
     process.join()
-
-
-def test_the_sampler_reads_lengths_without_building_rows(processor, tmp_path, monkeypatch):
-    rows = load(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor)
-    trainer = training.trainer(
-        tmp_path, training.checkpoint(tmp_path / "parts"), rows, train_sampling_strategy="group_by_length"
-    )
-    monkeypatch.setattr(RowBuilder, "__call__", None)
-    sampler = trainer._get_train_sampler()
-    assert sampler.lengths.tolist() == [*rows.with_format(None)["length"]] and sampler.has_image.all()
-    assert sorted(sampler) == list(range(COUNT))
 
 
 def test_a_changed_file_is_read_anew_and_a_changed_transform_of_ones_own_is_kept(processor, tmp_path):
