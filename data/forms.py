@@ -98,7 +98,7 @@ def read_row(raw: Any) -> Row:
 
 
 def image_name(raw: Any) -> str | None:
-    """The name of the first image of a raw or canonical row, or None."""
+    """The name of the first image of a raw or parsed row, or None."""
     if not isinstance(raw, Mapping):
         return None
     images = raw.get("images") or raw.get("image")

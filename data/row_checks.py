@@ -22,7 +22,7 @@ from ..errors import Console, escaped
 from .arguments import DataArguments
 from .forms import PROMPT, image_name, unread_image
 from .images import ImageRules, image_problem, printable
-from .rows import FEATURES, DroppedRow, DroppedRows, canonical_row, control_tokens
+from .rows import FEATURES, DroppedRow, DroppedRows, control_tokens, parse_row
 from .sources import Source
 
 
@@ -52,43 +52,43 @@ class Checks:
         return DroppedRow(row["source"], row["row"], row["file"], reason, row["length"])
 
 
-def checked_rows(source: Source, processor: LlavaProcessor) -> Iterator[dict[str, Any]]:
-    """All rows of a source in order: in canonical form, as stored (`raw`), and their facts.
+def parse_rows(source: Source, processor: LlavaProcessor) -> Iterator[dict[str, Any]]:
+    """All rows of a source in order: in parsed form, as stored (`raw`), and their facts.
 
     Rows that cannot be trained on are empty and have a `reason`.
     """
     found = iter(source)
     tokens = {"image_token": processor.image_token, "control_tokens": control_tokens(processor.tokenizer)}
     while chunk := list(islice(found, _CHUNK)):
-        checked = []
+        rows = []
         for name, number, raw in chunk:
             row: dict[str, Any] = {"source": name, "row": number, "file": image_name(raw), "reason": None, "raw": raw}
             row |= {"images": [], "messages": [], "prompt_turns": 0, "length": 0, "image_count": 0, "paths": []}
             row |= {"form": None, "unread": None}
             try:
-                row |= canonical_row(raw, source.rules, **tokens)
+                row |= parse_row(raw, source.rules, **tokens)
             except ValueError as error:
                 row["reason"] = printable(str(error))
             row["unread"] = None if row["images"] else unread_image(raw, row["messages"])
             if row["reason"] and row["unread"]:
                 row["reason"] += f"; the {row['unread']} looks like an image and is not read"
-            checked.append(row)
-        good = [row for row in checked if row["reason"] is None]
-        for row, length in zip(good, token_lengths(processor, good), strict=True):
+            rows.append(row)
+        parsed = [row for row in rows if row["reason"] is None]
+        for row, length in zip(parsed, token_lengths(processor, parsed), strict=True):
             row["reason" if isinstance(length, str) else "length"] = length
             row["image_count"] = len(row["images"])
             row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
-        yield from checked
+        yield from rows
 
 
-def kept_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
-    """The rows of a source that pass all checks, in canonical form; the others are recorded.
+def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
+    """The rows of a source that pass all checks, in parsed form; the others are recorded.
 
     Raises:
         ValueError: There is a bad row and `bad_rows` is "stop", or no row is left at the end.
     """
     empty = True
-    for row in _passing(source, checks):
+    for row in _valid(source, checks):
         empty = False
         if row["unread"]:
             _warn_once(f"{source.name}: what looks like an image is not read: {row['unread']}.")
@@ -104,7 +104,7 @@ def has_images(source: Source, checks: Checks) -> bool:
         ValueError: There is a bad row and `bad_rows` is "stop", or [`check_images_are_read`] finds unread images.
     """
     rows, unread = 0, Counter[str]()
-    for row in islice(_passing(source, checks), _PEEKED):
+    for row in islice(_valid(source, checks), _PEEKED):
         if row["images"]:
             return True
         rows += 1
@@ -113,8 +113,8 @@ def has_images(source: Source, checks: Checks) -> bool:
     return False
 
 
-def _passing(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
-    for row in checked_rows(source, checks.processor):
+def _valid(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
+    for row in parse_rows(source, checks.processor):
         dropped = checks.too_long(row)
         problem = (row["file"], row["reason"]) if row["reason"] else None
         if problem := problem or image_problem(image_files(row["paths"]), source.rules):
@@ -129,7 +129,7 @@ def _passing(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
 
 
 def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:
-    """Tokens of each canonical row, as the collator makes them, or why there are none; no image is decoded."""
+    """Tokens of each parsed row, as the collator makes them, or why there are none; no image is decoded."""
     per_image = tokens_per_image(processor)
     results: list[int | str] = []
     texts: list[str] = []
@@ -162,7 +162,7 @@ def image_problems(
     Nothing is cached, since files may change.
 
     Args:
-        rows: Rows with the column `paths` or, to decode images, canonical rows.
+        rows: Rows with the column `paths` or, to decode images, parsed rows.
         name: The data set's name, for the progress bar.
         rules: Which files the images may be.
         max_pixels: Most pixels of an image to decode; None only checks that files exist.
@@ -242,7 +242,7 @@ def warn_of_captions(name: str, forms: Iterable[str]) -> None:
 
 
 def image_files(paths: list[str]) -> list[dict[str, Any]]:
-    """Images of a canonical row by their paths."""
+    """Images of a parsed row by their paths."""
     return [{"path": path, "bytes": None} for path in paths]
 
 

@@ -1,4 +1,4 @@
-"""Data sets in every form, in memory and streamed: the same canonical rows, checked, measured, mixed, held out."""
+"""Data sets in every form, in memory and streamed: the same parsed rows, checked, measured, mixed, held out."""
 
 import json
 from itertools import islice
@@ -139,7 +139,7 @@ def test_lengths_are_those_of_the_collator_and_nothing_is_truncated(load, tmp_pa
     limit = sorted(data.train["length"][:])[3]  # two rows are at or above it, one of them exactly
     short = load(path, max_length=limit)
     (source,) = short.report.sources
-    assert (source.found, source.bad, source.too_long, source.kept, source.used) == (5, 0, 1, 4, 4)
+    assert (source.found, source.bad, source.too_long, source.valid, source.used) == (5, 0, 1, 4, 4)
     assert (source.images, source.text_only, source.longest) == (2, 2, limit)
     assert (source.shortest, source.median) == (min(short.train["length"]), np.median(short.train["length"]))
     assert [(row.row, row.tokens) for row in source.dropped] == [(2, 75)]
@@ -194,7 +194,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(load, tmp_path):
     rows = both(load, path, bad_rows="skip", dropped_rows=dropped, max_length=60)
     assert answers(rows) == ["green", "Hello!", "blue"] and [row["row"] for row in rows] == [0, 4, 6]
     (source,) = load(path, bad_rows="skip", max_length=60).report.sources
-    assert (source.found, source.bad, source.too_long, source.kept) == (10, 5, 2, 3)
+    assert (source.found, source.bad, source.too_long, source.valid) == (10, 5, 2, 3)
     assert [row.row for row in source.dropped] == [*REASONS, 5, 7]
     assert source.dropped[1].file == str(tmp_path / "data" / "none.png")
     stream = load(path, bad_rows="skip", dropped_rows=dropped, dataset_streaming=True, max_length=60)
@@ -298,7 +298,7 @@ def test_what_is_held_out_is_not_reported_as_used(load, tmp_path):
     first, second, held = data.report.sources
     trained, out = answers(data.train), answers(data.eval)
     assert [first.used, second.used] == [sum(answer[0] == name for answer in trained) for name in "ab"]
-    assert first.used + second.used == 15 and first.kept == 30 and len({*trained, *out}) == 20
+    assert first.used + second.used == 15 and first.valid == 30 and len({*trained, *out}) == 20
     assert (held.source, held.split, held.found, held.used) == ("held out of training", "eval", 5, 5)
     assert (held.longest, held.images) == (max(data.eval["length"]), 0) and data.eval[0].keys() == FEATURES.keys()
 
@@ -315,7 +315,7 @@ def test_images_of_held_out_rows_are_decoded_first(load, tmp_path):
             load(trained, with_eval=True, **options)
         data = load(trained, with_eval=True, bad_rows="skip", dropped_rows=dropped, **options)
         held = data.report.sources[-1]
-        assert held.kept == len(data.eval) and held.bad == held.found - held.kept > 0
+        assert held.valid == len(data.eval) and held.bad == held.found - held.valid > 0
         assert all(int(answer) % 2 == 0 for answer in answers(data.eval))
     assert [row.row for row in dropped.read()] == list(range(1, 20, 2))
 
@@ -340,7 +340,7 @@ def test_rows_made_in_python_become_what_files_become(processor, tmp_path):
     assert list(in_memory) == kept == list(stream) and len(kept) == 3
     assert prepare_rows(stream, processor)[0] is stream
     same, again = prepare_rows(in_memory, processor)
-    assert same is in_memory and (again.kept, again.images, again.longest) == (3, 3, report.longest)
+    assert same is in_memory and (again.valid, again.images, again.longest) == (3, 3, report.longest)
     batch = ConversationCollator(processor)([in_memory[2]])
     assert torch.equal(batch["pixel_values"], ConversationCollator(processor)([list(stream)[2]])["pixel_values"])
     red, *_ = batch["pixel_values"][0, :, 0, 0].tolist()

@@ -16,13 +16,13 @@ from train_data import assistant, gigantic_png, image_bytes, inside, llava, user
 from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
-from normalign_llava.data.rows import DroppedRows, canonical_row
+from normalign_llava.data.rows import DroppedRows, parse_row
 from normalign_llava.train import collator
 from normalign_llava.train.collator import ConversationCollator
 
 
 def row(raw, number=0) -> dict:
-    return {**canonical_row(raw), "source": "data.json", "row": number, "length": 0}
+    return {**parse_row(raw), "source": "data.json", "row": number, "length": 0}
 
 
 def labelled(processor, labels) -> list[str]:

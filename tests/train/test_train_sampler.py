@@ -160,7 +160,7 @@ def test_shares_are_exact_and_no_row_comes_twice(processor, tmp_path, fractions,
     data = mixture(processor, sources(tmp_path, {"a": 50, "b": 30, "c": 20}, **fractions))
     found = answers(data.train)
     assert Counter(answer[0] for answer in found) == expected and len(set(found)) == len(found)
-    assert [(source.kept, source.used) for source in data.report.sources] == [
+    assert [(source.valid, source.used) for source in data.report.sources] == [
         (count, expected[name]) for name, count in {"a": 50, "b": 30, "c": 20}.items()
     ]
 
