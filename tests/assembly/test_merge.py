@@ -13,7 +13,6 @@ import torch
 import training
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from PIL import Image
-from remote_code import run_blocked
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
@@ -147,27 +146,6 @@ def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):
     AutoProcessor.from_pretrained(bases["tied"], chat_template="{{ 'trained' }}").save_pretrained(adapter)
     merge_adapter(adapter, tmp_path / "again")
     assert AutoProcessor.from_pretrained(tmp_path / "again").chat_template == "{{ 'trained' }}"
-
-
-LOAD = """
-import json, torch
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
-load = lambda cls: cls.from_pretrained(sys.argv[1], trust_remote_code=True)
-config, base, model = map(load, (AutoConfig, AutoModel, AutoModelForImageTextToText))
-with torch.no_grad():
-    out = model(input_ids=torch.arange(5, 15)[None]).logits[0, -1]
-print(json.dumps([[type(x).__name__ for x in (config, base, model)], out.tolist()]))
-"""
-
-
-def test_a_process_without_this_package_loads_it(bases, tmp_path):
-    trained = make_adapter(bases["untied"], tmp_path / "adapter", quantization=NF4)
-    merge_adapter(tmp_path / "adapter", tmp_path / "merged.v1")
-    names, got = run_blocked(tmp_path, LOAD, tmp_path / "merged.v1")
-    assert names == ["NormAlignLlavaConfig", "NormAlignLlavaModel", "NormAlignLlavaForConditionalGeneration"]
-    with torch.no_grad():
-        expected = trained(input_ids=torch.arange(5, 15)[None]).logits[0, -1]
-    torch.testing.assert_close(torch.tensor(got), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
