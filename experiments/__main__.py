@@ -19,7 +19,7 @@ from rich.console import Console
 from runs import make_run
 
 from normalign_llava.checkpoint.files import finished_file
-from normalign_llava.quickstart.convert import convert_language, convert_vision
+from normalign_llava.fetched.convert import convert_language, convert_vision
 
 
 def run_plan(plan: Plan, work: Path) -> None:

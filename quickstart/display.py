@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..checkpoint.files import finished_file
-from ..data.archives import Part
-from ..data.easy_vqa import CHOICES, KINDS, OVERALL, Question, load_image
 from ..evaluate.answers import named
+from ..fetched.archives import Part
+from ..fetched.easy_vqa import CHOICES, KINDS, OVERALL, Question, load_image
 from .evaluate import EMOJI
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..data.easy_vqa import KINDS, OVERALL
 from ..diagnose.report import PAGE, REPORT
 from ..diagnose.run import FOLDER, diagnose
 from ..evaluate.results import read_evaluations
 from ..evaluate.run import evaluate
+from ..fetched.easy_vqa import KINDS, OVERALL
 
 
 EMOJI = "emoji"

@@ -19,14 +19,14 @@ from transformers.utils import logging
 from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
 from ..checkpoint.files import cache_dir, finished_folder, read_json, remove_unfinished, write_json
-from ..data.archives import PARTS
-from ..data.easy_vqa import Question, held_out, load_image, png, prompt, training_data
-from ..data.fetch import fetch
+from ..fetched.archives import PARTS
+from ..fetched.convert import convert_language, convert_vision
+from ..fetched.easy_vqa import Question, held_out, load_image, png, prompt, training_data
+from ..fetched.fetch import fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import answer_each, ask_clean_process
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..train.lock import LOCK, OWNER, only_run
-from .convert import convert_language, convert_vision
 from .display import draw_images, peak_rss_gib, print_parts, print_results, versions
 from .evaluate import BASELINE, OURS, ask, diagnose_once, read_report
 from .journal import JOURNAL, Journal

@@ -10,7 +10,7 @@ from PIL import Image
 from starlette.exceptions import HTTPException
 from transformers import BatchFeature, LlavaProcessor
 
-from ..data.images import open_image
+from ..data.rows.images import open_image
 from .requests import ChatRequest, TextPart
 
 

@@ -16,8 +16,8 @@ from transformers import AutoProcessor, DataCollator, LlavaProcessor, TrainingAr
 
 from ..assembly.processing import PADS_RIGHT, pad_left
 from ..checkpoint.opening import open_checkpoint
-from ..data.mixtures import prepare_rows
-from ..data.reports import DataReport, SourceReport
+from ..data.rows.reports import DataReport, SourceReport
+from ..data.sources.mixtures import prepare_rows
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .arguments import NormAlignConfig
 from .collator import ConversationCollator

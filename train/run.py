@@ -12,9 +12,9 @@ from trl import get_peft_config, get_quantization_config
 
 from ..checkpoint.files import read_json
 from ..checkpoint.names import TRAINING_RECORD
-from ..data.arguments import DataArguments
-from ..data.mixtures import load_data
-from ..data.rows import DroppedRows
+from ..data.rows.parse import DroppedRows
+from ..data.sources.arguments import DataArguments
+from ..data.sources.mixtures import load_data
 from ..errors import Console, Terminated
 from .arguments import ModelArguments, NormAlignConfig
 from .collator import ConversationCollator

@@ -20,8 +20,8 @@ import json, sys
 from itertools import islice
 sys.path.append(sys.argv[1])
 import train_data
-from normalign_llava.data.images import open_image
-from normalign_llava.data.mixtures import load_data
+from normalign_llava.data.rows.images import open_image
+from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.diagnose.data import load_samples
 found = {}
 for name in json.loads(sys.argv[2]):

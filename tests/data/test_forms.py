@@ -16,9 +16,9 @@ from datasets import Dataset, DatasetDict
 from PIL import Image as PILImage
 from train_data import arguments, assistant, image_bytes, images, inside, llava, user, write_json
 
-from normalign_llava.data.files import READERS
-from normalign_llava.data.forms import FORMS, PROMPT
-from normalign_llava.data.mixtures import load_data, prepare_rows
+from normalign_llava.data.rows.forms import FORMS, PROMPT
+from normalign_llava.data.sources.files import READERS
+from normalign_llava.data.sources.mixtures import load_data, prepare_rows
 from normalign_llava.diagnose.data import load_samples
 
 

@@ -12,7 +12,7 @@ from train_data import deep_png, gigantic_png, image_bytes, jpeg_of_scans
 
 import normalign_llava
 from normalign_llava.checkpoint.limits import MAX_IMAGE_BYTES
-from normalign_llava.data.images import ImageRules, open_image
+from normalign_llava.data.rows.images import ImageRules, open_image
 
 
 pytestmark = pytest.mark.slow

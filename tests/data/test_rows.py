@@ -7,8 +7,8 @@ import tiny_parts
 from huggingface_hub import constants
 from train_data import assistant, inside, llava, mixed_rows, user
 
-from normalign_llava.data.images import ImageRules
-from normalign_llava.data.rows import DroppedRow, DroppedRows, control_tokens, parse_row
+from normalign_llava.data.rows.images import ImageRules
+from normalign_llava.data.rows.parse import DroppedRow, DroppedRows, control_tokens, parse_row
 
 
 RULES = ImageRules("/images")

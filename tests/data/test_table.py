@@ -12,8 +12,8 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from train_data import arguments, inside, llava, write_json
 
-from normalign_llava.data.mixtures import load_data, prepare_rows
-from normalign_llava.data.rows import FEATURES
+from normalign_llava.data.rows.parse import FEATURES
+from normalign_llava.data.sources.mixtures import load_data, prepare_rows
 
 
 COUNT = 100

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from normalign_llava.assembly.build import build_checkpoint
-from normalign_llava.data.easy_vqa import FEATURES, png
+from normalign_llava.fetched.easy_vqa import FEATURES, png
 from normalign_llava.quickstart.train import rows_of, stage, train_stage, words
 from normalign_llava.train.run import main
 

@@ -33,7 +33,7 @@ from normalign_llava import (
     half_precision_pays,
 )
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.data.arguments import DataArguments
+from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.train.arguments import ModelArguments
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.inputs import normalign_config

@@ -16,7 +16,7 @@ from train_data import assistant, gigantic_png, image_bytes, inside, llava, user
 from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
-from normalign_llava.data.rows import DroppedRows, parse_row
+from normalign_llava.data.rows.parse import DroppedRows, parse_row
 from normalign_llava.train import collator
 from normalign_llava.train.collator import ConversationCollator
 

@@ -16,7 +16,7 @@ import numpy as np
 from huggingface_hub import constants
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from ..checkpoint.limits import MAX_IMAGE_BYTES
+from ...checkpoint.limits import MAX_IMAGE_BYTES
 
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")

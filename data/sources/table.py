@@ -15,11 +15,8 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from transformers import LlavaProcessor
 
-from . import forms, images, rows
-from . import row_checks as checking
-from .images import ImageRules
-from .reports import SourceReport
-from .row_checks import (
+from ..rows import checks, forms, images, parse
+from ..rows.checks import (
     Checks,
     check_images_are_read,
     image_problems,
@@ -28,8 +25,10 @@ from .row_checks import (
     tokens_per_image,
     warn_of_captions,
 )
-from .rows import DroppedRow, control_tokens, parse_row
-from .sources import Source
+from ..rows.images import ImageRules
+from ..rows.parse import DroppedRow, control_tokens, parse_row
+from ..rows.reports import SourceReport
+from .source import Source
 
 
 COLUMNS = Features(
@@ -153,7 +152,7 @@ def measure(rows: Dataset, report: SourceReport) -> None:
 def _table(source: Source, processor: LlavaProcessor) -> Dataset:
     known = [source.identity(), processor.chat_template, processor.tokenizer.get_vocab(), type(processor.tokenizer)]
     tokens = [tokens_per_image(processor), processor.image_token, control_tokens(processor.tokenizer).pattern]
-    code = [Path(str(module.__file__)).read_bytes() for module in (checking, forms, images, rows)]
+    code = [Path(str(module.__file__)).read_bytes() for module in (checks, forms, images, parse)]
     try:
         # Processes that start together wait for the first, and then read its cached file.
         return Dataset.from_generator(

@@ -18,12 +18,12 @@ from rich.markup import escape
 from rich.progress import track
 from transformers import LlavaProcessor
 
-from ..errors import Console, escaped
-from .arguments import DataArguments
+from ...errors import Console, escaped
+from ..sources.arguments import DataArguments
+from ..sources.source import Source
 from .forms import PROMPT, image_name, unread_image
 from .images import ImageRules, image_problem, printable
-from .rows import FEATURES, DroppedRow, DroppedRows, control_tokens, parse_row
-from .sources import Source
+from .parse import FEATURES, DroppedRow, DroppedRows, control_tokens, parse_row
 
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .rows import DroppedRow
+from .parse import DroppedRow
 
 
 @dataclass

@@ -16,12 +16,12 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import LlavaProcessor
 
+from ..rows.checks import Checks, has_images, valid_rows
+from ..rows.images import ImageRules
+from ..rows.parse import FEATURES, DroppedRows
+from ..rows.reports import DataReport, SourceReport
 from .arguments import DataArguments, DataSource
-from .images import ImageRules
-from .reports import DataReport, SourceReport
-from .row_checks import Checks, has_images, valid_rows
-from .rows import FEATURES, DroppedRows
-from .sources import Source, open_held_out, open_source
+from .source import Source, open_held_out, open_source
 from .table import RowReader, measure, only_valid, rows_on_access, valid_table
 
 

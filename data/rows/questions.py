@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from .arguments import DataArguments
+from ..sources.arguments import DataArguments
 from .forms import columns, image_name, read_row, unread_image
 from .images import ImageRules, open_image, printable
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from normalign_llava.data.easy_vqa import (
+from normalign_llava.fetched.easy_vqa import (
     COLOURS,
     KINDS,
     SHAPES,

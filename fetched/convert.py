@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Config, Dino
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
 from ..checkpoint.files import cache_dir, finished_folder
-from ..data.archives import LANGUAGE, VISION, Part
-from ..data.fetch import unpack
+from .archives import LANGUAGE, VISION, Part
+from .fetch import unpack
 
 
 LANGUAGE_FOLDER = "SmolLM2-135M-Instruct"
