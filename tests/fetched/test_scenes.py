@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from normalign_llava.data import scenes
+from normalign_llava.fetched import scenes
 from normalign_llava.fetched.easy_vqa import EMOJI_SEED, easy_vqa, emoji, held_out, load_image, training_data
 
 

@@ -20,7 +20,7 @@ from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 from PIL import EpsImagePlugin, Image
 
-from normalign_llava.data import images as data_images
+from normalign_llava.data.rows import images as data_images
 from normalign_llava.hub_cards.space import demo
 from normalign_llava.hub_cards.space.demo import images as demo_images
 from normalign_llava.hub_cards.space.demo.asking import Asker
