@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlavaProcessor
 from transformers.utils import cached_file
 
-from ..checkpoint.files import new_folder, read_json, write_failure
+from ..checkpoint.files import json_or_none, new_folder, write_failure
 from ..checkpoint.limits import SETTINGS_BYTES
 from ..checkpoint.loading import loading
 from ..checkpoint.names import ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
@@ -236,6 +236,6 @@ def _carry(adapter: Path, base: Checkpoint, folder: Path) -> None:
             shutil.copyfile(found, folder / name)
     if (adapter / DYNAMICS).is_file():
         shutil.copyfile(adapter / DYNAMICS, folder / DYNAMICS)
-    if isinstance(state := read_json(adapter / STATE), dict):
+    if isinstance(state := json_or_none(adapter / STATE), dict):
         state["best_model_checkpoint"] = None  # a local path
         (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")

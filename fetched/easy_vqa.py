@@ -16,7 +16,7 @@ from typing import NamedTuple
 from datasets import Dataset, Features, Image, List
 from PIL import Image as PILImage
 
-from ..data.rows.images import open_image
+from ..data.rows.images import decode_image
 from ..data.rows.parse import MESSAGES
 from ..data.sources.arguments import DataArguments
 from .archives import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI
@@ -181,7 +181,7 @@ def prompt(text: str, image: PILImage.Image | str | None = None) -> list[dict]:
 
 def load_image(path: Path) -> PILImage.Image:
     """The image in RGB, on white where it is transparent."""
-    return open_image({"path": str(path), "bytes": None}, DataArguments.max_image_pixels)
+    return decode_image({"path": str(path), "bytes": None}, DataArguments.max_image_pixels)
 
 
 def png(image: PILImage.Image) -> bytes:

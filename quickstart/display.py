@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..checkpoint.files import finished_file
+from ..checkpoint.files import atomic_write
 from ..evaluate.answers import named
 from ..fetched.archives import Part
 from ..fetched.easy_vqa import CHOICES, KINDS, OVERALL, Question, load_image
@@ -59,7 +59,7 @@ def draw_images(answered: Sequence[tuple[Question, str]], output: Path, columns:
         )
         if not right:
             axes.text(0.5, -0.08, f"truth: {question.answer}", **style)
-    with finished_file(output) as partial:
+    with atomic_write(output) as partial:
         figure.savefig(partial, format="png", dpi=120, bbox_inches="tight")
 
 

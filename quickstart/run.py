@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
-from ..checkpoint.files import cache_dir, finished_folder, read_json, remove_unfinished, write_json
+from ..checkpoint.files import cache_dir, finished_folder, json_or_none, remove_unfinished, write_json
 from ..fetched.archives import PARTS
 from ..fetched.convert import convert_language, convert_vision
 from ..fetched.easy_vqa import Question, held_out, load_image, png, prompt, training_data
@@ -110,7 +110,7 @@ def check_output(output: Path) -> None:
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file. Choose another folder.")
     found = {each.name for each in output.iterdir()} - {LOCK, OWNER} if output.exists() else set()
-    if found and "settings" not in (read_json(output / JOURNAL) or {}):
+    if found and "settings" not in (json_or_none(output / JOURNAL) or {}):
         raise ValueError(f"{output} holds {min(found)}, which no quickstart wrote there. Choose a new folder.")
 
 

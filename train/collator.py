@@ -11,7 +11,7 @@ from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ..checkpoint.loading import loading
-from ..data.rows.images import open_image
+from ..data.rows.images import decode_image
 from ..data.rows.parse import DroppedRow, DroppedRows
 from .packing import PACKED
 from .padding_free import without_padding
@@ -82,7 +82,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
         images, bad = [], False
         for image in example["images"]:
             try:
-                images.append(open_image(image, self.max_image_pixels))
+                images.append(decode_image(image, self.max_image_pixels))
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
                 if self.bad_rows == "stop":

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import get_peft_config, get_quantization_config
 
-from ..checkpoint.files import read_json
+from ..checkpoint.files import json_or_none
 from ..checkpoint.names import TRAINING_RECORD
 from ..data.rows.parse import DroppedRows
 from ..data.sources.arguments import DataArguments
@@ -128,7 +128,7 @@ def _train(
     )
     if resume:
         check_same_run(trainer.record, resume)
-        trainer.record["seconds"] = (read_json(resume / TRAINING_RECORD) or {}).get("seconds", 0.0)
+        trainer.record["seconds"] = (json_or_none(resume / TRAINING_RECORD) or {}).get("seconds", 0.0)
     console = Console(quiet=not trainer.is_world_process_zero())
     console.print(render_options(trainer.record), render(trainer.facts))
     console.print(*render_dropped(dropped), sep="\n")

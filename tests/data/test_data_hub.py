@@ -20,7 +20,7 @@ import json, sys
 from itertools import islice
 sys.path.append(sys.argv[1])
 import train_data
-from normalign_llava.data.rows.images import open_image
+from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.diagnose.data import load_samples
 found = {}
@@ -30,7 +30,7 @@ for name in json.loads(sys.argv[2]):
         given = train_data.arguments(name, dataset_streaming=streaming, shuffle_buffer_size=1)
         try:
             data = load_data(given, train_data.processor(), max_length=None, seed=0, with_eval=False)
-            images = [open_image(row["images"][0], 10**6) for row in islice(data.train, 2)]
+            images = [decode_image(row["images"][0], 10**6) for row in islice(data.train, 2)]
             found[name].append([image.getpixel((1, 1)) for image in images])
         except ValueError as error:
             found[name].append(str(error))

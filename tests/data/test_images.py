@@ -12,7 +12,7 @@ from train_data import deep_png, gigantic_png, image_bytes, jpeg_of_scans
 
 import normalign_llava
 from normalign_llava.checkpoint.limits import MAX_IMAGE_BYTES
-from normalign_llava.data.rows.images import ImageRules, open_image
+from normalign_llava.data.rows.images import ImageRules, decode_image
 
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ def saved(image: Image.Image, form="PNG", **kwargs) -> dict:
 
 
 def pixels(image: dict) -> np.ndarray:
-    opened = open_image(image, LIMIT)
+    opened = decode_image(image, LIMIT)
     assert opened.mode == "RGB"
     return np.asarray(opened)
 
@@ -85,7 +85,7 @@ def noise(width: int, height: int, mode="RGB") -> Image.Image:
 @pytest.mark.parametrize(("form", "mode"), [("JPEG", "RGB"), ("JPEG", "CMYK"), ("BMP", "RGB"), ("BMP", "P")])
 def test_a_gigantic_image_is_made_smaller(form, mode):
     image = noise(4096, 4400, mode)
-    opened = open_image(saved(image, form, quality=95), 4096 * 4400)
+    opened = decode_image(saved(image, form, quality=95), 4096 * 4400)
     assert opened.size == (2048, 2200) and opened.mode == "RGB"
     whole = image.convert("RGB").resize((2048, 2200), Image.Resampling.BOX)
     assert np.abs(np.asarray(opened, float) - np.asarray(whole, float)).mean() < 2
@@ -129,9 +129,9 @@ def test_a_bad_image_has_a_reason_with_the_file(kind, tmp_path):
     path = tmp_path / "bad.png"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"bad.png: .*({reason})"):
-        open_image({"path": str(path), "bytes": None}, LIMIT)
+        decode_image({"path": str(path), "bytes": None}, LIMIT)
     with pytest.raises(ValueError, match=f"an image inside the data: .*({reason})"):
-        open_image({"path": None, "bytes": content}, LIMIT)
+        decode_image({"path": None, "bytes": content}, LIMIT)
 
 
 def test_no_image_is_opened_but_in_the_formats_of_a_list():
@@ -168,17 +168,17 @@ def test_a_file_of_too_many_bytes_is_refused(tmp_path, form):
     else:
         image = {"path": None, "bytes": start + bytes(size)}
     with pytest.raises(ValueError, match="the file has more than 256 MiB. Save it smaller"):
-        open_image(image, LIMIT)
+        decode_image(image, LIMIT)
 
 
 def test_a_strip_is_refused():
-    assert open_image({"path": None, "bytes": image_bytes("red", (2, 400))}, LIMIT).size == (2, 400)
+    assert decode_image({"path": None, "bytes": image_bytes("red", (2, 400))}, LIMIT).size == (2, 400)
     for width, height in ((2, 401), (20_000, 1)):
         strip = {"path": None, "bytes": image_bytes("red", (width, height))}
         with pytest.raises(
             ValueError, match=f"{width} x {height} pixels; one side may be 200 times the other at most"
         ):
-            open_image(strip, LIMIT)
+            decode_image(strip, LIMIT)
 
 
 def test_nothing_is_decoded_of_a_image_that_is_too_large(monkeypatch):
@@ -187,7 +187,7 @@ def test_nothing_is_decoded_of_a_image_that_is_too_large(monkeypatch):
     monkeypatch.setattr(Image.Image, "load", lambda self: (decoded.append(self.size), load(self))[1])
     for size in ((65_000, 65_000), (2000, 2000)):
         with pytest.raises(ValueError, match="pixels"):
-            open_image({"path": None, "bytes": gigantic_png(*size)}, LIMIT)
+            decode_image({"path": None, "bytes": gigantic_png(*size)}, LIMIT)
     assert decoded == []
 
 

@@ -111,7 +111,7 @@ def test_images_are_read_as_in_training():
 
 
 @pytest.mark.parametrize(
-    "open_it", [open_image, lambda path: data_images.open_image({"path": str(path), "bytes": None}, 10**6)]
+    "open_it", [open_image, lambda path: data_images.decode_image({"path": str(path), "bytes": None}, 10**6)]
 )
 def test_no_image_starts_ghostscript(tmp_path, monkeypatch, open_it):
     Image.new("RGB", (4, 4)).save(tmp_path / "cat.jpg", "EPS")

@@ -147,8 +147,8 @@ def test_batches_with_and_without_images(processor):
 
 def test_an_image_is_opened_once(processor, tmp_path, monkeypatch):
     opened = []
-    real = collator.open_image
-    monkeypatch.setattr(collator, "open_image", lambda image, limit: (opened.append(1), real(image, limit))[1])
+    real = collator.decode_image
+    monkeypatch.setattr(collator, "decode_image", lambda image, limit: (opened.append(1), real(image, limit))[1])
     ConversationCollator(processor)([row(TWO_TURNS)])
     assert len(opened) == 2
 
