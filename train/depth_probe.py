@@ -16,7 +16,7 @@ from ..checkpoint.names import DYNAMICS
 from ..diagnose.measure.depth import DepthProbe
 from ..diagnose.measure.families import decoder_layers
 from ..diagnose.measure.positions import token_positions
-from ..diagnose.measure.probe import evaluating as in_evaluation_mode
+from ..diagnose.measure.probe import in_evaluation_mode
 from ..diagnose.report import KINDS
 from .model import base_model
 

@@ -120,12 +120,9 @@ def test_several_feature_layers(folders):
     "change, words",
     [
         ({"arm": "best"}, ["arm", "'none', 'unit', 'aligned', 'gwc'", "'best'"]),
-        ({"norm": "batch"}, ["norm", "rms_norm", "'batch'"]),
         ({"feature_layer": 9}, ["feature_layer 9", "4 hidden states"]),
         ({"feature_layer": 0}, ["feature_layer 0", "-4"]),
-        ({"feature_layer": ()}, ["feature_layer names no hidden state"]),
         ({"select_strategy": "cls"}, ["select_strategy", "'default' or 'full'", "'cls'"]),
-        ({"dtype": "int7"}, ["dtype", "int7"]),
         ({"vision": "language"}, ["'llama'", "siglip_vision_model"]),
         ({"language": "vision"}, ["'clip_vision_model'", "not a causal language model"]),
     ],
