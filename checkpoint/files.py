@@ -97,10 +97,10 @@ def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collect
         )
     parent = _existing_parent(target)
     try:
-        beside = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent)
+        holder = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent)
     except OSError as error:
         raise OSError(f"{parent} cannot be written ({error.strerror}). Choose another output folder.") from error
-    with beside as temporary:
+    with holder as temporary:
         staging, old = Path(temporary) / target.name, Path(temporary) / "old"
         staging.mkdir()
         yield staging

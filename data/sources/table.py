@@ -163,7 +163,9 @@ def _table(source: Source, processor: LlavaProcessor) -> Dataset:
         )
     except DatasetGenerationError as error:
         raise error.__cause__ if isinstance(error.__cause__, (ValueError, OSError)) else error from None
-    except ValueError as error:  # raised by `datasets` without rows; ours are wrapped in a DatasetGenerationError
+    except (
+        ValueError
+    ) as error:  # raised by `datasets` without rows; this package's are wrapped in a DatasetGenerationError
         raise ValueError(f"{source.name} has no rows.") from error
 
 
