@@ -112,11 +112,7 @@ def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> tuple[str, bool]:
-    """Adds the image token, and gives the tokenizer a chat template that reads images.
-
-    Args:
-        tokenizer: The language model's; changed in place.
-        path: File with a template to use in place of its own.
+    """Adds the image token, and gives the tokenizer a chat template that reads images: its own, or that of a file.
 
     Returns:
         The template's source in words, and whether it has generation marks.

@@ -37,14 +37,8 @@ def make_processor(
 ) -> LlavaProcessor:
     """A [`LlavaProcessor`] for this encoder and tokenizer; the tokenizer gets a pad token, on the left.
 
-    Args:
-        image_processor: The encoder's. If it has no `crop_size`, it gets one: LlavaProcessor computes the number of
-            image tokens from it for serving engines.
-        tokenizer: The language model's.
-        vision_config: The encoder's configuration.
-        select_strategy: `"default"`, `"full"`, or None for the one that fits the encoder.
-        chat_template: In place of the tokenizer's.
-        image_token: The tokenizer's image token.
+    An image processor without `crop_size` gets one: LlavaProcessor computes the number of image tokens from it for
+    serving engines. `select_strategy` is `"default"`, `"full"`, or None for the one that fits the encoder.
 
     Raises:
         ValueError: The strategy is unknown or would drop a patch, or the size of images is not fixed.

@@ -99,9 +99,6 @@ class Checkpoint:
     def preprocessor(self, cls: Any) -> Any:
         """A tokenizer, an image processor or a processor, with errors that name the folder and what it lacks.
 
-        Args:
-            cls: `AutoTokenizer`, `AutoImageProcessor`, `AutoProcessor` or a class of processors.
-
         Raises:
             ValueError: It does not exist or cannot be loaded, makes too large images, or its chat template is not
                 valid Jinja or takes too much memory.
@@ -145,13 +142,7 @@ class Checkpoint:
         config: PreTrainedConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Its model, by `cls.from_pretrained`.
-
-        Args:
-            cls: Class of models, or Auto class.
-            dtype: Of the weights.
-            config: In place of its own configuration.
-            **kwargs: Of `from_pretrained`.
+        """Its model, by `cls.from_pretrained`, of which `kwargs` are; a `config` is used in place of its own.
 
         Raises:
             ValueError: The weights cannot be read, are fewer than `config.json` asks for, or lack tensors.
@@ -185,13 +176,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Finds a checkpoint and checks all its files but the weights; loads nothing, and never runs its code.
 
-    Args:
-        name: Folder or Hub id.
-        revision: Branch, tag or commit on the Hub.
-        remedy: What to do if the folder does not exist.
-
     Raises:
-        ValueError: It does not exist, is an adapter, or [`check_files`] refuses a file.
+        ValueError: It does not exist (the message ends with `remedy`), is an adapter, or [`check_files`] refuses a file.
     """
     found, commit = find_checkpoint(name, revision, remedy=remedy)
     return Checkpoint(found, commit, check_files(found, commit))

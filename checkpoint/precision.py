@@ -58,10 +58,6 @@ def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None) -> 
 
     That is on CPUs alone, where memory is rarely short; a GPU runs the checkpoint's own. Says so in one line, and
     warns if another that was asked for is slow.
-
-    Args:
-        dtype: What was asked for.
-        config: Configuration of the model; None if it is unknown.
     """
     if torch.cuda.is_available() or config is None:
         return dtype

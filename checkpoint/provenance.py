@@ -33,10 +33,6 @@ def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] 
 
     Several licences become "other", with all of them in `license_name`. A relative link becomes absolute; that of a
     local folder is left out.
-
-    Args:
-        name: Folder or Hub id.
-        revision: Branch, tag or commit of the Hub id.
     """
     card, _ = _card(name, revision, "model")
     licence, called, link = (card.get(key) for key in ("license", "license_name", "license_link"))

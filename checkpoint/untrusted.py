@@ -39,12 +39,7 @@ _LAYERS = re.compile(r"(num_\w*|n_|encoder_|decoder_)layers?|depth")
 def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> dict[str, Any]:
     """Checks all files but the weights, before transformers reads them, and returns `config.json`.
 
-    Args:
-        checkpoint: Folder of a model or an adapter, or Hub id.
-        revision: Branch, tag or commit on the Hub.
-
-    Returns:
-        The content of `config.json`; empty for an adapter, which has none.
+    The result is empty for an adapter, which has none.
 
     Raises:
         ValueError: A file is not valid JSON, is a link out of the folder, names code or another file to read, asks for
@@ -93,14 +88,9 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
 
 
 def check_weights(checkpoint: str | os.PathLike, revision: str | None = None) -> int:
-    """Checks that the weights are whole safetensors files inside the folder; those of a Hub id are fetched.
+    """Checks that the weights are whole safetensors files inside the folder, and returns their bytes.
 
-    Args:
-        checkpoint: Folder of a model, or Hub id.
-        revision: Branch, tag or commit on the Hub.
-
-    Returns:
-        The bytes of the weights.
+    Those of a Hub id are fetched.
 
     Raises:
         ValueError: There are no weights in safetensors, they lie elsewhere or cannot be read, or their quantization is

@@ -113,16 +113,7 @@ def training_data(
 
     A row of easy-VQA has a yes/no question about an image and one about its shape or colour, in random order, so that
     rows have about one length and need little padding. Images without both are left out.
-
-    Args:
-        rows: Number of conversations.
-        emoji_count: Number of different emoji.
-        emoji_share: Share of the rows that ask for an emoji's name.
-        seed: Of everything that is drawn.
-        cache: Folder of the archives.
-
-    Returns:
-        A dataset with columns `images` and `messages`.
+    Of the rows, `emoji_share` ask for the name of one of `emoji_count` emoji.
     """
     rng = random.Random(seed)
     by_image: dict[Path, dict[str, list[Question]]] = defaultdict(lambda: defaultdict(list))
@@ -146,14 +137,8 @@ def training_data(
 def held_out(per_kind: int, emoji_count: int, seed: int = 0, cache: Path | None = None) -> list[Question]:
     """`per_kind` easy-VQA test questions of each kind, then the Microsoft drawings of the emoji named in training.
 
-    Args:
-        per_kind: Questions of each kind; an even number, so that yes/no stays balanced.
-        emoji_count: Number of different emoji, as in training.
-        seed: Of the questions that are drawn.
-        cache: Folder of the archives.
-
     Raises:
-        ValueError: `per_kind` is odd.
+        ValueError: `per_kind` is odd, with which yes/no would not stay balanced.
     """
     if per_kind % 2:
         raise ValueError(f"per_kind is {per_kind}; it must be even, as yes/no questions come in pairs")

@@ -30,11 +30,7 @@ OURS, BASELINE = "quickstart", "quickstart-no-norm"
 
 def ask(checkpoint: Path, *, limit: int | None = None, bf16: bool = False) -> dict[str, dict[str, float]]:
     """Asks a checkpoint the held-out questions, unless it was asked before, and keeps the results in its folder.
-
-    Args:
-        checkpoint: Folder of the model.
-        limit: Ask the first so many questions about easy-VQA's images and about emoji.
-        bf16: Whether to multiply in bfloat16.
+    With `limit`, it is asked the first so many questions about easy-VQA's images and about emoji.
 
     Returns:
         `"accuracy"`, `"blank"` (with a white image) and `"majority"` (of always giving the commonest answer), each by
@@ -64,11 +60,7 @@ def read_scores(checkpoint: Path) -> dict[str, Any]:
 
 
 def diagnose_once(checkpoint: Path, name: str, baseline: Path | None, baseline_name: str, samples: int) -> Path:
-    """Diagnoses a checkpoint, against a baseline if one is given, unless that is done already.
-
-    Returns:
-        The page in the checkpoint's folder.
-    """
+    """Diagnoses a checkpoint, against a baseline if one is given, unless that is done already; returns the page."""
     folder = checkpoint / FOLDER
     if not (folder / REPORT).exists() or (baseline is not None and read_report(checkpoint)["against"] is None):
         against = None if baseline is None else str(baseline)

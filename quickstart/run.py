@@ -82,12 +82,8 @@ def run_quickstart(
 ) -> dict[str, Any]:
     """Builds, trains, evaluates and diagnoses a NormAlign-LLaVA from real parts, in `output`.
 
-    Args:
-        output: Folder of the run; the trained checkpoint is `output/model`.
-        settings: The run's settings; the README's figures belong to the defaults.
-        full_baseline: Build and train the same model without the norm as well, evaluate it, and compare both, after
-            stage 1 and finished.
-        console: Where tables are printed.
+    The trained checkpoint is `output/model`. With `full_baseline`, the same model without the norm is built, trained
+    and evaluated as well, and both are compared, after stage 1 and finished.
 
     Returns:
         What `output/results.json` holds.

@@ -159,13 +159,8 @@ def image_problems(
 ) -> dict[int, tuple[str | None, str]]:
     """Checks the images of all rows with [`image_problem`]; the processes share the work.
 
-    Nothing is cached, since files may change.
-
-    Args:
-        rows: Rows with the column `paths` or, to decode images, parsed rows.
-        name: The data set's name, for the progress bar.
-        rules: Which files the images may be.
-        max_pixels: Most pixels of an image to decode; None only checks that files exist.
+    Nothing is cached, since files may change. With `max_pixels`, parsed rows are needed, and their images are decoded;
+    with None, rows with the column `paths`, and only that the files exist is checked.
 
     Returns:
         File and reason, by the number of a row with a bad image.
@@ -191,12 +186,7 @@ def image_problems(
 
 
 def stopped(bad: list[DroppedRow], found: int | None = None) -> str:
-    """The message of a run that stops at bad rows: each reason once, with its first row and their number.
-
-    Args:
-        bad: The bad rows.
-        found: The number of all rows, if known.
-    """
+    """The message of a run that stops at bad rows: each reason once, with its first row and their number."""
     alike: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in bad:
         reason = row.reason.replace(row.file, "") if row.file else row.reason
@@ -211,13 +201,7 @@ def stopped(bad: list[DroppedRow], found: int | None = None) -> str:
 
 
 def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, int]) -> None:
-    """Warns of columns or texts that look like images and are not read.
-
-    Args:
-        name: The data set's name.
-        rows: Number of its rows.
-        images: Number of images read from them.
-        unread: Number of rows by the column or text that looks like an image: see [`unread_image`].
+    """Warns of columns or texts that look like images and are not read; `unread` has their rows, see [`unread_image`].
 
     Raises:
         ValueError: No image was read, and most rows look as if they had one.

@@ -98,13 +98,6 @@ def rows_on_access(table: Dataset, reader: RowReader) -> Dataset:
 def only_valid(table: Dataset, reader: RowReader, rules: ImageRules, checks: Checks, report: SourceReport) -> Dataset:
     """The valid rows of a table; fills in the report.
 
-    Args:
-        table: Table with the columns `COLUMNS` and `part`.
-        reader: Reads its rows if images are decoded.
-        rules: Which files the images may be.
-        checks: Options of the checks.
-        report: The report to fill in.
-
     Raises:
         ValueError: There is a bad row and `bad_rows` is "stop", or no row is left.
     """
@@ -136,12 +129,7 @@ def only_valid(table: Dataset, reader: RowReader, rules: ImageRules, checks: Che
 
 
 def measure(rows: Dataset, report: SourceReport) -> None:
-    """Fills in the numbers of rows, images and tokens.
-
-    Args:
-        rows: A table, or parsed rows in memory.
-        report: The report to fill in.
-    """
+    """Fills in the numbers of rows, images and tokens of a table, or of parsed rows in memory."""
     columns = rows.with_format(None).select_columns(["length", "image_count"])
     lengths, counts = (np.array(columns[name][:]) for name in columns.column_names)
     report.valid = report.used = len(rows)
