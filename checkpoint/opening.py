@@ -177,7 +177,7 @@ def open_checkpoint(
     """Finds a checkpoint and checks all its files but the weights; loads nothing, and never runs its code.
 
     Raises:
-        ValueError: It does not exist, is an adapter, or [`check_files`] refuses a file. `remedy` ends the first message.
+        ValueError: It does not exist (then `remedy` is told), is an adapter, or [`check_files`] refuses a file.
     """
     found, commit = find_checkpoint(name, revision, remedy=remedy)
     return Checkpoint(found, commit, check_files(found, commit))
