@@ -73,7 +73,7 @@ def test_a_llava_checkpoint_loads_with_every_tensor_equal(tmp_path, vision, tied
         ("none", "layer_norm", "lacks this model's norm"),
     ],
 )
-def test_a_checkpoint_with_another_norm_is_told_of_with_a_remedy_that_works(tmp_path, caplog, saved, loaded, differs):
+def test_a_checkpoint_with_another_norm_is_told_of_with_a_remedy(tmp_path, caplog, saved, loaded, differs):
     tiny.model(projector_norm=saved).save_pretrained(tmp_path / "saved")
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "saved", projector_norm=loaded)
     (told,) = [record.getMessage() for record in caplog.records if "its name is dropped" in record.getMessage()]
@@ -102,7 +102,7 @@ def test_missing_tensors_are_an_error_that_lists_them(tmp_path, sharded, load):
     assert all(name.removeprefix("model.") in str(error.value) for name in lost)
 
 
-def test_who_asks_for_the_report_of_loading_gets_it_in_place_of_the_error(tmp_path):
+def test_a_report_of_loading_that_is_asked_for_replaces_the_error(tmp_path):
     tiny.model(tied=False).model.save_pretrained(tmp_path)
     model, report = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
     assert set(report["missing_keys"]) == {"lm_head.weight"} and not report["unexpected_keys"]
@@ -191,7 +191,7 @@ def test_gain_and_bias_stay_float32(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gain_and_bias_are_float32_from_a_config_and_without_a_norm_on_disk(tmp_path, dtype):
+def test_gain_and_bias_are_float32_without_a_norm_on_disk(tmp_path, dtype):
     config = tiny.config()
     config.dtype = dtype
     made = AutoModelForImageTextToText.from_config(config)

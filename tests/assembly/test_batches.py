@@ -108,7 +108,7 @@ def test_labels_are_padded_right_all_the_same(tmp_path):
     assert batch["attention_mask"][:, 0].all() and not batch["attention_mask"][:, -1].all()
 
 
-def test_training_tells_of_a_checkpoint_that_pads_right_and_writes_one_that_pads_left(tmp_path, caplog):
+def test_training_from_a_checkpoint_that_pads_right_writes_one_that_pads_left(tmp_path, caplog):
     checkpoint = padding_right(built(tmp_path))
     output = train(tmp_path, checkpoint, tmp_path / "trained")
     assert AutoProcessor.from_pretrained(output).tokenizer.padding_side == "left"

@@ -177,7 +177,7 @@ def test_a_4_bit_base_is_dequantized_in_float32_and_merged(bases, tmp_path, base
         ("none", None),
     ],
 )
-def test_an_adapter_that_trl_alone_trained_is_merged_with_its_base_as_it_is_told(bases, tmp_path, kind, settings):
+def test_an_adapter_that_trl_alone_trained_is_merged(bases, tmp_path, kind, settings):
     adapter, settings = tmp_path / "adapter", settings and BitsAndBytesConfig(**settings)
 
     def base():

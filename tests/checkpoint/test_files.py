@@ -8,7 +8,7 @@ import tiny_parts as parts
 from normalign_llava.checkpoint.files import atomic_write, replaced_folder
 
 
-def test_a_file_is_written_past_planted_links_with_the_mode_of_any_new_file(tmp_path):
+def test_a_file_is_written_past_planted_links(tmp_path):
     target, outside, plain = (tmp_path / name for name in ("card.md", "outside", "plain"))
     (tmp_path / f".card.md-{os.getpid()}").symlink_to(outside)
     target.symlink_to(outside)

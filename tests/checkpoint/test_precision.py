@@ -39,7 +39,7 @@ def test_what_is_remembered_decides(processor, ratio, pays):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs every checkpoint in its own precision")
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
-def test_a_checkpoint_in_half_precision_is_run_in_float32_where_that_is_faster(processor, caplog, stored):
+def test_half_precision_is_run_in_float32_where_that_is_faster(processor, caplog, stored):
     config = LlavaConfig(text_config=LlamaConfig(), dtype=stored)
     processor(0.3)
     assert dtype_to_load("auto", config) == "auto" and not caplog.records

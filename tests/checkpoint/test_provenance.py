@@ -67,7 +67,7 @@ def test_parts_of_the_hub_are_named_with_commit_and_licence(hub, prepared, tmp_p
         (None, None),
     ],
 )
-def test_the_licence_of_a_folder_is_its_card_s_and_no_card_is_an_error(tmp_path, card, licence):
+def test_the_licence_of_a_folder_is_its_card_s(tmp_path, card, licence):
     if card is not None:
         (tmp_path / "README.md").write_text(card)
     names = ("license", "license_name", "license_link")
@@ -81,7 +81,7 @@ def test_the_commit_is_that_of_the_checkout_the_code_lies_in():
     assert code_commit() == git(ROOT, "rev-parse", "HEAD") + ("-dirty" if changed else "")
 
 
-def test_the_commit_of_code_in_no_checkout_of_its_own_is_what_pip_noted(tmp_path):
+def test_the_commit_outside_a_checkout_is_what_pip_noted(tmp_path):
     project = tmp_path / "project"  # somebody else's checkout, in whose environment the package lies
     package, info = project / "normalign_llava", project / "normalign_llava-0.1.0.dist-info"
     for folder in (package / "checkpoint", info):

@@ -127,7 +127,7 @@ def test_an_adapter_that_brings_code_is_neither_merged_nor_published(good, tmp_p
     assert not (tmp_path / "marker").exists()
 
 
-def test_an_adapter_that_names_a_module_to_import_or_a_kernel_is_refused(good, tmp_path):
+def test_an_adapter_that_names_a_module_or_a_kernel_is_refused(good, tmp_path):
     adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
     hostile.edit(adapter / "adapter_config.json", megatron_config={}, megatron_core="antigravity")
     check_files(adapter)  # an empty one imports nothing
@@ -143,7 +143,7 @@ def test_a_model_with_an_adapter_in_its_folder_is_refused(commands, command):
     assert "has both config.json and adapter_config.json" in commands.error(command)
 
 
-def test_a_model_on_the_hub_with_an_adapter_beside_it_leads_to_no_other_repository(hub, prepared, good, tmp_path):
+def test_an_adapter_in_a_model_s_repository_leads_to_no_other(hub, prepared, good, tmp_path):
     both = shutil.copytree(good / "model", tmp_path / "both")
     hub.serve("eve/base", good / "model")
     hostile.edit(both / "adapter_config.json", base_model_name_or_path="eve/base", peft_type="LORA")
@@ -224,7 +224,7 @@ def test_a_configuration_of_absurd_size_is_refused(commands, command):
 @pytest.mark.parametrize(
     "key, value", [("num_labels", 10**8), ("depths", [2, 10**9]), ("num_decoder_layers", 1_001), ("n_layer", -1)]
 )
-def test_absurd_numbers_are_refused_anywhere_in_a_configuration_and_usual_ones_are_not(tmp_path, key, value):
+def test_absurd_numbers_in_a_configuration_are_refused_and_usual_ones_are_not(tmp_path, key, value):
     usual = {"num_hidden_layers": 126, "rope_theta": 10**9, "max_position_embeddings": 10_485_760, "vision_layer": -2}
     for content in (usual, {**usual, "part": [{key: value}]}):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": content}))
@@ -258,7 +258,7 @@ def test_a_tokenizer_that_lengthens_texts_without_end_is_refused(commands, part,
     assert f"The {part} in {commands.folder / 'tokenizer.json'} may make a text" in commands.error("publish")
 
 
-def test_a_tokenizer_that_stops_at_a_text_ends_a_command_in_a_sentence(commands):
+def test_a_tokenizer_that_stops_ends_a_command_in_a_sentence(commands):
     pattern = {"Regex": 12 * "(" + "[a-z ]" + 12 * "+)" + "Z"}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
     hostile.edit(commands.folder / "tokenizer.json", pre_tokenizer=split)

@@ -53,7 +53,7 @@ def write_struct(file: Path, path: str) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row], schema=features.arrow_schema), file)
 
 
-def test_files_of_a_hub_data_set_are_read_and_addresses_in_its_rows_are_not(hub, prepared, tmp_path_factory):
+def test_addresses_in_rows_of_a_hub_data_set_are_not_read(hub, prepared, tmp_path_factory):
     base = tmp_path_factory.mktemp("hub")
     images(base / "folder", "red.png", "blue.png")
     lines = [{"file_name": f"{colour}.png", "question": "Q", "answer": colour} for colour in ("red", "blue")]

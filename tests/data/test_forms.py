@@ -59,9 +59,7 @@ def test_every_form_has_an_example():
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_the_pages_examples_are_read_for_training_in_memory_and_streamed_and_for_diagnosing(
-    example, processor, tmp_path, monkeypatch
-):
+def test_the_pages_examples_are_read_for_training_and_for_diagnosing(example, processor, tmp_path, monkeypatch):
     kind, name, text = example
     folder = tmp_path / "mine"
     images(folder)

@@ -56,7 +56,7 @@ def test_llava_json_of_every_kind():
         ("<image>", [...]),
     ],
 )
-def test_a_line_break_on_either_side_of_the_marker_is_not_kept_and_nothing_else_is_lost(text, parts):
+def test_a_line_break_on_either_side_of_the_marker_alone_is_lost(text, parts):
     assert shape(llava(text, "yes", "a.png"))[0] == ("user", parts)
 
 
@@ -132,7 +132,7 @@ ADDRESSES = (
 @pytest.mark.parametrize(
     "address", [*ADDRESSES, "simplecache::file:///images/a.png", "file://x::hf://datasets/u/d@0/a"]
 )
-def test_addresses_are_refused_as_strings_and_as_structs_with_what_to_do_instead(address, rules):
+def test_addresses_are_refused_as_strings_and_as_structs(address, rules):
     for image in (address, {"path": address, "bytes": None}, {"path": address}):
         with pytest.raises(ValueError, match="address, and nothing is fetched: download .* set image_folder"):
             parse_row({**llava("<image>Q", "A"), "image": image}, rules)

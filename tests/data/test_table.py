@@ -89,7 +89,7 @@ def test_rows_are_the_same_in_workers_and_after_pickling(processor, tmp_path):
     process.join()
 
 
-def test_a_changed_file_is_read_anew_and_a_changed_transform_of_ones_own_is_kept(processor, tmp_path):
+def test_a_changed_file_is_read_anew_and_an_own_transform_kept(processor, tmp_path):
     path = write_json(tmp_path, [llava("Q", "one")])
     assert load(path, processor)[0]["messages"][1]["content"][0]["text"] == "one"
     write_json(tmp_path, [llava("Q", "three")])

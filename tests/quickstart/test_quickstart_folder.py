@@ -21,7 +21,7 @@ def no_archives(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", [".git/HEAD", ".ssh/id_rsa", "notes.txt", "journal.json"])
-def test_a_folder_with_anything_else_in_it_is_refused_and_stays_as_it_is(tmp_path, no_archives, name):
+def test_a_folder_with_anything_else_in_it_is_refused(tmp_path, no_archives, name):
     output = tmp_path / "mine"
     (output / name).parent.mkdir(parents=True)
     (output / name).write_text("{}")
