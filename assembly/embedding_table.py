@@ -74,13 +74,14 @@ def read_embeddings(model: str, revision: str | None = None) -> EmbeddingRows:
             raise ValueError(f"{model} has GGUF weights only, which cannot be read in part. Download {weights} first.")
         return _gguf(folder / weights)
     source = str(folder) if path.exists() else model
+    config, text_of = known_config(source, commit), _token_text(source, commit)
     if weights == INDEX:
         where = f"{weights} of {model}"
         index = json_object(Path(cached_file(source, INDEX, revision=commit)).read_bytes(), where)
         shards(index, where)
         weights = index["weight_map"][_embedding_name(model, index["weight_map"])]
     read = _safetensors(model, folder / weights) if path.exists() else _hub_safetensors(model, weights, commit)
-    return EmbeddingRows(*read, known_config(source, commit), _token_text(source, commit))
+    return EmbeddingRows(*read, config, text_of)
 
 
 def known_config(source: str, revision: str | None = None) -> PreTrainedConfig | None:

@@ -44,7 +44,7 @@ class Journal:
             if changed:
                 remedy = "name another output folder, or remove this one"
                 raise ValueError(f"{output} holds a run with other settings ({', '.join(changed)}): {remedy}")
-            self.bf16, self.seconds = content["bf16"], content["seconds"]
+            self.bf16, self.seconds = content["bf16"], content.get("seconds", {})
         else:
             self.bf16, self.seconds = half_precision_pays(), {}
         self.write()

@@ -4,6 +4,7 @@
 
 from pathlib import Path
 
+from ...checkpoint.find import find_checkpoint
 from ...errors import check_installed
 
 
@@ -20,13 +21,14 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
         ValueError: There is no NormAlign-LLaVA at `checkpoint`.
         OSError: The port is taken.
     """
+    source, revision = find_checkpoint(checkpoint)
     check_installed("gradio", "demo", "The demo")
     import torch
 
     from ...checkpoint.opening import open_checkpoint
     from .demo import ATTENTION, build_app, launch
 
-    opened = open_checkpoint(str(checkpoint))
+    opened = open_checkpoint(source, revision)
     if opened.model_type != "normalign_llava":
         raise ValueError(f"{checkpoint} is a {opened.model_type!r} model. The demo shows NormAlign-LLaVA models.")
     device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
