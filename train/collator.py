@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Makes batches of canonical rows, with labels on exactly the answers."""
+"""Makes batches of parsed rows, with labels on exactly the answers."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,7 +26,7 @@ _IGNORED = -100
 
 @dataclass
 class ConversationCollator(DataCollatorForVisionLanguageModeling):
-    """TRL's collator for canonical rows: it opens the images and labels the answers with their end-of-turn tokens.
+    """TRL's collator for parsed rows: it opens the images and labels the answers with their end-of-turn tokens.
 
     White space after the end-of-turn token is not labelled, nor are the first `prompt_turns` answers of a row. A batch
     without images has no `pixel_values`. With `bad_rows="skip"`, a row with a bad image stays in the batch, whose
@@ -59,7 +59,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
             )
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """A batch of B canonical rows, or of an element of a packed stream, padded on the right to T tokens.
+        """A batch of B parsed rows, or of an element of a packed stream, padded on the right to T tokens.
 
         Returns:
             `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values` `(images, channels, height, width)`.

@@ -30,7 +30,7 @@ class SampleCallback(TrainerCallback):
     all of them; the first one writes.
 
     Args:
-        rows: Canonical rows. The prompt is what comes before the last assistant turn, whose text is the truth.
+        rows: Parsed rows. The prompt is what comes before the last assistant turn, whose text is the truth.
         max_new_tokens: Longest answer in tokens.
         max_image_pixels: Images with more pixels are refused.
         trackers: The trainer's callbacks, `trainer.callback_handler.callbacks`, among which trackers are looked for.

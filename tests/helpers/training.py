@@ -80,7 +80,7 @@ def row(number: int, images=1, turns=1) -> dict:
 
 
 def rows(count=16, images=lambda number: 1, turns=lambda number: 1 + number % 2) -> Dataset:
-    """Canonical rows; `images` and `turns` give how many of each a row has."""
+    """Parsed rows; `images` and `turns` give how many of each a row has."""
     made = [row(number, images(number), turns(number)) for number in range(count)]
     return Dataset.from_list(made, features=FEATURES)
 
