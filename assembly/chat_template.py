@@ -79,14 +79,16 @@ def multimodal_chat_template(
     text = _outcome(original, [{"role": "user", "content": "What is this?"}])
     if text.startswith("TemplateSyntaxError"):
         raise ValueError(f"The chat template is not valid Jinja: {text} Correct it, or give another.")
-    preamble = "" if _reads_images(original, image_token) else _preamble(image_token, _reads_lists(original))
+    reads_lists = _reads_lists(original)
+    preamble = "" if _reads_images(original, image_token) else _preamble(image_token, reads_lists)
+    # After a preamble, lists of parts are compared only if the original's own rendering of them was kept.
+    lists = reads_lists or not preamble
     whose = "the model's own, behind the image preamble" if preamble else "the model's own, which reads images"
     for marked, words, exact in _candidates(template):
         render = _renderer(preamble + marked, special_tokens)
-        alike = not _difference(render, original, not preamble)
-        if alike and _marks_hold(preamble + marked, special_tokens, exact):
+        if not _difference(render, original, lists) and _marks_hold(preamble + marked, special_tokens, exact):
             return MultimodalTemplate(preamble + marked, True, f"{whose}; {words}")
-    if difference := _difference(_renderer(preamble + template, special_tokens), original, not preamble):
+    if difference := _difference(_renderer(preamble + template, special_tokens), original, lists):
         raise ValueError(
             "With the image preamble the chat template renders the text-only conversation {!r} differently: {!r} "
             "instead of {!r}. Give another with `--chat-template`.".format(*difference)
@@ -174,11 +176,7 @@ def _reads_lists(render: Renderer) -> bool:
 
 
 def _difference(render: Renderer, expect: Renderer, lists: bool) -> tuple[str, str, str] | None:
-    """Name, text and original text of the first text-only conversation that renders differently, or None.
-
-    After a preamble, `lists` of parts are compared only if the original's own rendering of them was kept.
-    """
-    lists = lists or _reads_lists(expect)
+    """Name, text and original text of the first text-only conversation that renders differently, or None."""
     for name, chat in _CONVERSATIONS.items():
         for messages in [chat["messages"], *([_as_parts(chat["messages"])] if lists else [])]:
             for add_generation_prompt in (False, True):
