@@ -325,8 +325,8 @@ def compare(
         for arm in arms:
             for task, reason in arm.left_out.items():
                 console.print(f"Left out: {task}, {reason}.", soft_wrap=True)
-        if beside := render_paper({arm.name: arm.columns for arm in arms}):
-            console.print(beside)
+        if columns := render_paper({arm.name: arm.columns for arm in arms}):
+            console.print(columns)
         console.print(f"Written to {output}.", soft_wrap=True)
 
 

@@ -2,18 +2,13 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Output of commands: foreign text cannot control the terminal; an error is one sentence and exit status 1."""
 
-import json
 import os
-import shlex
 import signal
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from types import FrameType
-from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import rich.console
 import typer
@@ -103,22 +98,5 @@ def check_installed(module: str, extra: str, what: str) -> None:
 
 
 def install(extra: str) -> str:
-    """How to install an extra of this package, which is not on PyPI: from where the package was installed."""
-    origin = direct_url()
-    url, commit = origin.get("url", ""), origin.get("vcs_info", {}).get("commit_id")
-    folder = unquote(urlsplit(url).path)
-    if commit:
-        return f"Install it: pip install {shlex.quote(f'normalign-llava[{extra}] @ git+{url}@{commit}')}"
-    if "dir_info" in origin and os.path.isdir(folder):
-        editable = "-e " if origin["dir_info"].get("editable") else ""
-        return f"Install it: pip install {editable}{shlex.quote(f'{folder}[{extra}]')}"
-    git = f"'normalign-llava[{extra}] @ git+URL' with the URL of its repository"
-    return f"Install it: pip install '.[{extra}]' in a checkout of this package, or pip install {git}"
-
-
-def direct_url() -> dict[str, Any]:
-    """Where pip installed this package from, as it recorded it (PEP 610); empty if that is not known."""
-    try:
-        return json.loads(distribution("normalign-llava").read_text("direct_url.json") or "{}")
-    except (PackageNotFoundError, ValueError):
-        return {}
+    """How to install an extra of this package, which is not on PyPI."""
+    return f"Install it: pip install '.[{extra}]' in a checkout, or pip install 'normalign-llava[{extra}] @ git+URL'"

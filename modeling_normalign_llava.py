@@ -15,10 +15,7 @@ from importlib import import_module
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, BitsAndBytesConfig
-from transformers import initialization as init
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_MODELS
 from transformers.models.llava import modeling_llava as llava
@@ -79,27 +76,7 @@ class _CompensatedRMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), None, None, (grad * x_hat).sum_to_size(gain.shape).to(gain.dtype)
 
 
-class _CompensatedNorm(nn.Module):
-    def __init__(self, hidden_size: int, eps: float = 1e-5, gain_floor: float = 1e-3, compensate: bool = True):
-        super().__init__(hidden_size, eps=eps, dtype=torch.float32)
-        self.gain_floor, self.compensate = gain_floor, compensate
-
-    def forward(self, x: Tensor) -> Tensor:
-        trained = self.training and self.weight.requires_grad and not torch.compiler.is_compiling()
-        if trained and self.weight.itemsize < 4:
-            logger.warning_once(
-                f"The gain is trained in {self.weight.dtype}, where small updates vanish, unless the optimizer has a "
-                "float32 copy (DeepSpeed, FSDP). Before training, make it float32: "
-                f"[m.float() for m in trainer.model.modules() if type(m).__name__ == {type(self).__name__!r}]"
-            )
-        affine, dtype = [getattr(self, name) for name in self._affine], torch.promote_types(x.dtype, self.weight.dtype)
-        if self.compensate and x.requires_grad and torch.is_grad_enabled():
-            return self._compensated.apply(x, self.eps, self.gain_floor, *affine)
-        affine = [parameter.to(dtype) for parameter in affine]
-        return self._plain(x.to(dtype), self.normalized_shape, *affine, eps=self.eps).to(x.dtype)
-
-
-class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
+class GlobalWeightCompensatedLayerNorm(nn.LayerNorm):
     """LayerNorm whose backward pass does not shrink with its gain (Global Weight Compensation, eqs. 12, 24-26).
 
     Forward: `gain * (x - mean) / sqrt(var + eps) + bias`, [`torch.nn.functional.layer_norm`] bit for bit. Backward:
@@ -114,19 +91,48 @@ class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
         compensate (`bool`): `False` is a plain LayerNorm.
     """
 
-    _compensated, _plain, _affine = _CompensatedLayerNorm, staticmethod(F.layer_norm), ("weight", "bias")
+    def __init__(self, hidden_size: int, eps: float = 1e-5, gain_floor: float = 1e-3, compensate: bool = True):
+        super().__init__(hidden_size, eps=eps, dtype=torch.float32)
+        self.gain_floor, self.compensate = gain_floor, compensate
+
+    def forward(self, x: Tensor) -> Tensor:
+        _warn_of_half_precision(self)
+        if self.compensate and x.requires_grad and torch.is_grad_enabled():
+            return _CompensatedLayerNorm.apply(x, self.eps, self.gain_floor, self.weight, self.bias)
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        gain, bias = self.weight.to(dtype), self.bias.to(dtype)
+        return F.layer_norm(x.to(dtype), self.normalized_shape, gain, bias, self.eps).to(x.dtype)
 
 
-class GlobalWeightCompensatedRMSNorm(_CompensatedNorm, nn.RMSNorm):
+class GlobalWeightCompensatedRMSNorm(nn.RMSNorm):
     """The same for `gain * x / sqrt(mean(x^2) + eps)` (eq. 3), without bias; a normalised token has norm sqrt(d)."""
 
-    _compensated, _plain, _affine = _CompensatedRMSNorm, staticmethod(F.rms_norm), ("weight",)
+    def __init__(self, hidden_size: int, eps: float = 1e-5, gain_floor: float = 1e-3, compensate: bool = True):
+        super().__init__(hidden_size, eps=eps, dtype=torch.float32)
+        self.gain_floor, self.compensate = gain_floor, compensate
+
+    def forward(self, x: Tensor) -> Tensor:
+        _warn_of_half_precision(self)
+        if self.compensate and x.requires_grad and torch.is_grad_enabled():
+            return _CompensatedRMSNorm.apply(x, self.eps, self.gain_floor, self.weight)
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps).to(x.dtype)
+
+
+def _warn_of_half_precision(norm: nn.Module) -> None:
+    trained = norm.training and norm.weight.requires_grad and not torch.compiler.is_compiling()
+    if trained and norm.weight.itemsize < 4:
+        logger.warning_once(
+            f"The gain is trained in {norm.weight.dtype}, where small updates vanish, unless the optimizer has a "
+            "float32 copy (DeepSpeed, FSDP). Before training, make it float32: "
+            f"[m.float() for m in trainer.model.modules() if type(m).__name__ == {type(norm).__name__!r}]"
+        )
 
 
 @contextmanager
 def _gathered(*parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if not is_deepspeed_zero3_enabled():
-        yield tuple(p.full_tensor() if isinstance(p, DTensor) else p for p in parameters)
+        yield tuple(p.full_tensor() if type(p).__name__ == "DTensor" else p for p in parameters)
         return
     # An `import` statement would make deepspeed a requirement of every checkpoint's remote code.
     with import_module("deepspeed").zero.GatheredParameters(list(parameters), modifier_rank=0):
@@ -178,9 +184,11 @@ class NormAlignLlavaMultiModalProjector(llava.LlavaMultiModalProjector):
 
     def __init__(self, config: NormAlignLlavaConfig):
         super().__init__(config)
-        norms = {"layer_norm": GlobalWeightCompensatedLayerNorm, "rms_norm": GlobalWeightCompensatedRMSNorm}
-        norm, compensate = norms.get(config.projector_norm, nn.Identity), config.gradient_compensation == "global"
-        self.norm = norm(config.text_config.hidden_size, config.projector_norm_eps, config.gain_floor, compensate)
+        self.norm = nn.Identity()
+        if config.projector_norm != "none":
+            norms = {"layer_norm": GlobalWeightCompensatedLayerNorm, "rms_norm": GlobalWeightCompensatedRMSNorm}
+            size, compensate = config.text_config.hidden_size, config.gradient_compensation == "global"
+            self.norm = norms[config.projector_norm](size, config.projector_norm_eps, config.gain_floor, compensate)
 
     def forward(self, image_features: Tensor) -> Tensor:
         return self.norm(super().forward(image_features))
@@ -220,13 +228,14 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         return self.config.text_embedding_norm
 
     def _init_weights(self, module: nn.Module):
-        if not isinstance(module, _CompensatedNorm):
+        if not isinstance(module, GlobalWeightCompensatedLayerNorm | GlobalWeightCompensatedRMSNorm):
             super()._init_weights(module)
         elif not module.weight.is_meta:
             self.base_model.language_model._initialize_weights(self.get_input_embeddings())  # unless they are loaded
             gain = initial_gain(self.config, self.measure_text_embedding_norm())
             for name, parameter in module.named_parameters():
-                init.constant_(parameter, gain if name == "weight" else 0.0)
+                # transformers guards this function: what was loaded keeps its values.
+                nn.init.constant_(parameter, gain if name == "weight" else 0.0)
 
     def initialize_weights(self):
         # Of custom code, transformers skips modules without parameters of their own, such as CLIP's attention, which
@@ -249,6 +258,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
             kwargs["quantization_config"] = quantization = copy.copy(quantization)
             parts = ("vision_tower", "multi_modal_projector", "model.vision_tower", "model.multi_modal_projector")
             quantization.llm_int8_skip_modules = ["lm_head", *parts]
+        kwargs.setdefault("key_mapping", cls._llava_names)
         with_report, path = kwargs.pop("output_loading_info", False), pretrained_model_name_or_path
         model, report = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         norm = {key for key in {*report["missing_keys"], *report["unexpected_keys"]} if "projector.norm." in key}
@@ -286,7 +296,7 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs):
         """[`~transformers.PreTrainedModel.save_pretrained`] under the module's own names, gain and bias in float32.
 
-        `save_original_format=True` writes LLaVA's older names, from which the Trainer cannot resume.
+        `save_original_format=True` writes the older names of a LLaVA folder that the model was loaded from.
         """
         state_dict = self.state_dict() if state_dict is None else dict(state_dict)
         state_dict |= {name: value.float() for name, value in state_dict.items() if "projector.norm." in name}
@@ -301,6 +311,7 @@ class NormAlignLlavaModel(NormAlignLlavaPreTrainedModel, llava.LlavaModel):
 
     config: NormAlignLlavaConfig
     _auto_class = "AutoModel"
+    _llava_names = {"^language_model.model": "language_model"}
 
     def __init__(self, config: NormAlignLlavaConfig):
         super().__init__(config)
@@ -313,6 +324,13 @@ class NormAlignLlavaForConditionalGeneration(NormAlignLlavaPreTrainedModel, llav
 
     config: NormAlignLlavaConfig
     _auto_class = "AutoModelForImageTextToText"
+    # The names in older LLaVA folders, those of llava-hf among them, to this class's.
+    _llava_names = {
+        "^language_model.lm_head": "lm_head",
+        "^language_model.model": "model.language_model",
+        "^vision_tower": "model.vision_tower",
+        "^multi_modal_projector": "model.multi_modal_projector",
+    }
 
     def __init__(self, config: NormAlignLlavaConfig):
         super(llava.LlavaForConditionalGeneration, self).__init__(config)  # LLaVA's own would build both parts twice
@@ -338,9 +356,6 @@ class NormAlignLlavaForConditionalGeneration(NormAlignLlavaPreTrainedModel, llav
         return type(outputs)(loss=loss, **outputs)
 
 
-# LLaVA's older names, by class, because a configuration read from a LLaVA folder says model_type "llava".
-for ours, theirs in ((NormAlignLlavaForConditionalGeneration, "llava"), (NormAlignLlavaModel, "LlavaModel")):
-    register_checkpoint_conversion_mapping(ours.__name__, get_checkpoint_conversion_mapping(theirs), overwrite=True)
 # TRL looks up models that take images in this table, which `register` does not fill.
 IMAGE_MODELS["normalign_llava"] = NormAlignLlavaForConditionalGeneration.__name__
 # A registered class takes precedence over remote code, so code from a checkpoint must not register itself.

@@ -52,11 +52,6 @@ def training_record(adapter: Path) -> dict[str, Any]:
 def quantization_of_base(adapter: Path, record: dict[str, Any], given: str | None) -> dict[str, Any] | None:
     """bitsandbytes' settings of the base in training, from the record or else from the option.
 
-    Args:
-        adapter: Folder, for errors.
-        record: Its `training.json`.
-        given: The option, one of `BASE_QUANTIZATIONS`.
-
     Raises:
         ValueError: Both say it or neither does, or the value is not known.
     """

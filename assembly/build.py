@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from ..checkpoint.files import new_folder
-from ..checkpoint.find import find_checkpoint
 from ..checkpoint.loading import loading
 from ..checkpoint.names import BUILD_RECORD
+from ..checkpoint.opening import Checkpoint, check_processor, open_checkpoint
 from ..checkpoint.provenance import licence_of
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
@@ -32,15 +32,13 @@ from .parts import (
     check_text_outputs,
     check_vision_encoder,
     describe_chat_template,
-    load_config,
     load_language_model,
-    load_part,
     set_chat_template,
     text_outputs,
     tower_alone,
     vision_config,
 )
-from .processing import check_processor, load_preprocessor, make_processor
+from .processing import make_processor
 
 
 ARMS = {
@@ -126,22 +124,21 @@ def build_checkpoint(
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
     feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
-    (vision, vision_revision), (language, language_revision) = find_checkpoint(vision), find_checkpoint(language)
+    vision_part, language_part = open_checkpoint(vision), open_checkpoint(language)
     with new_folder(output) as folder:
-        encoder = vision_config(vision, vision_revision)
-        check_language_model(language, language_revision)
+        encoder = vision_config(vision_part)
+        check_language_model(language_part)
         check_feature_layer(feature_layer, encoder)
-        tokenizer = load_preprocessor(AutoTokenizer, language, revision=language_revision)
+        tokenizer = language_part.preprocessor(AutoTokenizer)
         template = set_chat_template(tokenizer, chat_template)
-        image_processor = load_preprocessor(AutoImageProcessor, vision, revision=vision_revision)
+        image_processor = vision_part.preprocessor(AutoImageProcessor)
         with loading(f"The image processor of {vision}"):
             processor = make_processor(image_processor, tokenizer, encoder, select_strategy)
             tokens_per_image = check_processor(processor)
 
-        language_model = load_language_model(language, dtype, language_revision)
+        language_model = load_language_model(language_part, dtype)
         with tower_alone():
-            kwargs = {"config": encoder, "revision": vision_revision}
-            tower = load_part(MODEL_MAPPING[type(encoder)], vision, language_model.dtype, **kwargs)
+            tower = vision_part.load(MODEL_MAPPING[type(encoder)], language_model.dtype, config=encoder)
         outputs = text_outputs(language_model)
         add_image_token(language_model, tokenizer)
         config = NormAlignLlavaConfig(
@@ -156,8 +153,7 @@ def build_checkpoint(
         )
         model = _assemble(config, tower, language_model)
         check_text_outputs(model, outputs, language)
-        parts = (vision, vision_revision), (language, language_revision)
-        return _finish(model, processor, folder, output, *parts, arm, template, from_llava=False)
+        return _finish(model, processor, folder, output, vision_part, language_part, arm, template)
 
 
 def retrofit_checkpoint(
@@ -169,16 +165,15 @@ def retrofit_checkpoint(
     """
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
-    llava, revision = find_checkpoint(llava)
+    opened = open_checkpoint(llava)
     with new_folder(output) as folder:
-        config = load_config(llava, revision)
-        if config.model_type != "llava":
+        if opened.model_type != "llava":
             raise ValueError(
-                f"{llava} is a {config.model_type!r} model. --from-llava takes LLaVA checkpoints ('llava')."
+                f"{llava} is a {opened.model_type!r} model. --from-llava takes LLaVA checkpoints ('llava')."
             )
-        check_vision_encoder(llava, config.vision_config)
-        model = load_part(NormAlignLlavaForConditionalGeneration, llava, dtype, revision=revision, **arguments)
-        stock = load_preprocessor(AutoProcessor, llava, revision=revision)
+        check_vision_encoder(llava, opened.config.vision_config)
+        model = opened.load(NormAlignLlavaForConditionalGeneration, dtype, **arguments)
+        stock = opened.preprocessor(AutoProcessor)
         processor = make_processor(
             stock.image_processor,
             stock.tokenizer,
@@ -188,8 +183,7 @@ def retrofit_checkpoint(
             image_token=stock.image_token,
         )
         template = describe_chat_template(stock.chat_template)
-        parts = (llava, revision), (llava, revision)
-        return _finish(model, processor, folder, output, *parts, arm, template, from_llava=True)
+        return _finish(model, processor, folder, output, opened, opened, arm, template)
 
 
 def _norm_arguments(arm: str, norm: str) -> dict[str, str]:
@@ -223,8 +217,10 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return allowed.get(dtype, dtype)
 
 
-def _finish(model, processor: LlavaProcessor, folder: Path, output, vision, language, arm: str, template, from_llava):
-    config, (vision, vision_revision), (language, language_revision) = model.config, vision, language
+def _finish(
+    model, processor: LlavaProcessor, folder: Path, output, vision: Checkpoint, language: Checkpoint, arm, template
+):
+    config = model.config
     if config.projector_norm == "none":
         n_text, gain = model.measure_text_embedding_norm(), None
     else:
@@ -233,8 +229,8 @@ def _finish(model, processor: LlavaProcessor, folder: Path, output, vision, lang
     tokens = check_processor(processor, model)
     report = BuildReport(
         output=str(output),
-        vision=_public_name(vision),
-        language=_public_name(language),
+        vision=_public_name(vision.name),
+        language=_public_name(language.name),
         arm=arm,
         norm=config.projector_norm,
         vision_parameters=model.model.vision_tower.num_parameters(),
@@ -249,13 +245,13 @@ def _finish(model, processor: LlavaProcessor, folder: Path, output, vision, lang
         select_strategy=config.vision_feature_select_strategy,
         chat_template=template[0],
         generation_marks=template[1],
-        vision_revision=vision_revision,
-        language_revision=language_revision,
+        vision_revision=vision.revision,
+        language_revision=language.revision,
         licenses={
-            "vision": licence_of(vision, vision_revision),
-            "language": licence_of(language, language_revision),
+            "vision": licence_of(vision.name, vision.revision),
+            "language": licence_of(language.name, language.revision),
         },
-        from_llava=from_llava,
+        from_llava=vision is language,
     )
     for part in (config.text_config, config.vision_config):
         part._name_or_path = _public_name(part._name_or_path)

@@ -55,60 +55,61 @@ class MultimodalTemplate:
     source: str
 
 
-def multimodal_chat_template(template: str | None, *, image_token: str = "<image>") -> MultimodalTemplate:
+def multimodal_chat_template(
+    template: str | None, *, image_token: str = "<image>", special_tokens: dict[str, Any] = _STAND_INS
+) -> MultimodalTemplate:
     """Makes a language model's chat template read images.
 
     Args:
         template: The language model's own template; `None` gives Vicuna v1.1's.
         image_token: The text of an `{"type": "image"}` part. Parts keep their order, with nothing between them.
+        special_tokens: The tokenizer's, which templates print.
 
     Returns:
         The template. Text-only conversations render exactly as before; a template that already prints `image_token`
         for image parts gets no preamble. It claims marks only if each marked span is what follows the generation
-        prompt, through the end-of-turn token (up to white space around it, if the marks are not ours).
+        prompt, through the end-of-turn token (up to white space around it, if the marks are not this package's).
 
     Raises:
-        ValueError: `template` is not valid Jinja.
+        ValueError: `template` is not valid Jinja, or renders a text-only conversation differently with the preamble.
     """
     if template is None:
         return MultimodalTemplate(_preamble(image_token) + _VICUNA, True, "Vicuna v1.1, as the model has none")
-    original = _renderer(template)
+    original = _renderer(template, special_tokens)
     text = _outcome(original, [{"role": "user", "content": "What is this?"}])
     if text.startswith("TemplateSyntaxError"):
         raise ValueError(f"The chat template is not valid Jinja: {text} Correct it, or give another.")
-    preamble = "" if _reads_images(original, image_token) else _preamble(image_token, _reads_lists(original))
+    reads_lists = _reads_lists(original)
+    preamble = "" if _reads_images(original, image_token) else _preamble(image_token, reads_lists)
+    # After a preamble, lists of parts are compared only if the original's own rendering of them was kept.
+    lists = reads_lists or not preamble
     whose = "the model's own, behind the image preamble" if preamble else "the model's own, which reads images"
     for marked, words, exact in _candidates(template):
-        candidate = preamble + marked
-        if not _difference(candidate, template, _STAND_INS) and _marks_hold(candidate, exact):
-            return MultimodalTemplate(candidate, True, f"{whose}; {words}")
+        render = _renderer(preamble + marked, special_tokens)
+        if not _difference(render, original, lists) and _marks_hold(preamble + marked, special_tokens, exact):
+            return MultimodalTemplate(preamble + marked, True, f"{whose}; {words}")
+    if difference := _difference(_renderer(preamble + template, special_tokens), original, lists):
+        raise ValueError(
+            "With the image preamble the chat template renders the text-only conversation {!r} differently: {!r} "
+            "instead of {!r}. Give another with `--chat-template`.".format(*difference)
+        )
     return MultimodalTemplate(preamble + template, False, f"{whose}; no generation marks")
 
 
-def check_chat_template(
-    tokenizer: PreTrainedTokenizerBase, template: MultimodalTemplate, original: str | None
-) -> None:
-    """Checks a template on fixed conversations with the real tokenizer.
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, template: MultimodalTemplate) -> None:
+    """Checks the marks of a template on fixed conversations with the real tokenizer, which has to be a fast one.
 
     Args:
-        tokenizer: The tokenizer that gets the template. Marks need a fast one.
+        tokenizer: The tokenizer that gets the template.
         template: The result of [`multimodal_chat_template`].
-        original: The template it was made from; with `None` no text is compared.
 
     Raises:
-        ValueError: A text-only conversation renders differently, errors included; or the template claims marks, and
-            the masked tokens of a conversation are not what follows each generation prompt, through the end-of-turn
-            token. The conversation is named.
+        ValueError: The template claims marks, and the masked tokens of a conversation are not what follows each
+            generation prompt, through the end-of-turn token. The conversation is named.
     """
-    special_tokens = tokenizer.special_tokens_map
-    if original is not None and (difference := _difference(template.template, original, special_tokens)):
-        raise ValueError(
-            "The chat template renders the text-only conversation {!r} differently from the language model's own: "
-            "{!r} instead of {!r}. Give one that renders it alike with `--chat-template`.".format(*difference)
-        )
     if not template.generation_marks:
         return
-    render = _renderer(template.template, special_tokens)
+    render = _renderer(template.template, tokenizer.special_tokens_map)
     if not (conversations := list(_markable(render))):
         example = _outcome(render, _as_parts(_CONVERSATIONS["two questions and answers"]["messages"]))
         raise ValueError(
@@ -136,7 +137,7 @@ def has_generation_marks(template: str) -> bool:
     return re.search(r"{%-?\s*generation\b", template) is not None
 
 
-def _renderer(template: str, special_tokens: dict[str, Any] = _STAND_INS) -> Renderer:
+def _renderer(template: str, special_tokens: dict[str, Any]) -> Renderer:
     def render(messages: Messages, tools: list | None = None, add_generation_prompt: bool = False) -> str:
         how: Any = {"chat_template": template, "add_generation_prompt": add_generation_prompt, **special_tokens}
         return render_jinja_template([messages], tools=tools, **how)[0][0]
@@ -174,11 +175,8 @@ def _reads_lists(render: Renderer) -> bool:
     )
 
 
-def _difference(template: str, original: str, special_tokens: dict[str, Any]) -> tuple[str, str, str] | None:
+def _difference(render: Renderer, expect: Renderer, lists: bool) -> tuple[str, str, str] | None:
     """Name, text and original text of the first text-only conversation that renders differently, or None."""
-    render, expect = _renderer(template, special_tokens), _renderer(original, special_tokens)
-    # After a preamble, lists are compared only if the original's own rendering of them was kept.
-    lists = not template.startswith(_PREAMBLE.partition("\n")[0]) or _reads_lists(expect)
     for name, chat in _CONVERSATIONS.items():
         for messages in [chat["messages"], *([_as_parts(chat["messages"])] if lists else [])]:
             for add_generation_prompt in (False, True):
@@ -234,13 +232,13 @@ def _assistant_spans(render: Renderer, messages: Messages, tools: list | None) -
     return spans
 
 
-def _marks_hold(template: str, exact: bool) -> bool:
+def _marks_hold(template: str, special_tokens: dict[str, Any], exact: bool) -> bool:
     """Whether the marks are what the model has to generate; if not `exact`, up to white space around them."""
-    render = _renderer(template)
+    render = _renderer(template, special_tokens)
     checked = 0
     for _, messages, tools in _markable(render):
         rendered: Any = render_jinja_template(
-            [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **_STAND_INS
+            [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **special_tokens
         )
         (text,), (marked,) = rendered
         wanted = _assistant_spans(render, messages, tools)

@@ -1,28 +1,27 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The token-embedding matrix of a checkpoint, read without its other tensors.
+"""The token-embedding matrix of a checkpoint, read without its other tensors, some rows at a time.
 
-Of a safetensors file, in a folder or on the Hub, only the header and the bytes of one tensor are read, some rows at a
-time. `safetensors` opens local files only, and `huggingface_hub` does not tell how long the header is, from which the
-tensors' offsets count.
+Of a safetensors file on the Hub only the header and the bytes of one tensor are fetched: `safetensors` opens local
+files only, and `huggingface_hub` does not tell how long the header is, from which the tensors' offsets count.
 """
 
-import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from io import BufferedIOBase
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from huggingface_hub import HfApi, HfFileSystem
+from safetensors import safe_open
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers.utils import cached_file
 
 from ..checkpoint.find import find_model
-from ..checkpoint.limits import SETTINGS_BYTES
 from ..checkpoint.loading import AGAIN, loading
 from ..checkpoint.names import INDEX, PICKLES, WEIGHTS
+from ..checkpoint.opening import Checkpoint
 from ..checkpoint.untrusted import check_files, check_inside, json_object, shards
 from ..errors import check_installed
 from ..modeling_normalign_llava import embedding_row_norms
@@ -33,7 +32,6 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _CHUNK_BYTES = 32 * 2**20
 _LARGEST_HEADER = 100 * 2**20  # the format's own limit
 
-Opener = Callable[[str], BufferedIOBase]  # file name -> the file, seekable
 TokenText = Callable[[int], str | None]  # row of the embedding matrix -> text of the token
 
 
@@ -63,37 +61,33 @@ def read_embeddings(model: str, revision: str | None = None) -> EmbeddingRows:
     """
     found, commit = find_model(model, revision)
     path = Path(found)
-    source, revision, files, open_file = _local(path) if path.exists() else _hub(model, commit)
-    weights = _weight_file(model, files)
-    if not weights.endswith(".gguf"):
-        config, text_of = known_config(source, revision), _token_text(source, revision)
-        return EmbeddingRows(*_safetensors(model, weights, open_file), config, text_of)
+    folder = path.parent if path.is_file() else path
     if not path.exists():
-        raise ValueError(f"{model} has GGUF weights only, which cannot be read in part. Download {weights} first.")
-    return _gguf(Path(source) / weights)
+        files = HfApi().list_repo_files(model, revision=commit)
+    else:
+        files = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
+        for name in files:
+            check_inside(folder / name)
+    weights = _weight_file(model, files)
+    if weights.endswith(".gguf"):
+        if not path.exists():
+            raise ValueError(f"{model} has GGUF weights only, which cannot be read in part. Download {weights} first.")
+        return _gguf(folder / weights)
+    source = str(folder) if path.exists() else model
+    config, text_of = known_config(source, commit), _token_text(source, commit)
+    if weights == INDEX:
+        where = f"{weights} of {model}"
+        index = json_object(Path(cached_file(source, INDEX, revision=commit)).read_bytes(), where)
+        shards(index, where)
+        weights = index["weight_map"][_embedding_name(model, index["weight_map"])]
+    read = _safetensors(model, folder / weights) if path.exists() else _hub_safetensors(model, weights, commit)
+    return EmbeddingRows(*read, config, text_of)
 
 
 def known_config(source: str, revision: str | None = None) -> PreTrainedConfig | None:
     """The configuration of a folder or Hub id, or None if it has none or one that transformers does not know."""
-    if check_files(source, revision).get("model_type") not in CONFIG_MAPPING:
-        return None
-    with loading(f"The configuration of {source}", memory=SETTINGS_BYTES):
-        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-
-
-def _local(path: Path) -> tuple[str, None, list[str], Opener]:
-    if path.is_file():
-        return str(path.parent), None, [path.name], lambda name: (path.parent / name).open("rb")
-    files = sorted(entry.name for entry in path.iterdir())
-    for name in files:
-        check_inside(path / name)
-    return str(path), None, files, lambda name: (path / name).open("rb")
-
-
-def _hub(model: str, commit: str | None) -> tuple[str, str | None, list[str], Opener]:
-    system, files = HfFileSystem(), HfApi().list_repo_files(model, revision=commit)
-    # Without read-ahead only the requested bytes are fetched.
-    return model, commit, files, lambda name: system.open(f"{model}/{name}", revision=commit, cache_type="none")
+    opened = Checkpoint(source, revision, check_files(source, revision))
+    return opened.config if opened.model_type in CONFIG_MAPPING else None
 
 
 def _weight_file(model: str, files: list[str]) -> str:
@@ -132,44 +126,47 @@ def _embedding_name(model: str, names: Iterable[str]) -> str:
     return found[0]
 
 
-def _safetensors(model: str, weights: str, open_file: Opener) -> tuple[str, Tensor, int]:
-    """Name, row norms `(V,)` and width of the token embedding in a safetensors file, or in one that an index names."""
-    if weights == INDEX:
-        with open_file(weights) as file:
-            index = json_object(file.read(), f"{weights} of {model}")
-        shards(index, f"{weights} of {model}")
-        weights = index["weight_map"][_embedding_name(model, index["weight_map"])]
+def _safetensors(model: str, file: Path) -> tuple[str, Tensor, int]:
+    """Name, row norms `(V,)` and width of the token embedding in a safetensors file."""
+    with loading(f"{file.name} of {model}"), safe_open(file, "pt") as opened:
+        name = _embedding_name(model, opened.keys())
+        tensor = opened.get_slice(name)
+        rows, width, step = _matrix(model, name, tensor.get_dtype(), tensor.get_shape())
+        norms = [embedding_row_norms(tensor[start : start + step]) for start in range(0, rows, step)]
+    return name, torch.cat(norms), width
+
+
+def _hub_safetensors(model: str, weights: str, commit: str | None) -> tuple[str, Tensor, int]:
+    """The same of a file on the Hub."""
     where = f"{weights} of {model}"
-    with loading(where), open_file(weights) as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(0)
+    # Without read-ahead only the requested bytes are fetched.
+    opened = HfFileSystem().open(f"{model}/{weights}", revision=commit, cache_type="none")
+    with loading(where), opened as file:
         start = 8 + int.from_bytes(file.read(8), "little")  # of the tensors' bytes
         if not 8 < start <= _LARGEST_HEADER:
-            raise ValueError(f"{where} is not a safetensors file (a Git LFS pointer?). Fetch it again.")
+            raise ValueError(f"{where} is not a safetensors file. {AGAIN}")
         header = json_object(file.read(start - 8), f"The header of {where}")
         name = _embedding_name(model, header)
         kind, shape, (begin, stop) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
-        if kind not in _DTYPES or len(shape) != 2:
-            raise ValueError(
-                f"{name} of {model} is {kind} of shape {shape}: quantized, or not a matrix of {', '.join(_DTYPES)}. "
-                "Measure the checkpoint that was quantized."
-            )
-        (rows, width), dtype = shape, _DTYPES[kind]
-        if rows < 1 or width < 1 or stop - begin != rows * width * dtype.itemsize:
+        rows, width, step = _matrix(model, name, kind, shape)
+        if stop - begin != rows * width * _DTYPES[kind].itemsize:
             raise ValueError(f"{where} is damaged: {name} is {header[name]} by its header. {AGAIN}")
-        cut_off = f"{where} ends within {name}: the file is cut off. Fetch it again."
-        if start + stop > end:
-            raise ValueError(cut_off)
         file.seek(start + begin)
-        # One buffer for all rows: what is freed between small allocations is not always used again.
-        buffer = bytearray(min(rows, max(1, _CHUNK_BYTES // (width * dtype.itemsize))) * width * dtype.itemsize)
-        chunk, norms = torch.frombuffer(buffer, dtype=dtype).view(-1, width), torch.empty(rows, dtype=torch.float64)
-        for part in norms.split(len(chunk)):
-            wanted = memoryview(buffer)[: len(part) * width * dtype.itemsize]
-            if file.readinto(wanted) < len(wanted):
-                raise ValueError(cut_off)
-            part.copy_(embedding_row_norms(chunk[: len(part)], chunk_rows=256))
-    return name, norms, width
+        norms = []
+        for first in range(0, rows, step):
+            content = bytearray(file.read(min(step, rows - first) * width * _DTYPES[kind].itemsize))
+            norms.append(embedding_row_norms(torch.frombuffer(content, dtype=_DTYPES[kind]).view(-1, width)))
+    return name, torch.cat(norms), width
+
+
+def _matrix(model: str, name: str, kind: str, shape: list[int]) -> tuple[int, int, int]:
+    """Rows, width and the rows to read at a time."""
+    if kind not in _DTYPES or len(shape) != 2 or min(shape) < 1:
+        raise ValueError(
+            f"{name} of {model} is {kind} of shape {shape}: quantized, or not a matrix of {', '.join(_DTYPES)}. "
+            "Measure the checkpoint that was quantized."
+        )
+    return shape[0], shape[1], max(1, _CHUNK_BYTES // (shape[1] * _DTYPES[kind].itemsize))
 
 
 def _gguf(path: Path) -> EmbeddingRows:

@@ -18,19 +18,17 @@ from torch import Tensor
 from transformers import LlavaProcessor
 from transformers.utils import cached_file
 
-from ..checkpoint.files import new_folder, read_json, write_failure
-from ..checkpoint.find import find_checkpoint
+from ..checkpoint.files import json_or_none, new_folder, write_failure
 from ..checkpoint.limits import SETTINGS_BYTES
 from ..checkpoint.loading import loading
 from ..checkpoint.names import ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
-from ..checkpoint.untrusted import check_files
+from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter_settings import adapter_config, quantization_of_base, training_record
 from .build import torch_dtype
-from .parts import load_part
-from .processing import load_processor, pad_left
+from .processing import pad_left
 
 
 CARRIED = (CARD, TRAINING_RECORD, BUILD_RECORD)
@@ -104,7 +102,8 @@ def merge_adapter(
     if not base:
         raise ValueError(f"The adapter {adapter} does not name its base. Give its folder or Hub id with --base.")
     revision = peft_config.revision if base == named else None
-    base, revision, config = _base_config(base, adapter, revision)
+    opened = _open_base(base, adapter, revision)
+    base, config = opened.name, opened.read_config(NormAlignLlavaConfig)
     dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
     stored = (config.projector_norm, config.projector_gain_init)
     for name, value in record["config_changes"].items():
@@ -113,9 +112,9 @@ def merge_adapter(
 
     with new_folder(output) as folder:
         trained = (adapter / "processor_config.json").exists()
-        processor = load_processor(str(adapter if trained else base), None if trained else revision)
+        processor = Checkpoint(str(adapter), None, {}).processor if trained else opened.processor
         pad_left(processor.tokenizer)
-        model, quantized = _load_base(base, config, quantization, revision)
+        model, quantized = _load_base(opened, config, quantization)
         if stored != (config.projector_norm, config.projector_gain_init) and config.projector_norm != "none":
             model.align_projector_norm()  # as the run that changed them did
         with loading(f"The adapter {adapter}"):
@@ -133,7 +132,7 @@ def merge_adapter(
         try:
             merged.save_pretrained(folder)
             processor.save_pretrained(folder)
-            _carry(adapter, base, folder, revision)
+            _carry(adapter, opened, folder)
         except Exception as error:  # those of safetensors and tokenizers are not OSErrors
             if (cause := write_failure(error)) is None:
                 raise
@@ -151,20 +150,19 @@ def merge_adapter(
     )
 
 
-def _base_config(base: str, adapter: Path, revision: str | None) -> tuple[str, str | None, NormAlignLlavaConfig]:
-    """Path or Hub id of the base, its commit and its configuration."""
+def _open_base(base: str, adapter: Path, revision: str | None) -> Checkpoint:
     try:
-        base, revision = find_checkpoint(base, revision)
+        opened = open_checkpoint(base, revision)
     except ValueError as error:
         raise ValueError(
             f"The base {base!r} of the adapter {adapter} was not found. Give its folder or Hub id with --base. "
             f"({error})"
         ) from error
-    kind = check_files(base, revision).get("model_type")
-    if kind not in (NormAlignLlavaConfig.model_type, "llava"):
-        raise ValueError(f"The base {base} is a {kind!r} model, no NormAlign-LLaVA. Give the right one with --base.")
-    with loading(f"The configuration of {base}", memory=SETTINGS_BYTES):
-        return base, revision, NormAlignLlavaConfig.from_pretrained(base, revision=revision)
+    if opened.model_type not in (NormAlignLlavaConfig.model_type, "llava"):
+        raise ValueError(
+            f"The base {base} is a {opened.model_type!r} model, no NormAlign-LLaVA. Give the right one with --base."
+        )
+    return opened
 
 
 def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str) -> None:
@@ -201,13 +199,12 @@ def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlav
 
 
 def _load_base(
-    base: str, config: NormAlignLlavaConfig, quantization: dict[str, Any] | None, revision: str | None
+    base: Checkpoint, config: NormAlignLlavaConfig, quantization: dict[str, Any] | None
 ) -> tuple[NormAlignLlavaForConditionalGeneration, str | None]:
     """The base in float32 on the CPU, dequantized if it was quantized, and what the quantization was."""
     # The weights were quantized from the dtype that training loaded, which is TRL's compute dtype.
     dtype = (quantization or {}).get("bnb_4bit_compute_dtype") or "auto"
-    options = {"config": config, "revision": revision, "quantization_config": quantization, "device_map": "cpu"}
-    model = load_part(NormAlignLlavaForConditionalGeneration, base, dtype, **options)
+    model = base.load(dtype=dtype, config=config, quantization_config=quantization, device_map="cpu")
     described = None
     settings = getattr(model.config, "quantization_config", None)
     if settings is not None:
@@ -230,15 +227,15 @@ def _logits(model, inputs: dict[str, Tensor]) -> Tensor:
     return model(**inputs).logits
 
 
-def _carry(adapter: Path, base: str, folder: Path, revision: str | None) -> None:
+def _carry(adapter: Path, base: Checkpoint, folder: Path) -> None:
     for name in CARRIED:
         found: str | os.PathLike | None = adapter / name
         if not (adapter / name).is_file():
-            found = cached_file(base, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+            found = cached_file(base.name, name, revision=base.revision, _raise_exceptions_for_missing_entries=False)
         if found:
             shutil.copyfile(found, folder / name)
     if (adapter / DYNAMICS).is_file():
         shutil.copyfile(adapter / DYNAMICS, folder / DYNAMICS)
-    if isinstance(state := read_json(adapter / STATE), dict):
+    if isinstance(state := json_or_none(adapter / STATE), dict):
         state["best_model_checkpoint"] = None  # a local path
         (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")

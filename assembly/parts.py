@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The two parts of a model: which vision encoders and language models fit, and how they are loaded and prepared."""
 
-import copy
 import inspect
 import logging
 import os
@@ -15,26 +14,18 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
     AddedToken,
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled
 
-from ..checkpoint.limits import SETTINGS_BYTES
-from ..checkpoint.loading import AGAIN, loading
-from ..checkpoint.untrusted import check_files, check_weights
+from ..checkpoint.opening import Checkpoint
 from .chat_template import check_chat_template, has_generation_marks, multimodal_chat_template
 from .processing import VISION_ENCODERS
 
 
 logger = logging.getLogger(__name__)
-
-_PER_BYTE, _NEW = 4, 2**24
-"""Most parameters per byte of weights, those of 2 bits, and most new parameters, those of the norm."""
 
 IMAGE_TOKEN = "<image>"
 VOCABULARY_MULTIPLE = 64
@@ -68,27 +59,20 @@ def _concerns_the_tower(record: logging.LogRecord) -> bool:
     return "must be `None` or an integer within the vocabulary" not in message
 
 
-def vision_config(vision: str, revision: str | None = None) -> PreTrainedConfig:
+def vision_config(vision: Checkpoint) -> PreTrainedConfig:
     """Configuration of the vision encoder alone. Raises ValueError if the encoder is not supported."""
     with tower_alone():
-        config = load_config(vision, revision)
+        config = vision.config
     if config.model_type.startswith("siglip2"):
         raise ValueError(
-            f"{vision} is a SigLIP 2 NaFlex encoder, whose images have any number of patches. LLaVA needs a fixed "
-            "number: use a SigLIP 2 checkpoint of fixed resolution."
+            f"{vision.name} is a SigLIP 2 NaFlex encoder, whose images have any number of patches. LLaVA needs a "
+            "fixed number: use a SigLIP 2 checkpoint of fixed resolution."
         )
     config = getattr(config, "vision_config", config)
-    check_vision_encoder(vision, config)
+    check_vision_encoder(vision.name, config)
     if config.model_type == "siglip_vision_model":
         config.vision_use_head = False  # the pooling head is not read
     return config
-
-
-def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
-    """Configuration of a model of transformers, after [`check_files`]."""
-    check_files(name, revision)
-    with loading(f"The configuration of {name}", memory=SETTINGS_BYTES):
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
 def check_vision_encoder(name: str, config: PreTrainedConfig) -> None:
@@ -100,19 +84,19 @@ def check_vision_encoder(name: str, config: PreTrainedConfig) -> None:
         )
 
 
-def check_language_model(language: str, revision: str | None = None) -> None:
+def check_language_model(language: Checkpoint) -> None:
     """Raises ValueError if `language` is not a causal language model of transformers that takes LLaVA's inputs."""
-    config = load_config(language, revision)
+    config = language.config
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.get_text_config() is not config:
         raise ValueError(
-            f"{language} is a {config.model_type!r} model, not a causal language model of transformers for text."
+            f"{language.name} is a {config.model_type!r} model, not a causal language model of transformers for text."
         )
     if "past_key_values" not in inspect.signature(MODEL_MAPPING[type(config)].forward).parameters:
         raise ValueError(
-            f"{language} is a {config.model_type!r} model, which has no key-value cache as LLaVA needs one."
+            f"{language.name} is a {config.model_type!r} model, which has no key-value cache as LLaVA needs one."
         )
     if config.model_type in ("bloom", "nanochat"):
-        logger.warning(f"{language} normalises its embeddings, visual tokens too: the gain has no effect on it.")
+        logger.warning(f"{language.name} normalises its embeddings, visual tokens too: the gain has no effect on it.")
 
 
 def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
@@ -128,11 +112,7 @@ def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> tuple[str, bool]:
-    """Adds the image token, and gives the tokenizer a chat template that reads images.
-
-    Args:
-        tokenizer: The language model's; changed in place.
-        path: File with a template to use in place of its own.
+    """Adds the image token, and gives the tokenizer a chat template that reads images: its own, or that of a file.
 
     Returns:
         The template's source in words, and whether it has generation marks.
@@ -145,10 +125,10 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
         original = original["default"]
     if path:
         original = Path(path).read_text(encoding="utf-8")
-    made = multimodal_chat_template(original, image_token=IMAGE_TOKEN)
+    made = multimodal_chat_template(original, image_token=IMAGE_TOKEN, special_tokens=tokenizer.special_tokens_map)
     if IMAGE_TOKEN not in tokenizer.get_vocab():
         tokenizer.add_tokens(AddedToken(IMAGE_TOKEN, special=True, normalized=False), special_tokens=True)
-    check_chat_template(tokenizer, made, original)
+    check_chat_template(tokenizer, made)
     tokenizer.chat_template = made.template
     if not made.generation_marks:
         logger.warning(NO_MARKS)
@@ -163,46 +143,22 @@ def describe_chat_template(template: str | None) -> tuple[str, bool]:
     return "the checkpoint's own" if template else "none", marks
 
 
-def load_part(cls: type[PreTrainedModel], name: str, dtype: torch.dtype | str, **kwargs) -> PreTrainedModel:
-    """`cls.from_pretrained`, after checks of the files. Raises ValueError if the checkpoint lacks tensors."""
-    size = check_weights(name, revision := kwargs.get("revision"))
-    if not kwargs.get("trust_remote_code") and not is_deepspeed_zero3_enabled():  # which would shard the meta model
-        with loading(f"The configuration of {name}", memory=SETTINGS_BYTES), torch.device("meta"):
-            config = kwargs.get("config") or AutoConfig.from_pretrained(
-                name, revision=revision, trust_remote_code=False
-            )
-            is_own = type(config) is getattr(cls, "config_class", None)
-            make = cls._from_config if is_own else getattr(cls, "from_config", AutoModelForImageTextToText.from_config)
-            parameters = make(copy.deepcopy(config)).num_parameters()
-        if parameters > _PER_BYTE * size + _NEW:
-            raise ValueError(
-                f"config.json of {name} has {parameters:,} parameters, but its weights have {size:,} bytes. {AGAIN}"
-            )
-    with loading(f"The model {name}"):
-        model, info = cls.from_pretrained(
-            name, **{"dtype": dtype, "output_loading_info": True, "trust_remote_code": False, **kwargs}
-        )
-    # Not needed: LLaVA reads hidden states, not a ViT's pooling layer. A LLaVA has no norm yet.
-    absent = ("pooler.", "model.multi_modal_projector.norm.")
-    if missing := sorted(key for key in info["missing_keys"] if not key.startswith(absent)):
-        raise ValueError(f"{name} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing[:10])}.")
-    return model
-
-
-def load_language_model(language: str, dtype: str, revision: str | None = None) -> PreTrainedModel:
+def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTrainedModel:
     """Loads a causal language model. Raises ValueError if LLaVA cannot contain it."""
-    model = load_part(AutoModelForCausalLM, language, dtype, revision=revision)
+    model = language.load(AutoModelForCausalLM, dtype)
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise ValueError(
-            f"The head of {language} has a bias, which LLaVA's head cannot hold. Use another language model."
+            f"The head of {language.name} has a bias, which LLaVA's head cannot hold. Use another language model."
         )
     if type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
-        raise ValueError(f"{language} has no base model that transformers' AutoModel knows; LLaVA cannot hold it.")
+        raise ValueError(
+            f"{language.name} has no base model that transformers' AutoModel knows; LLaVA cannot hold it."
+        )
     width = model.get_input_embeddings().embedding_dim
     if width != model.config.hidden_size:
         raise ValueError(
-            f"{language} projects embeddings of {width} to its hidden size of {model.config.hidden_size}."
+            f"{language.name} projects embeddings of {width} to its hidden size of {model.config.hidden_size}."
         )
     return model
 

@@ -26,7 +26,7 @@ def cache_dir() -> Path:
 
 
 @contextmanager
-def finished_file(target: str | os.PathLike) -> Iterator[Path]:
+def atomic_write(target: str | os.PathLike) -> Iterator[Path]:
     """Yields the path of a temporary file that becomes `target` when the block ends without an error.
 
     It lies in a folder of its own, whose name nobody can foresee, and so has the mode of any new file.
@@ -97,10 +97,10 @@ def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collect
         )
     parent = _existing_parent(target)
     try:
-        beside = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent)
+        holder = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent)
     except OSError as error:
         raise OSError(f"{parent} cannot be written ({error.strerror}). Choose another output folder.") from error
-    with beside as temporary:
+    with holder as temporary:
         staging, old = Path(temporary) / target.name, Path(temporary) / "old"
         staging.mkdir()
         yield staging
@@ -124,7 +124,7 @@ def remove_unfinished(target: Path) -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def read_json(path: Path) -> Any:
+def json_or_none(path: Path) -> Any:
     """The content of a JSON file, or None if it does not exist or is not valid."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -134,7 +134,7 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes `content` to `path` atomically."""
-    with finished_file(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

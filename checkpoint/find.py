@@ -24,12 +24,7 @@ def find_model(
 
     transformers takes a folder that does not exist for a repository, and asks the Hub for each of its files several
     times. Here the Hub is asked once, and only about a valid Hub id. A branch may move while a model is checked and
-    loaded: whoever reads it must give this commit as the revision, everywhere.
-
-    Args:
-        model: Folder, file or Hub id.
-        revision: Branch, tag or commit of the Hub id.
-        remedy: What to do if the folder does not exist.
+    loaded: whoever reads it must give this commit as the revision, everywhere. Errors of a folder name the `remedy`.
 
     Returns:
         The path or Hub id, and the commit: None for a path; from the cache if the Hub cannot be reached.

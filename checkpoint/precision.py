@@ -15,7 +15,7 @@ from filelock import FileLock
 from transformers import PreTrainedConfig
 from transformers.utils import is_torch_bf16_gpu_available
 
-from .files import cache_dir, read_json, write_json
+from .files import cache_dir, json_or_none, write_json
 
 
 logger = logging.getLogger(__name__)
@@ -58,10 +58,6 @@ def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None) -> 
 
     That is on CPUs alone, where memory is rarely short; a GPU runs the checkpoint's own. Says so in one line, and
     warns if another that was asked for is slow.
-
-    Args:
-        dtype: What was asked for.
-        config: Configuration of the model; None if it is unknown.
     """
     if torch.cuda.is_available() or config is None:
         return dtype
@@ -87,7 +83,7 @@ def _remembered_seconds() -> dict[str, float]:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock"):  # processes of one run wait for the first, which measures undisturbed
-            if (found := read_json(file)) is None:
+            if (found := json_or_none(file)) is None:
                 write_json(file, found := _seconds())
             return found
     except OSError:  # the folder cannot be written

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import subprocess
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from huggingface_hub.errors import HTTPError
 from huggingface_hub.repocard import metadata_load
 from transformers.utils import cached_file
 
-from ..errors import direct_url
 from .names import CARD
 
 
@@ -33,10 +33,6 @@ def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] 
 
     Several licences become "other", with all of them in `license_name`. A relative link becomes absolute; that of a
     local folder is left out.
-
-    Args:
-        name: Folder or Hub id.
-        revision: Branch, tag or commit of the Hub id.
     """
     card, _ = _card(name, revision, "model")
     licence, called, link = (card.get(key) for key in ("license", "license_name", "license_link"))
@@ -88,7 +84,11 @@ def code_commit() -> str | None:
     root = Path(__file__).resolve().parents[1]
     if (top := _git(root, "rev-parse", "--show-toplevel")) and Path(top).resolve() == root:
         return _git(root, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
-    return direct_url().get("vcs_info", {}).get("commit_id")
+    try:  # as pip recorded where it installed this package from (PEP 610)
+        origin = json.loads(distribution("normalign-llava").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        origin = {}
+    return origin.get("vcs_info", {}).get("commit_id")
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

@@ -37,14 +37,9 @@ _LAYERS = re.compile(r"(num_\w*|n_|encoder_|decoder_)layers?|depth")
 
 
 def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> dict[str, Any]:
-    """Checks the files beside the weights, before transformers reads them, and returns `config.json`.
+    """Checks all files but the weights, before transformers reads them, and returns `config.json`.
 
-    Args:
-        checkpoint: Folder of a model or an adapter, or Hub id.
-        revision: Branch, tag or commit on the Hub.
-
-    Returns:
-        The content of `config.json`; empty for an adapter, which has none.
+    The result is empty for an adapter, which has none.
 
     Raises:
         ValueError: A file is not valid JSON, is a link out of the folder, names code or another file to read, asks for
@@ -93,14 +88,9 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
 
 
 def check_weights(checkpoint: str | os.PathLike, revision: str | None = None) -> int:
-    """Checks that the weights are whole safetensors files inside the folder; those of a Hub id are fetched.
+    """Checks that the weights are whole safetensors files inside the folder, and returns their bytes.
 
-    Args:
-        checkpoint: Folder of a model, or Hub id.
-        revision: Branch, tag or commit on the Hub.
-
-    Returns:
-        The bytes of the weights.
+    Those of a Hub id are fetched.
 
     Raises:
         ValueError: There are no weights in safetensors, they lie elsewhere or cannot be read, or their quantization is
@@ -151,7 +141,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def shards(index: dict[str, Any], where: str) -> list[str]:
-    """The files that an index of weights names, all of them safetensors files beside it.
+    """The files that an index of weights names, all of them safetensors files in its folder.
 
     Raises:
         ValueError: It names none, or anything else; the message names the index as `where`.
@@ -163,11 +153,11 @@ def shards(index: dict[str, Any], where: str) -> list[str]:
         raise ValueError(f"{where} is not an index of weights ({type(error).__name__}: {error}). {AGAIN}") from error
     if not names or not known:
         found = ", ".join(map(repr, names)) or "nothing"
-        raise ValueError(f"{where} names {found}, no file beside it. {AGAIN}")
+        raise ValueError(f"{where} names {found}, no file in its folder. {AGAIN}")
     return names
 
 
-def names_code(content: Any) -> bool:
+def has_auto_map(content: Any) -> bool:
     """Whether there is an `auto_map` anywhere in the content of a JSON file."""
     return any(isinstance(part, dict) and "auto_map" in part for part in _nested(content))
 
@@ -217,7 +207,7 @@ def _check_code(checkpoint: str | os.PathLike, settings: dict[str, dict[str, Any
     config, adapter, code = settings.get("config.json", {}), settings.get(ADAPTER_CONFIG, {}), []
     if config.get("model_type") == NormAlignLlavaConfig.model_type or adapter:
         # Everything but the model is transformers' own, so nothing needs code. Of other models, none is run.
-        code = [f"auto_map in {name}" for name in settings if name != "config.json" and names_code(settings[name])]
+        code = [f"auto_map in {name}" for name in settings if name != "config.json" and has_auto_map(settings[name])]
         code += ["custom_generate"] if Path(checkpoint, "custom_generate").exists() else []
     code += [f"megatron_core in {ADAPTER_CONFIG}"] if adapter.get("megatron_config") else []
     for name in ("config.json", "generation_config.json", ADAPTER_CONFIG):

@@ -19,8 +19,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..assembly.gain import embedding_statistics
-from ..assembly.parts import load_part
-from ..assembly.processing import load_preprocessor
+from ..checkpoint.opening import open_checkpoint
 from .load import find, load
 from .measure.depth import DepthProbe
 from .measure.families import decoder_layers, find_parts
@@ -145,9 +144,9 @@ def updates_of(model: str, revision: str | None = None, *, trust_remote_code: bo
     n_text = embedding_statistics(found.source, top=0, revision=found.revision).n_text
     if found.processor is not None:
         return measure_updates(find_parts(load(found)).decoder, found.processor.tokenizer, n_text)
-    tokenizer = load_preprocessor(AutoTokenizer, found.source, revision=found.revision)
+    opened = open_checkpoint(found.source, found.revision)
+    tokenizer = opened.preprocessor(AutoTokenizer)
     device_map: Any = "auto" if torch.cuda.is_available() else {"": "disk"}
     with tempfile.TemporaryDirectory() as folder:
-        kwargs = {"device_map": device_map, "offload_folder": folder, "revision": found.revision}
-        language = load_part(AutoModelForCausalLM, found.source, "auto", **kwargs).eval()
+        language = opened.load(AutoModelForCausalLM, device_map=device_map, offload_folder=folder).eval()
         return measure_updates(language.base_model, tokenizer, n_text)

@@ -15,7 +15,6 @@ from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
     PROCESSOR_MAPPING,
-    AutoConfig,
     AutoImageProcessor,
     AutoModel,
     AutoModelForCausalLM,
@@ -31,11 +30,9 @@ from transformers.utils import find_adapter_config_file, is_torchvision_availabl
 
 from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
 from ..assembly.build import torch_dtype
-from ..assembly.parts import load_part, tower_alone
-from ..assembly.processing import load_preprocessor, load_processor
+from ..assembly.parts import tower_alone
 from ..checkpoint.find import find_model
-from ..checkpoint.limits import SETTINGS_BYTES
-from ..checkpoint.loading import loading
+from ..checkpoint.opening import Checkpoint
 from ..checkpoint.precision import dtype_to_load
 from ..checkpoint.untrusted import check_files
 from ..configuration_normalign_llava import NormAlignLlavaConfig
@@ -99,17 +96,18 @@ def find(model: str, revision: str | None = None, *, trust_remote_code: bool = F
             "its own. Read that code, and pass --trust-remote-code if you trust it."
         )
     trust = bool(remote)
-    with tower_alone(), loading(f"The configuration of {source}", memory=None if trust else SETTINGS_BYTES):
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust)
+    opened = Checkpoint(source, revision, stored, trust)
+    with tower_alone():
+        config = opened.config
     kind, cls, config = _remote_kind(name, config, remote) if remote else _kind(name, config)
     if kind == "language model":
         return Found(kind, name, source, revision, config=config)
     if kind == "vision encoder":
-        image_processor = load_preprocessor(AutoImageProcessor, source, revision=revision, trust_remote_code=trust)
+        image_processor = opened.preprocessor(AutoImageProcessor)
         return Found(kind, name, source, revision, None, image_processor, cls, config, trust)
     if config.model_type == NormAlignLlavaConfig.model_type:
-        return Found(kind, name, source, revision, load_processor(source, revision, config=config), None, cls, config)
-    processor = load_preprocessor(_processor_class(config), source, revision=revision, trust_remote_code=trust)
+        return Found(kind, name, source, revision, opened.processor, None, cls, config)
+    processor = opened.preprocessor(_processor_class(config))
     if not isinstance(processor, ProcessorMixin):
         raise ValueError(
             f"{name} has a tokenizer but no processor for images. Save the processor of its base model in its folder: "
@@ -130,14 +128,12 @@ def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool 
     Raises:
         ValueError: The checkpoint lacks tensors, or `dtype` is unknown.
     """
+    opened = Checkpoint(found.source, found.revision, {}, found.remote)
     with tower_alone() if found.kind == "vision encoder" else nullcontext():
-        return load_part(
+        return opened.load(
             found.cls,
-            found.source,
             dtype_to_load(torch_dtype(dtype), found.config),
             config=found.config,
-            revision=found.revision,
-            trust_remote_code=found.remote,
             device_map="auto" if torch.cuda.is_available() else None,
             quantization_config=BitsAndBytesConfig(load_in_4bit=True) if load_in_4bit else None,
         ).eval()

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.files import finished_file
+from ..checkpoint.files import atomic_write
 from ..checkpoint.untrusted import json_object
 
 
@@ -86,7 +86,7 @@ class Evaluation:
         tasks = sorted([*others, self], key=lambda each: each.task)
         content = {"schema_version": SCHEMA_VERSION, "evaluations": [asdict(each) for each in tasks]}
         file = checkpoint / FOLDER / SUMMARY
-        with finished_file(file) as partial:
+        with atomic_write(file) as partial:
             partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return file
 

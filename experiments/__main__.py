@@ -18,8 +18,8 @@ from report import read_result, write_report
 from rich.console import Console
 from runs import make_run
 
-from normalign_llava.checkpoint.files import finished_file
-from normalign_llava.quickstart.convert import convert_language, convert_vision
+from normalign_llava.checkpoint.files import atomic_write
+from normalign_llava.fetched.convert import convert_language, convert_vision
 
 
 def run_plan(plan: Plan, work: Path) -> None:
@@ -39,7 +39,7 @@ def run_plan(plan: Plan, work: Path) -> None:
                     continue
                 console.rule(f"{run.key}, {number} of {len(runs)}", align="left")
                 result = make_run(plan, run, vision, language, work)
-                with finished_file(plan.results / f"{run.key}.json") as partial:
+                with atomic_write(plan.results / f"{run.key}.json") as partial:
                     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in result.items())
                     partial.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
         except Timeout:

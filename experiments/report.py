@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from plan import Plan, Run, Variant
 from scipy import stats
 
-from normalign_llava.checkpoint.files import finished_file, read_json
+from normalign_llava.checkpoint.files import atomic_write, json_or_none
 
 
 PAGE, FIGURE = "report.md", "information.png"
@@ -41,7 +41,7 @@ def read_result(plan: Plan, run: Run) -> dict[str, Any] | None:
     file = plan.results / f"{run.key}.json"
     if not file.exists():
         return None
-    result = read_json(file)
+    result = json_or_none(file)
     if result is None:
         raise ValueError(f"{file} cannot be read. Remove it to make the run again.")
     options = dict(zip(("stage1", "stage2"), plan.options(run), strict=True))
@@ -89,7 +89,7 @@ def write_report(plan: Plan) -> Path:
     if plan.differences:
         lines += ["", "## Other differences", "", *_differences(results, plan.differences, together=False)]
     draw(plan, results, plan.results / FIGURE)
-    with finished_file(plan.results / PAGE) as partial:
+    with atomic_write(plan.results / PAGE) as partial:
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return plan.results / PAGE
 
@@ -152,7 +152,7 @@ def draw(plan: Plan, results: Results, output: Path) -> None:
     for axes in panels[len(names) :]:
         axes.set_visible(False)
     panels[0].set_ylabel("I, nats an answer")
-    with finished_file(output) as partial:
+    with atomic_write(output) as partial:
         figure.savefig(partial, format="png", dpi=110)
 
 

@@ -21,13 +21,13 @@ from transformers import AutoProcessor, TrainerCallback, set_seed
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.checkpoint.files import finished_folder, read_json
+from normalign_llava.checkpoint.files import finished_folder, json_or_none
 from normalign_llava.checkpoint.names import STATE, TRAINING_RECORD
-from normalign_llava.data.easy_vqa import training_data
 from normalign_llava.diagnose.data import batches, load_samples
 from normalign_llava.diagnose.measure.probe import probe
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.evaluate.run import evaluate
+from normalign_llava.fetched.easy_vqa import training_data
 from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.quickstart.train import rows_of, train_stage
 from normalign_llava.train.model import base_model, projector_norm
@@ -88,8 +88,8 @@ def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> 
         if whole != tuned and not whole.exists():
             merge_adapter(tuned, whole, base=str(aligned))
         write_multiplied(whole, multiplier, model)
-    history = [entry for each in (aligned, tuned) for entry in read_json(each / STATE)["log_history"]]
-    record = read_json(tuned / TRAINING_RECORD)
+    history = [entry for each in (aligned, tuned) for entry in json_or_none(each / STATE)["log_history"]]
+    record = json_or_none(tuned / TRAINING_RECORD)
     result |= {
         "date": datetime.now(UTC).date().isoformat(),
         "data": data_hash(data),
@@ -100,7 +100,7 @@ def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> 
         "tokens": {"untrained": start["norm"] * multiplier, "trained": measure_tokens(model, plan.diagnosed)},
         **{name: record[name] for name in ("hardware", "versions", "commit")},
     }
-    seconds = [read_json(each / TRAINING_RECORD)["seconds"] for each in (aligned, tuned)]
+    seconds = [json_or_none(each / TRAINING_RECORD)["seconds"] for each in (aligned, tuned)]
     result["minutes"] = round((sum(seconds) + time.monotonic() - began) / 60, 1)
     shutil.rmtree(folder)
     return result
@@ -209,7 +209,7 @@ def scores(model: Path, tasks: list[str]) -> dict[str, float]:
 
 def curve(folder: Path) -> dict[str, list]:
     """What training logged, by quantity: one value for each logged step, None where there was none."""
-    log = [each for each in read_json(folder / STATE)["log_history"] if "loss" in each]
+    log = [each for each in json_or_none(folder / STATE)["log_history"] if "loss" in each]
     names = ("step", "loss", "learning_rate", "grad_norm", "clip/share", "norm/visual", "norm/text", "gain/mean_abs")
     shown = {name for each in log for name in each if name in names or name.startswith("grad_norm/")}
     return {name: [_rounded(each.get(name)) for each in log] for name in sorted(shown)}

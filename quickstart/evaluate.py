@@ -1,15 +1,18 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The quickstart's questions to its models: two tasks of the offline suite."""
+"""What the quickstart asks its models, two tasks of the offline suite, and what it measures of them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..data.easy_vqa import KINDS, OVERALL
+from ..diagnose.report import PAGE, REPORT
+from ..diagnose.run import FOLDER, diagnose
 from ..evaluate.results import read_evaluations
 from ..evaluate.run import evaluate
+from ..fetched.easy_vqa import KINDS, OVERALL
 
 
 EMOJI = "emoji"
@@ -21,14 +24,13 @@ METRICS = {kind: (EASY_VQA, f"acc_{kind.replace('/', '_')}") for kind in KINDS} 
 """Task and metric of each kind of question."""
 BATCH_SIZE = 128
 
+OURS, BASELINE = "quickstart", "quickstart-no-norm"
+"""Names of the models in the reports."""
+
 
 def ask(checkpoint: Path, *, limit: int | None = None, bf16: bool = False) -> dict[str, dict[str, float]]:
     """Asks a checkpoint the held-out questions, unless it was asked before, and keeps the results in its folder.
-
-    Args:
-        checkpoint: Folder of the model.
-        limit: Ask the first so many questions about easy-VQA's images and about emoji.
-        bf16: Whether to multiply in bfloat16.
+    With `limit`, it is asked the first so many questions about easy-VQA's images and about emoji.
 
     Returns:
         `"accuracy"`, `"blank"` (with a white image) and `"majority"` (of always giving the commonest answer), each by
@@ -55,3 +57,17 @@ def read_scores(checkpoint: Path) -> dict[str, Any]:
         "majority": {kind: metric.references["commonest answer"] for kind, metric in metrics.items()},
         "count": {kind: metric.samples for kind, metric in metrics.items()},
     }
+
+
+def diagnose_once(checkpoint: Path, name: str, baseline: Path | None, baseline_name: str, samples: int) -> Path:
+    """Diagnoses a checkpoint, against a baseline if one is given, unless that is done already; returns the page."""
+    folder = checkpoint / FOLDER
+    if not (folder / REPORT).exists() or (baseline is not None and read_report(checkpoint)["against"] is None):
+        against = None if baseline is None else str(baseline)
+        diagnose(str(checkpoint), against=against, samples=samples, name=name, against_name=baseline_name)
+    return folder / PAGE
+
+
+def read_report(checkpoint: Path) -> dict[str, Any]:
+    """The report of a checkpoint's diagnosis."""
+    return json.loads((checkpoint / FOLDER / REPORT).read_text(encoding="utf-8"))

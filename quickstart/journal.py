@@ -4,7 +4,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +14,6 @@ from rich.console import Console
 
 from ..checkpoint.files import write_json
 from ..checkpoint.precision import half_precision_pays
-from .display import peak_rss_gib
-from .time_left import SECONDS, TimeLeft
 
 
 JOURNAL = "journal.json"
@@ -27,51 +25,39 @@ class Journal:
     Args:
         output: Folder of the run.
         settings: The run's settings, a dataclass.
-        names: Names of the steps that the run takes.
-        console: Where each step is announced, with the time that is left.
+        console: Where each step is announced.
 
     Attributes:
         bf16: Whether this run multiplies in bfloat16; decided once, so that a resumed run does the same.
-        steps: Seconds and peak memory of each finished step, without the seconds before an interruption.
-        time_left: The time that is left.
+        seconds: Seconds of each finished step, without those before an interruption.
 
     Raises:
         ValueError: The folder holds a run with other settings.
     """
 
-    def __init__(
-        self, output: Path, settings: Any, names: Sequence[str] = tuple(SECONDS), console: Console | None = None
-    ):
-        self.path = output / JOURNAL
-        wanted = json.loads(json.dumps(asdict(settings)))  # as it will be read back
+    def __init__(self, output: Path, settings: Any, console: Console):
+        self.path, self.console = output / JOURNAL, console
+        self.settings = json.loads(json.dumps(asdict(settings)))  # as it will be read back
         if self.path.exists():
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            changed = sorted(key for key, value in wanted.items() if content["settings"].get(key) != value)
+            changed = sorted(key for key, value in self.settings.items() if content["settings"].get(key) != value)
             if changed:
                 remedy = "name another output folder, or remove this one"
                 raise ValueError(f"{output} holds a run with other settings ({', '.join(changed)}): {remedy}")
-            self.bf16, self.steps = content["bf16"], content["steps"]
+            self.bf16, self.seconds = content["bf16"], content.get("seconds", {})
         else:
-            self.bf16, self.steps = half_precision_pays(), {}
-        self.settings = wanted
-        self.console = console or Console(quiet=True)
-        self.time_left = TimeLeft({name: SECONDS[name][0 if self.bf16 else 1] for name in names})
-        for name in set(self.steps) & set(names):
-            self.time_left.finish(name)
+            self.bf16, self.seconds = half_precision_pays(), {}
         self.write()
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Announces and times a step. One that an earlier run has finished keeps its time."""
-        about = "finished before" if name in self.steps else self.time_left
-        self.console.rule(f"[bold]{name}[/], {about}", align="left")
+        self.console.rule(f"[bold]{name}[/]{', finished before' if name in self.seconds else ''}", align="left")
         start = time.perf_counter()
         yield
-        seconds = time.perf_counter() - start
-        self.steps.setdefault(name, {"seconds": round(seconds, 1), "peak_rss_gib": round(peak_rss_gib(), 2)})
-        self.time_left.finish(name)
+        self.seconds.setdefault(name, round(time.perf_counter() - start, 1))
         self.write()
 
     def write(self) -> None:
         """Writes the file."""
-        write_json(self.path, {"settings": self.settings, "bf16": self.bf16, "steps": self.steps})
+        write_json(self.path, {"settings": self.settings, "bf16": self.bf16, "seconds": self.seconds})

@@ -18,20 +18,18 @@ from transformers.utils import logging
 
 from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
-from ..checkpoint.files import cache_dir, finished_folder, read_json, remove_unfinished, write_json
-from ..data.archives import PARTS
-from ..data.easy_vqa import Question, held_out, load_image, png, prompt, training_data
-from ..data.fetch import fetch
+from ..checkpoint.files import cache_dir, finished_folder, json_or_none, remove_unfinished, write_json
+from ..fetched.archives import PARTS
+from ..fetched.convert import convert_language, convert_vision
+from ..fetched.easy_vqa import Question, held_out, load_image, png, prompt, training_data
+from ..fetched.fetch import fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import answer_each, ask_clean_process
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..train.lock import LOCK, OWNER, only_run
-from .compare import BASELINE, OURS, diagnose_once, read_report
-from .convert import convert_language, convert_vision
-from .display import draw_images, print_parts, print_results, versions
-from .evaluate import ask
+from .display import draw_images, peak_rss_gib, print_parts, print_results, versions
+from .evaluate import BASELINE, OURS, ask, diagnose_once, read_report
 from .journal import JOURNAL, Journal
-from .time_left import SECONDS, TrainingPace
 from .train import check_stage, rows_of, stage, train_stage
 
 
@@ -84,12 +82,8 @@ def run_quickstart(
 ) -> dict[str, Any]:
     """Builds, trains, evaluates and diagnoses a NormAlign-LLaVA from real parts, in `output`.
 
-    Args:
-        output: Folder of the run; the trained checkpoint is `output/model`.
-        settings: The run's settings; the README's figures belong to the defaults.
-        full_baseline: Build and train the same model without the norm as well, evaluate it, and compare both, after
-            stage 1 and finished.
-        console: Where tables are printed.
+    The trained checkpoint is `output/model`. With `full_baseline`, the same model without the norm is built, trained
+    and evaluated as well, and both are compared, after stage 1 and finished.
 
     Returns:
         What `output/results.json` holds.
@@ -112,14 +106,13 @@ def check_output(output: Path) -> None:
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file. Choose another folder.")
     found = {each.name for each in output.iterdir()} - {LOCK, OWNER} if output.exists() else set()
-    if found and "settings" not in (read_json(output / JOURNAL) or {}):
+    if found and "settings" not in (json_or_none(output / JOURNAL) or {}):
         raise ValueError(f"{output} holds {min(found)}, which no quickstart wrote there. Choose a new folder.")
 
 
 def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, console: Console) -> dict[str, Any]:
     cache = cache_dir()
-    names = [name for name in SECONDS if full_baseline or "baseline" not in name]
-    journal = Journal(output, settings, names, console)
+    journal = Journal(output, settings, console)
     logging.disable_progress_bar()  # these parts load in a second
     disable_progress_bars()
     untrained, model, data = output / "untrained", output / "model", output / "data"
@@ -142,8 +135,10 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
     with journal.step("evaluate before"):
         before = ask(untrained, limit=settings.asked_before, bf16=bf16)
     write_data(data, settings, cache)
-    train_step(journal, "stage 1", settings.stage1, untrained, data / "stage1", stage1)
-    train_step(journal, "stage 2", settings.stage2, stage1, data / "stage2", stage2)
+    with journal.step("stage 1"):
+        train_stage(settings.stage1, untrained, data / "stage1", stage1, bf16=bf16)
+    with journal.step("stage 2"):
+        train_stage(settings.stage2, stage1, data / "stage2", stage2, bf16=bf16)
     with journal.step("merge"):
         if not model.exists():
             merge_adapter(stage2, model, base=str(stage1))
@@ -158,8 +153,10 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
     if full_baseline:
         plain, untrained, plain_stage1 = (baseline / name for name in ("model", "untrained", "stage1"))
         build(vision, language, untrained, settings, arm="none")
-        train_step(journal, "baseline, stage 1", settings.stage1, untrained, data / "stage1", plain_stage1)
-        train_step(journal, "baseline, stage 2", settings.stage2, plain_stage1, data / "stage2", baseline / "stage2")
+        with journal.step("baseline, stage 1"):
+            train_stage(settings.stage1, untrained, data / "stage1", plain_stage1, bf16=bf16)
+        with journal.step("baseline, stage 2"):
+            train_stage(settings.stage2, plain_stage1, data / "stage2", baseline / "stage2", bf16=bf16)
         if not plain.exists():
             merge_adapter(baseline / "stage2", plain, base=str(plain_stage1))
         with journal.step("evaluate baseline"):
@@ -181,23 +178,14 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
         "verdicts": {page.parent.parent.name: read_report(page.parent.parent)["verdict"] for page in pages},
         "settings": asdict(settings),
         "bf16": bf16,
-        "steps": journal.steps,
-        "peak_rss_gib": max(step["peak_rss_gib"] for step in journal.steps.values()),
+        "seconds": journal.seconds,
+        "peak_rss_gib": round(peak_rss_gib(), 2),
         "versions": versions(),
     }
     write_card(model)
     write_json(output / "results.json", results)
     print_results(console, results, output, pages)
     return results
-
-
-def train_step(
-    journal: Journal, name: str, options: dict[str, Any], checkpoint: Path, data: Path, output: Path
-) -> None:
-    """Trains one stage as a step of the run, by [`train_stage`]."""
-    with journal.step(name):
-        pace = TrainingPace(journal.time_left, name)
-        train_stage(options, checkpoint, data, output, bf16=journal.bf16, callbacks=[pace])
 
 
 def build(vision: Path, language: Path, output: Path, settings: Settings, *, arm: str) -> None:

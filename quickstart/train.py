@@ -18,12 +18,7 @@ from ..train.run import train
 
 
 def stage(recipe: str, **changes: Any) -> dict[str, Any]:
-    """The options that one of the package's recipes sets, with changes, as in `normalign train RECIPE --option value`.
-
-    Args:
-        recipe: Name of the recipe.
-        **changes: Options that override the recipe's.
-    """
+    """The options that one of the package's recipes sets, with changes."""
     return {**read_recipe(recipe_file(recipe)), **changes}
 
 
@@ -50,15 +45,9 @@ def train_stage(
 ) -> None:
     """Trains `checkpoint` and writes the trained checkpoint, or the adapter, to `output`.
 
-    Until it is finished the run is in a folder beside `output`, from which a stopped run is resumed.
-
-    Args:
-        options: A recipe's options, from [`stage`].
-        checkpoint: Folder of model and processor.
-        data: Folder of a saved data set.
-        output: Folder of the result.
-        bf16: Whether to multiply in bfloat16; trained parameters stay float32.
-        callbacks: Callbacks of the trainer.
+    Until it is finished the run is in the folder `OUTPUT-trainer`, from which a stopped run is resumed.
+    `options` are a recipe's, from [`stage`]. With `bf16` matrices are multiplied in bfloat16; trained parameters stay
+    float32.
     """
     run = output.with_name(output.name + "-trainer")
     if not output.exists():

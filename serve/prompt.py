@@ -10,7 +10,7 @@ from PIL import Image
 from starlette.exceptions import HTTPException
 from transformers import BatchFeature, LlavaProcessor
 
-from ..data.images import open_image
+from ..data.rows.images import decode_image
 from .requests import ChatRequest, TextPart
 
 
@@ -83,6 +83,6 @@ def _open(data: bytes, number: int, max_pixels: int) -> tuple[int, Image.Image]:
     except Exception:
         raise HTTPException(400, f"Image {number} cannot be read. Send one of {', '.join(FORMATS)}.") from None
     try:
-        return pixels, open_image({"path": f"Image {number}", "bytes": data}, max_pixels)
+        return pixels, decode_image({"path": f"Image {number}", "bytes": data}, max_pixels)
     except ValueError as error:
         raise HTTPException(400, f"{str(error)[:300]}.") from None

@@ -10,7 +10,7 @@ import httpx
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 
-from ..data.images import ImageRules, short
+from ..data.rows.images import ImageRules, short
 
 
 MAX_IMAGE_BYTES = 20 * 2**20

@@ -8,13 +8,10 @@ from contextlib import suppress
 
 from transformers import BitsAndBytesConfig, LlavaProcessor
 
-from ..assembly.parts import load_part
-from ..assembly.processing import load_processor
-from ..checkpoint.find import find_checkpoint
-from ..checkpoint.untrusted import check_files, check_weights
+from ..checkpoint.opening import Checkpoint, open_checkpoint
+from ..checkpoint.untrusted import check_weights
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import escaped, install
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
 
 QUANTIZATIONS = {
@@ -64,14 +61,11 @@ def serve(
     if quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization must be 'bnb-4bit' or 'bnb-8bit', got {quantization!r}.")
     name, settings = f"{checkpoint}@{revision}" if revision else str(checkpoint), QUANTIZATIONS[quantization]
-    checkpoint, revision = find_checkpoint(checkpoint, revision)
-    processor = _load_processor(checkpoint, revision)
+    opened = open_checkpoint(checkpoint, revision)
+    processor = _load_processor(opened)
     with _listening(host, port) as listener, suppress(KeyboardInterrupt):
-        model = load_part(
-            NormAlignLlavaForConditionalGeneration,
-            checkpoint,
-            dtype,
-            revision=revision,
+        model = opened.load(
+            dtype=dtype,
             device_map=device,
             quantization_config=BitsAndBytesConfig(**settings) if settings else None,
         )
@@ -81,15 +75,15 @@ def serve(
         run_server(listener, Answering(model, processor), name, allow_urls=allow_urls)
 
 
-def _load_processor(checkpoint: str, revision: str | None) -> LlavaProcessor:
-    kind = check_files(checkpoint, revision).get("model_type")
+def _load_processor(opened: Checkpoint) -> LlavaProcessor:
+    checkpoint, kind = opened.name, opened.model_type
     if kind != NormAlignLlavaConfig.model_type:
         remedy = "normalign build --from-llava adds the norm" if kind == "llava" else "transformers serve may serve it"
         raise ValueError(
             f"The model_type of {checkpoint} is {kind!r}, not {NormAlignLlavaConfig.model_type!r}. {remedy}."
         )
-    check_weights(checkpoint, revision)
-    processor = load_processor(checkpoint, revision)
+    check_weights(checkpoint, opened.revision)
+    processor = opened.processor
     if processor.chat_template is None:
         raise ValueError(
             f"{checkpoint} has no chat template to turn messages into prompts. Build it with one: normalign build "

@@ -151,7 +151,7 @@ def test_readme_is_short():
     assert [len(snippet.splitlines()) <= 11 for snippet in blocks(ROOT / "README.md", "python")] == [True]
 
 
-def test_readme_leads_from_the_parts_to_the_hub_and_the_pages_on_training_and_publishing_go_on(world, server):
+def test_readme_and_the_pages_on_training_and_publishing_run(world, server):
     done: set[str] = set()
     for page in (ROOT / "README.md", DOCS / "train.md", DOCS / "publish.md"):
         run_page(page, world, done)
@@ -189,7 +189,7 @@ def test_the_server_answers_the_page_s_client(world):
         server.wait()
 
 
-def test_every_page_with_commands_is_run_here_or_by_the_test_that_is_named():
+def test_every_page_with_commands_is_run_by_a_test():
     here = {"README.md", "diagnose.md", "publish.md", "train.md", "serving.md", "contributing.md"}
     assert {page.name for page in PAGES} - here == {name for name in ELSEWHERE if DOCS / name in PAGES}
     assert all((ROOT / "tests" / file).exists() for file in ELSEWHERE.values())

@@ -1,7 +1,5 @@
 """The wheel and the sdist contain the package, its data and what builds it, and nothing else."""
 
-import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -49,33 +47,6 @@ def test_wheel(tree, tmp_path):
     assert about == f"{wheel.name.split('-py3')[0]}.dist-info"
     entries = zipfile.ZipFile(wheel).read(f"{about}/entry_points.txt").decode()
     assert "[lmms_eval.models]\nnormalign_llava = normalign_llava.evaluate:lmms_model" in entries
-
-
-@pytest.mark.parametrize("origin", ["git", "folder", "unknown"])
-def test_a_missing_extra_is_installed_from_where_the_package_was(tree, tmp_path, origin):
-    source = tmp_path / ("a source" if origin == "folder" else "source")
-    shutil.copytree(tree, source)
-    named = source
-    if origin == "git":
-        git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-C", source]
-        for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "All"]):
-            subprocess.run([*git, *words], check=True)
-        named = f"normalign-llava @ git+file://localhost{source}"
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "-q", "--target", tmp_path / "site", named], check=True, capture_output=True)
-    (recorded,) = (tmp_path / "site").glob("*.dist-info/direct_url.json")
-    if origin == "unknown":
-        recorded.unlink()
-    code = "from normalign_llava.errors import install; print(install('qlora'))"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout.startswith("Install it: pip install "), done.stderr
-    if origin == "unknown":
-        assert "'.[qlora]' in a checkout" in done.stdout and "'normalign-llava[qlora] @ git+URL'" in done.stdout
-        return
-    _, requirement = done.stdout.split(" pip install ")
-    tried = subprocess.run([*pip, "--dry-run", *shlex.split(requirement)], capture_output=True, text=True)
-    assert "[qlora]" in requirement and "Would install normalign-llava-" in tried.stdout, tried.stderr
 
 
 def test_sdist(tree, tmp_path):

@@ -11,7 +11,7 @@ from transformers import SchedulerType
 from trl import ModelConfig, SFTConfig
 
 from ..checkpoint.precision import half_precision_pays
-from ..data.arguments import check_choice
+from ..data.sources.arguments import check_choice
 from .command import CHOICES
 from .deepspeed import check_deepspeed, keep_float32
 from .refused import check_refused, check_trackers

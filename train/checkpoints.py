@@ -18,7 +18,7 @@ from pickle import UnpicklingError
 import torch
 from safetensors import SafetensorError
 
-from ..checkpoint.files import read_json, write_failure
+from ..checkpoint.files import json_or_none, write_failure
 from ..checkpoint.names import STATE
 
 
@@ -28,7 +28,7 @@ OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
 
 def is_complete(checkpoint: Path) -> bool:
     """Whether the checkpoint was written to its end."""
-    return isinstance(read_json(checkpoint / STATE), dict)
+    return isinstance(json_or_none(checkpoint / STATE), dict)
 
 
 def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:

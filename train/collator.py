@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Makes batches of canonical rows, with labels on exactly the answers."""
+"""Makes batches of parsed rows, with labels on exactly the answers."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,9 +10,9 @@ from PIL import Image
 from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..checkpoint.loading import TEMPLATE_SECONDS, limited, loading
-from ..data.images import open_image
-from ..data.rows import DroppedRow, DroppedRows
+from ..checkpoint.loading import loading
+from ..data.rows.images import decode_image
+from ..data.rows.parse import DroppedRow, DroppedRows
 from .packing import PACKED
 from .padding_free import without_padding
 
@@ -26,7 +26,7 @@ _IGNORED = -100
 
 @dataclass
 class ConversationCollator(DataCollatorForVisionLanguageModeling):
-    """TRL's collator for canonical rows: it opens the images and labels the answers with their end-of-turn tokens.
+    """TRL's collator for parsed rows: it opens the images and labels the answers with their end-of-turn tokens.
 
     White space after the end-of-turn token is not labelled, nor are the first `prompt_turns` answers of a row. A batch
     without images has no `pixel_values`. With `bad_rows="skip"`, a row with a bad image stays in the batch, whose
@@ -50,7 +50,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
     padding_free: bool = False
 
     def __post_init__(self):
-        with loading("The chat template"), limited("The chat template", TEMPLATE_SECONDS):
+        with loading("The chat template"):
             probe = super().torch_call([{"images": [], "messages": _PROBE}])
         if (probe["labels"] == _IGNORED).all():
             raise ValueError(
@@ -59,7 +59,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
             )
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """A batch of B canonical rows, or of an element of a packed stream, padded on the right to T tokens.
+        """A batch of B parsed rows, or of an element of a packed stream, padded on the right to T tokens.
 
         Returns:
             `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values` `(images, channels, height, width)`.
@@ -82,7 +82,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
         images, bad = [], False
         for image in example["images"]:
             try:
-                images.append(open_image(image, self.max_image_pixels))
+                images.append(decode_image(image, self.max_image_pixels))
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
                 if self.bad_rows == "stop":

@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from ..checkpoint.find import find_checkpoint
-from ..data.arguments import DataArguments, DataSource
+from ..data.sources.arguments import DataArguments, DataSource
 from ..errors import check_installed
 from .refused import REFUSED, check_flags
 

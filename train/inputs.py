@@ -14,9 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import AutoProcessor, DataCollator, LlavaProcessor, TrainingArguments
 
-from ..assembly.processing import PADS_RIGHT, load_preprocessor, pad_left
-from ..data.mixtures import prepare_rows
-from ..data.reports import DataReport, SourceReport
+from ..assembly.processing import PADS_RIGHT, pad_left
+from ..checkpoint.opening import open_checkpoint
+from ..data.rows.reports import DataReport, SourceReport
+from ..data.sources.mixtures import prepare_rows
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .arguments import NormAlignConfig
 from .collator import ConversationCollator
@@ -99,7 +100,7 @@ def model_processor(
     if processor is None:
         if not model.name_or_path:
             raise ValueError("The model names no folder to load its processor from. Give processing_class.")
-        processor = load_preprocessor(AutoProcessor, model.name_or_path, revision=commit)
+        processor = open_checkpoint(model.name_or_path, commit).preprocessor(AutoProcessor)
     if not isinstance(processor, LlavaProcessor):
         raise ValueError(
             f"processing_class is a {type(processor).__name__}, which reads no images. Give a LlavaProcessor, or "

@@ -14,7 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
-from ..checkpoint.files import read_json
+from ..checkpoint.files import json_or_none
 
 
 LOCK, OWNER = ".train.lock", ".train.json"
@@ -62,7 +62,7 @@ def _acquire(lock: FileLock, folder: Path) -> str | None:
         (folder / OWNER).write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": now}))
     except Timeout:
         try:
-            owner = "process {pid} on {host}, since {since}".format_map(read_json(folder / OWNER))
+            owner = "process {pid} on {host}, since {since}".format_map(json_or_none(folder / OWNER))
         except (TypeError, KeyError):  # not written yet, or damaged
             owner = "its process is not known"
         return (

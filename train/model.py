@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The model to train: its checks, how it is loaded, and which of its modules are frozen."""
 
+import copy
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +14,10 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..assembly.build import ARMS
-from ..assembly.parts import check_feature_layer, load_part
-from ..checkpoint.find import find_checkpoint
-from ..checkpoint.limits import SETTINGS_BYTES
-from ..checkpoint.loading import loading
+from ..assembly.parts import check_feature_layer
 from ..checkpoint.names import TRAINING_RECORD
-from ..checkpoint.untrusted import check_files, check_weights
+from ..checkpoint.opening import Checkpoint, open_checkpoint
+from ..checkpoint.untrusted import check_weights
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .arguments import NormAlignConfig
@@ -40,8 +39,8 @@ def module_of(parameter: str) -> str:
 
 def check_checkpoint(
     checkpoint: str | os.PathLike, training: NormAlignConfig, revision: str | None = None
-) -> NormAlignLlavaConfig:
-    """The configuration of the checkpoint to train, with the arm of `training`; no weights are loaded.
+) -> tuple[Checkpoint, NormAlignLlavaConfig]:
+    """The checkpoint to train, and its configuration with the arm of `training`; no weights are loaded.
 
     Args:
         checkpoint: Folder or Hub id.
@@ -51,13 +50,13 @@ def check_checkpoint(
     Raises:
         ValueError: It is not a NormAlign-LLaVA checkpoint, it may not be opened, or it was trained as another arm.
     """
-    folder, revision = find_checkpoint(str(checkpoint), revision, remedy=NO_MODEL)
+    opened = open_checkpoint(str(checkpoint), revision, remedy=NO_MODEL)
+    folder = opened.name
     if Path(folder).exists() and Path(folder).resolve() == Path(str(training.output_dir)).resolve():
         raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
-    check_architecture(check_files(folder, revision).get("model_type"), folder)
-    check_weights(folder, revision)  # as loading does, but before rows are read
-    with loading(f"The configuration of {folder}", memory=SETTINGS_BYTES):
-        config = NormAlignLlavaConfig.from_pretrained(folder, revision=revision)
+    check_architecture(opened.model_type, folder)
+    check_weights(folder, opened.revision)  # as loading does, but before rows are read
+    config = copy.deepcopy(opened.config)
     check_feature_layer(config.vision_feature_layer, config.vision_config)
     current = arm_of(config)
     arm = training.arm or current
@@ -71,7 +70,7 @@ def check_checkpoint(
         neutral = {"projector_norm": norm, "projector_gain_init": "text_norm", "gradient_compensation": "global"}
         for name, value in {**neutral, **ARMS[arm]}.items():
             setattr(config, name, value)
-    return config
+    return opened, config
 
 
 def check_architecture(model_type: str | None, name: str) -> None:
@@ -99,16 +98,12 @@ def load_model(
     kwargs = {"dtype": "float32", **(training.model_init_kwargs or {})}
     if quantization_config is not None:
         kwargs |= {"quantization_config": quantization_config, "device_map": {"": training.device}}
-    revision = kwargs.get("revision")
-    config = check_checkpoint(checkpoint, training, revision)
-    with loading(f"The model {checkpoint}"):
-        stored = NormAlignLlavaConfig.from_pretrained(checkpoint, revision=revision)
-    model = load_part(
-        NormAlignLlavaForConditionalGeneration, str(checkpoint), kwargs.pop("dtype"), config=config, **kwargs
-    )
+    opened, config = check_checkpoint(checkpoint, training, kwargs.pop("revision", None))
+    model = opened.load(config=config, **kwargs)
     # The name is empty if the configuration differs from the folder's; training.json records the difference.
     model.name_or_path = model.config.name_or_path = str(checkpoint)
-    if {arm_of(stored), arm := arm_of(config)} & {"none", "unit"} and arm not in (arm_of(stored), "none"):
+    stored, arm = arm_of(opened.config), arm_of(config)
+    if {stored, arm} & {"none", "unit"} and arm not in (stored, "none"):
         model.align_projector_norm()
     return model
 

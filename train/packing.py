@@ -153,7 +153,7 @@ def packed_stream(rows: IterableDataset, rows_per_pass: int, accumulation: int, 
     """A stream of forward passes, each a list of rows, from a buffer of the rows of one optimizer step.
 
     Args:
-        rows: Canonical rows, of which every process reads all.
+        rows: Parsed rows, of which every process reads all.
         rows_per_pass: Rows in a forward pass without packing.
         accumulation: Forward passes of a process in a step.
         processes: Number of processes, which take the elements in turns.

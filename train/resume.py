@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
-from ..checkpoint.files import read_json
+from ..checkpoint.files import json_or_none
 from ..checkpoint.names import ADAPTER_CONFIG, TRAINING_RECORD
 from ..errors import Console
 from .checkpoints import checkpoints_in, is_complete, missing_from, newest_complete
@@ -85,7 +85,7 @@ def began_in_bfloat16(resume: str | bool | None, output_dir: str | os.PathLike |
         output_dir: Folder of the run.
     """
     for folder in (Path(str(resume)), *reversed(checkpoints_in(Path(output_dir or "trainer_output")))):
-        options = (read_json(folder / TRAINING_RECORD) or {}).get("options", {})
+        options = (json_or_none(folder / TRAINING_RECORD) or {}).get("options", {})
         if "bf16" in options:
             return options["bf16"]
     return None
@@ -108,7 +108,7 @@ def after_stop(output_dir: str | os.PathLike, world_size: int, step: int | None)
     output = Path(output_dir)
     if not step:
         return "Nothing was trained."
-    if (read_json(output / TRAINING_RECORD) or {}).get("steps_done") == step:
+    if (json_or_none(output / TRAINING_RECORD) or {}).get("steps_done") == step:
         return f"The trained model is complete in {output}."
     if newest := newest_complete(output, world_size):
         return (

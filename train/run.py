@@ -10,17 +10,15 @@ from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import get_peft_config, get_quantization_config
 
-from ..assembly.processing import load_processor
-from ..checkpoint.files import read_json
-from ..checkpoint.find import find_checkpoint
+from ..checkpoint.files import json_or_none
 from ..checkpoint.names import TRAINING_RECORD
-from ..data.arguments import DataArguments
-from ..data.mixtures import load_data
-from ..data.rows import DroppedRows
+from ..data.rows.parse import DroppedRows
+from ..data.sources.arguments import DataArguments
+from ..data.sources.mixtures import load_data
 from ..errors import Console, Terminated
 from .arguments import ModelArguments, NormAlignConfig
 from .collator import ConversationCollator
-from .command import NO_MODEL, next_command
+from .command import next_command
 from .inputs import check_one_gpu
 from .lock import only_run
 from .model import check_checkpoint
@@ -84,11 +82,8 @@ def _train(
         raise ValueError("load_in_4bit and load_in_8bit cannot be used with ZeRO-3. Use ddp or zero2.")
     if args.eval_suite:
         suite_tasks(args)
-    checkpoint, revision = find_checkpoint(
-        str(model_args.model_name_or_path), model_args.model_revision, remedy=NO_MODEL
-    )
-    config = check_checkpoint(checkpoint, args, revision)
-    processor = load_processor(checkpoint, revision, config=config)
+    checkpoint, _ = check_checkpoint(str(model_args.model_name_or_path), args, model_args.model_revision)
+    processor = checkpoint.processor
     dropped = DroppedRows(output / "dropped_rows.jsonl")
     if resume is None and args.process_index == 0:
         dropped.path.unlink(missing_ok=True)
@@ -113,13 +108,13 @@ def _train(
         if args.tokens_per_device and source.split == "train":
             check_longest(source.longest or 0, args.tokens_per_device, source.source)
     args.model_init_kwargs = {
-        "revision": revision,
+        "revision": checkpoint.revision,
         "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation,
         **(args.model_init_kwargs or {}),
     }
     trainer = NormAlignTrainer(
-        checkpoint,
+        checkpoint.name,
         args,
         collator,
         data.train,
@@ -133,7 +128,7 @@ def _train(
     )
     if resume:
         check_same_run(trainer.record, resume)
-        trainer.record["seconds"] = (read_json(resume / TRAINING_RECORD) or {}).get("seconds", 0.0)
+        trainer.record["seconds"] = (json_or_none(resume / TRAINING_RECORD) or {}).get("seconds", 0.0)
     console = Console(quiet=not trainer.is_world_process_zero())
     console.print(render_options(trainer.record), render(trainer.facts))
     console.print(*render_dropped(dropped), sep="\n")

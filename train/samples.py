@@ -12,7 +12,7 @@ from torch import nn
 from transformers import ProcessorMixin, TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
-from ..data.images import open_image
+from ..data.rows.images import decode_image
 from .depth_probe import evaluating
 from .progress import bar
 
@@ -30,7 +30,7 @@ class SampleCallback(TrainerCallback):
     all of them; the first one writes.
 
     Args:
-        rows: Canonical rows. The prompt is what comes before the last assistant turn, whose text is the truth.
+        rows: Parsed rows. The prompt is what comes before the last assistant turn, whose text is the truth.
         max_new_tokens: Longest answer in tokens.
         max_image_pixels: Images with more pixels are refused.
         trackers: The trainer's callbacks, `trainer.callback_handler.callbacks`, among which trackers are looked for.
@@ -49,7 +49,7 @@ class SampleCallback(TrainerCallback):
         self.examples = []
         for row in rows:
             last = max(index for index, message in enumerate(row["messages"]) if message["role"] == "assistant")
-            images = [open_image(image, max_image_pixels) for image in row["images"]]
+            images = [decode_image(image, max_image_pixels) for image in row["images"]]
             self.examples.append((row["messages"][:last], images, _text(row["messages"][last])))
         self.max_new_tokens = max_new_tokens
         self.trackers = trackers

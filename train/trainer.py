@@ -30,8 +30,8 @@ from ..checkpoint.find import find_checkpoint
 from ..checkpoint.names import BUILD_RECORD
 from ..checkpoint.precision import warn_if_slow
 from ..checkpoint.provenance import read_beside
-from ..data.images import ImageRules, image_problem
-from ..data.reports import DataReport
+from ..data.rows.images import ImageRules, image_problem
+from ..data.rows.reports import DataReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter import language_adapter, train_in_float32
 from .callbacks import Measurements

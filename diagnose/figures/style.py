@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from ...checkpoint.files import finished_file
+from ...checkpoint.files import atomic_write
 from ..report import Drawing, Report
 
 
@@ -156,6 +156,6 @@ def legend(figure: Figure, axes: Axes, columns: int) -> None:
 
 def save(sketch: Sketch, output: Path) -> Drawing:
     """Writes the figure into the folder `output`, atomically."""
-    with finished_file(output / sketch.drawing.file) as partial:
+    with atomic_write(output / sketch.drawing.file) as partial:
         sketch.figure.savefig(partial, format="png", dpi=DPI)
     return sketch.drawing

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..report import KINDS, Attention
 from .families import RESAMPLED, Parts, find_parts
 from .positions import boundary_ids, token_kinds
-from .probe import evaluating, model_inputs
+from .probe import in_evaluation_mode, model_inputs
 
 
 def attention_maps(
@@ -64,7 +64,7 @@ def attention_maps(
 
         return reduce
 
-    with evaluating(parts.inner), _eager(parts.decoder), ExitStack() as hooks:
+    with in_evaluation_mode(parts.inner), _eager(parts.decoder), ExitStack() as hooks:
         for number, layer in enumerate(parts.layers, 1):
             attention = dict(layer.named_children()).get("self_attn")
             if attention is not None:

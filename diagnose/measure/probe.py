@@ -62,7 +62,7 @@ def probe(
     for batch in batches:
         inputs = model_inputs(parts, batch)
         interface.newline = None
-        with evaluating(parts.inner), interface.watching(), depth.watching(masks):
+        with in_evaluation_mode(parts.inner), interface.watching(), depth.watching(masks):
             parts.inner(**inputs, use_cache=False)
         kinds = masks()
         interface.add_text(inputs["input_ids"].flatten()[kinds[KINDS.index("text")]])
@@ -136,7 +136,7 @@ def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards each module is in its earlier mode."""
     modes = {module: module.training for module in model.modules()}
     try:

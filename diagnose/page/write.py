@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
-from ...checkpoint.files import finished_file
+from ...checkpoint.files import atomic_write
 from ..findings import findings
 from ..paper import paper_ratios
 from ..report import PAGE, Drawing, Report
@@ -88,7 +88,7 @@ def write_page(
         data=model_table(models),
         provenance=provenance,
     )
-    with finished_file(path := folder / PAGE) as partial:
+    with atomic_write(path := folder / PAGE) as partial:
         partial.write_text(page, encoding="utf-8")
     return path
 

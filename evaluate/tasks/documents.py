@@ -11,8 +11,8 @@ import datasets
 from datasets import Dataset
 from PIL import Image
 
-from normalign_llava.data.arguments import DataArguments
-from normalign_llava.data.images import open_image
+from normalign_llava.data.rows.images import decode_image
+from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.evaluate.answers import chosen_option
 
 
@@ -54,7 +54,7 @@ def image(document: dict) -> list[Image.Image]:
 
 
 def _decoded(batch: dict[str, list]) -> dict[str, list]:
-    return {"image": [each and open_image(each, DataArguments.max_image_pixels) for each in batch["image"]]}
+    return {"image": [each and decode_image(each, DataArguments.max_image_pixels) for each in batch["image"]]}
 
 
 def by_letter(choices: Sequence[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HTTPError, RepositoryNotFoundError, RevisionN
 
 from ...checkpoint.find import check_repo_id
 from ...checkpoint.names import ADAPTER_CONFIG, TRAINING_RECORD
-from ...checkpoint.untrusted import check_files, json_object, names_code
+from ...checkpoint.untrusted import check_files, has_auto_map, json_object
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ..card.facts import read_json
 from ..card.write import AdapterBase
@@ -157,4 +157,4 @@ def _foreign_code(client: Client, info: ModelInfo, config: dict[str, Any]) -> li
         foreign.append("auto_map in config.json")
     processor = {"processor_config.json", "preprocessor_config.json", "tokenizer_config.json"}
     settings = {name: json_object(content(name), f"{name} of {info.id}") for name in sorted(names & processor)}
-    return foreign + [f"auto_map in {name}" for name in settings if names_code(settings[name])]
+    return foreign + [f"auto_map in {name}" for name in settings if has_auto_map(settings[name])]

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from ... import configuration_normalign_llava, modeling_normalign_llava
 from ...assembly.gain import embedding_statistics
-from ...assembly.processing import PADS_RIGHT, check_processor, load_processor
+from ...assembly.processing import PADS_RIGHT
 from ...checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, TRAINING_RECORD, WEIGHTS
+from ...checkpoint.opening import Checkpoint, check_processor
 from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, initial_gain
@@ -206,7 +207,7 @@ def _trainings(folder: Path) -> list[bool]:
 
 def _processor_faults(folder: Path, model: PreTrainedModel) -> list[str]:
     try:
-        processor = load_processor(str(folder))
+        processor = Checkpoint(str(folder), None, {}).processor
         token, ours = processor.image_token_id, model.config.image_token_id
     except Exception as error:  # one fails to load in many ways
         return [

@@ -25,19 +25,14 @@ def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | Non
     check_installed("gradio", "demo", "The demo")
     import torch
 
-    from ...assembly.parts import load_part
-    from ...assembly.processing import load_processor
-    from ...checkpoint.untrusted import check_files
-    from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+    from ...checkpoint.opening import open_checkpoint
     from .demo import ATTENTION, build_app, launch
 
-    if (kind := check_files(source, revision).get("model_type")) != "normalign_llava":
-        raise ValueError(f"{source} is a {kind!r} model. The demo shows NormAlign-LLaVA models.")
-    processor = load_processor(source, revision)
+    opened = open_checkpoint(source, revision)
+    if opened.model_type != "normalign_llava":
+        raise ValueError(f"{checkpoint} is a {opened.model_type!r} model. The demo shows NormAlign-LLaVA models.")
     device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
-    kwargs = {"revision": revision, "attn_implementation": ATTENTION}
-    model = load_part(NormAlignLlavaForConditionalGeneration, source, dtype, **kwargs)
-    model = model.to(device).eval()
-    known = Path(source).resolve().name if Path(source).exists() else source
-    app = build_app(model, processor, title="NormAlign-LLaVA", source=f"Model: `{known}`.")
+    model = opened.load(dtype=dtype, attn_implementation=ATTENTION).to(device).eval()
+    known = Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint
+    app = build_app(model, opened.processor, title="NormAlign-LLaVA", source=f"Model: `{known}`.")
     launch(app, server_name=host, server_port=port)

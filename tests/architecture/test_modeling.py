@@ -3,12 +3,9 @@
 import pytest
 import tiny
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     AfmoeConfig,
     AutoModelForCausalLM,
-    BitsAndBytesConfig,
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -21,7 +18,7 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
+from normalign_llava import NormAlignLlavaConfig
 from normalign_llava.modeling_normalign_llava import (
     GlobalWeightCompensatedLayerNorm,
     GlobalWeightCompensatedRMSNorm,
@@ -36,10 +33,7 @@ from normalign_llava.modeling_normalign_llava import (
     "kwargs, words",
     [
         ({"projector_norm": "batch_norm"}, ["projector_norm", "layer_norm", "rms_norm", "none", "batch_norm"]),
-        ({"projector_gain_init": "two"}, ["projector_gain_init", "text_norm", "one", "two"]),
-        ({"gradient_compensation": "local"}, ["gradient_compensation", "global", "none", "local"]),
         ({"gain_floor": 0.0}, ["gain_floor", "0.0"]),
-        ({"projector_norm_eps": -1.0}, ["projector_norm_eps", "-1.0"]),
         ({"text_embedding_norm": float("nan")}, ["text_embedding_norm", "nan"]),
         ({"gain_floor": "much"}, ["gain_floor", "much"]),
     ],
@@ -48,13 +42,6 @@ def test_wrong_values_are_refused_with_the_allowed_ones_named(kwargs, words):
     with pytest.raises(ValueError) as error:
         NormAlignLlavaConfig(**kwargs)
     assert all(word in str(error.value) for word in words)
-
-
-def test_defaults():
-    config = NormAlignLlavaConfig()
-    assert (config.projector_norm, config.projector_gain_init) == ("layer_norm", "text_norm")
-    assert (config.gradient_compensation, config.gain_floor) == ("global", 1e-3)
-    assert config.projector_norm_eps == 1e-5 and config.text_embedding_norm is None
 
 
 # ------------------------------------------------------------------------------------------------------ the measure
@@ -84,23 +71,6 @@ def test_mean_embedding_norm_says_what_is_wrong(weight, exclude, words):
     with pytest.raises(ValueError) as error:
         mean_embedding_norm(weight, exclude)
     assert all(word in str(error.value) for word in words)
-
-
-def test_no_wide_copy_of_the_table_is_made():
-    sizes = []
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            sizes.extend(
-                t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.dtype != weight.dtype
-            )
-            return out
-
-    weight = torch.randn(60_000, 64).bfloat16()
-    with Recorder():
-        embedding_row_norms(weight)
-    assert 0 < max(sizes) < weight.numel() / 10
 
 
 # --------------------------------------------------------------------------------------------------------- alignment
@@ -280,10 +250,3 @@ def test_everything_cast_to_bfloat16_still_runs_right():
     batch["pixel_values"] = batch["pixel_values"].bfloat16()
     got = cast(**batch).logits.float()
     assert (got - expected).norm() <= 3e-2 * expected.norm()
-
-
-def test_bitsandbytes_config_of_the_caller_is_left_as_it_was(tmp_path):
-    tiny.model().save_pretrained(tmp_path)
-    wanted = BitsAndBytesConfig(load_in_8bit=True)
-    NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path, quantization_config=wanted)
-    assert wanted.llm_int8_skip_modules is None

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import tiny
 import tiny_parts as parts
 import torch
 import train_data
@@ -12,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
 
-from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
+from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.train.run import main
 
@@ -38,13 +37,6 @@ def built(folder):
     return folder / "built"
 
 
-def retrofitted(folder):
-    template = AutoProcessor.from_pretrained(built(folder / "other")).chat_template
-    parts.llava(folder / "llava", with_louder_layers(tiny.llava(tied=False)), template)
-    retrofit_checkpoint(str(folder / "llava"), folder / "built")
-    return folder / "built"
-
-
 def adapter_of(base, folder):
     model = AutoModelForImageTextToText.from_pretrained(base)
     get_peft_model(model, LoraConfig(target_modules=MODULES)).save_pretrained(folder)
@@ -63,10 +55,6 @@ def train(folder, checkpoint, output, **options):
     given = {"stage": "tune", "model_name_or_path": checkpoint, "dataset_name": file, "output_dir": output}
     given |= {"max_steps": 1, "learning_rate": 1e-5, "bf16": False, "use_cpu": True, "report_to": "none", **options}
     return main([word for name, value in given.items() for word in (f"--{name}", str(value))])
-
-
-def trained(folder):
-    return train(folder, built(folder), folder / "trained")
 
 
 def saved_while_training(folder):
@@ -98,7 +86,7 @@ def answers(checkpoint, images, questions):
     return processor.batch_decode(made, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("made", [built, retrofitted, merged, trained, saved_while_training])
+@pytest.mark.parametrize("made", [built, merged, saved_while_training])
 def test_a_batch_is_answered_as_its_questions_are_alone(tmp_path, made):
     checkpoint = made(tmp_path)
     alone = [answers(checkpoint, [image], [text])[0] for image, text in zip(IMAGES, QUESTIONS, strict=True)]
@@ -120,7 +108,7 @@ def test_labels_are_padded_right_all_the_same(tmp_path):
     assert batch["attention_mask"][:, 0].all() and not batch["attention_mask"][:, -1].all()
 
 
-def test_training_tells_of_a_checkpoint_that_pads_right_and_writes_one_that_pads_left(tmp_path, caplog):
+def test_training_from_a_checkpoint_that_pads_right_writes_one_that_pads_left(tmp_path, caplog):
     checkpoint = padding_right(built(tmp_path))
     output = train(tmp_path, checkpoint, tmp_path / "trained")
     assert AutoProcessor.from_pretrained(output).tokenizer.padding_side == "left"

@@ -5,10 +5,8 @@ import pytest
 from chat_families import (
     CONVERSATIONS,
     END_OF_TURN,
-    SHIPPED,
     SMOLLM2,
     TEMPLATES,
-    TOOL_CALL,
     WEATHER,
     chat,
     outcome,
@@ -31,12 +29,6 @@ def test_text_only_conversations_render_as_under_the_models_own_template(name):
             for kwargs in ({}, {"tools": [WEATHER]}, {"enable_thinking": False}):
                 kwargs["add_generation_prompt"] = add_generation_prompt
                 assert outcome(template, messages, **kwargs) == outcome(TEMPLATES[name], messages, **kwargs), messages
-
-
-@pytest.mark.parametrize("name", [*END_OF_TURN, "glm4moe", "llava_1_5"])
-def test_roles_that_a_template_does_not_know_fare_as_before(name):
-    messages = [*chat("Hello"), {"role": "critic", "content": "Boring."}]
-    assert outcome(multimodal_chat_template(TEMPLATES[name]).template, messages) == outcome(TEMPLATES[name], messages)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "smolvlm", "idefics3", "llava_next", "llava_1_5"])
@@ -99,26 +91,6 @@ def test_templates_that_print_the_image_token_keep_their_own_layout(name):
         TEMPLATES[name], messages, add_generation_prompt=True
     )
     assert "preamble" not in new.source
-
-
-def test_template_made_twice_is_the_same():
-    once = multimodal_chat_template(SMOLLM2)
-    assert multimodal_chat_template(once.template).template == once.template
-    assert multimodal_chat_template(once.template).generation_marks
-    vicuna = multimodal_chat_template(None).template
-    assert multimodal_chat_template(vicuna).template == vicuna
-
-
-def test_parts_that_are_neither_image_nor_text_are_refused():
-    template = multimodal_chat_template(SMOLLM2).template
-    with pytest.raises(Exception, match="image and text parts, not parts of type video"):
-        render(template, [{"role": "user", "content": [{"type": "video"}]}])
-
-
-def test_lists_that_are_not_parts_are_left_to_the_template():
-    messages = [*TOOL_CALL[:2], {"role": "tool", "content": [1, {"height": "low"}]}]
-    template = multimodal_chat_template(SHIPPED["llama3_1"]).template
-    assert '[1, {"height": "low"}]' in render(template, messages)
 
 
 def test_a_final_message_in_parts_can_be_continued():

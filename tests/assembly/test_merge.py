@@ -5,7 +5,6 @@
 import json
 import os
 import shutil
-from typing import get_args
 
 import pytest
 import tiny
@@ -14,16 +13,13 @@ import torch
 import training
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from PIL import Image
-from remote_code import run_blocked
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.assembly.adapter_settings import BASE_QUANTIZATIONS
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.cli import BaseQuantization
 from normalign_llava.train.collator import ConversationCollator
 
 
@@ -152,27 +148,6 @@ def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):
     assert AutoProcessor.from_pretrained(tmp_path / "again").chat_template == "{{ 'trained' }}"
 
 
-LOAD = """
-import json, torch
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
-load = lambda cls: cls.from_pretrained(sys.argv[1], trust_remote_code=True)
-config, base, model = map(load, (AutoConfig, AutoModel, AutoModelForImageTextToText))
-with torch.no_grad():
-    out = model(input_ids=torch.arange(5, 15)[None]).logits[0, -1]
-print(json.dumps([[type(x).__name__ for x in (config, base, model)], out.tolist()]))
-"""
-
-
-def test_a_process_without_this_package_loads_it(bases, tmp_path):
-    trained = make_adapter(bases["untied"], tmp_path / "adapter", quantization=NF4)
-    merge_adapter(tmp_path / "adapter", tmp_path / "merged.v1")
-    names, got = run_blocked(tmp_path, LOAD, tmp_path / "merged.v1")
-    assert names == ["NormAlignLlavaConfig", "NormAlignLlavaModel", "NormAlignLlavaForConditionalGeneration"]
-    with torch.no_grad():
-        expected = trained(input_ids=torch.arange(5, 15)[None]).logits[0, -1]
-    torch.testing.assert_close(torch.tensor(got), expected, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "base, adapter, double", [("tied", {}, True), ("bfloat16", {}, False), ("bfloat16", {"use_dora": True}, True)]
 )
@@ -202,7 +177,7 @@ def test_a_4_bit_base_is_dequantized_in_float32_and_merged(bases, tmp_path, base
         ("none", None),
     ],
 )
-def test_an_adapter_that_trl_alone_trained_is_merged_with_its_base_as_it_is_told(bases, tmp_path, kind, settings):
+def test_an_adapter_that_trl_alone_trained_is_merged(bases, tmp_path, kind, settings):
     adapter, settings = tmp_path / "adapter", settings and BitsAndBytesConfig(**settings)
 
     def base():
@@ -238,13 +213,6 @@ def test_an_adapter_that_trl_alone_trained_is_merged_with_its_base_as_it_is_told
     if settings:
         merge_adapter(adapter, tmp_path / "wrong", base_quantization="none")
         assert (logits(load(tmp_path / "wrong"), bases["tied"]) - expected).abs().max() > 1e-2
-
-
-def test_the_record_and_the_option_are_not_given_both(bases, tmp_path):
-    make_adapter(bases["tied"], tmp_path / "adapter")
-    assert get_args(BaseQuantization) == tuple(BASE_QUANTIZATIONS)
-    with pytest.raises(ValueError, match="training.json in .*adapter says how its base was quantized. Leave out"):
-        merge_adapter(tmp_path / "adapter", tmp_path / "merged", base_quantization="nf4")
 
 
 def test_merged_weights_are_the_dequantized_ones_plus_the_product(bases, tmp_path):
@@ -288,19 +256,6 @@ def test_written_in_the_base_s_dtype_or_another_but_the_norm(bases, tmp_path, dt
         # Rounded once, from a product that was computed in float32.
         assert torch.equal(tensor, wide[name].to(torch.float32 if NORM in name else written)), name
     assert torch.equal(norm_of(tmp_path / "merged")["bias"], norm_of(tmp_path / "adapter")["bias"])
-
-
-def test_a_moved_base_is_given_by_hand(bases, tmp_path):
-    shutil.copytree(bases["tied"], tmp_path / "moving")
-    trained = make_adapter(tmp_path / "moving", tmp_path / "adapter")
-    (tmp_path / "moving").rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match="moving' of the adapter .* was not found. Give its folder .* --base"):
-        merge_adapter(tmp_path / "adapter", tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
-    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=str(tmp_path / "moved"))
-    assert report.base == str(tmp_path / "moved")
-    got = logits(load(tmp_path / "merged"), bases["tied"])
-    torch.testing.assert_close(got, logits(trained, bases["tied"]), rtol=0, atol=1e-5)
 
 
 def test_an_arm_that_training_changed_is_the_merged_checkpoint_s(bases, tmp_path):

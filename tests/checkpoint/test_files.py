@@ -5,16 +5,16 @@ import os
 import pytest
 import tiny_parts as parts
 
-from normalign_llava.checkpoint.files import finished_file, replaced_folder
+from normalign_llava.checkpoint.files import atomic_write, replaced_folder
 
 
-def test_a_file_is_written_past_planted_links_with_the_mode_of_any_new_file(tmp_path):
+def test_a_file_is_written_past_planted_links(tmp_path):
     target, outside, plain = (tmp_path / name for name in ("card.md", "outside", "plain"))
     (tmp_path / f".card.md-{os.getpid()}").symlink_to(outside)
     target.symlink_to(outside)
-    with finished_file(target) as partial:
+    with atomic_write(target) as partial:
         partial.write_text("new")
-        with pytest.raises(RuntimeError), finished_file(target) as another:
+        with pytest.raises(RuntimeError), atomic_write(target) as another:
             another.write_text("other")
             raise RuntimeError
     plain.touch()

@@ -17,7 +17,6 @@ from hub_server import HubServer
 from typer.testing import CliRunner
 
 from normalign_llava import build_checkpoint
-from normalign_llava.checkpoint.find import find_checkpoint, find_model
 from normalign_llava.cli import app
 from normalign_llava.train.run import main as train
 
@@ -51,16 +50,6 @@ def folders(tmp_path_factory):
     vision, language = parts.vision(folder / "vision"), parts.language(folder / "language")
     build_checkpoint(vision, language, folder / "model")
     return folder
-
-
-def test_what_is_here_is_found(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "user" / "model").mkdir(parents=True)
-    assert find_model("user/model", "v1") == ("user/model", None)
-    assert find_model("~/user") == (str(tmp_path / "user"), None)
-    with pytest.raises(ValueError, match="user/model has no config.json"):
-        find_checkpoint("user/model")
 
 
 def test_the_hub_is_asked_once_and_only_of_what_may_be_there(tmp_path):
@@ -167,7 +156,6 @@ def resolve_and_move(repository, resolve, revision):
         "build --vision {vision} --language {folder} --output new",
         "train --model_name_or_path {folder} --dataset_name rows.json --output_dir new --stage align --use_cpu",
         "diagnose {folder}",
-        "serve {folder}",
     ],
 )
 def test_a_folder_without_a_tokenizer_is_named(folders, tmp_path, monkeypatch, command):
@@ -181,10 +169,3 @@ def test_a_folder_without_a_tokenizer_is_named(folders, tmp_path, monkeypatch, c
     assert done.exit_code == 1
     kind = "tokenizer" if command.startswith("build") else "processor"
     assert f"Error: The {kind} of silent cannot be loaded: " in done.stderr and "save_pretrained" in done.stderr
-
-
-def test_gain_says_why_tokens_have_no_text(folders, tmp_path):
-    shutil.copytree(folders / "language", tmp_path / "silent", ignore=shutil.ignore_patterns("tokenizer*"))
-    line = "none that loads: tokens have no text"
-    assert line in CliRunner().invoke(app, ["gain", str(tmp_path / "silent")]).output
-    assert line not in CliRunner().invoke(app, ["gain", str(folders / "language")]).output

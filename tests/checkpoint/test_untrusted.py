@@ -5,8 +5,6 @@ import json
 import re
 import shutil
 import sys
-import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,12 +17,10 @@ from paths import ROOT
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from normalign_llava.assembly.parts import load_config
-from normalign_llava.assembly.processing import load_processor
-from normalign_llava.checkpoint.loading import limited, loading
+from normalign_llava.checkpoint.loading import loading
+from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.checkpoint.untrusted import check_files, check_weights
 from normalign_llava.cli import app
-from normalign_llava.data.row_checks import token_lengths
 from normalign_llava.train.run import main as train
 
 
@@ -100,10 +96,9 @@ def run(*words, answers="y\n" * 9):
 @pytest.mark.parametrize(
     "command, kind",
     [
-        *((command, "tokenizer's code") for command in ("merge", "diagnose", "publish", "demo", "serve", "build")),
-        *((command, "configuration's code") for command in ("merge", "diagnose", "publish", "demo", "serve", "build")),
+        *((command, "tokenizer's code") for command in ("merge", "diagnose", "publish", "demo", "build")),
+        *((command, "configuration's code") for command in ("merge", "diagnose", "publish", "demo", "build")),
         *(("train", kind) for kind in hostile.CODE),
-        *(("diagnose", kind) for kind in hostile.CODE),
     ],
 )
 def test_no_command_runs_code_that_comes_with_a_checkpoint(commands, command, kind):
@@ -123,19 +118,6 @@ def test_every_auto_class_is_told_whether_to_run_code():
     assert calls and all(told for *_, told in calls), calls
 
 
-@pytest.mark.parametrize(
-    "kind, file",
-    [
-        ("tokenizer's code beside a class", "tokenizer_config.json"),
-        ("processor's code beside a class", "processor_config.json"),
-        ("preprocessor's code", "preprocessor_config.json"),
-    ],
-)
-def test_code_is_refused_by_the_name_of_its_file(commands, kind, file):
-    commands.spoil(kind)
-    assert f"auto_map in {file}" in commands.error("publish")
-
-
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "processor_config.json"])
 def test_an_adapter_that_brings_code_is_neither_merged_nor_published(good, tmp_path, file):
     adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
@@ -145,7 +127,7 @@ def test_an_adapter_that_brings_code_is_neither_merged_nor_published(good, tmp_p
     assert not (tmp_path / "marker").exists()
 
 
-def test_an_adapter_that_names_a_module_to_import_or_a_kernel_is_refused(good, tmp_path):
+def test_an_adapter_that_names_a_module_or_a_kernel_is_refused(good, tmp_path):
     adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
     hostile.edit(adapter / "adapter_config.json", megatron_config={}, megatron_core="antigravity")
     check_files(adapter)  # an empty one imports nothing
@@ -161,7 +143,7 @@ def test_a_model_with_an_adapter_in_its_folder_is_refused(commands, command):
     assert "has both config.json and adapter_config.json" in commands.error(command)
 
 
-def test_a_model_on_the_hub_with_an_adapter_beside_it_leads_to_no_other_repository(hub, prepared, good, tmp_path):
+def test_an_adapter_in_a_model_s_repository_leads_to_no_other(hub, prepared, good, tmp_path):
     both = shutil.copytree(good / "model", tmp_path / "both")
     hub.serve("eve/base", good / "model")
     hostile.edit(both / "adapter_config.json", base_model_name_or_path="eve/base", peft_type="LORA")
@@ -191,7 +173,7 @@ def test_parts_that_need_code_or_make_no_images_are_not_built_in(good, tmp_path)
     assert too_large in run("diagnose", vision, "--data", good / "images", "--output", tmp_path / "out")
 
 
-@pytest.mark.parametrize("command", ["train", "gain", "merge", "diagnose", "demo", "serve"])
+@pytest.mark.parametrize("command", ["train", "gain", "merge", "diagnose", "demo"])
 def test_pickled_weights_are_not_opened(commands, command):
     commands.spoil("pickle")
     error = commands.error(command)
@@ -205,8 +187,8 @@ def test_pickled_weights_are_not_opened(commands, command):
         *(("train", kind) for kind in hostile.ELSEWHERE),
         *(("publish", kind) for kind in hostile.ELSEWHERE),
         *(("gain", kind) for kind in hostile.ELSEWHERE if kind.startswith("weights")),
-        *((command, "weights elsewhere, link") for command in ("merge", "diagnose", "serve")),
-        *((command, "training.json elsewhere") for command in ("card", "merge", "diagnose", "serve")),
+        *((command, "weights elsewhere, link") for command in ("merge", "diagnose")),
+        *((command, "training.json elsewhere") for command in ("card", "merge", "diagnose")),
         *(("card", kind) for kind in hostile.ELSEWHERE if kind.startswith((".", "evaluation"))),
     ],
 )
@@ -233,7 +215,7 @@ def test_the_hub_caches_own_links_are_followed(good, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------- time and memory
-@pytest.mark.parametrize("command", ["merge", "diagnose", "publish", "demo", "serve"])
+@pytest.mark.parametrize("command", ["merge", "diagnose", "publish", "demo"])
 def test_a_configuration_of_absurd_size_is_refused(commands, command):
     commands.spoil("10^7 layers")
     assert "num_hidden_layers 10,000,000" in commands.error(command)
@@ -242,7 +224,7 @@ def test_a_configuration_of_absurd_size_is_refused(commands, command):
 @pytest.mark.parametrize(
     "key, value", [("num_labels", 10**8), ("depths", [2, 10**9]), ("num_decoder_layers", 1_001), ("n_layer", -1)]
 )
-def test_absurd_numbers_are_refused_anywhere_in_a_configuration_and_usual_ones_are_not(tmp_path, key, value):
+def test_absurd_numbers_in_a_configuration_are_refused_and_usual_ones_are_not(tmp_path, key, value):
     usual = {"num_hidden_layers": 126, "rope_theta": 10**9, "max_position_embeddings": 10_485_760, "vision_layer": -2}
     for content in (usual, {**usual, "part": [{key: value}]}):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": content}))
@@ -252,10 +234,10 @@ def test_absurd_numbers_are_refused_anywhere_in_a_configuration_and_usual_ones_a
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")
 def test_a_configuration_that_takes_much_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("normalign_llava.assembly.parts.SETTINGS_BYTES", 2**26)
+    monkeypatch.setattr("normalign_llava.checkpoint.opening.SETTINGS_BYTES", 2**26)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_labels": 2**22}))
     with pytest.raises(ValueError, match=f"The configuration of {tmp_path} takes too much memory"):
-        load_config(str(tmp_path))
+        _ = open_checkpoint(tmp_path).config
 
 
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
@@ -276,7 +258,7 @@ def test_a_tokenizer_that_lengthens_texts_without_end_is_refused(commands, part,
     assert f"The {part} in {commands.folder / 'tokenizer.json'} may make a text" in commands.error("publish")
 
 
-def test_a_tokenizer_that_stops_at_a_text_ends_a_command_in_a_sentence(commands):
+def test_a_tokenizer_that_stops_ends_a_command_in_a_sentence(commands):
     pattern = {"Regex": 12 * "(" + "[a-z ]" + 12 * "+)" + "Z"}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
     hostile.edit(commands.folder / "tokenizer.json", pre_tokenizer=split)
@@ -289,62 +271,15 @@ def test_a_tokenizer_that_stops_at_a_text_ends_a_command_in_a_sentence(commands)
         tokenizer.encode("what is it, what is it?")
 
 
-def test_a_template_that_does_not_end_is_refused(commands):
-    commands.spoil("template, loops")
-    assert "takes more than 2 seconds" in commands.error("publish")
-
-
 DOUBLED = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    "template, words",
-    [
-        (hostile.LOOPS, "more than 2 seconds"),
-        pytest.param(DOUBLED, "memory", marks=pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")),
-    ],
-)
-def test_a_template_without_end_is_refused_while_its_processor_is_loaded(good, tmp_path, template, words):
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")
+def test_a_template_that_takes_much_memory_is_refused(good, tmp_path):
     folder = shutil.copytree(good / "model", tmp_path / "model")
-    (folder / "chat_template.jinja").write_text(template)
-    with pytest.raises(ValueError, match=f"chat template of {folder} .*{words}"):
-        load_processor(str(folder))
-
-
-def test_a_template_that_loops_over_some_rows_alone_stops_at_the_first_of_them():
-    processor = train_data.processor()
-    processor.chat_template = "{% if 'kite' in messages[0].content[0].text %}" + hostile.LOOPS + "{% endif %}"
-
-    def rows(question):
-        turn = {"role": "user", "content": [{"type": "text", "text": question}]}
-        return [{"messages": [turn, {**turn, "role": "assistant"}], "images": []}]
-
-    assert isinstance(token_lengths(processor, rows("a bird?"))[0], int)
-    with pytest.raises(ValueError, match="The chat template takes more than 2 seconds"):
-        token_lengths(processor, rows("a kite?"))
-
-
-def busy():
-    """Computes for three seconds of the thread's time."""
-    end = time.thread_time() + 3
-    while time.thread_time() < end:
-        sum(range(10**5))
-
-
-@pytest.mark.parametrize("inner", [lambda: loading("The tokenizer"), lambda: limited("The other template", 2)])
-def test_a_limit_of_time_holds_around_another_guard(inner):
-    with pytest.raises(ValueError, match="The template takes more than 1 seconds"), limited("The template", 1):
-        with inner():
-            pass
-        busy()
-
-
-def test_a_limit_of_time_does_not_count_other_threads():
-    with limited("The template", 1):
-        thread = threading.Thread(target=busy)
-        thread.start()
-        while thread.is_alive():
-            time.sleep(0.01)
+    (folder / "chat_template.jinja").write_text(DOUBLED)
+    with pytest.raises(ValueError, match=f"chat template of {folder} .*memory"):
+        _ = open_checkpoint(folder).processor
 
 
 # ------------------------------------------------------------------------------------------------------------ errors
@@ -368,15 +303,6 @@ def test_gain_of_weights_whose_header_or_index_is_broken(commands, kind):
     assert "model.safetensors" in commands.error("gain")
 
 
-@pytest.mark.parametrize("shape, offsets", [([2**40, 1], [0, 2**42]), ([0, 4], [0, 0]), ("x", [0, 4]), ([2, 2], None)])
-def test_gain_of_an_embedding_whose_header_lies(tmp_path, shape, offsets):
-    entry = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
-    header = json.dumps({"model.embed_tokens.weight": entry}).encode()
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
-    assert "model.safetensors" in run("gain", file)
-
-
 @pytest.mark.parametrize(
     "file, content",
     [
@@ -390,12 +316,6 @@ def test_a_card_of_broken_records(commands, file, content):
     (commands.folder / file).parent.mkdir(exist_ok=True)
     (commands.folder / file).write_text(content)
     assert file in commands.error("card")
-
-
-def test_training_ignores_a_broken_record_of_the_build(commands):
-    (commands.folder / "build.json").write_text(hostile.DEEP)
-    done = commands.run("train")
-    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.parametrize(
@@ -429,21 +349,9 @@ def test_escapes_in_a_configuration_are_shown(commands, command, kind):
     assert SHOWN in commands.error(command)
 
 
-def test_escapes_in_the_name_of_a_tensor_are_shown(commands):
-    commands.spoil("escapes in a tensor's name")
-    assert SHOWN in commands.error("train")
-
-
 @pytest.mark.parametrize("command", ["train", "gain", "card"])
 def test_escapes_and_markup_in_the_name_of_a_folder_are_shown(good, tmp_path, command):
     done = Commands(good, tmp_path / f"evil{hostile.ESCAPE}[bold red]x[]").run(command)
-    assert done.exit_code == 0 and "\x1b" not in done.output, done.output
-    assert SHOWN + "boldred]x[]" in re.sub(r"\s", "", done.output)
-
-
-def test_escapes_and_markup_in_the_name_of_a_report_are_shown(commands):
-    commands.folder = commands.good / "vision"
-    done = commands.run("diagnose", "--name", f"evil{hostile.ESCAPE}[bold red]x[]")
     assert done.exit_code == 0 and "\x1b" not in done.output, done.output
     assert SHOWN + "boldred]x[]" in re.sub(r"\s", "", done.output)
 

@@ -20,8 +20,8 @@ import json, sys
 from itertools import islice
 sys.path.append(sys.argv[1])
 import train_data
-from normalign_llava.data.images import open_image
-from normalign_llava.data.mixtures import load_data
+from normalign_llava.data.rows.images import decode_image
+from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.diagnose.data import load_samples
 found = {}
 for name in json.loads(sys.argv[2]):
@@ -30,7 +30,7 @@ for name in json.loads(sys.argv[2]):
         given = train_data.arguments(name, dataset_streaming=streaming, shuffle_buffer_size=1)
         try:
             data = load_data(given, train_data.processor(), max_length=None, seed=0, with_eval=False)
-            images = [open_image(row["images"][0], 10**6) for row in islice(data.train, 2)]
+            images = [decode_image(row["images"][0], 10**6) for row in islice(data.train, 2)]
             found[name].append([image.getpixel((1, 1)) for image in images])
         except ValueError as error:
             found[name].append(str(error))
@@ -53,7 +53,7 @@ def write_struct(file: Path, path: str) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row], schema=features.arrow_schema), file)
 
 
-def test_files_of_a_hub_data_set_are_read_and_addresses_in_its_rows_are_not(hub, prepared, tmp_path_factory):
+def test_addresses_in_rows_of_a_hub_data_set_are_not_read(hub, prepared, tmp_path_factory):
     base = tmp_path_factory.mktemp("hub")
     images(base / "folder", "red.png", "blue.png")
     lines = [{"file_name": f"{colour}.png", "question": "Q", "answer": colour} for colour in ("red", "blue")]

@@ -13,10 +13,10 @@ from datasets import Dataset, DatasetDict
 from train_data import llava, write_json
 
 from normalign_llava.checkpoint.provenance import licence_of
-from normalign_llava.data import sources
-from normalign_llava.data.arguments import DataSource
-from normalign_llava.data.files import files_of_folder
-from normalign_llava.data.sources import open_source
+from normalign_llava.data.sources import source as sources
+from normalign_llava.data.sources.arguments import DataSource
+from normalign_llava.data.sources.files import files_of_folder
+from normalign_llava.data.sources.source import open_source
 
 
 ROWS = [llava("<image>\nWhat is this?", "kept", train_data.inside("red"))] * 3

@@ -16,9 +16,9 @@ from datasets import Dataset, DatasetDict
 from PIL import Image as PILImage
 from train_data import arguments, assistant, image_bytes, images, inside, llava, user, write_json
 
-from normalign_llava.data.files import READERS
-from normalign_llava.data.forms import FORMS, PROMPT
-from normalign_llava.data.mixtures import load_data, prepare_rows
+from normalign_llava.data.rows.forms import FORMS, PROMPT
+from normalign_llava.data.sources.files import READERS
+from normalign_llava.data.sources.mixtures import load_data, prepare_rows
 from normalign_llava.diagnose.data import load_samples
 
 
@@ -59,9 +59,7 @@ def test_every_form_has_an_example():
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_the_pages_examples_are_read_for_training_in_memory_and_streamed_and_for_diagnosing(
-    example, processor, tmp_path, monkeypatch
-):
+def test_the_pages_examples_are_read_for_training_and_for_diagnosing(example, processor, tmp_path, monkeypatch):
     kind, name, text = example
     folder = tmp_path / "mine"
     images(folder)
@@ -92,12 +90,6 @@ def test_the_pages_examples_are_read_for_training_in_memory_and_streamed_and_for
 
 
 # ------------------------------------------------------------------------------------------------------------- images
-def test_bytes_without_a_feature_of_datasets(processor, tmp_path):
-    made = [{"image": image_bytes("red"), "question": "Q", "answer": "A"}]
-    Dataset.from_list(made).to_parquet(str(tmp_path / "rows.parquet"))
-    prepared, _ = prepare_rows(Dataset.from_list(made), processor)
-    for data in (read(tmp_path / "rows.parquet", processor).train, prepared):
-        assert [row["images"] for row in data] == [[{"path": None, "bytes": made[0]["image"]}]]
 
 
 def test_images_named_in_text_and_in_parts_stand_where_they_are_named(processor, tmp_path):
@@ -242,23 +234,3 @@ def test_bytes_in_a_column_of_another_name(processor, tmp_path):
     Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
     with pytest.raises(ValueError, match=r"what looks like an image is not read: column jpg \(1 rows\)"):
         read(tmp_path / "rows.parquet", processor)
-
-
-def test_text_that_only_speaks_of_images_is_no_image(processor, tmp_path, caplog):
-    rows = [
-        llava("What does <img src='a.png'> do, and <picture></picture>?", "It shows a.png."),
-        llava("Write ![alt](a.png)", "Done.", image_count=0, model="image-1", image_id=7),
-    ]
-    assert len(read(write_json(tmp_path, rows), processor).train) == 2 and "not read" not in caplog.text
-
-
-def test_a_bad_row_names_the_column_that_is_not_read(processor, tmp_path):
-    path = write_json(tmp_path, [llava("<image>Q", "A", img="red.png")])
-    with pytest.raises(ValueError, match="1 places for images .* the column img looks like an image and is not read"):
-        read(path, processor)
-
-
-def test_what_captions_are_asked_for_with_is_said(processor, tmp_path, caplog):
-    path = write_json(tmp_path, [{"image": "red.png", "caption": "A kite."}], "captions.json")
-    report = read(path, processor).report.sources[0]
-    assert f"captions are trained as answers to {PROMPT!r}" in caplog.text and report.forms == {"caption": 1}

@@ -7,24 +7,23 @@ import tiny_parts
 from huggingface_hub import constants
 from train_data import assistant, inside, llava, mixed_rows, user
 
-from normalign_llava.data.forms import image_name
-from normalign_llava.data.images import ImageRules
-from normalign_llava.data.rows import DroppedRow, DroppedRows, canonical_row, control_tokens
+from normalign_llava.data.rows.images import ImageRules
+from normalign_llava.data.rows.parse import DroppedRow, DroppedRows, control_tokens, parse_row
 
 
 RULES = ImageRules("/images")
 
 
 def shape(raw, **kwargs) -> list:
-    """(role, parts) of a canonical row, an image being `...`."""
-    row = canonical_row(raw, RULES, **kwargs)
+    """(role, parts) of a parsed row, an image being `...`."""
+    row = parse_row(raw, RULES, **kwargs)
     assert all(set(part) == {"type", "text"} for message in row["messages"] for part in message["content"])
     assert sum(part["type"] == "image" for m in row["messages"] for part in m["content"]) == len(row["images"])
     return [(m["role"], [p["text"] if p["type"] == "text" else ... for p in m["content"]]) for m in row["messages"]]
 
 
 def paths(raw) -> list:
-    return [image["path"] for image in canonical_row(raw, RULES)["images"]]
+    return [image["path"] for image in parse_row(raw, RULES)["images"]]
 
 
 # ------------------------------------------------------------------------------------------------------------ formats
@@ -42,7 +41,7 @@ def test_llava_json_of_every_kind():
     assert shape(last) == [("user", ["Which colour?", ...]), ("assistant", ["blue"])]
     assert paths(last) == ["/images/sub/blue.png"]
     assert shape(count)[1] == ("assistant", ["One two three four five six seven."])
-    assert all(canonical_row(raw, RULES)["prompt_turns"] == 0 for raw in mixed_rows())
+    assert all(parse_row(raw, RULES)["prompt_turns"] == 0 for raw in mixed_rows())
 
 
 @pytest.mark.parametrize(
@@ -57,25 +56,16 @@ def test_llava_json_of_every_kind():
         ("<image>", [...]),
     ],
 )
-def test_a_line_break_on_either_side_of_the_marker_is_not_kept_and_nothing_else_is_lost(text, parts):
+def test_a_line_break_on_either_side_of_the_marker_alone_is_lost(text, parts):
     assert shape(llava(text, "yes", "a.png"))[0] == ("user", parts)
 
 
-def test_white_space_around_an_answer_is_not_kept():
-    assert shape(llava("Q", "\n two\nlines \n"))[1] == ("assistant", ["two\nlines"])
-
-
-def test_a_system_turn_may_come_first():
-    raw = {"conversations": [{"from": "system", "value": "Be brief."}, *llava("Q", "A")["conversations"]]}
-    assert [role for role, _ in shape(raw)] == ["system", "user", "assistant"]
-
-
 def test_parquet_with_images_inside():
-    row = canonical_row({**llava("<image>\nQ", "A"), "image": inside("red")})
+    row = parse_row({**llava("<image>\nQ", "A"), "image": inside("red")})
     assert row["images"] == [{"path": None, "bytes": inside("red")["bytes"]}]
-    assert canonical_row({**llava("Q", "A"), "image": None, "images": []})["images"] == []
+    assert parse_row({**llava("Q", "A"), "image": None, "images": []})["images"] == []
     many = {**llava("<image><image>Q", "A"), "images": [inside("red"), inside("blue")]}
-    assert [image["bytes"] for image in canonical_row(many)["images"]] == [inside(c)["bytes"] for c in ("red", "blue")]
+    assert [image["bytes"] for image in parse_row(many)["images"]] == [inside(c)["bytes"] for c in ("red", "blue")]
 
 
 def test_trl_messages_of_every_kind():
@@ -98,11 +88,11 @@ def test_trl_messages_of_every_kind():
 
 
 def test_prompt_and_completion():
-    strings = canonical_row({"prompt": "Q", "completion": " A"})
+    strings = parse_row({"prompt": "Q", "completion": " A"})
     assert [m["content"][0]["text"] for m in strings["messages"]] == ["Q", "A"] and strings["prompt_turns"] == 0
     prompt = [user("Q"), assistant("not learned"), user("Q2")]
     row = {"prompt": prompt, "completion": [assistant("A"), user("Q3"), assistant("A3")], "images": ["a.png"]}
-    assert canonical_row(row, RULES)["prompt_turns"] == 1
+    assert parse_row(row, RULES)["prompt_turns"] == 1
     assert shape(row)[0] == ("user", [..., "Q"]) and len(shape(row)) == 6
     assert shape({"prompt": "Is <image> red?", "completion": "yes", "image": "a.png"})[0][1] == ["Is ", ..., " red?"]
 
@@ -110,7 +100,7 @@ def test_prompt_and_completion():
 def test_files_that_datasets_found_itself(monkeypatch, tmp_path):
     def allowed(path, rules, struct=True):
         raw = {**llava("<image>Q", "A"), "image": {"path": path, "bytes": None} if struct else path}
-        (image,) = canonical_row(raw, rules)["images"]
+        (image,) = parse_row(raw, rules)["images"]
         assert image == {"path": path, "bytes": None}
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -142,10 +132,10 @@ ADDRESSES = (
 @pytest.mark.parametrize(
     "address", [*ADDRESSES, "simplecache::file:///images/a.png", "file://x::hf://datasets/u/d@0/a"]
 )
-def test_addresses_are_refused_as_strings_and_as_structs_with_what_to_do_instead(address, rules):
+def test_addresses_are_refused_as_strings_and_as_structs(address, rules):
     for image in (address, {"path": address, "bytes": None}, {"path": address}):
         with pytest.raises(ValueError, match="address, and nothing is fetched: download .* set image_folder"):
-            canonical_row({**llava("<image>Q", "A"), "image": image}, rules)
+            parse_row({**llava("<image>Q", "A"), "image": image}, rules)
 
 
 # ----------------------------------------------------------------------------------------------------------- bad rows
@@ -204,23 +194,14 @@ BAD = {
 def test_a_bad_row_has_a_reason(kind):
     raw, reason = BAD[kind]
     with pytest.raises(ValueError, match=reason):
-        canonical_row(raw, RULES)
-
-
-def test_a_name_without_end_is_cut():
-    assert len(image_name(llava("<image>Q", "A", "a" * 10_000_000))) == 4096
-
-
-def test_a_path_needs_a_folder_to_start_from():
-    with pytest.raises(ValueError, match="the image a.png is a path, .* set image_folder"):
-        canonical_row(llava("<image>Q", "A", "a.png"), ImageRules(None, "user/data"))
+        parse_row(raw, RULES)
 
 
 def test_the_tokenizers_own_image_token_may_not_stand_in_a_text():
     raw = llava("What does <|image|> mean?", "A")
     assert shape(raw)[0][1] == ["What does <|image|> mean?"]
     with pytest.raises(ValueError, match=r"turn 0, the user's, has <\|image\|> where no image is"):
-        canonical_row(raw, image_token="<|image|>")
+        parse_row(raw, image_token="<|image|>")
 
 
 @pytest.mark.parametrize(
@@ -234,19 +215,9 @@ def test_the_tokenizers_own_image_token_may_not_stand_in_a_text():
 def test_control_tokens_of_the_tokenizer_may_not_stand_in_a_text(question, answer, reason):
     raw, tokenizer = llava(question, answer), tiny_parts.tokenizer()
     tokenizer.add_tokens(["<think>"])
-    assert canonical_row(raw) and canonical_row(llava("<s>", "<think>"), control_tokens=control_tokens(tokenizer))
+    assert parse_row(raw) and parse_row(llava("<s>", "<think>"), control_tokens=control_tokens(tokenizer))
     with pytest.raises(ValueError, match=reason):
-        canonical_row(raw, control_tokens=control_tokens(tokenizer))
-
-
-def test_control_tokens_are_those_that_the_tokenizer_finds_in_a_text():
-    tokenizer = tiny_parts.tokenizer(extra=["<|end|>", "<|endoftext|>"])
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|endoftext|>"], "pad_token": "[PAD]"})
-    tokenizer.add_tokens(["<think>"])
-    for text in ("<|end|>", "<|endoftext|>", "[PAD]", "<unk>", "<|im_start|>", "<|im_end|>"):
-        assert len(tokenizer(f"a{text}b", add_special_tokens=False)["input_ids"]) == 3
-        assert control_tokens(tokenizer).search(f"a{text}b")[0] == text
-    assert not control_tokens(tokenizer).search("<think> <|im_ end|> < end >")
+        parse_row(raw, control_tokens=control_tokens(tokenizer))
 
 
 def test_characters_that_join_visible_ones_are_part_of_an_answer():
@@ -255,23 +226,9 @@ def test_characters_that_join_visible_ones_are_part_of_an_answer():
 
 def test_an_empty_answer_in_the_prompt_is_not_learned_and_so_allowed():
     row = {"prompt": [user("Q"), assistant(""), user("Q2")], "completion": [assistant("A")]}
-    assert canonical_row(row)["prompt_turns"] == 1
+    assert parse_row(row)["prompt_turns"] == 1
     with pytest.raises(ValueError, match="answer in turn 3 is empty"):
-        canonical_row({**row, "completion": [assistant("")]})
-
-
-def test_the_raw_row_is_left_as_it_was():
-    raw = {"messages": [user("Q"), assistant(" A ")], "images": ["a.png"]}
-    canonical_row(raw, RULES)
-    assert raw == {"messages": [user("Q"), assistant(" A ")], "images": ["a.png"]}
-
-
-def test_names_of_images():
-    assert image_name(llava("Q", "A", "a.png")) == "a.png"
-    assert image_name({"images": [{"path": "a.png"}, {"path": "b.png"}]}) == "a.png"
-    assert [image_name(raw) for raw in (llava("Q", "A"), {"images": [{"bytes": b"x"}]}, {"image": 7}, "x")] == [
-        None
-    ] * 4
+        parse_row({**row, "completion": [assistant("")]})
 
 
 def test_dropped_rows_count_once_and_survive_a_torn_line(tmp_path):

@@ -12,9 +12,8 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from train_data import arguments, inside, llava, write_json
 
-from normalign_llava.data.mixtures import load_data, prepare_rows
-from normalign_llava.data.rows import FEATURES
-from normalign_llava.data.table import RowBuilder
+from normalign_llava.data.rows.parse import FEATURES
+from normalign_llava.data.sources.mixtures import load_data, prepare_rows
 
 
 COUNT = 100
@@ -90,18 +89,7 @@ def test_rows_are_the_same_in_workers_and_after_pickling(processor, tmp_path):
     process.join()
 
 
-def test_the_sampler_reads_lengths_without_building_rows(processor, tmp_path, monkeypatch):
-    rows = load(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor)
-    trainer = training.trainer(
-        tmp_path, training.checkpoint(tmp_path / "parts"), rows, train_sampling_strategy="group_by_length"
-    )
-    monkeypatch.setattr(RowBuilder, "__call__", None)
-    sampler = trainer._get_train_sampler()
-    assert sampler.lengths.tolist() == [*rows.with_format(None)["length"]] and sampler.has_image.all()
-    assert sorted(sampler) == list(range(COUNT))
-
-
-def test_a_changed_file_is_read_anew_and_a_changed_transform_of_ones_own_is_kept(processor, tmp_path):
+def test_a_changed_file_is_read_anew_and_an_own_transform_kept(processor, tmp_path):
     path = write_json(tmp_path, [llava("Q", "one")])
     assert load(path, processor)[0]["messages"][1]["content"][0]["text"] == "one"
     write_json(tmp_path, [llava("Q", "three")])

@@ -15,10 +15,10 @@ from transformers import AutoProcessor, PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.data.fetch import FetchError
-from normalign_llava.data.forms import PROMPT
-from normalign_llava.data.questions import Sample
+from normalign_llava.data.rows.forms import PROMPT
+from normalign_llava.data.rows.questions import Sample
 from normalign_llava.diagnose.data import BUILT_IN, Samples, batches, image_batches, load_samples
+from normalign_llava.fetched.fetch import FetchError
 
 
 COLOURS = ("red", "green", "blue", "white", "black", "gray")

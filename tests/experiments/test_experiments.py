@@ -22,7 +22,7 @@ from scipy import stats
 from transformers import TrainerControl, TrainerState
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.data.easy_vqa import training_data
+from normalign_llava.fetched.easy_vqa import training_data
 
 
 SHORT = {

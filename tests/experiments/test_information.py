@@ -12,7 +12,7 @@ from information import EVERY, InformationCallback, cross_entropies, entropies, 
 from transformers import AutoProcessor, TrainerControl, TrainerState
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.data.easy_vqa import Question, held_out, load_image, prompt
+from normalign_llava.fetched.easy_vqa import Question, held_out, load_image, prompt
 
 
 WORDED = [("what shape?", "circle"), ("what shape?", "circle"), ("what shape?", "square"), ("what hue?", "red")]

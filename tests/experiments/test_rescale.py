@@ -13,8 +13,8 @@ from tiny import vision_config
 from transformers import AutoImageProcessor, CLIPVisionModel, Dinov2Model, LlamaForCausalLM
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
-from normalign_llava.data.easy_vqa import held_out, load_image
-from normalign_llava.quickstart.convert import convert_language, convert_vision
+from normalign_llava.fetched.convert import convert_language, convert_vision
+from normalign_llava.fetched.easy_vqa import held_out, load_image
 
 
 pytestmark = pytest.mark.slow

@@ -150,7 +150,7 @@ def evaluated(folder: Path, samples: int = 500, **changes) -> Evaluation:
 
 
 def _source(name: str, used: int, bad: int, too_long: int, dataset: dict | None) -> dict:
-    counts = {"found": used + bad + too_long, "bad": bad, "too_long": too_long, "kept": used, "used": used}
+    counts = {"found": used + bad + too_long, "bad": bad, "too_long": too_long, "valid": used, "used": used}
     source = {"source": name, "split": "train", **counts, "images": used, "median": 66.0}
     return source | ({"dataset": dataset} if dataset else {})
 

@@ -235,13 +235,11 @@ ELSEWHERE: dict[str, Spoil] = {
     "evaluation/ai2d elsewhere": linked("evaluation/ai2d"),
     ".README.md-1 to nothing": linked(".README.md-1", to_nothing=True),
 }
-LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LARGE: dict[str, Spoil] = {
     "10^7 layers": config(TEXT, num_hidden_layers=10**7),
     "hidden size 10^9": config(TEXT, hidden_size=10**9),
     "vocabulary 10^12": config(TEXT, vocab_size=10**12),
     "images of 10^8 pixels a side": config(VISION, image_size=10**8),
-    "template, loops": written("chat_template.jinja", LOOPS),
     "processor, images of 10^6 pixels a side": processor(
         image_processor={"size": {"shortest_edge": 10**6}, "crop_size": {"height": 10**6, "width": 10**6}}
     ),

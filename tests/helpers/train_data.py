@@ -13,7 +13,7 @@ from transformers import AddedToken, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from normalign_llava.assembly.chat_template import multimodal_chat_template
-from normalign_llava.data.arguments import DataArguments
+from normalign_llava.data.sources.arguments import DataArguments
 
 
 def processor(tokenizer=None, template=tiny_parts.CHATML) -> LlavaProcessor:

@@ -13,7 +13,7 @@ from transformers import AutoProcessor
 from trl import get_peft_config, get_quantization_config
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
-from normalign_llava.data.rows import FEATURES
+from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.train.arguments import ModelArguments, NormAlignConfig
 from normalign_llava.train.model import load_model
 from normalign_llava.train.trainer import NormAlignTrainer
@@ -80,7 +80,7 @@ def row(number: int, images=1, turns=1) -> dict:
 
 
 def rows(count=16, images=lambda number: 1, turns=lambda number: 1 + number % 2) -> Dataset:
-    """Canonical rows; `images` and `turns` give how many of each a row has."""
+    """Parsed rows; `images` and `turns` give how many of each a row has."""
     made = [row(number, images(number), turns(number)) for number in range(count)]
     return Dataset.from_list(made, features=FEATURES)
 

@@ -20,7 +20,7 @@ from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 from PIL import EpsImagePlugin, Image
 
-from normalign_llava.data import images as data_images
+from normalign_llava.data.rows import images as data_images
 from normalign_llava.hub_cards.space import demo
 from normalign_llava.hub_cards.space.demo import images as demo_images
 from normalign_llava.hub_cards.space.demo.asking import Asker
@@ -111,7 +111,7 @@ def test_images_are_read_as_in_training():
 
 
 @pytest.mark.parametrize(
-    "open_it", [open_image, lambda path: data_images.open_image({"path": str(path), "bytes": None}, 10**6)]
+    "open_it", [open_image, lambda path: data_images.decode_image({"path": str(path), "bytes": None}, 10**6)]
 )
 def test_no_image_starts_ghostscript(tmp_path, monkeypatch, open_it):
     Image.new("RGB", (4, 4)).save(tmp_path / "cat.jpg", "EPS")

@@ -9,7 +9,7 @@ import training
 import vlm_families
 from strict_device import STRICT, on_device
 
-from normalign_llava.assembly.processing import check_processor
+from normalign_llava.checkpoint.opening import check_processor
 from normalign_llava.diagnose import probe
 from normalign_llava.diagnose.measure.attention import attention_maps
 from normalign_llava.diagnose.measure.embeddings import embedding_table_of

@@ -3,6 +3,7 @@
 """What a quickstart removes from its folder: what an earlier one left unfinished, and nothing else."""
 
 import pytest
+from rich.console import Console
 from test_quickstart_run import SHORT
 
 from normalign_llava.quickstart.journal import Journal
@@ -20,7 +21,7 @@ def no_archives(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", [".git/HEAD", ".ssh/id_rsa", "notes.txt", "journal.json"])
-def test_a_folder_with_anything_else_in_it_is_refused_and_stays_as_it_is(tmp_path, no_archives, name):
+def test_a_folder_with_anything_else_in_it_is_refused(tmp_path, no_archives, name):
     output = tmp_path / "mine"
     (output / name).parent.mkdir(parents=True)
     (output / name).write_text("{}")
@@ -32,7 +33,7 @@ def test_a_folder_with_anything_else_in_it_is_refused_and_stays_as_it_is(tmp_pat
 def test_only_unfinished_folders_of_its_own_are_removed_from_an_earlier_run(tmp_path, no_archives):
     output = tmp_path / "run"
     output.mkdir()
-    Journal(output, SHORT)
+    Journal(output, SHORT, Console())
     unfinished = [output / ".stage1-a1b2c3d4" / "stage1", output / "baseline" / ".model-zzzzzzzz" / "model"]
     own = [output / ".git" / "HEAD", output / ".stage1-a1b2c3d4-old" / "stage1", output / ".model-a1b2c3d4" / "mine"]
     for folder in [*unfinished, *own]:

@@ -33,7 +33,7 @@ from normalign_llava import (
     half_precision_pays,
 )
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.data.arguments import DataArguments
+from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.train.arguments import ModelArguments
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.inputs import normalign_config
@@ -286,7 +286,7 @@ def test_rows_that_are_too_long_are_dropped_and_bad_ones_named(tmp_path, checkpo
     )
     assert len(trainer.train_dataset) == 3
     assert "train_dataset: 1 of 4 rows dropped" in caplog.text and "more than max_length 100" in caplog.text
-    assert (trainer.record["data"][0]["kept"], trainer.record["data"][0]["dropped"]) == (3, [2])
+    assert (trainer.record["data"][0]["valid"], trainer.record["data"][0]["dropped"]) == (3, [2])
     data[1]["messages"] = data[1]["messages"][:1]
     with pytest.raises(ValueError, match="train_dataset, row 1: it has no assistant turn"):
         NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=Dataset.from_list(data))

@@ -16,13 +16,13 @@ from train_data import assistant, gigantic_png, image_bytes, inside, llava, user
 from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
-from normalign_llava.data.rows import DroppedRows, canonical_row
+from normalign_llava.data.rows.parse import DroppedRows, parse_row
 from normalign_llava.train import collator
 from normalign_llava.train.collator import ConversationCollator
 
 
 def row(raw, number=0) -> dict:
-    return {**canonical_row(raw), "source": "data.json", "row": number, "length": 0}
+    return {**parse_row(raw), "source": "data.json", "row": number, "length": 0}
 
 
 def labelled(processor, labels) -> list[str]:
@@ -147,8 +147,8 @@ def test_batches_with_and_without_images(processor):
 
 def test_an_image_is_opened_once(processor, tmp_path, monkeypatch):
     opened = []
-    real = collator.open_image
-    monkeypatch.setattr(collator, "open_image", lambda image, limit: (opened.append(1), real(image, limit))[1])
+    real = collator.decode_image
+    monkeypatch.setattr(collator, "decode_image", lambda image, limit: (opened.append(1), real(image, limit))[1])
     ConversationCollator(processor)([row(TWO_TURNS)])
     assert len(opened) == 2
 

@@ -13,8 +13,8 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from train_data import arguments, assistant, llava, user, write_json
 
-from normalign_llava.data.arguments import DataArguments
-from normalign_llava.data.mixtures import load_data
+from normalign_llava.data.sources.arguments import DataArguments
+from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.train.collator import ConversationCollator
 from normalign_llava.train.sampler import ModalityLengthGroupedSampler
 
@@ -160,7 +160,7 @@ def test_shares_are_exact_and_no_row_comes_twice(processor, tmp_path, fractions,
     data = mixture(processor, sources(tmp_path, {"a": 50, "b": 30, "c": 20}, **fractions))
     found = answers(data.train)
     assert Counter(answer[0] for answer in found) == expected and len(set(found)) == len(found)
-    assert [(source.kept, source.used) for source in data.report.sources] == [
+    assert [(source.valid, source.used) for source in data.report.sources] == [
         (count, expected[name]) for name, count in {"a": 50, "b": 30, "c": 20}.items()
     ]
 

@@ -18,13 +18,12 @@ from rich.markup import escape
 from rich.progress import track
 from transformers import LlavaProcessor
 
-from ..checkpoint.loading import TEMPLATE_SECONDS, limited
-from ..errors import Console, escaped
-from .arguments import DataArguments
+from ...errors import Console, escaped
+from ..sources.arguments import DataArguments
+from ..sources.source import Source
 from .forms import PROMPT, image_name, unread_image
 from .images import ImageRules, image_problem, printable
-from .rows import FEATURES, DroppedRow, DroppedRows, canonical_row, control_tokens
-from .sources import Source
+from .parse import FEATURES, DroppedRow, DroppedRows, control_tokens, parse_row
 
 
 logger = logging.getLogger(__name__)
@@ -53,43 +52,43 @@ class Checks:
         return DroppedRow(row["source"], row["row"], row["file"], reason, row["length"])
 
 
-def checked_rows(source: Source, processor: LlavaProcessor) -> Iterator[dict[str, Any]]:
-    """All rows of a source in order: in canonical form, as stored (`raw`), and their facts.
+def parse_rows(source: Source, processor: LlavaProcessor) -> Iterator[dict[str, Any]]:
+    """All rows of a source in order: in parsed form, as stored (`raw`), and their facts.
 
     Rows that cannot be trained on are empty and have a `reason`.
     """
     found = iter(source)
     tokens = {"image_token": processor.image_token, "control_tokens": control_tokens(processor.tokenizer)}
     while chunk := list(islice(found, _CHUNK)):
-        checked = []
+        rows = []
         for name, number, raw in chunk:
             row: dict[str, Any] = {"source": name, "row": number, "file": image_name(raw), "reason": None, "raw": raw}
             row |= {"images": [], "messages": [], "prompt_turns": 0, "length": 0, "image_count": 0, "paths": []}
             row |= {"form": None, "unread": None}
             try:
-                row |= canonical_row(raw, source.rules, **tokens)
+                row |= parse_row(raw, source.rules, **tokens)
             except ValueError as error:
                 row["reason"] = printable(str(error))
             row["unread"] = None if row["images"] else unread_image(raw, row["messages"])
             if row["reason"] and row["unread"]:
                 row["reason"] += f"; the {row['unread']} looks like an image and is not read"
-            checked.append(row)
-        good = [row for row in checked if row["reason"] is None]
-        for row, length in zip(good, token_lengths(processor, good), strict=True):
+            rows.append(row)
+        parsed = [row for row in rows if row["reason"] is None]
+        for row, length in zip(parsed, token_lengths(processor, parsed), strict=True):
             row["reason" if isinstance(length, str) else "length"] = length
             row["image_count"] = len(row["images"])
             row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
-        yield from checked
+        yield from rows
 
 
-def kept_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
-    """The rows of a source that pass all checks, in canonical form; the others are recorded.
+def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
+    """The rows of a source that pass all checks, in parsed form; the others are recorded.
 
     Raises:
         ValueError: There is a bad row and `bad_rows` is "stop", or no row is left at the end.
     """
     empty = True
-    for row in _passing(source, checks):
+    for row in _valid(source, checks):
         empty = False
         if row["unread"]:
             _warn_once(f"{source.name}: what looks like an image is not read: {row['unread']}.")
@@ -105,7 +104,7 @@ def has_images(source: Source, checks: Checks) -> bool:
         ValueError: There is a bad row and `bad_rows` is "stop", or [`check_images_are_read`] finds unread images.
     """
     rows, unread = 0, Counter[str]()
-    for row in islice(_passing(source, checks), _PEEKED):
+    for row in islice(_valid(source, checks), _PEEKED):
         if row["images"]:
             return True
         rows += 1
@@ -114,8 +113,8 @@ def has_images(source: Source, checks: Checks) -> bool:
     return False
 
 
-def _passing(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
-    for row in checked_rows(source, checks.processor):
+def _valid(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
+    for row in parse_rows(source, checks.processor):
         dropped = checks.too_long(row)
         problem = (row["file"], row["reason"]) if row["reason"] else None
         if problem := problem or image_problem(image_files(row["paths"]), source.rules):
@@ -130,17 +129,16 @@ def _passing(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
 
 
 def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:
-    """Tokens of each canonical row, as the collator makes them, or why there are none; no image is decoded."""
+    """Tokens of each parsed row, as the collator makes them, or why there are none; no image is decoded."""
     per_image = tokens_per_image(processor)
     results: list[int | str] = []
     texts: list[str] = []
     for conversation in conversations:
-        with limited("The chat template", TEMPLATE_SECONDS):
-            try:
-                texts.append(str(processor.apply_chat_template(conversation["messages"], tokenize=False)))
-                results.append(len(conversation["images"]))
-            except Exception as error:  # a template may refuse a conversation with any error
-                results.append(f"the chat template refuses it: {error}")
+        try:
+            texts.append(str(processor.apply_chat_template(conversation["messages"], tokenize=False)))
+            results.append(len(conversation["images"]))
+        except Exception as error:  # a template may refuse a conversation with any error
+            results.append(f"the chat template refuses it: {error}")
     encoded = iter(processor.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
     for number, images in enumerate(results):
         if isinstance(images, int):
@@ -161,13 +159,8 @@ def image_problems(
 ) -> dict[int, tuple[str | None, str]]:
     """Checks the images of all rows with [`image_problem`]; the processes share the work.
 
-    Nothing is cached, since files may change.
-
-    Args:
-        rows: Rows with the column `paths` or, to decode images, canonical rows.
-        name: The data set's name, for the progress bar.
-        rules: Which files the images may be.
-        max_pixels: Most pixels of an image to decode; None only checks that files exist.
+    Nothing is cached, since files may change. With `max_pixels`, parsed rows are needed, and their images are decoded;
+    with None, rows with the column `paths`, and only that the files exist is checked.
 
     Returns:
         File and reason, by the number of a row with a bad image.
@@ -193,12 +186,7 @@ def image_problems(
 
 
 def stopped(bad: list[DroppedRow], found: int | None = None) -> str:
-    """The message of a run that stops at bad rows: each reason once, with its first row and their number.
-
-    Args:
-        bad: The bad rows.
-        found: The number of all rows, if known.
-    """
+    """The message of a run that stops at bad rows: each reason once, with its first row and their number."""
     alike: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in bad:
         reason = row.reason.replace(row.file, "") if row.file else row.reason
@@ -213,13 +201,7 @@ def stopped(bad: list[DroppedRow], found: int | None = None) -> str:
 
 
 def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, int]) -> None:
-    """Warns of columns or texts that look like images and are not read.
-
-    Args:
-        name: The data set's name.
-        rows: Number of its rows.
-        images: Number of images read from them.
-        unread: Number of rows by the column or text that looks like an image: see [`unread_image`].
+    """Warns of columns or texts that look like images and are not read; `unread` has their rows, see [`unread_image`].
 
     Raises:
         ValueError: No image was read, and most rows look as if they had one.
@@ -244,7 +226,7 @@ def warn_of_captions(name: str, forms: Iterable[str]) -> None:
 
 
 def image_files(paths: list[str]) -> list[dict[str, Any]]:
-    """Images of a canonical row by their paths."""
+    """Images of a parsed row by their paths."""
     return [{"path": path, "bytes": None} for path in paths]
 
 

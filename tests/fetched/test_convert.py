@@ -10,11 +10,10 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, Dinov2Model
 
 from normalign_llava import mean_embedding_norm
-from normalign_llava.checkpoint.files import finished_folder
-from normalign_llava.data.archives import LANGUAGE, VISION
-from normalign_llava.data.easy_vqa import emoji, load_image
-from normalign_llava.data.fetch import unpack
-from normalign_llava.quickstart.convert import convert_language, convert_vision
+from normalign_llava.fetched.archives import LANGUAGE, VISION
+from normalign_llava.fetched.convert import convert_language, convert_vision
+from normalign_llava.fetched.easy_vqa import emoji, load_image
+from normalign_llava.fetched.fetch import unpack
 
 
 pytestmark = pytest.mark.usefixtures("archives")
@@ -66,10 +65,3 @@ def test_the_language_model_is_the_dequantized_gguf():
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = model.generate(**tokenizer("The capital of France is", return_tensors="pt"), max_new_tokens=3)
     assert "Paris" in tokenizer.decode(tokens[0])
-
-
-def test_a_folder_that_fails_midway_does_not_appear(tmp_path):
-    with pytest.raises(OSError, match="disk full"), finished_folder(tmp_path / "model") as folder:
-        (folder / "weights").write_text("half")
-        raise OSError("disk full")
-    assert not list(tmp_path.iterdir())

@@ -1,8 +1,8 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Loads data sets in any known form as canonical rows, checked, measured and mixed; in memory or streamed.
+"""Loads data sets in any known form as parsed rows, checked, measured and mixed; in memory or streamed.
 
-No image is decoded or written on the way: a row is built from its source when it is read.
+No image is decoded or written on the way: a row is parsed when it is read.
 """
 
 import logging
@@ -16,13 +16,13 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import LlavaProcessor
 
+from ..rows.checks import Checks, has_images, valid_rows
+from ..rows.images import ImageRules
+from ..rows.parse import FEATURES, DroppedRows
+from ..rows.reports import DataReport, SourceReport
 from .arguments import DataArguments, DataSource
-from .images import ImageRules
-from .reports import DataReport, SourceReport
-from .row_checks import Checks, has_images, kept_rows
-from .rows import FEATURES, DroppedRows
-from .sources import Source, open_held_out, open_source
-from .table import RowBuilder, built_rows, good_rows, measure, without_dropped
+from .source import Source, open_held_out, open_source
+from .table import RowReader, measure, only_valid, rows_on_access, valid_table
 
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainingData:
-    """Canonical rows with the columns `FEATURES`; `eval` is None unless held-out data is asked for."""
+    """Parsed rows with the columns `FEATURES`; `eval` is None unless held-out data is asked for."""
 
     train: Dataset | IterableDataset
     eval: Dataset | IterableDataset | None
@@ -95,19 +95,22 @@ def load_data(
         mixed = {"sources": tuple(sources), "checks": checks, "fractions": fractions, "seed": seed}
         # Endless, since the Trainer counts batches from the start and cannot resume a stream in a later pass.
         train = _stream(_endless_rows, mixed).shuffle(seed=seed, buffer_size=arguments.shuffle_buffer_size)
-        held = _stream(kept_rows, {"source": held_out, "checks": checks}) if held_out else None
+        held = _stream(valid_rows, {"source": held_out, "checks": checks}) if held_out else None
     else:
-        builder = RowBuilder((*sources, *([held_out] if held_out else [])))
-        light = _mixture(
-            [good_rows(builder, part, checks, report) for part, report in enumerate(reports)], fractions, seed, reports
+        reader = RowReader((*sources, *([held_out] if held_out else [])))
+        table = _mixture(
+            [valid_table(reader, part, checks, report) for part, report in enumerate(reports)],
+            fractions,
+            seed,
+            reports,
         )
         if held_out:
-            held = built_rows(good_rows(builder, len(sources), checks, held_report), builder)
+            held = rows_on_access(valid_table(reader, len(sources), checks, held_report), reader)
         elif splitting:
-            light, out = _split(light, arguments.test_split_size, seed, reports)
+            table, out = _split(table, arguments.test_split_size, seed, reports)
             # With any file allowed: links that leave the image folder were checked with all rows.
-            held = built_rows(without_dropped(out, builder, ImageRules(), checks, held_report), builder)
-        train = built_rows(light, builder)
+            held = rows_on_access(only_valid(out, reader, ImageRules(), checks, held_report), reader)
+        train = rows_on_access(table, reader)
         with_images = any(report.images for report in reports)
     if need_images and not with_images:
         raise _no_images([source.name for source in sources], streaming)
@@ -130,7 +133,7 @@ def prepare_rows(
     need_images: bool = False,
     dropped_rows: DroppedRows | None = None,
 ) -> tuple[Dataset | IterableDataset, SourceReport]:
-    """Canonical rows, checked and measured, of a data set that is already open.
+    """Parsed rows, checked and measured, of a data set that is already open.
 
     Rows may have any form that files have; images may also be PIL images. A stream is neither shuffled nor repeated.
     The results of this function and of [`load_data`] are returned unchanged. All processes must call this at the same
@@ -154,7 +157,7 @@ def prepare_rows(
             are not read. A stream also raises while it is read.
     """
     report = SourceReport(name, split)
-    if data.features == FEATURES or isinstance(_transform(data), RowBuilder):
+    if data.features == FEATURES or isinstance(_transform(data), RowReader):
         if isinstance(data, Dataset):
             measure(data, report)
         return data, report
@@ -163,10 +166,10 @@ def prepare_rows(
     prepared: Dataset | IterableDataset
     if isinstance(data, IterableDataset):
         with_images = has_images(source, checks)
-        prepared = _stream(kept_rows, {"source": source, "checks": checks})
+        prepared = _stream(valid_rows, {"source": source, "checks": checks})
     else:
-        builder = RowBuilder((source,))
-        prepared = built_rows(good_rows(builder, 0, checks, report), builder)
+        reader = RowReader((source,))
+        prepared = rows_on_access(valid_table(reader, 0, checks, report), reader)
         with_images = bool(report.images)
     if need_images and not with_images:
         raise _no_images([name], isinstance(data, IterableDataset))
@@ -214,7 +217,7 @@ def _endless_rows(
 def _again_and_again(sources: tuple[Source, ...], checks: Checks) -> Iterator[dict[str, Any]]:
     while True:
         for source in sources:
-            yield from kept_rows(source, checks)
+            yield from valid_rows(source, checks)
 
 
 def _fractions(sources: list[DataSource]) -> tuple[float, ...]:
@@ -246,8 +249,8 @@ def _split(
     """Training rows and held-out rows; updates in the reports how many rows of each source are trained on."""
     numbers = Dataset.from_dict({"number": list(range(len(mixture)))})
     parts = numbers.train_test_split(test_size=test_size, seed=seed)
-    left, out = parts["train"]["number"][:], parts["test"]["number"][:]
+    selected, out = parts["train"]["number"][:], parts["test"]["number"][:]
     starts = np.cumsum([0] + [report.used for report in reports])
-    for report, count in zip(reports, np.histogram(left, starts)[0], strict=True):
+    for report, count in zip(reports, np.histogram(selected, starts)[0], strict=True):
         report.used = int(count)
-    return mixture.select(left), mixture.select(out)
+    return mixture.select(selected), mixture.select(out)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .forms import SUFFIXES
+from ..rows.forms import SUFFIXES
 
 
 METADATA = "metadata"

@@ -98,7 +98,7 @@ def read_row(raw: Any) -> Row:
 
 
 def image_name(raw: Any) -> str | None:
-    """The name of the first image of a raw or canonical row, or None."""
+    """The name of the first image of a raw or parsed row, or None."""
     if not isinstance(raw, Mapping):
         return None
     images = raw.get("images") or raw.get("image")
@@ -108,12 +108,7 @@ def image_name(raw: Any) -> str | None:
 
 
 def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
-    """What looks like an image in a row without images, such as `column img` or `text <image_1>`, or None.
-
-    Args:
-        raw: The row as stored.
-        messages: The messages read from it.
-    """
+    """What looks like an image in a row without images, such as `column img` or `text <image_1>`, or None."""
     if not isinstance(raw, Mapping) or raw.get("image") or raw.get("images"):
         return None
     for column, value in raw.items():

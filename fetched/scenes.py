@@ -120,14 +120,6 @@ def training_scenes(rows: int, seed: int = 0, cache: Path | None = None) -> Data
     """Conversations of one question each about scenes of the training split, a third of each kind, shuffled.
 
     None of these scenes or drawings is in the split `"test"`. Objects that are not there are drawn at random.
-
-    Args:
-        rows: Number of conversations.
-        seed: Of the questions.
-        cache: Folder of the archives.
-
-    Returns:
-        A dataset with columns `images` and `messages`.
     """
     third = rows // 3 + 1
     questions = [

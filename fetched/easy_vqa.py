@@ -16,11 +16,11 @@ from typing import NamedTuple
 from datasets import Dataset, Features, Image, List
 from PIL import Image as PILImage
 
+from ..data.rows.images import decode_image
+from ..data.rows.parse import MESSAGES
+from ..data.sources.arguments import DataArguments
 from .archives import EASY_VQA, FLUENT_EMOJI, GOOGLE_EMOJI
-from .arguments import DataArguments
 from .fetch import unpack
-from .images import open_image
-from .rows import MESSAGES
 
 
 SYSTEM = "Answer briefly."
@@ -100,10 +100,10 @@ def emoji(count: int, seed: int, cache: Path | None = None) -> tuple[list[Questi
         name, other = entry["short_name"], fluent / f"{entry['unified'].lower()}.webp"
         drawn = entry["has_img_google"] and other.exists()
         if drawn and entry["category"] in EMOJI_CATEGORIES and name.isalpha():
-            ours = google / "img" / "google" / "64" / entry["image"]
-            pairs.append([Question("emoji", EMOJI_QUESTION, name, path, name) for path in (ours, other)])
+            drawing = google / "img" / "google" / "64" / entry["image"]
+            pairs.append([Question("emoji", EMOJI_QUESTION, name, path, name) for path in (drawing, other)])
     pairs = random.Random(seed).sample(sorted(pairs), count)
-    return [ours for ours, _ in pairs], [other for _, other in pairs]
+    return [drawn for drawn, _ in pairs], [other for _, other in pairs]
 
 
 def training_data(
@@ -113,16 +113,7 @@ def training_data(
 
     A row of easy-VQA has a yes/no question about an image and one about its shape or colour, in random order, so that
     rows have about one length and need little padding. Images without both are left out.
-
-    Args:
-        rows: Number of conversations.
-        emoji_count: Number of different emoji.
-        emoji_share: Share of the rows that ask for an emoji's name.
-        seed: Of everything that is drawn.
-        cache: Folder of the archives.
-
-    Returns:
-        A dataset with columns `images` and `messages`.
+    Of the rows, `emoji_share` ask for the name of one of `emoji_count` emoji.
     """
     rng = random.Random(seed)
     by_image: dict[Path, dict[str, list[Question]]] = defaultdict(lambda: defaultdict(list))
@@ -146,14 +137,8 @@ def training_data(
 def held_out(per_kind: int, emoji_count: int, seed: int = 0, cache: Path | None = None) -> list[Question]:
     """`per_kind` easy-VQA test questions of each kind, then the Microsoft drawings of the emoji named in training.
 
-    Args:
-        per_kind: Questions of each kind; an even number, so that yes/no stays balanced.
-        emoji_count: Number of different emoji, as in training.
-        seed: Of the questions that are drawn.
-        cache: Folder of the archives.
-
     Raises:
-        ValueError: `per_kind` is odd.
+        ValueError: `per_kind` is odd, with which yes/no would not stay balanced.
     """
     if per_kind % 2:
         raise ValueError(f"per_kind is {per_kind}; it must be even, as yes/no questions come in pairs")
@@ -181,7 +166,7 @@ def prompt(text: str, image: PILImage.Image | str | None = None) -> list[dict]:
 
 def load_image(path: Path) -> PILImage.Image:
     """The image in RGB, on white where it is transparent."""
-    return open_image({"path": str(path), "bytes": None}, DataArguments.max_image_pixels)
+    return decode_image({"path": str(path), "bytes": None}, DataArguments.max_image_pixels)
 
 
 def png(image: PILImage.Image) -> bytes:

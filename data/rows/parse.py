@@ -1,8 +1,8 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Rows in any known form become canonical rows, or are refused with a reason.
+"""Rows in any known form are parsed, or refused with a reason.
 
-A canonical row has explicit content parts, with each image in the turn it belongs to:
+A parsed row has explicit content parts, with each image in the turn it belongs to:
 
     images       list of {"path": str | None, "bytes": bytes | None}, one of which is None
     messages     list of {"role": str, "content": [{"type": "image" | "text", "text": str | None}]}
@@ -39,7 +39,7 @@ FEATURES = Features(
         "length": Value("int32"),
     }
 )
-"""Columns of every data set for training: a canonical row, its source, and how many images and tokens it has."""
+"""Columns of every data set for training: a parsed row, its source, and how many images and tokens it has."""
 
 _BLANK_LETTERS = "\u115f\u1160\u2800\u3164\uffa0"  # Hangul fillers, the Braille pattern without dots
 _INVISIBLE = {"Cc", "Cf", "Zl", "Zp", "Zs"}  # Unicode's controls, formats such as zero-width spaces, and white space
@@ -106,14 +106,14 @@ class DroppedRows:
         return [found[key] for key in sorted(found)]
 
 
-def canonical_row(
+def parse_row(
     raw: Any,
     rules: ImageRules | None = None,
     *,
     image_token: str = MARKER,
     control_tokens: re.Pattern[str] | None = None,
 ) -> dict[str, Any]:
-    """The row in canonical form, with its `form`; checked, but for the files of its images.
+    """The row in parsed form, with its `form`; checked, but for the files of its images.
 
     White space around an answer is removed, since it would be learned.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..checkpoint.find import is_hub_id
+from ...checkpoint.find import is_hub_id
 
 
 FILES = (".csv", ".json", ".jsonl", ".parquet")

@@ -13,13 +13,13 @@ from datasets import Dataset, DatasetDict, IterableDataset, load_dataset_builder
 from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules.parquet.parquet import Parquet
 
-from ..checkpoint.find import is_hub_id
-from ..checkpoint.limits import MAX_TABLE_BYTES
-from ..checkpoint.provenance import hub_dataset
-from ..checkpoint.untrusted import is_inside
+from ...checkpoint.find import is_hub_id
+from ...checkpoint.limits import MAX_TABLE_BYTES
+from ...checkpoint.provenance import hub_dataset
+from ...checkpoint.untrusted import is_inside
+from ..rows.images import ImageRules
 from .arguments import FILES, DataArguments, DataSource
 from .files import METADATA, READERS, files_of_folder, images_of_folder, rows_of_file
-from .images import ImageRules
 
 
 MAX_EXPANSION = 100

@@ -1,0 +1,226 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Opens checkpoints: found, checked, then loaded, and of a Hub id all at one commit."""
+
+import copy
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    LlavaProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ProcessorMixin,
+)
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.utils import is_torchvision_available
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from ..errors import install
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .find import find_checkpoint
+from .limits import SETTINGS_BYTES, TEMPLATE_BYTES
+from .loading import AGAIN, loading
+from .untrusted import check_files, check_weights
+
+
+_PER_BYTE, _NEW = 4, 2**24
+"""Most parameters per byte of weights, those of 2 bits, and most new parameters, those of the norm."""
+
+_KINDS = {AutoTokenizer: "tokenizer", AutoImageProcessor: "image processor"}
+_SAVE = "Save in its folder the one of the model that it was made from"
+_LARGEST_SIDE = 16_384  # pixels of an image that an image processor makes; also the most tokens of an image
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's folder or Hub id, whose files were checked; see [`open_checkpoint`].
+
+    Attributes:
+        name: Folder or Hub id.
+        revision: The commit of a Hub id, at which all its files are read.
+        stored: The content of `config.json`.
+        trust_remote_code: Whether code that comes with it may run.
+    """
+
+    name: str
+    revision: str | None
+    stored: dict[str, Any]
+    trust_remote_code: bool = False
+
+    @property
+    def model_type(self) -> str | None:
+        """As `config.json` names it."""
+        return self.stored.get("model_type")
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """Its configuration. Raises ValueError if it cannot be read."""
+        return self.read_config(AutoConfig)
+
+    def read_config(self, cls: Any) -> Any:
+        """Its configuration, as one of the class `cls`. Raises ValueError if it cannot be read."""
+        with loading(f"The configuration of {self.name}", memory=None if self.trust_remote_code else SETTINGS_BYTES):
+            return cls.from_pretrained(self.name, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def processor(self) -> LlavaProcessor:
+        """The processor of a LLaVA or a NormAlign-LLaVA.
+
+        Raises:
+            ValueError: There is none, or one that cannot be read, makes too many tokens of an image, or is another
+                model's.
+        """
+        processor = self.preprocessor(AutoProcessor)
+        with loading(f"The processor of {self.name}"):
+            if not isinstance(processor, ProcessorMixin):
+                raise ValueError(f"{self.name} has a tokenizer but no processor. {_SAVE}.")
+            tokens = processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
+            if not 0 < tokens <= _LARGEST_SIDE:
+                raise ValueError(f"The processor of {self.name} makes {tokens:,} tokens of an image. {_SAVE}.")
+            if self.stored and processor.image_token_id != self.config.image_token_id:
+                raise ValueError(
+                    f"The image token of {self.name} is {self.config.image_token_id} in config.json and "
+                    f"{processor.image_token_id} in its tokenizer. {_SAVE}."
+                )
+            check_processor(processor)
+        return processor
+
+    def preprocessor(self, cls: Any) -> Any:
+        """A tokenizer, an image processor or a processor, with errors that name the folder and what it lacks.
+
+        Raises:
+            ValueError: It does not exist or cannot be loaded, makes too large images, or its chat template is not
+                valid Jinja or takes too much memory.
+            ImportError: It needs torchvision.
+        """
+        kind = _KINDS.get(cls, "processor")
+        remedy = f"{_SAVE}: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
+        try:
+            with loading(f"The {kind} of {self.name}", remedy=remedy):
+                found = cls.from_pretrained(
+                    self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
+                )
+                image_processor = getattr(found, "image_processor", found)
+                sizes = (getattr(image_processor, each, None) for each in ("size", "crop_size"))
+                sides = [side for size in sizes for side in dict(size or {}).values() if side is not None]
+                # Qwen's processors, which merge patches, count the pixels of the image there.
+                if max(sides, default=0) > _LARGEST_SIDE ** (2 if hasattr(image_processor, "merge_size") else 1):
+                    raise ValueError(
+                        f"The {kind} of {self.name} makes images of up to {max(sides):,} pixels a side. {remedy}"
+                    )
+        except (OSError, ImportError, ValueError) as error:
+            if "torchvision" in str(error).lower() and not is_torchvision_available():  # in several wordings
+                raise ImportError(
+                    f"The {kind} of {self.name} needs torchvision, which is not installed. {install('vision')}"
+                ) from error
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(
+                f"{self.name} has no {kind} that can be loaded. {remedy} transformers says: {error}"
+            ) from error
+        stored = getattr(found, "chat_template", None)
+        for template in filter(None, stored.values() if isinstance(stored, dict) else [stored]):
+            _check_template(template, f"The chat template of {self.name}")
+        return found
+
+    def load(
+        self,
+        cls: Any = NormAlignLlavaForConditionalGeneration,
+        dtype: torch.dtype | str = "auto",
+        *,
+        config: PreTrainedConfig | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Its model, by `cls.from_pretrained`, of which `kwargs` are; a `config` is used in place of its own.
+
+        Raises:
+            ValueError: The weights cannot be read, are fewer than `config.json` asks for, or lack tensors.
+        """
+        size = check_weights(self.name, self.revision)
+        if not self.trust_remote_code and not is_deepspeed_zero3_enabled():  # which would shard the meta model
+            with loading(f"The configuration of {self.name}", memory=SETTINGS_BYTES), torch.device("meta"):
+                expected = copy.deepcopy(config or self.config)
+                if type(expected) is getattr(cls, "config_class", None):
+                    parameters = cls._from_config(expected).num_parameters()
+                else:  # an Auto class, or this package's for a LLaVA
+                    make = getattr(cls, "from_config", AutoModelForImageTextToText.from_config)
+                    parameters = make(expected).num_parameters()
+            if parameters > _PER_BYTE * size + _NEW:
+                raise ValueError(
+                    f"config.json of {self.name} has {parameters:,} parameters, but its weights have {size:,} bytes. "
+                    f"{AGAIN}"
+                )
+        kwargs |= {"config": config, "revision": self.revision, "trust_remote_code": self.trust_remote_code}
+        with loading(f"The model {self.name}"):
+            model, info = cls.from_pretrained(self.name, dtype=dtype, output_loading_info=True, **kwargs)
+        # Not needed: LLaVA reads hidden states, not a ViT's pooling layer. A LLaVA has no norm yet.
+        absent = ("pooler.", "model.multi_modal_projector.norm.")
+        if missing := sorted(key for key in info["missing_keys"] if not key.startswith(absent)):
+            raise ValueError(f"{self.name} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing[:10])}.")
+        return model
+
+
+def open_checkpoint(
+    name: str | os.PathLike, revision: str | None = None, *, remedy: str = "Check the path."
+) -> Checkpoint:
+    """Finds a checkpoint and checks all its files but the weights; loads nothing, and never runs its code.
+
+    Raises:
+        ValueError: It does not exist (then `remedy` is told), is an adapter, or [`check_files`] refuses a file.
+    """
+    found, commit = find_checkpoint(name, revision, remedy=remedy)
+    return Checkpoint(found, commit, check_files(found, commit))
+
+
+def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = None) -> int:
+    """The number of image tokens per image, compared with the features that `model` computes for an image.
+
+    Raises:
+        ValueError: The prompt, `_get_num_multimodal_tokens` and the model disagree on the number.
+    """
+    image = Image.new("RGB", (97, 61), "white")
+    inputs = processor(images=image, text=processor.image_token, return_tensors="pt")
+    counts = {
+        "the prompt": int((inputs["input_ids"] == processor.image_token_id).sum()),
+        "_get_num_multimodal_tokens": processor._get_num_multimodal_tokens([(61, 97)])["num_image_tokens"][0],
+    }
+    if model is not None:
+        with torch.no_grad():
+            pixels = inputs["pixel_values"].to(model.device, model.dtype)
+            counts["the model"] = sum(len(each) for each in model.get_image_features(pixels).pooler_output)
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{count} in {where}" for where, count in counts.items())
+        raise ValueError(
+            f"The number of image tokens differs: {found}. The image processor must give all images one size, a "
+            "multiple of the patch."
+        )
+    return counts["the prompt"]
+
+
+def _check_template(template: str, where: str) -> None:
+    """Raises ValueError if a template takes too much memory for a short conversation, or is not Jinja.
+
+    Whether it accepts that conversation does not matter here. One that misbehaves with others alone is found when it
+    renders them.
+    """
+    messages = [{"role": role, "content": "What is this?"} for role in ("user", "assistant", "user")]
+    with loading(where, memory=TEMPLATE_BYTES):
+        try:
+            render_jinja_template([messages], chat_template=template, add_generation_prompt=True)
+        except (MemoryError, RecursionError):
+            raise
+        except (SecurityError, TemplateSyntaxError) as error:
+            raise ValueError(f"{where} cannot be run: {error} {AGAIN}") from error
+        except Exception:  # a template may refuse a conversation with any error
+            pass
