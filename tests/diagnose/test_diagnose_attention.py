@@ -112,7 +112,7 @@ def test_maps_are_those_that_the_model_returns(name, row):
 
 
 @pytest.mark.parametrize("name", ["normalign_llava", "qwen2_5_vl", "idefics3"])
-def test_the_model_is_left_as_it_was_and_only_its_decoder_is_switched(name):
+def test_only_the_decoder_is_switched_and_the_model_stays_as_it_was(name):
     model, batch = vlm_families.make(name)
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     batch = alone(name, batch, 0)
@@ -238,7 +238,7 @@ def test_padding_changes_nothing_and_special_tokens_do_not_ask(side):
         ),
     ],
 )
-def test_layers_in_whose_window_the_image_does_not_lie_whole_are_left_out(cls, settings, has_window, window):
+def test_layers_whose_window_ends_within_the_image_are_left_out(cls, settings, has_window, window):
     model = tiny.model(text=tiny.text_config(cls=cls, sliding_window=window, **settings))
     batch = tiny.inputs()  # the image at 1 to 4, the text that asks at 5 to 9
     reaches = all(query - key < window for query in range(5, 10) for key in range(1, 5))
