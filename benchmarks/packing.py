@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What padding costs: rows and tokens per second of ours packed, ours padded, and TRL's `SFTTrainer` on stock LLaVA.
+"""What padding costs: tokens per second of ours packed, ours padded, and TRL's `SFTTrainer` on stock LLaVA.
 
     python benchmarks/packing.py [--data quickstart|mixture|mixture-1b] [--device cuda] [--output results.json]
 

@@ -60,8 +60,7 @@ def load_samples(data: str | None, count: int, *, seed: int = 0, image_folder: s
             of your own, in any form that can be trained on, or without answers: see docs/data.md. `DATA:SPLIT` or
             `DATA:CONFIG:SPLIT` names a split other than `train`. Of a row, the first image and the first user turn
             are used. Rows without an image are skipped.
-        count: How many samples; if there are fewer, all, with a warning.
-        seed: Decides which samples are drawn.
+        count: How many samples, drawn by `seed`; if there are fewer, all, with a warning.
         image_folder: Folder that image paths start from and may not leave; by default that of the data.
 
     Raises:

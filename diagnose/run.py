@@ -108,9 +108,8 @@ def diagnose(
         drawn = None
         if any(each.kind != "language model" for each in found):
             drawn = load_samples(data, samples, seed=seed, image_folder=image_folder)
-        measure = partial(
-            _measure, drawn=drawn, folder=staging, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit
-        )
+        loading: dict[str, Any] = {"dtype": dtype, "load_in_4bit": load_in_4bit}
+        measure = partial(_measure, drawn=drawn, folder=staging, batch_size=batch_size, **loading)
         names = _names(found, name, against_name)
         report = measure(found[0], names[0], prefix="")
         baseline = measure(found[1], names[1], prefix="baseline_") if against is not None else None
@@ -145,22 +144,14 @@ def diagnose(
 
 
 def _measure(
-    found: Found,
-    name: str,
-    *,
-    drawn: Samples | None,
-    folder: Path,
-    prefix: str,
-    batch_size: int,
-    dtype: str,
-    load_in_4bit: bool,
+    found: Found, name: str, *, drawn: Samples | None, folder: Path, prefix: str, batch_size: int, **loading: Any
 ) -> Report:
     """The report of one model; the images that attention is drawn on are written into `folder`."""
     if found.kind == "language model" or drawn is None:
         return probe_language(found.source, name=name, revision=found.revision)
     checkpoint = Path(found.source)
     dynamics, training = read_dynamics(checkpoint), read_training_log(checkpoint)  # both for their errors, too
-    model = load(found, dtype=dtype, load_in_4bit=load_in_4bit)
+    model = load(found, **loading)
     total = math.ceil(len(drawn.samples) / batch_size)
     progress = partial(track, description=escape(escaped(name)), total=total, console=Console())
     if found.image_processor is not None:
@@ -240,11 +231,10 @@ def _written(folder: Path) -> set[str]:
 
 def _names(found: list[Found], *given: str | None) -> list[str]:
     """The given names, or those of the models; told apart by the folder above, or "(baseline)", if they are equal."""
-    for of in (lambda each: each.name, _longer_name):
-        names = [name or of(each) for each, name in zip(found, given, strict=False)]
-        if len(set(names)) == len(names):
-            return names
-    return [names[0], f"{names[1]} (baseline)"]
+    names = [name or each.name for each, name in zip(found, given, strict=False)]
+    if len(set(names)) < len(names):
+        names = [name or _longer_name(each) for each, name in zip(found, given, strict=False)]
+    return names if len(set(names)) == len(names) else [names[0], f"{names[1]} (baseline)"]
 
 
 def _longer_name(found: Found) -> str:

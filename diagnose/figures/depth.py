@@ -36,8 +36,8 @@ def curves(model: Shown, quantity: str) -> dict[str, Curve]:
 
 def norms(models: Sequence[Shown]) -> Sketch:
     """Norm of the states, and a mark for the state after the final norm (figures 1b, 4a)."""
-    ratios = []
-    finals = []
+    ratios: list[float | None] = []
+    finals: list[tuple[Shown, str, float]] = []
     for model in models:
         assert model.report.depth is not None
         entering = {kind: curve.mean[0] for kind, curve in curves(model, "norm").items()}
