@@ -185,7 +185,7 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
         output_dir=str(folder / "runs" / variant),
         max_steps=steps + 1,
         per_device_train_batch_size=options.batch,
-        learning_rate=options.learning_rate,
+        learning_rate=1e-5,
         bf16=options.bf16,
         use_cpu=options.device == "cpu",
         logging_steps=LOGGING_STEPS,
@@ -274,7 +274,6 @@ def main() -> None:
     arguments.add_argument("--parts", default="real", choices=list(PARTS), help="real: the quickstart's; 1b: random")
     arguments.add_argument("--train", default="lora", choices=["projector", "lora", "all"])
     arguments.add_argument("--batch", type=int, default=8)
-    arguments.add_argument("--learning_rate", type=float, default=1e-5)
     arguments.add_argument("--steps", type=int, default=30, help="steps that count, of each variant; at least 18")
     arguments.add_argument("--repeats", type=int, default=2, help="runs, each with processes of its own")
     options = arguments.parse_args()
