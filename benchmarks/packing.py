@@ -55,7 +55,7 @@ def mixture_lengths(rows: int, tokens_per_image: int, seed: int = 0) -> list[tup
 def mixture(folder: Path, rows: int) -> None:
     """The quickstart's untrained checkpoint with images of 112 pixels, 64 tokens, and rows of the mixture."""
     from normalign_llava import build_checkpoint
-    from normalign_llava.quickstart.convert import convert_language, convert_vision
+    from normalign_llava.fetched.convert import convert_language, convert_vision
 
     build_checkpoint(str(convert_vision(112)), str(convert_language()), folder / "checkpoint", feature_layer=-4)
     write_rows(folder, 112, mixture_lengths(rows, tokens_per_image=64))

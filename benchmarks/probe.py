@@ -22,7 +22,7 @@ from normalign_llava.diagnose.measure.depth import DepthProbe
 from normalign_llava.diagnose.measure.families import find_parts
 from normalign_llava.diagnose.measure.interface import InterfaceProbe
 from normalign_llava.diagnose.measure.positions import boundary_ids, token_kinds
-from normalign_llava.quickstart.convert import convert_language, convert_vision
+from normalign_llava.fetched.convert import convert_language, convert_vision
 
 
 SEQUENCES, TOKENS, VISUAL, PIXELS = 4, 64, 16, 56

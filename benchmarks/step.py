@@ -43,8 +43,8 @@ CHATML = (
 def real_parts(folder: Path, rows: int) -> None:
     """The quickstart's untrained checkpoint and rows: SmolLM2-135M, DINOv2-small at 56 pixels, easy-VQA and emoji."""
     from normalign_llava import build_checkpoint
-    from normalign_llava.data.easy_vqa import training_data
-    from normalign_llava.quickstart.convert import convert_language, convert_vision
+    from normalign_llava.fetched.convert import convert_language, convert_vision
+    from normalign_llava.fetched.easy_vqa import training_data
 
     build_checkpoint(str(convert_vision(56)), str(convert_language()), folder / "checkpoint", feature_layer=-4)
     training_data(rows, emoji_count=40).save_to_disk(folder / "data")
@@ -88,7 +88,7 @@ def write_rows(folder: Path, side: int, sizes: list[tuple[int, int]]) -> None:
     from datasets import Dataset
     from PIL import Image
 
-    from normalign_llava.data.easy_vqa import FEATURES, png
+    from normalign_llava.fetched.easy_vqa import FEATURES, png
 
     rng, data = random.Random(0), []
     for images, words in sizes:
@@ -105,8 +105,8 @@ def prepared_rows(folder: Path):
     """The rows of `folder/data`, as training reads them."""
     from transformers import AutoProcessor
 
-    from normalign_llava.data.arguments import DataArguments
-    from normalign_llava.data.mixtures import load_data
+    from normalign_llava.data.sources.arguments import DataArguments
+    from normalign_llava.data.sources.mixtures import load_data
 
     processor = AutoProcessor.from_pretrained(folder / "checkpoint", trust_remote_code=False)
     arguments = DataArguments(dataset_name=str(folder / "data"))

@@ -16,13 +16,13 @@ from rich.progress import track
 from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
 
-from ..data.arguments import DataSource
-from ..data.easy_vqa import held_out
-from ..data.forms import unread_image
-from ..data.images import ImageRules
-from ..data.questions import Sample, sample_of_row
-from ..data.row_checks import check_images_are_read
-from ..data.sources import Source, open_source
+from ..data.rows.checks import check_images_are_read
+from ..data.rows.forms import unread_image
+from ..data.rows.images import ImageRules
+from ..data.rows.questions import Sample, sample_of_row
+from ..data.sources.arguments import DataSource
+from ..data.sources.source import Source, open_source
+from ..fetched.easy_vqa import held_out
 
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from ..assembly.build import torch_dtype
 from ..checkpoint.files import replaced_folder
-from ..data.questions import Sample
+from ..data.rows.questions import Sample
 from ..errors import Console, check_installed, escaped
 from .data import Samples, batches, image_batches, load_samples
 from .figures.draw import draw

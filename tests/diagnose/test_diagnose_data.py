@@ -14,8 +14,8 @@ from transformers import AutoProcessor, PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.data.forms import PROMPT
-from normalign_llava.data.questions import Sample
+from normalign_llava.data.rows.forms import PROMPT
+from normalign_llava.data.rows.questions import Sample
 from normalign_llava.diagnose.data import BUILT_IN, Samples, batches, load_samples
 
 

@@ -16,7 +16,7 @@ from transformers import (
 from transformers.utils import is_torchvision_available
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.data.questions import Sample
+from normalign_llava.data.rows.questions import Sample
 from normalign_llava.diagnose import probe
 from normalign_llava.diagnose.data import batches
 from normalign_llava.diagnose.load import find, load
