@@ -86,7 +86,6 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--output", type=Path, help="also write all figures to this JSON file")
-    parser.add_argument("--page", type=Path, default=PAGE, help="where the table goes")
     options = parser.parse_args()
     on_gpu = {script: ["--device", "cuda", "--bf16", *more] for script, more in ON_GPU.items()}
     known = OPTIONS if options.device == "cpu" else on_gpu
@@ -111,8 +110,8 @@ def main() -> None:
     if failed:
         sys.exit(f"Failed: {', '.join(failed)}.")
     if options.device == "cpu" and set(results) == set(OPTIONS):
-        write_table(table(results), options.page)
-        console.print(f"Written to {options.page}.")
+        write_table(table(results), PAGE)
+        console.print(f"Written to {PAGE}.")
 
 
 if __name__ == "__main__":

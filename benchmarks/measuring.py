@@ -7,7 +7,9 @@ import json
 import os
 import platform
 import random
+import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -25,11 +27,11 @@ Row = tuple[str, str, str]
 Value = TypeVar("Value")
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
+def parser(doc: str | None, bf16: bool = False) -> argparse.ArgumentParser:
     """A parser with the options of every script: `--device`, `--bf16` and `--output`."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    made.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=False, help="instead of float32")
+    made.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=bf16, help="instead of float32")
     made.add_argument("--output", type=Path, help="also write the figures to this JSON file")
     return made
 
@@ -74,6 +76,13 @@ def spread(ratios: Sequence[float]) -> str:
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
+def peak_bytes(device: str) -> int:
+    """The peak of this process's memory, on a GPU of what torch has allocated there."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def machine(device: str) -> dict[str, Any]:
     """What the figures depend on: processor, cores, GPU, versions."""
     about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -92,11 +101,6 @@ def report(title: str, rows: list[Row], options: argparse.Namespace, **figures: 
     for row in rows:
         table.add_row(*row)
     Console().print(table)
-    write(rows, options, **figures)
-
-
-def write(rows: list[Row], options: argparse.Namespace, **figures: Any) -> None:
-    """Writes a script's figures to `--output`, if that is given."""
     if options.output:
         content = {"machine": machine(options.device), "options": vars(options), "rows": rows, **figures}
         Path(options.output).write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")

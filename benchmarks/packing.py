@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What padding costs: rows and tokens per second of ours packed, ours padded, and TRL's `SFTTrainer` on stock LLaVA.
+"""What padding costs: tokens per second of ours packed, ours padded, and TRL's `SFTTrainer` on stock LLaVA.
 
     python benchmarks/packing.py [--data quickstart|mixture|mixture-1b] [--device cuda] [--output results.json]
 
@@ -20,18 +20,13 @@ the most tokens is off the mean of all, in a forward pass and in a step.
 import argparse
 import os
 import random
-import shutil
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
 
-import torch
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
-from measuring import write
-from rich.console import Console
-from rich.table import Table
-from step import random_parts, real_parts, run
+from measuring import parser, report
+from step import prepared_rows, random_checkpoint, real_parts, run, trainer_of, write_rows
 from torch.utils.data import BatchSampler
 
 
@@ -63,32 +58,13 @@ def mixture(folder: Path, rows: int) -> None:
     from normalign_llava.fetched.convert import convert_language, convert_vision
 
     build_checkpoint(str(convert_vision(112)), str(convert_language()), folder / "checkpoint", feature_layer=-4)
-    write_rows(folder, rows, tokens_per_image=64, side=112)
+    write_rows(folder, 112, mixture_lengths(rows, tokens_per_image=64))
 
 
 def large_mixture(folder: Path, rows: int) -> None:
     """Random weights of 1B in size with images of 729 tokens, and rows of the mixture."""
-    random_parts(folder, 1)
-    shutil.rmtree(folder / "data")
-    write_rows(folder, rows, tokens_per_image=729, side=384)
-
-
-def write_rows(folder: Path, rows: int, tokens_per_image: int, side: int) -> None:
-    """Writes rows of the mixture to `folder/data`, with images of random pixels."""
-    from datasets import Dataset
-    from PIL import Image
-
-    from normalign_llava.fetched.easy_vqa import FEATURES, png
-
-    rng, data = random.Random(0), []
-    for images, tokens in mixture_lengths(rows, tokens_per_image):
-        user = [{"type": "image"}] * images + [{"type": "text", "text": "describe"}]
-        answer = [{"type": "text", "text": " ".join(rng.choices("etaoin", k=tokens))}]
-        pixels = [rng.randbytes(3 * side**2) for _ in range(images)]
-        stored = [{"bytes": png(Image.frombytes("RGB", (side, side), each))} for each in pixels]
-        messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
-        data.append({"images": stored, "messages": messages})
-    Dataset.from_list(data, features=FEATURES).save_to_disk(folder / "data")
+    random_checkpoint(folder, "1b")
+    write_rows(folder, 384, mixture_lengths(rows, tokens_per_image=729))
 
 
 DATA = {"quickstart": real_parts, "mixture": mixture, "mixture-1b": large_mixture}
@@ -96,73 +72,19 @@ DATA = {"quickstart": real_parts, "mixture": mixture, "mixture-1b": large_mixtur
 
 def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps: int):
     """The trainer of a variant on `folder/checkpoint` and `folder/data`."""
-    from datasets import load_from_disk
-    from transformers import AutoProcessor, LlavaForConditionalGeneration, PrinterCallback
-    from trl import SFTConfig, SFTTrainer, get_peft_config
-
-    from normalign_llava.data.sources.arguments import DataArguments
-    from normalign_llava.data.sources.mixtures import load_data
-    from normalign_llava.train.adapter import language_adapter
-    from normalign_llava.train.arguments import ModelArguments, NormAlignConfig
-    from normalign_llava.train.model import freeze
-    from normalign_llava.train.trainer import NormAlignTrainer
-
-    checkpoint = str(folder / "checkpoint")
-    shared: dict[str, Any] = dict(
+    settings = dict(
         output_dir=str(folder / "runs" / variant),
         max_steps=steps + 1,  # one more, in which nothing is measured
         per_device_train_batch_size=options.rows_per_pass,
         gradient_accumulation_steps=options.rows_per_step // options.rows_per_pass,
         learning_rate=1e-5,
-        max_length=None,
-        assistant_only_loss=True,
-        gradient_checkpointing=False,
         bf16=options.bf16,
         use_cpu=options.device == "cpu",
         logging_steps=10**6,
-        save_strategy="no",
         train_sampling_strategy="group_by_length" if variant in (GROUPED, TRL_GROUPED) else "random",
-        report_to="none",
-        disable_tqdm=True,
-        seed=0,
     )
-    ours = NormAlignConfig(**shared, vision_learning_rate=0.0, packing=variant == PACKED)
-    model_args = ModelArguments(model_name_or_path=checkpoint, use_peft=True, lora_dropout=0.0)
-    rates, adapter = ours.learning_rates(True), get_peft_config(model_args)
-    processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)
-    data = load_data(
-        DataArguments(dataset_name=str(folder / "data")), processor, max_length=None, seed=0, with_eval=False
-    ).train
-    if variant in (PACKED, PADDED, GROUPED):
-        trainer = NormAlignTrainer(checkpoint, ours, train_dataset=data, peft_config=adapter)
-    else:
-        model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
-        freeze(model, rates)
-        rows = load_from_disk(str(folder / "data"))
-        rows = rows.add_column("length", data.with_format(None)["length"][:])  # TRL groups by it
-        trainer = SFTTrainer(
-            model,
-            SFTConfig(**shared, remove_unused_columns=False),  # it would remove the lengths
-            train_dataset=rows,
-            processing_class=processor,
-            peft_config=language_adapter(adapter, model, rates),
-        )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def lengths_of(folder: Path) -> list[int]:
-    """Tokens of each row of `folder/data`."""
-    from transformers import AutoProcessor
-
-    from normalign_llava.data.sources.arguments import DataArguments
-    from normalign_llava.data.sources.mixtures import load_data
-
-    processor = AutoProcessor.from_pretrained(folder / "checkpoint", trust_remote_code=False)
-    data = load_data(
-        DataArguments(dataset_name=str(folder / "data")), processor, max_length=None, seed=0, with_eval=False
-    )
-    return data.train.with_format(None)["length"][:]
+    own = {"vision_learning_rate": 0.0, "packing": variant == PACKED}
+    return trainer_of(folder, settings, own, stock=variant in (TRL, TRL_GROUPED))
 
 
 def passes_of(variant: str, lengths: list[int], rank: int) -> list[list[int]]:
@@ -205,61 +127,33 @@ def counts(lengths: list[int]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Runs the comparison and prints it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="mixture", choices=list(DATA))
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="multiply in bfloat16")
-    parser.add_argument("--steps", type=int, default=14, help="optimizer steps of the epoch")
-    parser.add_argument("--rows_per_step", type=int, default=16)
-    parser.add_argument("--rows_per_pass", type=int, default=8, help="what fits in memory without packing")
-    parser.add_argument("--output", help="also write the figures to this file")
-    options = parser.parse_args()
+    arguments = parser(__doc__, bf16=True)
+    arguments.add_argument("--data", default="mixture", choices=list(DATA))
+    arguments.add_argument("--steps", type=int, default=14, help="optimizer steps of the epoch")
+    arguments.add_argument("--rows_per_step", type=int, default=16)
+    arguments.add_argument("--rows_per_pass", type=int, default=8, help="what fits in memory without packing")
+    options = arguments.parse_args()
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
         DATA[options.data](folder, options.rows_per_step * options.steps)
-        lengths = lengths_of(folder)
+        lengths = prepared_rows(folder).with_format(None)["length"][:]
         seconds, ends = run(folder, VARIANTS, options, options.steps, make_trainer)
-    rows, tokens = len(lengths), sum(lengths)
     spent = {variant: sum(times) for variant, times in seconds.items()}
     patches = {"mixture": 64, "mixture-1b": 729}.get(options.data)
     many = [count * patches + text for count, text in mixture_lengths(16_384, patches)] if patches else lengths * 50
     balance = counts(many)
 
-    table = Table(
-        "", title=f"{options.data}, {options.rows_per_step} rows a step, {options.device}", title_justify="left"
-    )
-    columns = ("rows/s", "tokens/s", "packed / it", "peak GiB", "padding", "off, pass", "off, step")
-    for column in columns:
-        table.add_column(column, justify="right")
-    found: dict[str, dict[str, float]] = {}
-    for variant in VARIANTS:
-        found[variant] = {
-            "rows_per_second": rows / spent[variant],
-            "tokens_per_second": tokens / spent[variant],
-            "packed_over_it": spent[variant] / spent[PACKED],
-            "peak_bytes": ends[variant]["bytes"],
-            **balance.get(variant, {}),
-        }
-        cells = [f"{rows / spent[variant]:.2f}", f"{tokens / spent[variant]:.0f}"]
-        cells += [f"{spent[variant] / spent[PACKED]:.2f}", f"{ends[variant]['bytes'] / 2**30:.2f}"]
-        cells += [f"{found[variant]['padding']:.1%}"] if variant in balance else ["-"]
-        cells += [f"{found[variant][name] - 1:.1%}" if variant in balance else "-" for name in ("pass", "step")]
-        table.add_row(variant, *cells)
-    console = Console()
-    console.print(table)
-    console.print(
-        f"{len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens, {statistics.mean(lengths):.0f} on average."
-    )
     what = f"packing, {options.data}"
-    lines = [
-        (what, f"tokens per second / {variant}", f"{found[variant]['packed_over_it']:.2f}") for variant in VARIANTS[1:]
+    rows = [
+        (what, f"tokens per second / {variant}", f"{spent[variant] / spent[PACKED]:.2f}") for variant in VARIANTS[1:]
     ]
     for variant, counted in balance.items():
         figures = f"{counted['padding']:.1%}, {counted['pass'] - 1:.1%}, {counted['step'] - 1:.1%}"
-        lines.append((f"{what}: {variant}", "padding, imbalance of passes, of steps", figures))
-    write(lines, options, lengths=lengths, variants=found, seconds=seconds)
+        rows.append((f"{what}: {variant}", "padding, imbalance of passes, of steps", figures))
+    title = f"{options.data}, {len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens, {options.device}"
+    report(title, rows, options, lengths=lengths, seconds=seconds, ends=ends, balance=balance)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,15 @@
     python benchmarks/probe.py [--device cuda] [--bf16] [--output results.json]
 
 In turns, on the same batches of 4 sequences of 64 tokens, 16 of them visual: the base model alone; with all hooks; and
-`probe`, which also reads every row of the embedding matrix first. Compares CPU times, or times until a GPU is idle.
+`probe`, which also reads every row of the embedding matrix first.
 """
 
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measuring import in_turns, parser, quartiles, report, spread
+from measuring import in_turns, parser, quartiles, report, seconds, spread
 from torch import Tensor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
@@ -28,19 +26,6 @@ from normalign_llava.fetched.convert import convert_language, convert_vision
 
 
 SEQUENCES, TOKENS, VISUAL, PIXELS = 4, 64, 16, 56
-
-
-def seconds(function: Callable[[], object], device: str) -> float:
-    """CPU time of a call or, on a GPU, the time until it is idle."""
-    if device == "cpu":
-        start = time.process_time()
-        function()
-        return time.process_time() - start
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def batches(model: NormAlignLlavaForConditionalGeneration, count: int) -> list[dict[str, Tensor]]:

@@ -18,10 +18,8 @@ import argparse
 import math
 import multiprocessing
 import os
-import resource
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,11 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import parser, report, seconds
+from measuring import parser, peak_bytes, report, seconds
 from shapes import SHAPES
-from step import random_parts
+from step import random_checkpoint, write_rows
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import SiglipVisionConfig
 
 
 WARM_UP = 2
@@ -50,9 +47,8 @@ def matmul_flops(device: str, dtype: torch.dtype) -> float:
 
 def make_checkpoint(folder: Path, parts: str, rows: int, device: str, pipe) -> None:
     """Writes `folder/checkpoint` and `folder/data`, and sends True."""
-    vision, language = SHAPES[parts]
-    language.eos_token_id = 1  # of the tokenizer
-    random_parts(folder, rows, SiglipVisionConfig(**vision), language, words=(256, 256), device=device)
+    random_checkpoint(folder, parts, device)
+    write_rows(folder, SHAPES[parts][0]["image_size"], [(1, 256)] * rows)
     for part in ("vision", "language"):
         shutil.rmtree(folder / part)
     pipe.send(True)
@@ -128,14 +124,12 @@ def train(recipe: str, folder: Path, options: argparse.Namespace, words: list[st
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    unit = 1 if sys.platform == "darwin" else 1024
-    own_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     pipe.send(
         {
             "seconds": [after - before for (before, _), (after, _) in pairwise(marks)][WARM_UP:],
             "tokens": [after - before for (_, before), (_, after) in pairwise(marks)][WARM_UP:],
             "flops": counter.get_total_flops(),
-            "peak_bytes": torch.cuda.max_memory_allocated() if options.device == "cuda" else own_peak,
+            "peak_bytes": peak_bytes(options.device),
             "summary_bytes": trainer.facts["memory"]["total"],
             "matmul": matmul_flops(options.device, torch.bfloat16 if options.bf16 else torch.float32),
             "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],

@@ -15,6 +15,10 @@ SMOLLM2_135M = dict(
     vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
     num_key_value_heads=3, tie_word_embeddings=True,
 )  # fmt: skip
+LLAMA_3_2_1B = dict(
+    vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+    num_key_value_heads=8, tie_word_embeddings=True,
+)  # fmt: skip
 LLAMA_3_2_3B = dict(
     vocab_size=128_256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
     num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
@@ -27,10 +31,11 @@ QWEN2_5_7B = dict(
 SHAPES: dict[str, tuple[dict[str, Any], PreTrainedConfig]] = {
     "tiny": (TINY | dict(image_size=32, patch_size=8), LlamaConfig(**TINY, vocab_size=300)),
     "135m": (SIGLIP_BASE | dict(image_size=224, patch_size=16), LlamaConfig(**SMOLLM2_135M)),
+    "1b": (SIGLIP_SO400M | dict(image_size=384, patch_size=14), LlamaConfig(**LLAMA_3_2_1B)),
     "3b": (SIGLIP_SO400M | dict(image_size=384, patch_size=14), LlamaConfig(**LLAMA_3_2_3B)),
     "7b": (SIGLIP_SO400M | dict(image_size=384, patch_size=14), Qwen2Config(**QWEN2_5_7B)),
 }
-"""Vision encoder and language model of each: for tests; SigLIP-base with SmolLM2-135M; the paper's (appendix E)."""
+"""Vision encoder and language model of each: for tests; SigLIP-base with SmolLM2-135M; 1B; the paper (appendix E)."""
 
 
 def llava_config(shape: str, cls: type[LlavaConfig] = LlavaConfig) -> LlavaConfig:

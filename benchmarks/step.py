@@ -16,19 +16,16 @@ import argparse
 import multiprocessing
 import os
 import random
-import resource
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import write
-from rich.console import Console
+from measuring import parser, peak_bytes, report
 from rich.progress import track
-from rich.table import Table
+from shapes import SHAPES
 
 
 WARM_UP = 2
@@ -53,24 +50,20 @@ def real_parts(folder: Path, rows: int) -> None:
     training_data(rows, emoji_count=40).save_to_disk(folder / "data")
 
 
-def random_parts(folder: Path, rows: int, vision=None, language=None, words=(120, 360), device="cpu") -> None:
-    """A checkpoint with random weights, by default of SigLIP-SO400M at 384 pixels and Llama-3.2-1B in size, and rows.
+def random_parts(folder: Path, rows: int) -> None:
+    """Random weights of SigLIP-SO400M at 384 pixels and Llama-3.2-1B in size, and rows with one image."""
+    rng = random.Random(0)
+    random_checkpoint(folder, "1b")
+    write_rows(folder, 384, [(1, rng.randint(120, 360)) for _ in range(rows)])
 
-    Args:
-        folder: Gets `checkpoint` and `data`.
-        rows: How many rows, each with one image and an answer of words of one letter.
-        vision, language: Configurations of a SigLIP encoder and of a language model.
-        words: Fewest and most words of an answer.
-        device: Where the weights are made.
-    """
-    from datasets import Dataset
-    from PIL import Image
+
+def random_checkpoint(folder: Path, shape: str, device: str = "cpu") -> None:
+    """Writes `folder/checkpoint` with random weights made on `device`, and a tokenizer with a token a byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, SiglipImageProcessor, SiglipVisionConfig
+    from transformers import AutoModel, AutoModelForCausalLM, SiglipImageProcessor, SiglipVisionConfig
     from transformers import PreTrainedTokenizerFast as FastTokenizer
 
     from normalign_llava import build_checkpoint
-    from normalign_llava.fetched.easy_vqa import FEATURES, png
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(["<|im_start|>", "<|im_end|>", *letters])}, []))
@@ -79,47 +72,106 @@ def random_parts(folder: Path, rows: int, vision=None, language=None, words=(120
         tokenizer_object=backend, eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"], chat_template=CHATML
     )
     tokenizer.save_pretrained(folder / "language")
-    language = language or LlamaConfig(
-        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, tie_word_embeddings=True, eos_token_id=1,
-    )  # fmt: skip
-    vision = vision or SiglipVisionConfig(
-        hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16, image_size=384,
-        patch_size=14,
-    )  # fmt: skip
+    sizes, language = SHAPES[shape]
+    language.eos_token_id = 1  # of the tokenizer
+    vision, side = SiglipVisionConfig(**sizes), sizes["image_size"]
     for model, config, name in ((AutoModelForCausalLM, language, "language"), (AutoModel, vision, "vision")):
         with torch.device(device):
             made = model.from_config(config, dtype=torch.bfloat16)
         made.save_pretrained(folder / name)
-    side = vision.image_size
     SiglipImageProcessor(size={"height": side, "width": side}).save_pretrained(folder / "vision")
     build_checkpoint(str(folder / "vision"), str(folder / "language"), folder / "checkpoint")
 
-    rng = random.Random(0)
-    data = []
-    for _ in range(rows):
-        user = [{"type": "image"}, {"type": "text", "text": "what is in the image?"}]
-        answer = [{"type": "text", "text": " ".join(rng.choices("etaoin", k=rng.randint(*words)))}]
+
+def write_rows(folder: Path, side: int, sizes: list[tuple[int, int]]) -> None:
+    """Writes `folder/data`: rows with images of random pixels and answers of words of one letter, given how many."""
+    from datasets import Dataset
+    from PIL import Image
+
+    from normalign_llava.fetched.easy_vqa import FEATURES, png
+
+    rng, data = random.Random(0), []
+    for images, words in sizes:
+        user = [{"type": "image"}] * images + [{"type": "text", "text": "describe"}]
+        answer = [{"type": "text", "text": " ".join(rng.choices("etaoin", k=words))}]
+        pixels = [rng.randbytes(3 * side**2) for _ in range(images)]
+        stored = [{"bytes": png(Image.frombytes("RGB", (side, side), each))} for each in pixels]
         messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
-        image = Image.frombytes("RGB", (side, side), rng.randbytes(3 * side**2))
-        data.append({"images": [{"bytes": png(image)}], "messages": messages})
+        data.append({"images": stored, "messages": messages})
     Dataset.from_list(data, features=FEATURES).save_to_disk(folder / "data")
+
+
+def prepared_rows(folder: Path):
+    """The rows of `folder/data`, as training reads them."""
+    from transformers import AutoProcessor
+
+    from normalign_llava.data.sources.arguments import DataArguments
+    from normalign_llava.data.sources.mixtures import load_data
+
+    processor = AutoProcessor.from_pretrained(folder / "checkpoint", trust_remote_code=False)
+    arguments = DataArguments(dataset_name=str(folder / "data"))
+    return load_data(arguments, processor, max_length=None, seed=0, with_eval=False).train
 
 
 PARTS = {"real": real_parts, "1b": random_parts}
 
 
-def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps: int):
-    """The trainer of a variant on `folder/checkpoint` and `folder/data`."""
+def trainer_of(folder: Path, settings: dict[str, Any], own: dict[str, Any], *, stock: bool, adapters=True, cls=None):
+    """TRL's trainer on stock LLaVA, or ours, on `folder/checkpoint` and `folder/data`.
+
+    Args:
+        folder: Where the checkpoint and the rows are.
+        settings: Options of both trainers, and `own`, those of ours, which say what is trained.
+        stock: Which of the two.
+        adapters: Whether adapters on the language model are trained.
+        cls: Class of ours, if another.
+    """
     from datasets import load_from_disk
     from transformers import AutoProcessor, LlavaForConditionalGeneration, PrinterCallback
     from trl import SFTConfig, SFTTrainer, get_peft_config
 
-    from normalign_llava.data.sources.arguments import DataArguments
-    from normalign_llava.data.sources.mixtures import load_data
     from normalign_llava.train.adapter import language_adapter
     from normalign_llava.train.arguments import ModelArguments, NormAlignConfig
-    from normalign_llava.train.model import base_model, eval_frozen, freeze
+    from normalign_llava.train.model import freeze
+    from normalign_llava.train.trainer import NormAlignTrainer
+
+    checkpoint, data = str(folder / "checkpoint"), prepared_rows(folder)
+    shared: dict[str, Any] = dict(
+        max_length=None,
+        assistant_only_loss=True,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=0,
+        **settings,
+    )
+    ours = NormAlignConfig(**shared, **own)
+    model_args = ModelArguments(model_name_or_path=checkpoint, use_peft=adapters, lora_dropout=0.0)
+    rates, adapter = ours.learning_rates(adapters), get_peft_config(model_args)
+    if stock:
+        model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+        freeze(model, rates)
+        rows = load_from_disk(str(folder / "data"))
+        rows = rows.add_column("length", data.with_format(None)["length"][:])  # TRL groups by it
+        trainer = SFTTrainer(
+            model,
+            SFTConfig(**shared, remove_unused_columns=False),  # it would remove the lengths
+            train_dataset=rows,
+            processing_class=AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False),
+            peft_config=adapter and language_adapter(adapter, model, rates),
+        )
+    else:
+        trainer = (cls or NormAlignTrainer)(checkpoint, ours, train_dataset=data, peft_config=adapter)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps: int):
+    """The trainer of a variant."""
+    from trl import SFTTrainer
+
+    from normalign_llava.train.model import base_model, eval_frozen
     from normalign_llava.train.trainer import NormAlignTrainer
 
     class AllScoredTrainer(NormAlignTrainer):
@@ -129,50 +181,23 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
             eval_frozen(base_model(self.accelerator.unwrap_model(model)))
             return SFTTrainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
-    checkpoint = str(folder / "checkpoint")
-    shared: dict[str, Any] = dict(
+    settings = dict(
         output_dir=str(folder / "runs" / variant),
         max_steps=steps + 1,
         per_device_train_batch_size=options.batch,
-        learning_rate=options.learning_rate,
-        max_length=None,
-        assistant_only_loss=True,
-        gradient_checkpointing=False,
+        learning_rate=1e-5,
         bf16=options.bf16,
         use_cpu=options.device == "cpu",
         logging_steps=LOGGING_STEPS,
-        save_strategy="no",
         train_sampling_strategy="sequential",
-        report_to="none",
-        disable_tqdm=True,
-        seed=0,
     )
-    frozen = {} if options.train == "all" else {"vision_learning_rate": 0.0}
+    own: dict[str, Any] = {"arm": "none" if variant == NO_NORM else None}
+    if options.train != "all":
+        own["vision_learning_rate"] = 0.0
     if options.train == "projector":
-        frozen["language_learning_rate"] = 0.0
-    ours = NormAlignConfig(**shared, **frozen, arm="none" if variant == NO_NORM else None)
-    model_args = ModelArguments(model_name_or_path=checkpoint, use_peft=options.train == "lora", lora_dropout=0.0)
-    rates, adapter = ours.learning_rates(model_args.use_peft), get_peft_config(model_args)
-    processor = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False)
-    if variant == STOCK:
-        model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
-        freeze(model, rates)
-        trainer = SFTTrainer(
-            model,
-            SFTConfig(**shared),
-            train_dataset=load_from_disk(str(folder / "data")),
-            processing_class=processor,
-            peft_config=adapter and language_adapter(adapter, model, rates),
-        )
-    else:
-        data = load_data(
-            DataArguments(dataset_name=str(folder / "data")), processor, max_length=None, seed=0, with_eval=False
-        )
-        trainer = (NormAlignTrainer if variant == OURS else AllScoredTrainer)(
-            checkpoint, ours, train_dataset=data.train, peft_config=adapter
-        )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+        own["language_learning_rate"] = 0.0
+    cls = NormAlignTrainer if variant == OURS else AllScoredTrainer
+    return trainer_of(folder, settings, own, stock=variant == STOCK, adapters=options.train == "lora", cls=cls)
 
 
 def train(make, variant: str, folder: Path, options: argparse.Namespace, steps: int, turns) -> None:
@@ -198,15 +223,9 @@ def train(make, variant: str, folder: Path, options: argparse.Namespace, steps: 
     trainer = make(variant, folder, options, steps)
     trainer.add_callback(InTurns())
     trainer.train()
-    unit = 1 if sys.platform == "darwin" else 1024
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    turns.send(
-        {
-            "bytes": torch.cuda.max_memory_allocated() if options.device == "cuda" else own,
-            "trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        }
-    )
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    turns.send({"bytes": peak_bytes(options.device), "trained": trained, "losses": losses})
 
 
 def run(
@@ -238,38 +257,28 @@ def run(
     return seconds, ends
 
 
-def compare(runs: list[dict[str, list[float]]], variant: str, reference: str) -> dict[str, Any]:
-    """Ratios of times of the same batch: medians over steps and runs."""
+def compare(runs: list[dict[str, list[float]]], variant: str, reference: str) -> dict[str, float]:
+    """Ratios of times of the same batch: medians over steps and runs, and both together."""
     plain, logged = [], []
     for seconds in runs:
         for number, (ours, theirs) in enumerate(zip(seconds[variant], seconds[reference], strict=True), start=1):
             if number > WARM_UP:
                 (plain if number % LOGGING_STEPS else logged).append(ours / theirs)
-    quarter, middle, three_quarters = statistics.quantiles(plain, n=4)
-    at_logged = statistics.median(logged)
-    return {
-        "step": middle,
-        "step, quartiles": [quarter, three_quarters],
-        "logged step": at_logged,
-        "all steps": middle + (at_logged - middle) / LOGGING_STEPS,
-    }
+    step, at_logged = statistics.median(plain), statistics.median(logged)
+    return {"step": step, "logged step": at_logged, "all steps": step + (at_logged - step) / LOGGING_STEPS}
 
 
 def main() -> None:
     """Runs the comparison and prints it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--parts", default="real", choices=list(PARTS), help="real: the quickstart's; 1b: random")
-    parser.add_argument("--train", default="lora", choices=["projector", "lora", "all"])
-    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="multiply in bfloat16")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--learning_rate", type=float, default=1e-5)
-    parser.add_argument("--steps", type=int, default=30, help="steps that count, of each variant; at least 18")
-    parser.add_argument("--repeats", type=int, default=2, help="runs, each with processes of its own")
-    parser.add_argument("--output", help="also write the figures to this file")
-    options = parser.parse_args()
+    arguments = parser(__doc__, bf16=True)
+    arguments.add_argument("--parts", default="real", choices=list(PARTS), help="real: the quickstart's; 1b: random")
+    arguments.add_argument("--train", default="lora", choices=["projector", "lora", "all"])
+    arguments.add_argument("--batch", type=int, default=8)
+    arguments.add_argument("--steps", type=int, default=30, help="steps that count, of each variant; at least 18")
+    arguments.add_argument("--repeats", type=int, default=2, help="runs, each with processes of its own")
+    options = arguments.parse_args()
     if options.steps < 18:
-        parser.error(f"--steps is {options.steps}; two logged steps, for which it takes 18, are the least to compare")
+        arguments.error(f"--steps is {options.steps}; at least 18 are needed, for two logged steps")
 
     variants = [STOCK, OURS, NO_NORM] if options.device == "cuda" else [STOCK, ALL_SCORED, NO_NORM, OURS]
     runs, ends, peaks = [], {}, {variant: [] for variant in variants}
@@ -289,34 +298,15 @@ def main() -> None:
     with_norm = OURS if options.device == "cuda" else ALL_SCORED
     pairs = [(variant, STOCK) for variant in variants if variant != STOCK] + [(with_norm, NO_NORM)]
     peak = {variant: statistics.median(values) for variant, values in peaks.items()}
-    found = {}
-    for variant, reference in pairs:
-        memory = {"peak memory": peak[variant] / peak[reference]}
-        found[f"{variant} / {reference}"] = compare(runs, variant, reference) | memory
-    console = Console()
     precision = "bfloat16" if options.bf16 else "float32"
-    what = f"{options.parts} parts, {options.train} trained, batch {options.batch}, {precision}, {options.device}"
-    table = Table("", title=f"A training step, {what}: ratios")
-    for column in ("step", "quartiles", f"logged step (1 in {LOGGING_STEPS})", "all steps", "peak memory"):
-        table.add_column(column, justify="right")
-    for pair, row in found.items():
-        spread = " to ".join(f"{value:.3f}" for value in row["step, quartiles"])
-        cells = [f"{row[key]:.3f}" for key in ("logged step", "all steps", "peak memory")]
-        table.add_row(pair, f"{row['step']:.3f}", spread, *cells)
-    console.print(table)
-    stock = statistics.median(runs[-1][STOCK][WARM_UP:])
-    console.print(
-        f"Stock: {stock:.3f} s a step, {peak[STOCK] / 2**30:.2f} GiB at the peak, "
-        f"{ends[STOCK]['trained']:,} parameters trained; ours {ends[with_norm]['trained']:,}."
-    )
-    for variant in variants:
-        console.print(f"Losses, {variant}: {', '.join(f'{loss:.3f}' for loss in ends[variant]['losses'])}")
-    rows = []
-    for pair, row in found.items():
-        variant, reference = pair.split(" / ")
+    found, rows = {}, []
+    for variant, reference in pairs:
+        ratios, memory = compare(runs, variant, reference), peak[variant] / peak[reference]
+        found[f"{variant} / {reference}"] = ratios | {"peak memory": memory}
         name = f"training step, {options.train} trained, {precision}: {variant}"
-        rows.append((name, f"time, peak memory / {reference}", f"{row['all steps']:.3f}, {row['peak memory']:.3f}"))
-    write(rows, options, ratios=found, seconds=runs, peak_bytes=peaks)
+        rows.append((name, f"time, peak memory / {reference}", f"{ratios['all steps']:.3f}, {memory:.3f}"))
+    title = f"A training step, {options.parts} parts, batch {options.batch}, {options.device}"
+    report(title, rows, options, ratios=found, seconds=runs, peak_bytes=peaks, ends=ends)
 
 
 if __name__ == "__main__":

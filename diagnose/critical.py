@@ -37,12 +37,9 @@ LARGEST = 1e6
 
 @dataclass(frozen=True)
 class Updates:
-    """What a decoder's layers do to text.
+    """What a decoder's layers do to text, which enters with the mean norm N_text.
 
-    Attributes:
-        n_text: N_text, the mean norm with which text embeddings enter.
-        sizes: Norm of each layer's update, the geometric mean over tokens.
-        angles: Mean angle between the update and the state it is added to, in radians.
+    By layer: the norm of the update, its geometric mean over tokens, and its mean angle to the state, in radians.
     """
 
     n_text: float
@@ -61,10 +58,7 @@ class Updates:
         return found
 
     def relative_rotation(self, norm: float) -> float:
-        """Rotation of a token that enters with a norm, over that of one that enters with N_text.
-
-        Both are means over the layers but the last, as in the asymmetry of a diagnosis.
-        """
+        """Mean rotation over the layers but the last of a token that enters with a norm, over that of N_text."""
         rotated, of_text = (sum(self.rotation(each)[:-1] or self.rotation(each)) for each in (norm, self.n_text))
         return rotated / of_text
 
@@ -100,16 +94,8 @@ def measure_updates(
 ) -> Updates:
     """Measures the updates of a decoder's layers on some texts, one at a time, without the first token of each.
 
-    Many models keep a state of huge norm at the first token (an attention sink), which is like no other.
-
-    Args:
-        decoder: A language model without its head, in evaluation mode.
-        tokenizer: Its tokenizer.
-        n_text: N_text.
-        texts: The texts.
-
-    Raises:
-        ValueError: Hidden states are NaN or infinite.
+    Many models keep a state of huge norm at the first token (an attention sink), which is like no other. The decoder
+    is a language model without its head, in evaluation mode.
     """
     probe = DepthProbe(decoder_layers(decoder))
     for text in texts:
@@ -127,11 +113,6 @@ def updates_of(model: str, revision: str | None = None, *, trust_remote_code: bo
     """Measures a language model, or the decoder of a vision-language model.
 
     Without a GPU the layers of a language model are read one after another, and its head is not read.
-
-    Args:
-        model: Folder or Hub id.
-        revision: Branch, tag or commit of the Hub id.
-        trust_remote_code: Run code that comes with the checkpoint.
 
     Raises:
         ValueError: It is a vision encoder or a single file, cannot be loaded, or has no tokenizer.

@@ -6,13 +6,13 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from rich.progress import Progress, track
+from rich.progress import track
 from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
 
@@ -23,7 +23,6 @@ from ..data.rows.questions import Sample, sample_of_row
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
 from ..fetched.easy_vqa import held_out
-from ..fetched.fetch import FetchError
 
 
 logger = logging.getLogger(__name__)
@@ -61,8 +60,7 @@ def load_samples(data: str | None, count: int, *, seed: int = 0, image_folder: s
             of your own, in any form that can be trained on, or without answers: see docs/data.md. `DATA:SPLIT` or
             `DATA:CONFIG:SPLIT` names a split other than `train`. Of a row, the first image and the first user turn
             are used. Rows without an image are skipped.
-        count: How many samples; if there are fewer, all, with a warning.
-        seed: Decides which samples are drawn.
+        count: How many samples, drawn by `seed`; if there are fewer, all, with a warning.
         image_folder: Folder that image paths start from and may not leave; by default that of the data.
 
     Raises:
@@ -97,8 +95,7 @@ def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: in
         processor: Of a vision-language model. Its chat template is used, with the generation prompt; without one,
             the text is the image token, a line break and the question. A tokenizer without a padding token gets its
             end-of-sequence token.
-        samples: What to ask.
-        batch_size: How many at a time; the last batch may be smaller.
+        samples: What to ask, `batch_size` at a time.
 
     Raises:
         ValueError: The processor fails for a sample, or has neither chat template nor image token.
@@ -109,26 +106,28 @@ def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: in
     image_token = getattr(processor, "image_token", None)
     if not processor.chat_template and not isinstance(image_token, str):
         raise ValueError(f"{type(processor).__name__} has neither a chat template nor an image token. Add one.")
-    for batch in _batched(samples, batch_size):
-        try:
-            inputs = _inputs(processor, batch)
-        except Exception as error:  # processors raise anything, and never say for which sample
-            raise ValueError(_failure(processor, batch, error)) from error
-        yield inputs
+    for start in range(0, len(samples), batch_size):
+        yield _inputs_of(processor, samples[start : start + batch_size])
 
 
 def image_batches(
     image_processor: BaseImageProcessor, samples: Sequence[Sample], batch_size: int
 ) -> Iterator[dict[str, Tensor]]:
     """Inputs of a vision encoder alone: the images of `samples`, in order, `batch_size` at a time."""
-    for batch in _batched(samples, batch_size):
-        yield dict(image_processor(images=[sample.image for sample in batch], return_tensors="pt"))
+    for start in range(0, len(samples), batch_size):
+        images = [sample.image for sample in samples[start : start + batch_size]]
+        yield dict(image_processor(images=images, return_tensors="pt"))
 
 
-def _batched(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
-    if size < 1:
-        raise ValueError(f"The batch size is {size}; it must be at least 1.")
-    return (samples[start : start + size] for start in range(0, len(samples), size))
+def _inputs_of(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Tensor]:
+    try:
+        return _inputs(processor, batch)
+    except Exception as error:  # processors raise anything, and never name the sample
+        if len(batch) > 1:
+            for sample in batch:
+                _inputs_of(processor, [sample])
+        names = "; ".join(sample.name for sample in batch)
+        raise ValueError(f"The processor fails for {names}: {error}") from error
 
 
 def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Tensor]:
@@ -158,22 +157,8 @@ def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Ten
     return {name: value for name, value in inputs.items() if name != "labels"}  # PaliGemma's makes labels too
 
 
-def _failure(processor: ProcessorMixin, batch: Sequence[Sample], error: Exception) -> str:
-    for sample in batch:
-        try:
-            _inputs(processor, [sample])
-        except Exception as alone:
-            return f"The processor fails for {sample.name}: {alone}"
-    return f"The processor fails for {'; '.join(sample.name for sample in batch)} together: {error}"
-
-
 def _built_in(rng: random.Random) -> list[Sample]:
-    try:
-        questions = held_out(per_kind=100, emoji_count=40)
-    except FetchError as error:
-        raise FetchError(
-            f"The built-in images cannot be fetched. Use data of your own with --data. {error}"
-        ) from error
+    questions = held_out(per_kind=100, emoji_count=40)
     rng.shuffle(questions)
     return [
         Sample(f"{question.kind} ({question.image.name})", question.text, {"path": str(question.image), "bytes": None})
@@ -181,48 +166,42 @@ def _built_in(rng: random.Random) -> list[Sample]:
     ]
 
 
+def _draw(source: DataSource, label: str, limit: int, count: int, rng: random.Random) -> list[Sample]:
+    opened = open_source(source, streaming=not Path(source.path).exists())
+    return _take(label, _samples(_shuffled(opened, label, limit, rng), label, opened.rules), count)
+
+
 def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Iterable[tuple[str, int, Any]]:
     """File name, number and content of the rows, in random order; of a stream, of its first `limit` rows."""
     if isinstance(source.data, Dataset):  # so that only the rows drawn are read
         order = rng.sample(range(len(source.data)), len(source.data))
-        drawn = replace(source, data=source.data.select(order))
-        return ((label, row, raw) for row, (_, _, raw) in zip(order, drawn, strict=True))
+        return ((label, row, source.row(row)) for row in order)
     if isinstance(source.data, IterableDataset):
-        description = f"reading {label}"
-        rows = [(label, row, raw) for _, row, raw in track(islice(source, limit), description, total=limit)]
+        rows = [(label, row, raw) for _, row, raw in track(islice(source, limit), f"reading {label}", total=limit)]
     else:
         rows = [(Path(file).name, row, raw) for file, row, raw in source]
     rng.shuffle(rows)
     return rows
 
 
-def _draw(source: DataSource, label: str, limit: int, count: int, rng: random.Random) -> list[Sample]:
-    opened = open_source(source, streaming=not Path(source.path).exists())
-    rows = _shuffled(opened, label, limit, rng)
-    return _take(label, _samples(rows, label, opened.rules), count)
-
-
 def _samples(rows: Iterable[tuple[str, int, Any]], label: str, rules: ImageRules) -> Iterator[Sample]:
-    passed, unread, any_image = 0, Counter[str](), False
+    without, unread, any_image = 0, Counter[str](), False
     for name, row, raw in rows:
         if sample := sample_of_row(raw, f"{name}, row {row}", rules):
             any_image = True
             yield sample
         else:
-            passed += 1
+            without += 1
             unread.update(filter(None, [unread_image(raw, [])]))
     if not any_image:
-        check_images_are_read(label, passed, 0, unread)
+        check_images_are_read(label, without, 0, unread)
 
 
 def _take(label: str, candidates: Iterable[Sample], count: int) -> list[Sample]:
-    samples: list[Sample] = []
-    with Progress() as progress:
-        bar = progress.add_task(f"images of {label}", total=count)
-        for sample in islice(candidates, count):
-            sample.image  # noqa: B018  (decoded for its errors)
-            samples.append(sample)
-            progress.advance(bar)
+    samples = []
+    for sample in track(islice(candidates, count), f"images of {label}", total=count):
+        sample.image  # noqa: B018  (decoded for its errors)
+        samples.append(sample)
     if not samples:
         raise ValueError(f"{label} has no row with an image. docs/data.md lists the forms in which images are read.")
     if len(samples) < count:

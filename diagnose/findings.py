@@ -26,19 +26,13 @@ EQUAL_ANGLE = 10.0
 NO_CHANGE_ENTROPY = 0.01
 """Attention is less diffuse if its entropy, of at most 1, is lower by more than this."""
 
-NO_DEPTH = "Visual and text tokens in the decoder are needed."
+Checked = tuple[str, str] | None
+"""Outcome and sentence; None if what a claim is about was not measured."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim of the paper, and whether this diagnosis agrees.
-
-    Attributes:
-        claim: What the paper says, and where.
-        outcome: "agrees", "disagrees", "unclear" (within two standard errors of the threshold), "no difference"
-            (between the two models), "not measured" or "does not apply" (to this kind of model).
-        sentence: The numbers, or why there are none.
-    """
+    """A claim of the paper, whether this diagnosis agrees (docs/report.md has the outcomes), and the numbers."""
 
     claim: str
     outcome: str
@@ -64,22 +58,25 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
     ]
     if subject.interface.visual_table is not None:
         claims.insert(3, ("RQ4: tokens of a visual vocabulary are larger, yet rotate as much as text.", _vocabulary))
+    # A claim about both modalities does not apply to a part alone.
+    unknown = "not measured" if subject.interface.visual is not None else "does not apply"
     name = "" if against is None else f"{subject.model}: "
     found = []
     for claim, check in claims:
-        outcome, sentence = check(subject)
+        outcome, sentence = check(subject) or (unknown, "What this is about was not measured.")
         found.append(Finding(claim, outcome, name + sentence))
     for claim, compare in (
         ("Figure 4a: with the norm, the norms of both stay nearer to each other in depth.", _remedy_norms),
         ("Figure 4b: with the norm, their rotations are nearer to each other.", _remedy_rotations),
         ("Appendix G: with the norm, attention to the image is less diffuse.", _remedy_focus),
     ):
-        if against is not None and treated:
-            found.append(Finding(claim, *compare(report, against)))
-        elif has_norm(report):
-            found.append(Finding(claim, "not measured", "A model without the norm is needed to compare with."))
+        if not has_norm(report):
+            checked: Checked = ("does not apply", "The model has no norm after its projector.")
+        elif against is None or not treated:
+            checked = ("not measured", "A model without the norm is needed to compare with.")
         else:
-            found.append(Finding(claim, "does not apply", "The model has no norm after its projector."))
+            checked = compare(report, against) or ("not measured", "The same has to be measured of both models.")
+        found.append(Finding(claim, *checked))
     return found
 
 
@@ -94,34 +91,28 @@ def attention_spread(report: Report, name: str) -> tuple[float, float | None] | 
     return fmean(means), stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
 
 
-def _disparity(report: Report) -> tuple[str, str]:
+def _disparity(report: Report) -> Checked:
     encoder, text = report.interface.encoder_output, report.interface.vocabulary
-    if encoder is None or text is None or not text.mean:
-        return _unknown(report), "The encoder's output and a vocabulary are needed."
+    if encoder is None or text is None:
+        return None
     ratio = encoder.mean / text.mean
     norms = f"They have a norm of {number(encoder.mean, 3)}, text embeddings of {number(text.mean, 3)}"
-    sentence = f"{norms}: {number(ratio, 2)} ×"
-    if (read := report.interface.projector_input) is not None:
-        sentence += f"; the rows that the projector reads have {number(read.mean, 3)}"
-    return _agrees(ratio > EQUAL), f"{sentence}."
+    return _agrees(ratio > EQUAL), f"{norms}: {number(ratio, 2)} ×."
 
 
-def _projector(report: Report) -> tuple[str, str]:
-    ratio = entry_ratio(report)
+def _projector(report: Report) -> Checked:
     if has_norm(report):
         return "does not apply", "A norm follows the projector, so the projector's own scale has no effect."
-    if ratio is None:
-        return _unknown(report), "Visual tokens and text are needed."
+    if (ratio := entry_ratio(report)) is None:
+        return None
     return _agrees(ratio > EQUAL), f"Visual tokens enter the decoder at {number(ratio, 2)} × the norm of text."
 
 
-def _asymmetry(report: Report) -> tuple[str, str]:
-    ratio, rotation, pair = entry_ratio(report), asymmetry(report), _pair(report, "rotation")
-    if report.depth is None or ratio is None or rotation is None or pair is None:
-        return _unknown(report), NO_DEPTH
-    less = sum(visual < text for visual, text in zip(*pair, strict=True))
-    count = f"less in {less} of {len(pair[0])} layers"
-    sentence = f"They rotate {asymmetry_with_error(report)} × as much as text ({count})."
+def _asymmetry(report: Report) -> Checked:
+    ratio, rotation = entry_ratio(report), asymmetry(report)
+    if report.depth is None or ratio is None or rotation is None:
+        return None
+    sentence = f"They rotate {asymmetry_with_error(report)} × as much as text."
     if ratio <= EQUAL:
         return "does not apply", f"Visual tokens are not larger here. {sentence}"
     if same_rotation(report):
@@ -129,78 +120,66 @@ def _asymmetry(report: Report) -> tuple[str, str]:
     return _agrees(rotation < 1), sentence
 
 
-def _vocabulary(report: Report) -> tuple[str, str]:
+def _vocabulary(report: Report) -> Checked:
     ratio, rotation = entry_ratio(report), asymmetry(report)
     if ratio is None or rotation is None:
-        return _unknown(report), NO_DEPTH
+        return None
     sentence = f"They enter at {number(ratio, 2)} × the norm of text and rotate {number(rotation, 2)} × as much."
     return _agrees(ratio > EQUAL and same_rotation(report)), sentence
 
 
-def _update_size(report: Report) -> tuple[str, str]:
-    pair = _pair(report, "log_update")
-    if pair is None:
-        return _unknown(report), NO_DEPTH
+def _update_size(report: Report) -> Checked:
+    if (pair := _pair(report, "log_update")) is None:
+        return None
     factor = _factor(*pair)
-    larger = sum(visual > text for visual, text in zip(*pair, strict=True))
-    sentence = f"They differ by a factor of {number(factor, 2)} on average; visual tokens' are the larger in {larger}"
-    return _agrees(factor <= EQUAL), f"{sentence} of {len(pair[0])} layers."
+    return _agrees(factor <= EQUAL), f"They differ by a factor of {number(factor, 2)} on average."
 
 
-def _update_angle(report: Report) -> tuple[str, str]:
-    pair = _pair(report, "update_angle")
-    if pair is None:
-        return _unknown(report), NO_DEPTH
+def _update_angle(report: Report) -> Checked:
+    if (pair := _pair(report, "update_angle")) is None:
+        return None
     visual, text = ([math.degrees(angle) for angle in curve] for curve in pair)
     apart = fmean(abs(a - b) for a, b in zip(visual, text, strict=True))
-    sentence = (
-        f"{number(fmean(visual), 3)}° for visual and {number(fmean(text), 3)}° for text on average; layer by layer"
-    )
-    return _agrees(apart <= EQUAL_ANGLE), f"{sentence} they differ by {number(apart, 2)}°."
+    means = f"{number(fmean(visual), 3)}° for visual and {number(fmean(text), 3)}° for text on average"
+    return _agrees(apart <= EQUAL_ANGLE), f"{means}; layer by layer they differ by {number(apart, 2)}°."
 
 
-def _bottom(report: Report) -> tuple[str, str]:
+def _bottom(report: Report) -> Checked:
     if has_norm(report):
         return "does not apply", "The claim is about models without the norm."
-    spread = attention_spread(report, "bottom_bias")
-    if spread is None:
-        return _unknown(report), "A question about an image whose visual tokens form one grid is needed."
+    if (spread := attention_spread(report, "bottom_bias")) is None:
+        return None
     bias = with_error(*spread, digits=3)
     sentence = f"The bottom third gets {bias} × what even attention would give it ({_questions(report)})."
     return _above(spread[0], EQUAL, spread[1]), sentence
 
 
-def _remedy_norms(report: Report, against: Report) -> tuple[str, str]:
+def _remedy_norms(report: Report, against: Report) -> Checked:
     new, old = _pair(report, "log_norm"), _pair(against, "log_norm")
     if new is None or old is None:
-        return "not measured", "Visual and text tokens in both decoders are needed."
-    ours, theirs = _factor(*new), _factor(*old)
-    sentence = f"They differ by a factor of {number(ours, 3)} on average, of {number(theirs, 3)} without it."
-    return _nearer(ours, theirs), sentence
+        return None
+    now, before = _factor(*new), _factor(*old)
+    sentence = f"They differ by a factor of {number(now, 3)} on average, of {number(before, 3)} without it."
+    return _nearer(now, before), sentence
 
 
-def _remedy_rotations(report: Report, against: Report) -> tuple[str, str]:
+def _remedy_rotations(report: Report, against: Report) -> Checked:
     new, old = asymmetry(report), asymmetry(against)
     if new is None or old is None:
-        return "not measured", "Visual and text tokens in both decoders are needed."
+        return None
     sentence = f"Visual tokens rotate {number(new, 3)} × as much as text, {number(old, 3)} × without it."
     return _nearer(new, old), sentence
 
 
-def _remedy_focus(report: Report, against: Report) -> tuple[str, str]:
+def _remedy_focus(report: Report, against: Report) -> Checked:
     pairs = list(zip(report.attention, against.attention, strict=False))
     if not pairs or any(new.question != old.question for new, old in pairs):
-        return "not measured", "The same questions, asked of both, are needed."
+        return None
     new, old = (fmean(fmean(each.entropy) for each in model) for model in zip(*pairs, strict=True))
-    fallen = [fmean(theirs.entropy) - fmean(ours.entropy) for ours, theirs in pairs]
+    fallen = [fmean(before.entropy) - fmean(now.entropy) for now, before in pairs]
     error = stdev(fallen) / math.sqrt(len(fallen)) if len(fallen) > 1 else None
     sentence = f"Entropy {number(new, 3)}, {number(old, 3)} without it; 1 is even ({_questions(report)})."
     return _above(fmean(fallen), NO_CHANGE_ENTROPY, error), sentence
-
-
-def _unknown(report: Report) -> str:
-    """The outcome if numbers are missing: a claim about both modalities does not apply to a part alone."""
-    return "not measured" if report.interface.visual is not None else "does not apply"
 
 
 def _questions(report: Report) -> str:

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a diagnosis found: the dataclasses that `report.json` is made of."""
+"""What a diagnosis found: the dataclasses that `report.json` is made of. docs/report.md describes every field."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -44,23 +44,10 @@ class Curve:
 class Interface:
     """L2 norms from the encoder to the decoder (tables 1 to 3); None for what this model or these data do not have.
 
-    "As received" means at the input of the first decoder layer, after every scaling.
-
-    Attributes:
-        encoder_output: Rows of the encoder's `last_hidden_state`, class token included.
-        projector_input, projector_output: Rows that enter and leave the projector. The input of a visual embedding
-            table is a probability vector, whose norm means nothing: there `projector_input` is None.
-        norm_input: Rows that enter the norm at the end of the projector of this package's models.
-        visual, text, special, newline, indicator: Tokens in the data as received, by kind (`KINDS`).
-        text_raw: Rows of the embedding matrix for the `text` tokens in the data, as stored.
-        vocabulary_raw: Rows of the embedding matrix as stored: all that are not zero, without the image token's and
-            the padding that repeats it.
-        vocabulary: The same as received: `scale * vocabulary_raw`. Its mean is N_text (eq. 11).
-        scale: Norm of text tokens as received over that of their rows as stored; 1 if nothing scales them. None if the
-            ratio differs between tokens; `vocabulary` and `ratio` are then None too.
-        visual_table, indicator_table: Rows of the visual embedding table (Ovis, table 3).
-        ratio: `visual.mean / vocabulary.mean`: 1 is aligned.
-        ratio_data: `visual.mean / text.mean`.
+    Tokens by kind, and `vocabulary`, whose mean is N_text (eq. 11), are as the first decoder layer receives them,
+    after every scaling; "raw" norms are of the embedding matrix as stored. `scale` is the ratio of the two, 1 if
+    nothing scales text, and None if it differs between tokens; `vocabulary` and `ratio` are then None too. The input
+    of a visual embedding table is a probability vector, whose norm means nothing: there `projector_input` is None.
     """
 
     encoder_output: Moments | None = None
@@ -86,24 +73,14 @@ class Interface:
 class Depth:
     """What the decoder's L layers do to tokens, by kind; kinds that do not occur in the data are no keys.
 
-    State l (0 to L) is the input of layer l + 1; state L is the last layer's output, before the final norm. Layers are
-    counted from 1. An update is a layer's output minus its own input.
+    State l (0 to L) is the input of layer l + 1; state L is the last layer's output, before the final norm. An update
+    is a layer's output minus its own input. `norm` and `log_norm` have a value for each state, the others one for each
+    layer. Angles are in radians (eqs. 8, 13); that of an update of size 0 is NaN.
 
-    Attributes:
-        norm: L2 norm of the states, L + 1 values (figures 1b, 4a).
-        final_norm: L2 norm of the last state after the language model's final norm.
-        cosine: Cosine similarity of state l - 1 and state l, L values (figures 2, 3, 4b). Models that add features
-            between layers (Qwen3-VL) change a state after the layer that made it; for all others this is the cosine
-            of a layer's input and output.
-        rotation: Effective rotation angle of each layer's update (eqs. 8, 13), radians, L values.
-        update_norm: L2 norm of the updates, L values.
-        log_norm, log_update: Natural logarithm of the norms of states (L + 1 values) and of updates (L values). The
-            exponential of their means is the geometric mean, which a few tokens of huge norm (attention sinks) affect
-            little.
-        update_angle: Angle between a state and its update, radians, L values; NaN for a layer that changes nothing.
-        asymmetry: Mean rotation of visual over mean rotation of text tokens, over layers 1 to L - 1; below 1 visual
-            tokens rotate less. None if either kind is missing.
-        asymmetry_error: Its standard error, from its spread over batches; None with fewer than two.
+    `cosine` is that of state l - 1 and state l (figures 2, 3, 4b). Models that add features between layers (Qwen3-VL)
+    change a state after the layer that made it; for all others this is the cosine of a layer's input and output. The
+    exponential of a mean logarithm is the geometric mean, which a few tokens of huge norm (attention sinks) affect
+    little. `asymmetry` leaves the last layer out; its standard error is from its spread over batches.
     """
 
     norm: dict[str, Curve]
@@ -142,13 +119,7 @@ class EmbeddingTable:
 class Gain:
     """Gain and bias of the norm after the projector, and how far they are from their start (table 5).
 
-    Attributes:
-        l2: L2 norm of the gain.
-        mean_abs: Mean of |gain|.
-        bias_mean_abs: Mean of |bias|; None for an RMSNorm, which has none.
-        start: The value that every element of the gain started from: N_text / sqrt(d), or 1.
-        distance: L2 norm of gain - start.
-        bias_distance: L2 norm of the bias, which started from 0.
+    The gain started from `start` in every element, N_text / sqrt(d) or 1, the bias from 0; an RMSNorm has no bias.
     """
 
     l2: float
@@ -170,23 +141,10 @@ class DynamicsStep:
 
 @dataclass(frozen=True)
 class Attention:
-    """Where the text tokens after an image look, by layer (appendix G).
+    """Where the text tokens after an image look, by layer (appendix G), averaged over heads and these tokens.
 
-    Attention is averaged over heads and over the text positions that come after the image.
-
-    Attributes:
-        question: The question that was asked.
-        image: PNG file beside `report.json` of the image as the model received it; None if it was not kept.
-        grid: Rows and columns of the image's visual tokens; None if they form no single grid (tiles): `maps` then have
-            one row, in token order.
-        maps: `[layer][row][column]`: share of the attention to the image that falls on each visual token; each
-            layer sums to 1. Empty for questions that are not drawn.
-        image_share: Share of all attention that falls on the image, by layer.
-        entropy: Entropy of each layer's map over that of an even one: 1 is even, 0 is one token.
-        layers: Numbers, from 1, of the layers that `maps` and the lists belong to: those that see the whole image, in
-            most models all.
-        bottom_bias: By layer, attention on the bottom third of the grid over what an even map has there: 1 is no bias.
-            None without a grid.
+    `layers`, counted from 1, are those that see the whole image. `maps` are `[layer][row][column]`, and each layer
+    sums to 1; visual tokens that form no single grid (tiles) are one row, in token order.
     """
 
     question: str
@@ -201,23 +159,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Report:
-    """The measurements of one model.
-
-    Attributes:
-        model: Folder or Hub id, without the folders above it.
-        model_type: The configuration's `model_type`.
-        dtype: Of the decoder's weights, such as "bfloat16" or "4-bit".
-        hidden_size: d of the language model, or of the encoder if there is none.
-        projector: Name of the projector's module; None if it is not known for this family.
-        data: Name of the data.
-        samples: How many questions with images were asked.
-        tokens: How many tokens of each kind were measured.
-        interface, depth, embeddings, gain: What was measured; None where it does not apply.
-        dynamics, attention: One entry for each recorded step, and for each question asked; may be empty.
-        training: What training logged, by name: `(step, value)` in order.
-        left_out: What was not measured and why, one sentence each.
-        norm: The norm after the projector, of this package's models: "layer_norm", "rms_norm" or "none".
-    """
+    """The measurements of one model; None or empty where something does not apply."""
 
     model: str
     model_type: str
@@ -244,14 +186,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure beside `report.json`.
-
-    Attributes:
-        file: Name of the PNG file.
-        title: A few words.
-        caption: What it shows, and which figure or table of the paper it corresponds to.
-        section: Section of the page: "interface", "depth", "embeddings", "dynamics", "attention" or "theory".
-    """
+    """A PNG file in the folder of `report.json`, and the section of the page that shows it."""
 
     file: str
     title: str

@@ -81,20 +81,15 @@ def diagnose(
     of a base and its descendant (tables 6 to 8).
 
     Args:
-        model: Folder or Hub id.
-        against: Folder or Hub id of the baseline.
-        data: Where images and questions come from: see [`~normalign_llava.diagnose.data.load_samples`].
-        image_folder: Folder that image paths in the data start from; by default that of the data.
-        samples: How many samples to draw.
+        model, against: Folders or Hub ids of the model and of the baseline.
+        data, samples, seed, image_folder: See [`~normalign_llava.diagnose.data.load_samples`].
         output: Folder to write; by default `diagnostics` in the folder of `model`, or `diagnostics/ID` in the working
             directory for a Hub id. An earlier diagnosis in it is replaced once this one is complete.
         batch_size: How many images at a time.
-        seed: Decides which samples are drawn.
         dtype: "float32", "bfloat16", "float16", or "auto", the checkpoint's own.
         load_in_4bit: Quantize both to 4 bits with bitsandbytes.
         trust_remote_code: Run code that comes with a checkpoint of an architecture that transformers does not have.
-        name: Name of the model in the report; by default the last part of its folder, or the Hub id.
-        against_name: Name of the baseline.
+        name, against_name: Names in the report; by default the last part of the folder, or the Hub id.
 
     Raises:
         ValueError: Models, data or options cannot be used.
@@ -108,16 +103,13 @@ def diagnose(
     found = [find(each, trust_remote_code=trust_remote_code) for each in (model, against) if each is not None]
     if data is not None and all(each.kind == "language model" for each in found):
         raise ValueError(f"{found[0].name} is a language model alone, which takes no images. Leave {data!r} out.")
-    if load_in_4bit and (alone := [each.name for each in found if each.kind == "vision encoder"]):
-        raise ValueError(f"{', '.join(alone)} has no language model to quantize. Leave --load-in-4bit out.")
     folder = _folder(model, output)
     with replaced_folder(folder, _written) as staging:
         drawn = None
         if any(each.kind != "language model" for each in found):
             drawn = load_samples(data, samples, seed=seed, image_folder=image_folder)
-        measure = partial(
-            _measure, drawn=drawn, folder=staging, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit
-        )
+        loading: dict[str, Any] = {"dtype": dtype, "load_in_4bit": load_in_4bit}
+        measure = partial(_measure, drawn=drawn, folder=staging, batch_size=batch_size, **loading)
         names = _names(found, name, against_name)
         report = measure(found[0], names[0], prefix="")
         baseline = measure(found[1], names[1], prefix="baseline_") if against is not None else None
@@ -152,29 +144,16 @@ def diagnose(
 
 
 def _measure(
-    found: Found,
-    name: str,
-    *,
-    drawn: Samples | None,
-    folder: Path,
-    prefix: str,
-    batch_size: int,
-    dtype: str,
-    load_in_4bit: bool,
+    found: Found, name: str, *, drawn: Samples | None, folder: Path, prefix: str, batch_size: int, **loading: Any
 ) -> Report:
     """The report of one model; the images that attention is drawn on are written into `folder`."""
     if found.kind == "language model" or drawn is None:
-        report = probe_language(found.source, revision=found.revision)
-        return replace(report, model=name, embeddings=report.embeddings and replace(report.embeddings, model=name))
+        return probe_language(found.source, name=name, revision=found.revision)
     checkpoint = Path(found.source)
     dynamics, training = read_dynamics(checkpoint), read_training_log(checkpoint)  # both for their errors, too
-    model = load(found, dtype=dtype, load_in_4bit=load_in_4bit)
-    progress = partial(
-        track,
-        description=escape(escaped(name)),
-        total=math.ceil(len(drawn.samples) / batch_size),
-        console=Console(),
-    )
+    model = load(found, **loading)
+    total = math.ceil(len(drawn.samples) / batch_size)
+    progress = partial(track, description=escape(escaped(name)), total=total, console=Console())
     if found.image_processor is not None:
         inputs = image_batches(found.image_processor, drawn.samples, batch_size)
         return probe_encoder(model, progress(inputs), name=name, data=drawn.name)
@@ -246,17 +225,16 @@ def _written(folder: Path) -> set[str]:
         reports = filter(None, (content["report"], content["against"]))
         images = {each["image"] for report in reports for each in report["attention"] if each["image"]}
         return {REPORT, PAGE, *images, *(each["file"] for each in content["figures"])}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return set()
 
 
 def _names(found: list[Found], *given: str | None) -> list[str]:
     """The given names, or those of the models; told apart by the folder above, or "(baseline)", if they are equal."""
     names = [name or each.name for each, name in zip(found, given, strict=False)]
-    if len(set(names)) == len(names):
-        return names
-    longer = [name or _longer_name(each) for each, name in zip(found, given, strict=False)]
-    return longer if len(set(longer)) == len(longer) else [names[0], f"{names[1]} (baseline)"]
+    if len(set(names)) < len(names):
+        names = [name or _longer_name(each) for each, name in zip(found, given, strict=False)]
+    return names if len(set(names)) == len(names) else [names[0], f"{names[1]} (baseline)"]
 
 
 def _longer_name(found: Found) -> str:
@@ -267,18 +245,10 @@ def _longer_name(found: Found) -> str:
 
 
 def _json(content: dict[str, Any]) -> str:
-    """One line for each key, since attention maps with one number per line would fill thousands."""
-    lines = (
-        f"{json.dumps(key)}: {json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)}"
-        for key, value in content.items()
-    )
+    """One line for each key, since attention maps with one number per line would fill thousands.
+
+    NaN and infinity, which JSON does not have, become null.
+    """
+    finite = json.loads(json.dumps(content), parse_constant=lambda constant: None)
+    lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in finite.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _finite(value: Any) -> Any:
-    """`value` with None for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

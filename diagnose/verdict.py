@@ -94,13 +94,10 @@ def change(new: float, old: float) -> str:
 
 
 def _first(report: Report) -> str:
-    interface, ratio = report.interface, entry_ratio(report)
+    ratio = entry_ratio(report)
     if ratio is None:
         return _one_part(report)
     enter = f"Visual tokens enter the decoder at {number(ratio, 2)} × the norm of text"
-    data = interface.ratio_data
-    if interface.ratio is not None and data is not None and is_equal(data) != is_equal(ratio):
-        enter += f" ({number(data, 2)} × that of the text in the data)"
     if asymmetry(report) is None:
         return f"{enter}; their rotation could not be compared with that of text."
     over = f"mean over layers 1 to {layers(report) - 1}"
@@ -111,12 +108,12 @@ def _one_part(report: Report) -> str:
     interface = report.interface
     if interface.visual is not None:
         return f"Visual tokens enter with a norm of {number(interface.visual.mean, 3)}; that of text was not measured."
-    for moments, what, lacks in (
-        (interface.vocabulary, "Text embeddings enter the language model with", "there are no visual tokens"),
-        (interface.encoder_output, "The encoder's tokens have", "there is no text"),
-    ):
-        if moments is not None:
-            return f"{what} a norm of {number(moments.mean, 3)} ± {number(moments.std, 3)}; {lacks}."
+    if (text := interface.vocabulary) is not None:
+        norm = f"{number(text.mean, 3)} ± {number(text.std, 3)}"
+        return f"Text embeddings enter the language model with a norm of {norm}; there are no visual tokens."
+    if (encoder := interface.encoder_output) is not None:
+        norm = f"{number(encoder.mean, 3)} ± {number(encoder.std, 3)}"
+        return f"The encoder's tokens have a norm of {norm}; there is no text."
     return "Neither visual tokens nor text were measured."
 
 
@@ -142,11 +139,11 @@ def _second(report: Report) -> str:
 
 def _how_much(report: Report) -> str:
     rotation = asymmetry(report)
-    assert rotation is not None
-    near, less = is_equal(rotation, EQUAL_ROTATION), "less" if rotation < 1 else "more"
+    assert report.depth is not None and rotation is not None
     if same_rotation(report):
-        return "as much as text" if near else f"{less} than text, but within two standard errors"
-    return f"{'slightly ' if near else ''}{less} than text"
+        return "as much as text" + (", within two standard errors" if report.depth.asymmetry_error else "")
+    less = "less" if rotation < 1 else "more"
+    return f"{'slightly ' if is_equal(rotation, EQUAL_ROTATION) else ''}{less} than text"
 
 
 def _compared(report: Report, against: Report) -> str:
@@ -154,20 +151,19 @@ def _compared(report: Report, against: Report) -> str:
         ("norms", entry_ratio(report), entry_ratio(against)),
         ("rotations", asymmetry(report), asymmetry(against)),
     )
-    ratios = []
-    for name, new, old in pairs:
-        if new is not None and old is not None:
-            shown, before = number(new, 2), number(old, 2)
-            values = f"{shown} in both" if shown == before else f"{shown} instead of {before} ({change(new, old)} 1)"
-            ratios.append(f"the ratio of {name} is {values}")
+    ratios = [
+        f"the ratio of {name} is {number(new, 2)} instead of {number(old, 2)} ({change(new, old)} 1)"
+        for name, new, old in pairs
+        if new is not None and old is not None
+    ]
     if ratios:
         return f"Compared with {against.model}, {' and '.join(ratios)}."
-    for what, ours, theirs in (
+    for what, new_norm, old_norm in (
         ("text embeddings", report.interface.vocabulary, against.interface.vocabulary),
         ("the encoder's tokens", report.interface.encoder_output, against.interface.encoder_output),
     ):
-        if ours is not None and theirs is not None:
-            means = f"{number(ours.mean, 3)} instead of {number(theirs.mean, 3)}"
+        if new_norm is not None and old_norm is not None:
+            means = f"{number(new_norm.mean, 3)} instead of {number(old_norm.mean, 3)}"
             sentence = f"Compared with {against.model}, {what} have a norm of {means}."
             # A vision-language model beside a language model: it is judged by itself as well.
             return sentence if entry_ratio(report) is None else f"{_second(report)} {sentence}"

@@ -7,6 +7,7 @@ from math import degrees
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from ..measure.theory import predicted_rotation
 from ..report import Curve, Drawing
@@ -23,15 +24,8 @@ Band = tuple[np.ndarray, np.ndarray]
 
 
 def depth_figures(models: Sequence[Shown]) -> list[Sketch]:
-    """Every figure of measured states and updates, in reading order; none if no model has a decoder."""
-    if not (deep := with_depth(models)):
-        return []
-    return [norms(deep), cosine(deep), rotation(deep), updates(deep)]
-
-
-def with_depth(models: Sequence[Shown]) -> list[Shown]:
-    """The models that have a decoder."""
-    return [model for model in models if model.report.depth is not None]
+    """Every figure of measured states and updates, in reading order; none without models, which have a decoder."""
+    return [norms(models), cosine(models), rotation(models), updates(models)] if models else []
 
 
 def curves(model: Shown, quantity: str) -> dict[str, Curve]:
@@ -45,9 +39,10 @@ def norms(models: Sequence[Shown]) -> Sketch:
     ratios: list[float | None] = []
     finals: list[tuple[Shown, str, float]] = []
     for model in models:
+        assert model.report.depth is not None
         entering = {kind: curve.mean[0] for kind, curve in curves(model, "norm").items()}
         ratios.append(entering["visual"] / entering["text"] if len(entering) == 2 else None)
-        final = model.report.depth.final_norm if model.report.depth else {}
+        final = model.report.depth.final_norm
         finals += [(model, kind, final[kind].mean) for kind in MODALITIES if kind in final]
     title = compare(models, ratios, "Visual tokens start with {} the norm of text in the data", " ×")
     figure = new_figure(4.4, title or "Norm of the hidden states")
@@ -81,11 +76,8 @@ def cosine(models: Sequence[Shown]) -> Sketch:
     """Cosine similarity of consecutive states (figures 2, 3, 4b)."""
     means = {kind: number(float(np.mean(curve.mean))) for kind, curve in curves(models[-1], "cosine").items()}
     listed = ", ".join(f"{value} for {kind}" for kind, value in means.items())
-    figure = new_figure(4.2, f"Cosine similarity between layers is {listed} tokens")
-    axes = figure.subplots()
-    draw_layers(axes, models, "cosine")
-    tidy(axes, "layer", "cosine similarity\nof consecutive states")
-    legend(figure, axes, len(models))
+    title = f"Cosine similarity between layers is {listed} tokens"
+    figure = by_layer(models, "cosine", title, "cosine similarity\nof consecutive states")
     caption = (
         "Cosine similarity of a token's states before a layer and before the next, averaged over tokens (figures 2, 3 "
         "and 4b): 1 is no change of direction. The bands are one standard deviation over the model's tokens; the "
@@ -98,12 +90,10 @@ def rotation(models: Sequence[Shown]) -> Sketch:
     """Effective rotation angle of each layer (eqs. 8, 13)."""
     ratios = [model.report.depth.asymmetry if model.report.depth else None for model in models]
     title = compare(models, ratios, "Visual tokens rotate {} as much as text in each layer", " ×")
-    figure = new_figure(4.2, title or "Rotation in each layer")
-    axes = figure.subplots()
-    draw_layers(axes, models, "rotation", degrees(1))
-    tidy(axes, "layer", "rotation by the layer (degrees)")
-    axes.set_ylim(bottom=0)
-    legend(figure, axes, len(models))
+    figure = by_layer(
+        models, "rotation", title or "Rotation in each layer", "rotation by the layer (degrees)", degrees(1)
+    )
+    figure.axes[0].set_ylim(bottom=0)
     caption = (
         "Effective rotation angle ω of each layer's update (eqs. 8 and 13), mean and one standard deviation over "
         "tokens. The ratio in the title is of the means over all layers but the last: the paper says that it falls "
@@ -133,10 +123,8 @@ def updates(models: Sequence[Shown]) -> Sketch:
     return Sketch(figure, Drawing("updates.png", "Assumptions about updates", caption, "depth"))
 
 
-def predicted(models: Sequence[Shown]) -> Sketch | None:
-    """Rotation that the theory predicts, beside the measured one; None if no model has a decoder."""
-    if not (models := with_depth(models)):
-        return None
+def predicted(models: Sequence[Shown]) -> Sketch:
+    """Rotation that the theory predicts, and the measured one, of models with a decoder."""
     figure = new_figure(3.9, "Rotation that the theory predicts, and what was measured")
     panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
     for axes, model in zip(panels, models, strict=True):
@@ -155,6 +143,16 @@ def predicted(models: Sequence[Shown]) -> Sketch | None:
         "updates that the theory takes to be the same for both modalities, beside the mean of the measured rotations."
     )
     return Sketch(figure, Drawing("predicted.png", "Predicted and measured rotation", caption, "theory"))
+
+
+def by_layer(models: Sequence[Shown], quantity: str, title: str, label: str, factor: float = 1.0) -> Figure:
+    """A figure of the field `quantity` of each model's `Depth`, times `factor`, over layers."""
+    figure = new_figure(4.2, title)
+    axes = figure.subplots()
+    draw_layers(axes, models, quantity, factor)
+    tidy(axes, "layer", label)
+    legend(figure, axes, len(models))
+    return figure
 
 
 def draw_layers(axes: Axes, models: Sequence[Shown], quantity: str, factor: float = 1.0) -> None:

@@ -9,31 +9,26 @@ from .attention import attention_figures
 from .depth import depth_figures, predicted
 from .dynamics import dynamics, training
 from .interface import embeddings, interface
-from .style import Sketch, save, shown
+from .style import DPI, Sketch, shown
 
 
 def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
-    """Draws everything that the reports hold.
+    """Draws everything that the reports hold into the folder `output`, a baseline on the same axes.
 
-    Args:
-        report: Of the model in question.
-        against: Of the baseline, drawn on the same axes.
-        output: Folder for the PNG files; the images that attention is drawn on are read from it.
-
-    Returns:
-        The figures in reading order.
-
-    Raises:
-        OSError: `output` cannot be written, or an image cannot be read.
+    The images that attention is drawn on are read from that folder. The figures are in reading order.
     """
     models = shown(report, against)
+    deep = [model for model in models if model.report.depth is not None]
     sketches: list[Sketch | None] = [
         interface(models),
-        *depth_figures(models),
+        *depth_figures(deep),
         embeddings(models),
         dynamics(models),
         training(models),
         *attention_figures(models, output),
-        predicted(models),
+        predicted(deep) if deep else None,
     ]
-    return [save(sketch, output) for sketch in sketches if sketch is not None]
+    drawn = [sketch for sketch in sketches if sketch is not None]
+    for sketch in drawn:
+        sketch.figure.savefig(output / sketch.drawing.file, format="png", dpi=DPI)
+    return [sketch.drawing for sketch in drawn]

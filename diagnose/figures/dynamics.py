@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.ticker import MaxNLocator
 
-from ..report import Drawing, DynamicsStep
+from ..report import Drawing
 from .depth import MODALITIES
 from .style import COLORS, Shown, Sketch, layer_axis, legend, new_figure, tidy
 
@@ -29,13 +28,12 @@ def dynamics(models: Sequence[Shown]) -> Sketch | None:
     grid = figure.subplots(len(recorded), 2, squeeze=False, sharex=True, sharey=True)
     for row, model in zip(grid, recorded, strict=True):
         for axes, kind in zip(row, MODALITIES, strict=True):
-            fill_dynamics(axes, model.report.dynamics, kind, scale)
-            tidy(
-                axes,
-                "layer" if model is recorded[-1] else "",
-                "cosine similarity" if kind == "visual" else "",
-                f"{kind}, {model.label}",
-            )
+            for entry in model.report.dynamics:
+                values: list[float] = getattr(entry, kind)
+                axes.plot(range(1, len(values) + 1), values, color=scale.to_rgba(entry.step), linewidth=1.3)
+            layer_axis(axes, max(len(getattr(entry, kind)) for entry in model.report.dynamics))
+            x, y = "layer" if model is recorded[-1] else "", "cosine similarity" if kind == "visual" else ""
+            tidy(axes, x, y, f"{kind}, {model.label}")
     bar = figure.colorbar(scale, ax=grid, label="optimizer step", aspect=30, pad=0.02)
     bar.locator = MaxNLocator(integer=True, nbins=8)
     bar.update_ticks()
@@ -81,11 +79,3 @@ def training(models: Sequence[Shown]) -> Sketch | None:
         "of the norm's gain and bias after it."
     )
     return Sketch(figure, Drawing("training.png", "Norms and gain during training", caption, "dynamics"))
-
-
-def fill_dynamics(axes: Axes, recorded: Sequence[DynamicsStep], kind: str, scale: ScalarMappable) -> None:
-    """Draws a line for each recorded step in its colour, the latest on top."""
-    for entry in recorded:
-        values: list[float] = getattr(entry, kind)
-        axes.plot(range(1, len(values) + 1), values, color=scale.to_rgba(entry.step), linewidth=1.3)
-    layer_axis(axes, max(len(getattr(entry, kind)) for entry in recorded))

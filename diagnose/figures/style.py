@@ -8,7 +8,6 @@ and lightness, and a baseline by dashes and hollow markers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from textwrap import fill
 from typing import Any
 
@@ -17,7 +16,6 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from ...checkpoint.files import atomic_write
 from ..report import Drawing, Report
 
 
@@ -66,10 +64,10 @@ class Sketch:
 
 def shown(report: Report, against: Report | None) -> list[Shown]:
     """The models in the paper's order, baseline first, with names that fit and that matplotlib can draw."""
-    ours = Shown(report, elide(printable(report.model), 30), False)
+    model = Shown(report, elide(printable(report.model), 30), False)
     if against is None:
-        return [ours]
-    return [Shown(against, f"{elide(printable(against.model), 30)} (baseline)", True), ours]
+        return [model]
+    return [Shown(against, f"{elide(printable(against.model), 30)} (baseline)", True), model]
 
 
 def printable(text: str) -> str:
@@ -152,10 +150,3 @@ def legend(figure: Figure, axes: Axes, columns: int) -> None:
     figure.legend(
         *axes.get_legend_handles_labels(), loc="outside lower left", ncols=columns, fontsize=9, frameon=False
     )
-
-
-def save(sketch: Sketch, output: Path) -> Drawing:
-    """Writes the figure into the folder `output`, atomically."""
-    with atomic_write(output / sketch.drawing.file) as partial:
-        sketch.figure.savefig(partial, format="png", dpi=DPI)
-    return sketch.drawing

@@ -5,6 +5,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,9 +42,6 @@ def attention_maps(
         question: The question, for the result.
         special_ids: Ids of special tokens, in addition to those in the configuration.
 
-    Returns:
-        The maps, with a grid if the visual tokens are the cells of one image (`image_grid`).
-
     Raises:
         ValueError: The model cannot be read (`find_parts`), the batch has several sequences, no visual token or no
             text after the last one, no layer gives a map, or a map is NaN.
@@ -53,22 +51,18 @@ def attention_maps(
     visual, asking = _positions(parts, inputs, special_ids)
     received: dict[int, Tensor] = {}
 
-    def hook(number: int) -> Any:
-        def reduce(attention: nn.Module, args: tuple, kwargs: dict, output: tuple) -> tuple | None:
-            if output[1] is None:
-                return None
-            if sees_all(kwargs.get("attention_mask"), asking, visual):
-                row = output[1][0][:, asking].mean((0, 1), dtype=torch.float32)[visual]
-                received[number] = row.cpu().double()
-            return output[0], None, *output[2:]  # without the map, which the layer would keep in memory
-
-        return reduce
+    def reduce(number: int, attention: nn.Module, args: tuple, kwargs: dict, output: tuple) -> tuple | None:
+        if output[1] is None:
+            return None
+        if sees_all(kwargs.get("attention_mask"), asking, visual):
+            row = output[1][0][:, asking].mean((0, 1), dtype=torch.float32)[visual]
+            received[number] = row.cpu().double()
+        return output[0], None, *output[2:]  # without the map, which the layer would keep in memory
 
     with in_evaluation_mode(parts.inner), _eager(parts.decoder), ExitStack() as hooks:
         for number, layer in enumerate(parts.layers, 1):
-            attention = dict(layer.named_children()).get("self_attn")
-            if attention is not None:
-                hooks.enter_context(attention.register_forward_hook(hook(number), with_kwargs=True))
+            if attention := dict(layer.named_children()).get("self_attn"):
+                hooks.enter_context(attention.register_forward_hook(partial(reduce, number), with_kwargs=True))
         parts.inner(**inputs, use_cache=False)
     if any(row.isnan().any() for row in received.values()):
         raise ValueError(
@@ -96,13 +90,9 @@ def attention_maps(
 
 
 def sees_all(mask: Tensor | None, asking: Tensor, visual: Tensor) -> bool:
-    """Whether a layer's mask lets every position of `asking` attend to every one of `visual`.
+    """Whether a mask that eager attention adds, `(1, 1, tokens, tokens)`, hides no position of `visual` from `asking`.
 
-    Read from the mask, because families configure windows in different places, or not at all.
-
-    Args:
-        mask: What eager attention adds to its scores, `(1, 1, tokens, tokens)`; None hides nothing.
-        asking, visual: Positions.
+    Families configure windows in different places, or not at all.
     """
     return mask is None or bool((mask[0, 0, asking][:, visual] > torch.finfo(mask.dtype).min / 2).all())
 
@@ -110,13 +100,8 @@ def sees_all(mask: Tensor | None, asking: Tensor, visual: Tensor) -> bool:
 def image_grid(inputs: Mapping[str, Any], tokens: int) -> tuple[int, int] | None:
     """Rows and columns of an image's visual tokens, by the ratio of its height to its width.
 
-    Args:
-        inputs: Inputs of the forward pass: `image_grid_thw` in families with images of any size, else `pixel_values`.
-        tokens: How many visual tokens there are.
-
-    Returns:
-        None for several images or tiles, or with tokens that are not part of the image (class token, registers,
-        newline rows).
+    None for several images or tiles, or with tokens that are not part of the image (class token, registers, newline
+    rows).
     """
     patches, pixels = inputs.get("image_grid_thw"), inputs.get("pixel_values")
     if patches is not None:

@@ -2,7 +2,9 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Reading what training recorded in its output folder (appendix F, figure 5)."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from ...checkpoint.names import DYNAMICS, STATE
 from ...checkpoint.untrusted import json_object
@@ -12,34 +14,25 @@ from ..report import DynamicsStep
 TrainingLog = dict[str, list[tuple[int, float]]]
 """Logged values by name: pairs of optimizer step and value, in order."""
 
+Parsed = TypeVar("Parsed")
+
 
 def read_dynamics(folder: str | Path) -> list[DynamicsStep]:
-    """Inter-layer cosines by step, measured on one fixed batch during training.
+    """Inter-layer cosines of one fixed batch at each step measured, in order; empty if nothing was recorded.
 
     Args:
         folder: Output of `normalign train` or `normalign merge`.
 
-    Returns:
-        A record for each step measured, in order; empty if nothing was recorded.
-
     Raises:
-        ValueError: A line is not such a record.
+        ValueError: The file has a line that is not such a record.
     """
-    file = Path(folder) / DYNAMICS
-    if not file.is_file():
-        return []
-    steps = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            record = json_object(line.encode(), "it")
-            visual, text = ([float(value) for value in record[kind]] for kind in ("visual", "text"))
-            steps.append(DynamicsStep(step=int(record["step"]), visual=visual, text=text))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"Line {number} of {file} is not a record of step, visual and text cosines "
-                f"({type(error).__name__}: {error}). Remove the line or the file."
-            ) from error
-    return steps
+
+    def step(line: bytes) -> DynamicsStep:
+        record = json_object(line, "it")
+        visual, text = ([float(value) for value in record[kind]] for kind in ("visual", "text"))
+        return DynamicsStep(step=int(record["step"]), visual=visual, text=text)
+
+    return _read(Path(folder) / DYNAMICS, lambda content: [step(line) for line in content.splitlines()], [])
 
 
 def read_training_log(folder: str | Path) -> TrainingLog:
@@ -56,19 +49,25 @@ def read_training_log(folder: str | Path) -> TrainingLog:
     Raises:
         ValueError: The file is not a state of the Trainer.
     """
-    file = Path(folder) / STATE
-    if not file.is_file():
-        return {}
-    curves: TrainingLog = {}
-    try:
-        for entry in json_object(file.read_bytes(), str(file))["log_history"]:
-            step = entry["step"]
+
+    def curves(content: bytes) -> TrainingLog:
+        found: TrainingLog = {}
+        for entry in json_object(content, "it")["log_history"]:
             for name, value in entry.items():
                 if isinstance(value, int | float) and name not in ("step", "epoch"):
-                    curves.setdefault(name, []).append((step, float(value)))
+                    found.setdefault(name, []).append((entry["step"], float(value)))
+        return found
+
+    return _read(Path(folder) / STATE, curves, {})
+
+
+def _read(file: Path, parse: Callable[[bytes], Parsed], absent: Parsed) -> Parsed:
+    if not file.is_file():
+        return absent
+    try:
+        return parse(file.read_bytes())
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{file} is not a state of the Trainer with a log_history ({type(error).__name__}: {error}). Remove it "
-            "or copy it again from where the model was trained."
+            f"{file} is not as training writes it ({type(error).__name__}: {error}). Remove it, or copy it again from "
+            "where the model was trained."
         ) from error
-    return curves

@@ -8,7 +8,7 @@ from accelerate.utils import align_module_device
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...assembly.embedding_table import known_config
-from ...assembly.gain import EmbeddingStatistics, counted_rows, embedding_statistics
+from ...assembly.gain import counted_rows, embedding_statistics
 from ...modeling_normalign_llava import embedding_row_norms, mean_embedding_norm
 from ..report import EmbeddingTable, Interface, Moments, Report, TopToken
 
@@ -16,13 +16,7 @@ from ..report import EmbeddingTable, Interface, Moments, Report, TopToken
 def embedding_table_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str, top: int = 10
 ) -> EmbeddingTable:
-    """The table of a model in memory, which may be sharded or offloaded.
-
-    Args:
-        model: A language model, or a vision-language model, whose image token's row is left out.
-        tokenizer: For the texts of the tokens; without it they are None.
-        name: Name of the model.
-        top: How many tokens of largest norm to list.
+    """The table of a model in memory, which may be sharded or offloaded, without the image token's row.
 
     Raises:
         ValueError: The embeddings are quantized or on meta, have rows that are NaN or infinite, or no row that counts.
@@ -48,25 +42,23 @@ def embedding_table_of(
     )
 
 
-def probe_language(model: str | Path, *, top: int = 10, revision: str | None = None) -> Report:
+def probe_language(
+    model: str | Path, *, name: str | None = None, top: int = 10, revision: str | None = None
+) -> Report:
     """Norms of the embeddings of a language model alone, as stored and as its decoder receives them.
 
-    Args:
-        model: Folder, weight file or Hub repository, as [`~normalign_llava.assembly.gain.embedding_statistics`]
-            takes it.
-        top: How many tokens of largest norm to list.
-        revision: The commit of a Hub repository.
-
-    Returns:
-        The report, with `embeddings`, and of `interface` `vocabulary_raw`, `vocabulary` and `scale`; the rest is named
-        in `left_out`.
-
-    Raises:
-        ValueError: What [`~normalign_llava.assembly.gain.embedding_statistics`] raises.
+    Takes what [`~normalign_llava.assembly.gain.embedding_statistics`] does, and raises the same. The report has
+    `embeddings`, and of `interface` `vocabulary_raw`, `vocabulary` and `scale`; `left_out` names the rest.
     """
     statistics = embedding_statistics(str(model), top=top, revision=revision)
-    table, scale = _table(statistics), statistics.scale
-    path = Path(model).expanduser()
+    scale, path = statistics.scale, Path(model).expanduser()
+    table = EmbeddingTable(
+        model=name or (path.resolve().name if path.exists() else str(model)),
+        mean=statistics.raw_mean,
+        std=statistics.std,
+        rows=statistics.rows - statistics.zero_rows - statistics.excluded_rows,
+        top=[TopToken(*token) for token in statistics.top],
+    )
     config = known_config(str(path.parent if path.is_file() else path if path.exists() else model), revision)
     left_out = [
         "Visual tokens, the projector and the ratio of visual to text norms were not measured: a language model alone "
@@ -92,15 +84,4 @@ def probe_language(model: str | Path, *, top: int = 10, revision: str | None = N
         ),
         embeddings=table,
         left_out=left_out,
-    )
-
-
-def _table(statistics: EmbeddingStatistics) -> EmbeddingTable:
-    path = Path(statistics.model).expanduser()
-    return EmbeddingTable(
-        model=path.resolve().name if path.exists() else statistics.model,
-        mean=statistics.raw_mean,
-        std=statistics.std,
-        rows=statistics.rows - statistics.zero_rows - statistics.excluded_rows,
-        top=[TopToken(*token) for token in statistics.top],
     )

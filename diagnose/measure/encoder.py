@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..report import Interface, Report
 from .moments import RunningMoments, widest
+from .probe import evaluating, placed
 
 
 LEFT_OUT = (
@@ -19,7 +20,6 @@ LEFT_OUT = (
 )
 
 
-@torch.no_grad()
 def probe_encoder(
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
@@ -36,29 +36,23 @@ def probe_encoder(
         model: CLIP, SigLIP, SigLIP 2, DINOv2, ViT, Kimi's encoder, or another of transformers' with a
             `last_hidden_state` of shape `(batch, tokens, d)`, or `(tokens, d)` for all images one after the other;
             of a model with a text tower too, its `vision_model` is measured.
-        batches: Inputs of its forward pass, as its image processor makes them: `pixel_values` and whatever else the
-            family needs.
+        batches: Inputs of its forward pass, as its image processor makes them.
         name: Name of the model; by default the last part of its folder or Hub id.
         data: Name of the data.
-
-    Returns:
-        The report, with `interface.encoder_output` filled and the rest named in `left_out`.
 
     Raises:
         ValueError: There is no batch, the model has no such output, or its output is NaN or infinite.
     """
     name = name or Path(model.config.name_or_path).name or model.config.model_type
     encoder = model.vision_model if getattr(model.config, "vision_config", None) is not None else model
-    training, samples, norms = encoder.training, 0, RunningMoments()
-    try:
-        encoder.eval()
+    samples, norms = 0, RunningMoments()
+    with evaluating(encoder):
         for batch in batches:
-            inputs = _inputs(encoder, batch)
+            # Image processors use the whole model's name for the grid, encoders their own.
+            inputs = {key.replace("image_grid", "grid"): placed(value, encoder) for key, value in batch.items()}
             rows = _rows(name, encoder(**inputs), inputs.get("pixel_attention_mask"))
             norms.add(torch.linalg.vector_norm(rows, dim=-1, dtype=widest(rows.device)))
             samples += len(inputs.get("grid_thw", inputs["pixel_values"]))
-    finally:
-        encoder.train(training)
     moments = norms.result()
     if moments is None:
         raise ValueError(f"There is no batch to measure {name} with. Give at least one.")
@@ -74,20 +68,6 @@ def probe_encoder(
         interface=Interface(encoder_output=moments),
         left_out=[LEFT_OUT],
     )
-
-
-def _inputs(encoder: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if "pixel_values" not in batch:
-        raise ValueError(f"A batch has no pixel_values; it has {', '.join(batch) or 'nothing'}.")
-    inputs = {}
-    for key, value in batch.items():
-        if encoder.device.type != "meta":  # otherwise offloaded: accelerate's hooks move the inputs
-            value = value.to(encoder.device)
-        # Image processors use the whole model's name for the grid, encoders their own.
-        inputs["grid_thw" if key == "image_grid_thw" else key] = (
-            value.to(encoder.dtype) if value.is_floating_point() else value
-        )
-    return inputs
 
 
 def _rows(name: str, output: object, mask: Tensor | None) -> Tensor:

@@ -41,9 +41,6 @@ class Parts:
         inner: Its base model, whose forward merges image features and text embeddings.
         image_token: Id of the tokens whose embeddings the image features replace.
         decoder: The language model without its head.
-        layers: The decoder's layers.
-        final_norm: The norm after them.
-        embeddings: The token embedding.
         projector_name, projector: Name in `model` and module of the projector; None if not known for this family.
         norm: The norm at the end of the projector of this package's models; None for others.
     """

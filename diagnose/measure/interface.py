@@ -3,6 +3,7 @@
 """L2 norms on the way from the vision encoder into the language model (tables 1 to 3)."""
 
 import functools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,7 +40,7 @@ class InterfaceProbe:
         if self._parts.projector is not None:
             handles.append(self._parts.projector.register_forward_hook(self._at_projector, with_kwargs=True))
             if self._parts.norm is not None:
-                handles.append(self._parts.norm.register_forward_pre_hook(self._before_norm))
+                handles.append(self._parts.norm.register_forward_pre_hook(lambda _, x: self._add("norm_input", x[0])))
         inner = self._parts.inner
         original = inner.get_image_features  # a method, so hooks do not see its output
 
@@ -67,7 +68,7 @@ class InterfaceProbe:
         raw = RunningMoments()
         raw.add(self._row_norms[counted_rows(self._row_norms, self._parts.image_token)])
         stored, text, text_raw = raw.result(), received.get("text"), found["text_raw"]
-        scale: float | None = self._expected_scale()
+        scale: float | None = math.prod(embedding_scales(self._parts.model.config.get_text_config()))
         if text and text_raw and text_raw.mean:
             scale = text.mean / text_raw.mean
             # If more than a factor lies between rows and decoder, the deviation does not scale with the mean.
@@ -88,10 +89,6 @@ class InterfaceProbe:
             ratio=visual.mean / vocabulary.mean if visual and vocabulary else None,
             ratio_data=visual.mean / text.mean if visual and text and text.mean else None,
         )
-
-    def _expected_scale(self) -> float:
-        of_text, of_all = embedding_scales(self._parts.model.config.get_text_config())
-        return of_text * of_all
 
     def _tables(self) -> tuple[Moments | None, Moments | None]:
         if self._table is None:
@@ -128,9 +125,6 @@ class InterfaceProbe:
         if self._table is None:
             self._add("projector_input", features)
         self._add("projector_output", output)
-
-    def _before_norm(self, norm: nn.Module, args: tuple) -> None:
-        self._add("norm_input", args[0])
 
     def _add(self, name: str, rows: Tensor) -> None:
         self._moments[name].add(rows.detach().to(widest(rows.device)).norm(dim=-1).flatten())

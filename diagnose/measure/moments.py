@@ -20,9 +20,7 @@ class RunningMoments:
 
     Nothing is copied from a GPU until `results`, so that it does not have to be waited for.
 
-    Args:
-        groups: Number of groups.
-        quantities: Number of values that each token has, each with its own moments.
+    Of each group, `quantities` values have moments of their own.
     """
 
     def __init__(self, groups: int = 1, quantities: int = 1):

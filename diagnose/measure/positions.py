@@ -36,13 +36,7 @@ def tokenizer_ids(tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
 
 
 def token_positions(ids: Tensor, attention_mask: Tensor | None, image_token: int) -> dict[str, Tensor]:
-    """Masks `(batch, tokens)` of `"visual"` tokens and of all others, `"text"`. Padding is neither.
-
-    Args:
-        ids: Token ids `(batch, tokens)`, image tokens expanded.
-        attention_mask: `(batch, tokens)`, 0 at padding, or None.
-        image_token: Id of the image token.
-    """
+    """Masks `(batch, tokens)` of `"visual"` tokens and of all others, `"text"`; padding (mask 0) is neither."""
     image = ids == image_token
     attended = torch.ones_like(image)
     if attention_mask is not None and attention_mask.dim() == 2:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..report import KINDS, Report
 from .depth import DepthProbe
@@ -126,13 +126,16 @@ def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         raise ValueError(
             f"A batch has {' and '.join(others)}. Tokens of video and sound are not measured: give images."
         )
-    device = parts.model.device  # "meta" if offloaded: then accelerate's hooks move the inputs
-    inputs: dict[str, Any] = {name: value for name, value in batch.items() if name not in ("labels", "use_cache")}
-    for name, value in inputs.items():
-        if isinstance(value, Tensor):
-            value = value if device.type == "meta" else value.to(device)
-            inputs[name] = value.to(parts.model.dtype) if value.is_floating_point() else value
-    return inputs
+    return {name: placed(value, parts.model) for name, value in batch.items() if name not in ("labels", "use_cache")}
+
+
+def placed(value: Any, model: PreTrainedModel) -> Any:
+    """A tensor on the model's device and, if it has floats, in its precision."""
+    if not isinstance(value, Tensor):
+        return value
+    if model.device.type != "meta":  # otherwise offloaded: accelerate's hooks move the inputs
+        value = value.to(model.device)
+    return value.to(model.dtype) if value.is_floating_point() else value
 
 
 @contextmanager

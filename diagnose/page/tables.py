@@ -13,7 +13,7 @@ from statistics import fmean
 from ..figures.interface import STAGES
 from ..findings import attention_spread
 from ..measure.theory import predicted_rotation
-from ..paper import paper_tables
+from ..paper import paper_ratios, paper_tables
 from ..report import KINDS, Moments, Report
 from ..verdict import asymmetry, layers, number, with_error
 
@@ -67,7 +67,7 @@ def interface_tables(models: Models) -> list[Table]:
         Table("L2 norms from the encoder to the first decoder layer.", ["Tokens", *names(models)], _known(stages)),
         Table("Ratios of mean norms; 1 is aligned.", ["Ratio", *names(models)], _known(ratios)),
     ]
-    return [*tables, _table_1(models), _table_2(models), _table_3(models)] if tables[0].rows else []
+    return [*tables, _as_in_the_paper(models)] if tables[0].rows else []
 
 
 def depth_tables(models: Models) -> list[Table]:
@@ -159,52 +159,27 @@ def model_table(models: Models) -> Table:
     return Table("What was measured.", ["", *names(models)], rows)
 
 
-def _table_1(models: Models) -> Table:
-    paper = paper_tables()
-    rows = [
-        [f"{name}, {label}", _spread(moments)]
-        for label, field_name in (("encoder output", "encoder_output"), ("text embeddings", "vocabulary_raw"))
-        for name, model in zip(names(models), models, strict=True)
-        if (moments := getattr(model.interface, field_name))
-    ]
-    published = [[row["model"], _published(row["norm_mean"], row["norm_std"])] for row in paper["table_1_vision"]]
-    published += [[row["model"], _published(row["norm_mean"])] for row in paper["table_1_text"]]
-    return Table("Both sides of the interface, as in table 1.", ["Model", "L2 norm"], rows, published)
-
-
-def _table_2(models: Models) -> Table:
+def _as_in_the_paper(models: Models) -> Table:
+    """The norms of the paper's tables 1 to 3, in the same columns as its rows."""
     rows = []
     for name, model in zip(names(models), models, strict=True):
         found = model.interface
-        if found.projector_output:
-            text = number(found.vocabulary_raw.mean) if found.vocabulary_raw else "–"
-            projector = _spread(found.projector_input), _spread(found.projector_output)
-            rows.append([name, *projector, text, number(found.ratio)])
+        after = found.visual_table or found.projector_output
+        stages = (found.encoder_output, found.projector_input, after, found.vocabulary_raw)
+        rows.append([name, *map(_spread, stages), number(found.ratio)])
+    paper, ratios = paper_tables(), paper_ratios()
+    ovis = paper["table_3_ovis2_5"]
     published = [
-        [
-            row["model"],
-            _published(row["before_mean"], row["before_std"]),
-            _published(row["after_mean"], row["after_std"]),
-            _published(row["text_mean"]),
-            number(row["after_mean"] / row["text_mean"], 3),
-        ]
-        for row in paper_tables()["table_2"]
+        *([row["model"], _published(row, "norm"), *["–"] * 4] for row in paper["table_1_vision"]),
+        *([row["model"], *["–"] * 3, _published(row, "norm"), "–"] for row in paper["table_1_text"]),
     ]
-    columns = ["Model", "Before the projector", "After it", "Text", "Ratio"]
-    return Table("Visual tokens around the projector against text, as in table 2.", columns, rows, published)
-
-
-def _table_3(models: Models) -> Table:
-    rows = [
-        [name, *map(_spread, (found.visual_table, found.indicator_table, found.vocabulary_raw))]
-        for name, found in zip(names(models), (model.interface for model in models), strict=True)
-        if found.visual_table
-    ]
-    paper = paper_tables()["table_3_ovis2_5"]
-    visual, text = (_published(paper[f"{kind}_mean"], paper[f"{kind}_std"]) for kind in ("visual", "text"))
-    columns = ["Model", "Visual vocabulary", "Indicators", "Text vocabulary"]
-    caption = "Rows of visual and text vocabularies, as stored, as in table 3 (RQ4)."
-    return Table(caption, columns, rows, [["Ovis2.5", visual, "–", text]])
+    for row in paper["table_2"]:
+        norms = [_published(row, name) for name in ("before", "after", "text")]
+        published.append([row["model"], "–", *norms, number(ratios[row["model"]], 3)])
+    norms = [_published(ovis, name) for name in ("visual", "text")]
+    published.append(["Ovis2.5", "–", "–", *norms, number(ratios["Ovis2.5"], 3)])
+    columns = ["Model", "Encoder output", "Before the projector", "After it, or visual vocabulary", "Text", "Ratio"]
+    return Table("Norms as in tables 1 to 3; of text, as stored.", columns, rows, published)
 
 
 def _known(rows: list[Row]) -> list[Row]:
@@ -215,9 +190,9 @@ def _spread(moments: Moments | None) -> str:
     return f"{number(moments.mean)} ± {number(moments.std)}" if moments else "–"
 
 
-def _published(*values: float) -> str:
-    """Mean and standard deviation with the decimals that the paper's tables 1 to 3 give."""
-    return " ± ".join(f"{value:,.2f}" for value in values)
+def _published(row: dict[str, float], name: str) -> str:
+    """Mean and, if it is given, standard deviation with the decimals of the paper's tables 1 to 3."""
+    return " ± ".join(f"{row[key]:,.2f}" for key in (f"{name}_mean", f"{name}_std") if key in row)
 
 
 def _mean(values: list[float]) -> float | None:

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from PIL import Image
 
-from ...checkpoint.files import atomic_write
 from ..findings import findings
 from ..paper import paper_ratios
 from ..report import PAGE, Drawing, Report
@@ -53,19 +51,8 @@ def write_page(
     folder: Path,
     *,
     provenance: Mapping[str, str],
-) -> Path:
-    """Writes `report.html` into `folder`, with style and figures inside.
-
-    Args:
-        report: Of the model in question.
-        against: Of the baseline.
-        drawings: The figures, whose files are in `folder`.
-        folder: Where `report.html` is written, atomically.
-        provenance: Where the numbers come from: names and versions, in reading order.
-
-    Raises:
-        OSError: A figure cannot be read, or the page cannot be written.
-    """
+) -> None:
+    """Writes `report.html` into `folder`, with style and figures inside, whose files are in the folder."""
     models = [report] if against is None else [against, report]
     claims = findings(report, against)
     if all(claim.outcome == "does not apply" for claim in claims):  # a vision encoder or a language model alone
@@ -88,9 +75,7 @@ def write_page(
         data=model_table(models),
         provenance=provenance,
     )
-    with atomic_write(path := folder / PAGE) as partial:
-        partial.write_text(page, encoding="utf-8")
-    return path
+    (folder / PAGE).write_text(page, encoding="utf-8")
 
 
 def _sections(models: list[Report], drawings: Sequence[Drawing], folder: Path) -> list[dict[str, Any]]:
@@ -104,12 +89,9 @@ def _sections(models: list[Report], drawings: Sequence[Drawing], folder: Path) -
     return sections
 
 
-def _image(drawing: Drawing, folder: Path) -> dict[str, Any]:
-    path = folder / drawing.file
-    with Image.open(path, formats=("PNG",)) as image:
-        width, height = image.size
-    source = f"data:image/png;base64,{b64encode(path.read_bytes()).decode()}"
-    return {"title": drawing.title, "caption": drawing.caption, "source": source, "width": width, "height": height}
+def _image(drawing: Drawing, folder: Path) -> dict[str, str]:
+    source = f"data:image/png;base64,{b64encode((folder / drawing.file).read_bytes()).decode()}"
+    return {"title": drawing.title, "caption": drawing.caption, "source": source}
 
 
 def _measures(report: Report, against: Report | None) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ def stretch(model):
     return model
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "smolvlm", "gemma3", "paligemma", "kimi_k25"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3"])
 def test_vision_language_models_as_transformers_saves_them(tmp_path, family):
     model, _ = vlm_families.make(family)
     stretch(model).save_pretrained(tmp_path / "saved")
@@ -91,23 +91,13 @@ def test_tokens_are_decoded_and_spare_rows_have_no_text(tmp_path):
     assert_same(embedding_table_of(model, tokenizer, name="language"), expected)
 
 
-def test_offloaded_embeddings(tmp_path):
+def test_offloaded_embeddings():
     model = stretch(tiny.model())
     expected = reference(model.get_input_embeddings().weight, "m", excluded={tiny.IMAGE})
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert model.get_input_embeddings().weight.is_meta
     assert_same(embedding_table_of(model, name="m"), expected)
     assert model.get_input_embeddings().weight.is_meta
-
-    stretch(tiny.model()).save_pretrained(tmp_path / "saved")
-    on_disk = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "saved",
-        device_map={"model.language_model": "disk", "lm_head": "disk", "model.vision_tower": "cpu"}
-        | {"model.multi_modal_projector": "cpu"},
-        offload_folder=tmp_path / "offload",
-    )
-    assert on_disk.get_input_embeddings().weight.is_meta
-    assert_same(embedding_table_of(on_disk, name="m"), expected)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "4-bit"])
@@ -120,18 +110,6 @@ def test_other_precisions(tmp_path, kind):
     expected = reference(weight, "saved", excluded={tiny.IMAGE})
     assert_same(embedding_table_of(loaded, name="saved"), expected)
     assert_same(probe_language(tmp_path / "saved").embeddings, expected)
-
-
-def test_embeddings_that_cannot_be_measured_are_refused():
-    with torch.device("meta"):
-        unloaded = AutoModelForCausalLM.from_config(tiny.text_config())
-    with pytest.raises(ValueError, match="on meta"):
-        embedding_table_of(unloaded, name="m")
-    model = tiny.model()
-    with torch.no_grad():
-        model.get_input_embeddings().weight[5, 1] = float("nan")
-    with pytest.raises(ValueError, match=r"1 embedding rows have NaN.*\[5\]"):
-        embedding_table_of(model, name="m")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +157,3 @@ def test_what_is_assumed_of_a_bare_weight_file_is_said(tmp_path):
         assert isinstance(report.interface.vocabulary, Moments) and report.interface.scale == 1.0
         assert len(report.left_out) == 4 and "no tokenizer" in report.left_out[3]
         assert_same(report.embeddings, reference(weight, model.name, top=2))
-    assert len(probe_language(tmp_path, top=0).left_out) == 3
-    with pytest.raises(ValueError, match="no weights"):
-        (tmp_path / "empty").mkdir()
-        probe_language(tmp_path / "empty")

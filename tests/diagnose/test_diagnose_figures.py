@@ -16,7 +16,7 @@ from normalign_llava.diagnose.figures.depth import cosine, norms, predicted, rot
 from normalign_llava.diagnose.figures.draw import draw
 from normalign_llava.diagnose.figures.dynamics import dynamics, training
 from normalign_llava.diagnose.figures.interface import embeddings, interface
-from normalign_llava.diagnose.figures.style import printable, shown
+from normalign_llava.diagnose.figures.style import shown
 from normalign_llava.diagnose.report import EmbeddingTable, Interface, Moments, Report, TopToken
 
 
@@ -141,13 +141,6 @@ def test_interface_shows_mean_and_deviation():
     assert whiskers[2] == pytest.approx((left, 85.54)) and left > 0  # the mean less the deviation is negative
 
 
-def test_stored_rows_are_shown_if_they_are_scaled():
-    scaled = Interface(vocabulary=Moments(64.0, 1.0, 9), vocabulary_raw=Moments(1.0, 0.1, 9), scale=64.0)
-    (axes,) = interface(shown(part("gemma", scaled), None)).figure.axes
-    rows = [label.get_text() for label in axes.get_yticklabels()]
-    assert rows == ["vocabulary, as received", "vocabulary, as stored"]
-
-
 def test_embeddings_and_their_texts():
     base = diagnosed(embeddings=table_of("base", 1.1))
     left, right = embeddings(shown(diagnosed(embeddings=table_of("vl", 2.4)), base)).figure.axes
@@ -201,16 +194,3 @@ def test_layers_that_were_left_out_keep_their_numbers(tmp_path):
     assert all(axes.lines[0].get_xdata().tolist() == [2, 5, 9] for axes in depth.axes)
     (axes,) = (axes for axes in rows.axes if axes.get_ylabel() == "layer")
     assert [label.get_text() for label in axes.get_yticklabels()] == ["2", "5", "9"]
-
-
-def test_another_question_is_no_baseline(images):
-    ours, baseline = (diagnosed(layers=3, attention=[attention_of(words, 3, (2, 2))]) for words in ("What?", "Where?"))
-    first, _ = attention_figures(shown(ours, baseline), images)
-    assert sum(axes.get_title().startswith("layer ") for axes in first.figure.axes) == 3
-
-
-def test_names_long_equal_and_of_any_script():
-    long = "a-very-long-name-of-a-checkpoint-that-goes-on-and-on"
-    baseline, ours = (model.label for model in shown(part(long), part(long)))
-    assert baseline == f"{ours} (baseline)" and len(ours) == 30 and ours.endswith("on-and-on")
-    assert printable("é\t模$") == r"é\t\u6a21\$"

@@ -13,7 +13,6 @@ from training import checkpoint, trainer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, GraniteConfig
 
 from normalign_llava.diagnose.measure.gain_table import gain_of
-from normalign_llava.train.callbacks import norm_values
 
 
 def norm_of(model):
@@ -55,11 +54,6 @@ def test_against_hand_computation(kind):
     norm, found = norm_of(model), gain_of(model)
     assert_by_hand(found, norm.weight, dict(norm.named_parameters()).get("bias"), expected_start(model))
     assert found.distance > 0.1
-    logged = {name: value.item() for name, value in norm_values(model).items()}
-    assert (found.l2, found.mean_abs) == pytest.approx((logged["gain/l2"], logged["gain/mean_abs"]), rel=1e-6)
-    assert ("bias/mean_abs" in logged) == (kind == "layer_norm")
-    if kind == "layer_norm":
-        assert found.bias_mean_abs == pytest.approx(logged["bias/mean_abs"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import re
 from html.parser import HTMLParser
 from statistics import fmean
 
-import pytest
 from browser import chromium, load
 from diagnosed import diagnosed
 from PIL import Image
@@ -15,7 +14,6 @@ from normalign_llava.diagnose.report import (
     Attention,
     Drawing,
     EmbeddingTable,
-    Interface,
     Moments,
     Report,
     TopToken,
@@ -59,9 +57,8 @@ def drawings(folder) -> list[Drawing]:
 
 
 def written(folder, report, against=None, **options) -> Contents:
-    path = write_page(report, against, drawings(folder), folder, provenance=PROVENANCE, **options)
-    assert path == folder / "report.html"
-    return Contents(path.read_text(encoding="utf-8"))
+    write_page(report, against, drawings(folder), folder, provenance=PROVENANCE, **options)
+    return Contents((folder / "report.html").read_text(encoding="utf-8"))
 
 
 def hostile() -> tuple[Report, Report]:
@@ -109,20 +106,10 @@ def test_the_papers_rows_stand_beside(tmp_path):
     )
     cells = set(written(tmp_path, dataclasses.replace(report, interface=interface, attention=[])).cells)
     assert {"3,484.24 ± 3,882.82", "4.58 ± 2.03", "66.1", "59.37 ± 106.08", "1.38"} <= cells  # tables 1, 2
-    assert {"63.21 ± 0.7654", "5.432 ± 0.5000", "64.00 ± 0.71", "1.38 ± 0.32"} <= cells  # table 3
+    assert {"63.21 ± 0.7654", "5.432 ± 0.5000", "64.00 ± 0.71", "1.38 ± 0.32", "46.4"} <= cells  # table 3
     assert {"53.2500", "0.9609", "2.2812", "0.0400"} <= cells  # table 5
     assert {"0.8031", "0.8965", "0.1588"} <= cells  # table 6
     assert "Where the text after an image looks" not in cells  # a section with nothing in it
-
-
-def test_an_encoder_alone(tmp_path):
-    report = Report(
-        "siglip", "siglip", "float32", 1152, interface=Interface(encoder_output=Moments(71.78, 13.97, 729))
-    )
-    path = write_page(report, None, [], tmp_path, provenance={})
-    page = Contents(path.read_text(encoding="utf-8"))
-    assert "The encoder's tokens have a norm of 71.8 ± 14.0; there is no text." in page.text
-    assert "71.78 ± 13.97" in page.cells and "In depth" not in page.text and "img" not in page.tags
 
 
 def test_the_page_loads_and_links_to_nothing_outside(tmp_path):
@@ -153,12 +140,6 @@ def test_tables_are_accessible(tmp_path):
     assert len(scopes) == page.tags.count("th") and {"row", "col", "rowgroup"} == set(scopes)
     assert page.values("lang") == ["en"] and "" not in page.values("alt")
     assert page.values("tabindex").count("0") == page.values("role").count("region") == page.tags.count("table") + 2
-
-
-def test_a_figure_that_is_missing_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="x.png"):
-        write_page(diagnosed(), None, [Drawing("x.png", "", "", "depth")], tmp_path, provenance={})
-    assert not list(tmp_path.iterdir())
 
 
 def test_in_a_browser(tmp_path):

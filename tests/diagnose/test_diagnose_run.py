@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import fields
 
-import gguf
 import pytest
 import tiny
 import torch
@@ -20,7 +19,6 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoProcessor
 from typer.testing import CliRunner
 
-from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
 from normalign_llava.diagnose import findings, report
 from normalign_llava.diagnose.run import diagnose
@@ -204,22 +202,11 @@ def test_another_run_replaces_the_first_whole_and_a_failing_one_leaves_it(alone,
     shutil.copytree(alone.folder, folder)
     first = hashes(folder)
 
-    broken = NormAlignLlavaForConditionalGeneration.from_pretrained(root / "ours" / "model")
-    with torch.no_grad():
-        broken.model.language_model.layers[1].mlp.down_proj.weight.fill_(math.nan)
-    broken.save_pretrained(tmp_path / "broken")
-    AutoProcessor.from_pretrained(root / "ours" / "model").save_pretrained(tmp_path / "broken")
     images(tmp_path / "bad")
     (tmp_path / "bad" / "3.png").write_bytes(b"no image")
-    for model, data, words in (
-        (tmp_path / "broken", root / "images", ["NaN or infinite", "Load the model in bfloat16 or float32"]),
-        (root / "llava", tmp_path / "bad", ["3.png", "cannot be used"]),
-    ):
-        done = cli(model, "--data", data, "--output", folder)
-        assert done.exit_code == 1 and "Error: " in done.output
-        assert all(word in done.output for word in words), done.output
-        assert hashes(folder) == first
-        assert {path.name for path in tmp_path.iterdir()} == {"diagnostics", "broken", "bad"}
+    done = cli(root / "llava", "--data", tmp_path / "bad", "--output", folder)
+    assert done.exit_code == 1 and "3.png" in done.output and "cannot be used" in done.output
+    assert hashes(folder) == first and {path.name for path in tmp_path.iterdir()} == {"diagnostics", "bad"}
 
     assert (folder / "attention_4.png").exists()
     done = cli(root / "llava", "--data", root / "images", "--samples", 2, "--output", folder)
@@ -235,19 +222,10 @@ def test_a_folder_with_anything_else_is_refused_before_weights_are_read(alone, r
     notes = tmp_path / "notes"
     shutil.copytree(alone.folder, notes)
     (notes / "thoughts.txt").write_text("mine")
-    downloads = tmp_path / "downloads"
-    downloads.mkdir()
-    (downloads / "report.json").write_text("{}")
     before = hashes(tmp_path)
-    for output, words in (
-        (notes, "holds thoughts.txt, which no earlier run has written there. Choose another folder, or move"),
-        (downloads, "holds report.json, which no earlier run"),
-        (empty, "holds chat_template.jinja, which no earlier run"),
-        (notes / "thoughts.txt", "thoughts.txt is a file. Choose another folder"),
-        (notes / "thoughts.txt" / "report", "thoughts.txt cannot be written (Not a directory). Choose another"),
-    ):
+    for output, name in ((notes, "thoughts.txt"), (empty, "chat_template.jinja")):
         done = cli(empty, "--data", root / "images", "--output", output)
-        assert done.exit_code == 1 and words in done.output, done.output
+        assert done.exit_code == 1 and f"holds {name}, which no earlier run" in done.output, done.output
     assert hashes(tmp_path) == before
 
 
@@ -263,16 +241,6 @@ def test_against_a_language_model_the_embedding_matrices_are_compared(root, tmp_
     assert len(done.against.left_out) == 2 and "Compared with its base, text embeddings" in done.verdict[1]
 
 
-def write_gguf(path):
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("token_embd.weight", torch.eye(7, 4).add(1).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def test_parts_alone(root, tmp_path):
     encoder, language = (tmp_path / name for name in ("vision", "language"))
     for folder in (encoder, language):
@@ -285,42 +253,27 @@ def test_parts_alone(root, tmp_path):
     assert {path.name for path in (encoder / "diagnostics").iterdir()} == listed(content)
 
     n_text = tiny.reference_n_text(AutoModelForCausalLM.from_pretrained(language).get_input_embeddings().weight, ())
-    for model, folder, mean in (
-        (language, language, n_text),
-        (write_gguf(tmp_path / "words.gguf"), tmp_path, (4 * math.sqrt(1 + 1 + 1 + 4) + 3 * 2) / 7),
-    ):
-        done = cli(model)  # no images are needed, nor fetched
-        assert done.exit_code == 0 and "a language model alone has none of them" in done.output, done.output
-        content = stored(folder / "diagnostics")
-        assert content["report"]["data"] is None and content["report"]["model"] == model.name
-        assert content["report"]["interface"]["vocabulary"]["mean"] == pytest.approx(mean, rel=1e-6)
+    done = cli(language)  # no images are needed, nor fetched
+    assert done.exit_code == 0 and "a language model alone has none of them" in done.output, done.output
+    content = stored(language / "diagnostics")
+    assert content["report"]["data"] is None and content["report"]["model"] == "language"
+    assert content["report"]["interface"]["vocabulary"]["mean"] == pytest.approx(n_text, rel=1e-6)
 
 
-def test_errors_name_the_thing_the_value_and_the_remedy(root, tmp_path):
-    model, data = root / "llava", root / "images"
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    record = tmp_path / "trained"
-    shutil.copytree(root / "llava", record, ignore=shutil.ignore_patterns("*.safetensors", "diagnostics"))
-    (record / "dynamics.jsonl").write_text("{}\n")
-    output = ["--output", tmp_path / "out"]
+def test_errors_come_before_weights_are_read_and_write_nothing(root, tmp_path):
+    damaged, data = tmp_path / "trained", root / "images"
+    shutil.copytree(root / "llava", damaged, ignore=shutil.ignore_patterns("*.safetensors", "diagnostics"))
+    (damaged / "dynamics.jsonl").write_text("{}\n")
     for arguments, words in (
-        ([model, "--against", tmp_path / "no"], [f"{tmp_path / 'no'} is no file or folder here", "Check the path"]),
-        ([root / "ours" / "language", "--data", data], ["language is a language model alone", "Leave"]),
-        ([model, "--data", data, "--image-folder", "no"], ["There is no image folder no. Set image_folder"]),
-        ([model, "--data", data, "--dtype", "int3"], ["'int3' is not one of 'auto', 'float32', 'bfloat16'"]),
-        ([model, "--against", adapter], [f"{adapter} is an adapter", f"normalign merge {adapter} --output DIR"]),
-        ([record, "--data", data], [f"Line 1 of {record / 'dynamics.jsonl'}", "Remove the line or the file"]),
+        ([damaged, "--data", data, "--against", tmp_path / "no"], "no is no file or folder here. Check the path"),
+        ([root / "ours" / "language", "--data", data], "language is a language model alone, which takes no images"),
+        ([damaged, "--data", data], f"{damaged / 'dynamics.jsonl'} is not as training writes it"),
     ):
-        done = cli(*arguments, *output)
-        assert done.exit_code in (1, 2) and all(word in done.output for word in words), done.output
-    for option in ("--samples", "--batch-size"):
-        assert cli(model, option, 0, *output).exit_code == 2
-    for option in ("samples", "batch_size"):
-        with pytest.raises(ValueError, match="is 0; it must be at least 1"):
-            diagnose(str(model), data=str(data), output=tmp_path / "out", **{option: 0})
-    assert {path.name for path in tmp_path.iterdir()} == {"adapter", "trained"}
+        done = cli(*arguments, "--output", tmp_path / "out")
+        assert done.exit_code == 1 and words in done.output, done.output
+    with pytest.raises(ValueError, match="batch size is 0; it must be at least 1"):
+        diagnose(str(damaged), data=str(data), output=tmp_path / "out", batch_size=0)
+    assert {path.name for path in tmp_path.iterdir()} == {"trained"}
 
 
 def test_a_home_folder_does_not_name_its_owner(root, tmp_path, monkeypatch):

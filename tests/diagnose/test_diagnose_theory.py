@@ -142,7 +142,7 @@ def test_lag_grows_layer_by_layer_and_is_largest_for_the_aligned_pair(simulation
         assert lag["angle"][case][-1] == pytest.approx(math.acos(kept * math.cos(math.pi / 6)))
 
 
-def test_trace_bound_falls_with_the_cosine_of_the_lag_unless_all_lag_by_one_turn(simulation):
+def test_trace_bound_falls_with_the_cosine_of_the_lag(simulation):
     trace = simulation["trace"]
     assert trace["bound"] == pytest.approx([math.cos(delta) for delta in trace["delta"]], abs=0.01)
     assert trace["attained"] == pytest.approx(trace["bound"], rel=1e-9)

@@ -7,7 +7,7 @@ from diagnosed import diagnosed
 
 from normalign_llava.diagnose.findings import findings
 from normalign_llava.diagnose.report import Interface, Moments, Report
-from normalign_llava.diagnose.verdict import change, number, verdict
+from normalign_llava.diagnose.verdict import number, verdict
 
 
 def with_rotation(report: Report, asymmetry: float | None, error: float | None = None) -> Report:
@@ -24,17 +24,13 @@ def part(**interface) -> Report:
     [
         (39.96, 4, "39.96"),
         (3484.24, 4, "3,484"),
-        (0.0134, 4, "0.01340"),
         (0.99996, 4, "1.000"),
-        (9.996, 3, "10.0"),
-        (37.0, 2, "37"),
         (0.4, 2, "0.40"),
         (-0.25, 2, "−0.25"),
         (2.5e-7, 3, "2.50e−07"),
         (0.0, 4, "0"),
         (None, 4, "–"),
         (float("nan"), 4, "–"),
-        (float("inf"), 2, "–"),
     ],
 )
 def test_numbers_have_significant_digits(value, digits, written):
@@ -49,11 +45,9 @@ def test_numbers_have_significant_digits(value, digits, written):
         (1.0, 0.5, None, "1.0 × .* rotate 0.50 ×", "not the problem .* rotate less than text"),
         (0.42, 1.9, None, "0.42 × .* rotate 1.9 ×", "opposite of the problem .* rotate more than text"),
         (46.0, 1.1, None, "46 × .* rotate 1.1 ×", "half of the problem .* rotate as much as text"),
-        (46.0, 1.5, None, "rotate 1.5 ×", "half of the problem .* rotate more than text"),
-        (1.2501, 0.9, None, r"\(1.1 × that of the text in the data\)", "is the problem .* less"),
         (37.0, 0.945, 0.004, "rotate 0.945 ± 0.004 ×", "is the problem .* slightly less"),
         (37.0, 0.945, 0.04, "rotate 0.94 ± 0.04 ×", "half of the problem .* as much as text"),
-        (37.0, 0.8, 0.2, "rotate 0.8 ± 0.2 ×", "half of the problem .* within two standard errors"),
+        (37.0, 0.8, 0.2, "rotate 0.8 ± 0.2 ×", "half of the problem .* as much as text, within two standard errors"),
         (1.0, 1.03, 0.01, "rotate 1.03 ± 0.01 ×", "not the problem .* slightly more than text"),
     ],
 )
@@ -90,7 +84,6 @@ def test_parts_alone():
         (1.0, 0.9, "1.0 instead of 37 (nearer to 1)", "0.90 instead of 0.40 (nearer to 1)"),
         (1.0, 0.2, "1.0 instead of 37 (nearer to 1)", "0.20 instead of 0.40 (farther from 1)"),
         (37.5, 0.41, "38 instead of 37 (no nearer to 1)", "0.41 instead of 0.40 (no nearer to 1)"),
-        (37.3, 0.401, "37 in both", "0.40 in both"),
         (1.0, None, "1.0 instead of 37 (nearer to 1)", None),
     ],
 )
@@ -99,20 +92,6 @@ def test_two_models(ratio, asymmetry, norms, rotations):
     expected = f"Compared with base, the ratio of norms is {norms}"
     expected += f" and the ratio of rotations is {rotations}." if rotations else "."
     assert verdict(ours, base)[1] == expected
-
-
-@pytest.mark.parametrize(
-    "new, old, expected",
-    [
-        (1 / 3, 4.0, "nearer to"),
-        (1 / 5, 4.0, "farther from"),
-        (0.25, 4.0, "no nearer to"),
-        (0.0, 4.0, "farther from"),
-        (0.0, 0.0, "no nearer to"),
-    ],
-)
-def test_distance_from_1_is_logarithmic(new, old, expected):
-    assert change(new, old) == expected
 
 
 def by_claim(report, against=None):
@@ -139,9 +118,9 @@ def by_claim(report, against=None):
 def test_claims_are_checked_on_the_model_without_the_norm():
     found = by_claim(diagnosed(1.02, "layer_norm", "ours"), diagnosed(model="base"))
     for claim, outcome, numbers in (
-        ("disparity", "agrees", ("71.8", "1.08", "66 ×", "28.7")),
+        ("disparity", "agrees", ("71.8", "1.08", "66 ×")),
         ("projector", "agrees", ("37 × the norm",)),
-        ("rotation", "agrees", ("0.11 ×", "29 of 29 layers")),
+        ("rotation", "agrees", ("0.11 ×",)),
         ("size", "agrees", ("a factor of 1.0",)),
         ("angle", "agrees", ("97.4° for visual and 97.4° for text",)),
         ("bottom", "agrees", ("1.61 ×", "1 question)")),
@@ -168,12 +147,6 @@ def test_claims_that_fail_or_cannot_be_checked():
     assert found["angle"][0] == "disagrees" and "11°" in found["angle"][1]  # 0.2 rad
     same = by_claim(diagnosed(1.0, "layer_norm"), diagnosed(1.0, "none"))
     assert same["norms"][0] == same["rotations"][0] == "no difference"
-
-
-def test_visual_vocabulary():
-    table = dataclasses.replace(diagnosed().interface, visual_table=Moments(64.0, 0.71, 65536))
-    assert by_claim(with_rotation(diagnosed(46.4, None, interface=table), 1.05))["vocabulary"][0] == "agrees"
-    assert "vocabulary" not in by_claim(diagnosed())
 
 
 def test_a_layer_that_changes_nothing_is_passed_over():

@@ -38,8 +38,7 @@ def same(found, expected):
         assert found == expected
 
 
-# Kimi's experts take another path where the device is not the CPU, to a histogram that only CUDA has for integers.
-@pytest.mark.parametrize("family", sorted({*vlm_families.FAMILIES} - {"kimi_k25"}))
+@pytest.mark.parametrize("family", ["normalign_llava", "llava_next", "qwen3_vl", "ovis2", "gemma3"])
 def test_probe(family):
     model, batch = vlm_families.make(family)
     expected = probe(model, [batch]).to_dict()
