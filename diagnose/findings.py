@@ -71,12 +71,13 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
         ("Appendix G: with the norm, attention to the image is less diffuse.", _remedy_focus),
     ):
         if not has_norm(report):
-            checked: Checked = ("does not apply", "The model has no norm after its projector.")
+            outcome, sentence = ("does not apply", "The model has no norm after its projector.")
         elif against is None or not treated:
-            checked = ("not measured", "A model without the norm is needed to compare with.")
+            outcome, sentence = ("not measured", "A model without the norm is needed to compare with.")
         else:
-            checked = compare(report, against) or ("not measured", "The same has to be measured of both models.")
-        found.append(Finding(claim, *checked))
+            unmeasured = ("not measured", "The same has to be measured of both models.")
+            outcome, sentence = compare(report, against) or unmeasured
+        found.append(Finding(claim, outcome, sentence))
     return found
 
 

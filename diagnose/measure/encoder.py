@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..report import Interface, Report
 from .moments import RunningMoments, widest
-from .probe import evaluating, placed
+from .probe import in_evaluation_mode, placed
 
 
 LEFT_OUT = (
@@ -46,7 +46,7 @@ def probe_encoder(
     name = name or Path(model.config.name_or_path).name or model.config.model_type
     encoder = model.vision_model if getattr(model.config, "vision_config", None) is not None else model
     samples, norms = 0, RunningMoments()
-    with evaluating(encoder):
+    with in_evaluation_mode(encoder):
         for batch in batches:
             # Image processors use the whole model's name for the grid, encoders their own.
             inputs = {key.replace("image_grid", "grid"): placed(value, encoder) for key, value in batch.items()}
