@@ -143,9 +143,6 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
         ("publish", "none", "--repo-id", "a/b"): "none is no folder",
         ("demo", "none"): f"none {gone}",
         ("demo", "adapter"): "adapter is an adapter. Merge it first",
-        ("serve", "none"): f"none {gone}",
-        ("serve", "user/model@v1"): "A revision is given with --revision",
-        ("serve", "model", "--quantization", "int3"): "'int3' is not one of",
     }
     # Nobody listens on the port of this Hub.
     found = in_one_process(cases, tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "home"))

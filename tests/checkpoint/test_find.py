@@ -167,7 +167,6 @@ def resolve_and_move(repository, resolve, revision):
         "build --vision {vision} --language {folder} --output new",
         "train --model_name_or_path {folder} --dataset_name rows.json --output_dir new --stage align --use_cpu",
         "diagnose {folder}",
-        "serve {folder}",
     ],
 )
 def test_a_folder_without_a_tokenizer_is_named(folders, tmp_path, monkeypatch, command):

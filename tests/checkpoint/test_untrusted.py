@@ -100,8 +100,8 @@ def run(*words, answers="y\n" * 9):
 @pytest.mark.parametrize(
     "command, kind",
     [
-        *((command, "tokenizer's code") for command in ("merge", "diagnose", "publish", "demo", "serve", "build")),
-        *((command, "configuration's code") for command in ("merge", "diagnose", "publish", "demo", "serve", "build")),
+        *((command, "tokenizer's code") for command in ("merge", "diagnose", "publish", "demo", "build")),
+        *((command, "configuration's code") for command in ("merge", "diagnose", "publish", "demo", "build")),
         *(("train", kind) for kind in hostile.CODE),
         *(("diagnose", kind) for kind in hostile.CODE),
     ],
@@ -191,7 +191,7 @@ def test_parts_that_need_code_or_make_no_images_are_not_built_in(good, tmp_path)
     assert too_large in run("diagnose", vision, "--data", good / "images", "--output", tmp_path / "out")
 
 
-@pytest.mark.parametrize("command", ["train", "gain", "merge", "diagnose", "demo", "serve"])
+@pytest.mark.parametrize("command", ["train", "gain", "merge", "diagnose", "demo"])
 def test_pickled_weights_are_not_opened(commands, command):
     commands.spoil("pickle")
     error = commands.error(command)
@@ -205,8 +205,8 @@ def test_pickled_weights_are_not_opened(commands, command):
         *(("train", kind) for kind in hostile.ELSEWHERE),
         *(("publish", kind) for kind in hostile.ELSEWHERE),
         *(("gain", kind) for kind in hostile.ELSEWHERE if kind.startswith("weights")),
-        *((command, "weights elsewhere, link") for command in ("merge", "diagnose", "serve")),
-        *((command, "training.json elsewhere") for command in ("card", "merge", "diagnose", "serve")),
+        *((command, "weights elsewhere, link") for command in ("merge", "diagnose")),
+        *((command, "training.json elsewhere") for command in ("card", "merge", "diagnose")),
         *(("card", kind) for kind in hostile.ELSEWHERE if kind.startswith((".", "evaluation"))),
     ],
 )
@@ -233,7 +233,7 @@ def test_the_hub_caches_own_links_are_followed(good, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------- time and memory
-@pytest.mark.parametrize("command", ["merge", "diagnose", "publish", "demo", "serve"])
+@pytest.mark.parametrize("command", ["merge", "diagnose", "publish", "demo"])
 def test_a_configuration_of_absurd_size_is_refused(commands, command):
     commands.spoil("10^7 layers")
     assert "num_hidden_layers 10,000,000" in commands.error(command)
@@ -355,7 +355,7 @@ def test_training_from_a_broken_checkpoint_ends_in_a_sentence(commands, kind):
     assert str(commands.folder) in error or "feature_layer" in error, error
 
 
-@pytest.mark.parametrize("command", ["gain", "card", "merge", "diagnose", "demo", "serve", "publish"])
+@pytest.mark.parametrize("command", ["gain", "card", "merge", "diagnose", "demo", "publish"])
 @pytest.mark.parametrize("kind", ["configuration, nested deeply", "list for text_config", "list for model_type"])
 def test_other_commands_say_it_in_a_sentence_too(commands, command, kind):
     commands.spoil(kind)
