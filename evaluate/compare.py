@@ -20,7 +20,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 from scipy import stats
 
-from ..checkpoint.files import finished_file
+from ..checkpoint.files import atomic_write
 from .paper_columns import columns
 from .results import FOLDER, read_evaluations
 
@@ -150,7 +150,7 @@ def write(differences: Sequence[Difference], output: Path) -> None:
     """Writes `comparison.json` and `comparison.png` into a folder."""
     from matplotlib.figure import Figure
 
-    with finished_file(output / "comparison.json") as partial:
+    with atomic_write(output / "comparison.json") as partial:
         partial.write_text(json.dumps([asdict(each) for each in differences], indent=2) + "\n", encoding="utf-8")
     figure = Figure(figsize=(7, 1 + 0.5 * len(differences)), layout="constrained")
     axes = figure.subplots()
@@ -165,7 +165,7 @@ def write(differences: Sequence[Difference], output: Path) -> None:
     axes.set_ylim(-0.6, len(names) - 0.4)
     seeds = "; grey: over seeds" if any(each.over_seeds for each in differences) else ""
     axes.set_xlabel(f"difference of scores, with 95 % intervals (black: over questions{seeds})")
-    with finished_file(output / "comparison.png") as partial:
+    with atomic_write(output / "comparison.png") as partial:
         figure.savefig(partial, format="png", dpi=120)
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.files import finished_file
+from ..checkpoint.files import atomic_write
 from ..checkpoint.untrusted import json_object
 
 
@@ -81,7 +81,7 @@ class Evaluation:
         others = [each for each in read_evaluations(checkpoint) if each.task != self.task]
         tasks = sorted([*others, self], key=lambda each: each.task)
         content = {"schema_version": SCHEMA_VERSION, "evaluations": [asdict(each) for each in tasks]}
-        with finished_file(checkpoint / FOLDER / SUMMARY) as partial:
+        with atomic_write(checkpoint / FOLDER / SUMMARY) as partial:
             partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

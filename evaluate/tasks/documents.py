@@ -10,8 +10,8 @@ import datasets
 from datasets import Dataset
 from PIL import Image
 
-from normalign_llava.data.arguments import DataArguments
-from normalign_llava.data.images import open_image
+from normalign_llava.data.rows.images import open_image
+from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.evaluate.answers import chosen_option
 
 

@@ -18,9 +18,9 @@ from lm_eval.api.task import ConfigurableTask
 from PIL import Image
 
 from normalign_llava.data import scenes, texts
-from normalign_llava.data.easy_vqa import CHOICES, KINDS, held_out, load_image, png
 from normalign_llava.evaluate.answers import named, yes_or_no
 from normalign_llava.evaluate.tasks import pope
+from normalign_llava.fetched.easy_vqa import CHOICES, KINDS, held_out, load_image, png
 
 
 BLANK = Image.new("RGB", (64, 64), "white")

@@ -24,7 +24,7 @@ from normalign_llava.assembly.processing import load_processor
 from normalign_llava.checkpoint.loading import limited, loading
 from normalign_llava.checkpoint.untrusted import check_files, check_weights
 from normalign_llava.cli import app
-from normalign_llava.data.row_checks import token_lengths
+from normalign_llava.data.rows.checks import token_lengths
 from normalign_llava.train.run import main as train
 
 

@@ -18,10 +18,10 @@ from lm_eval.tasks import TaskManager
 from scripted_tasks import TASKS
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
-from normalign_llava.data.easy_vqa import prompt
 from normalign_llava.evaluate.answers import named
 from normalign_llava.evaluate.engine import OFFLINE
 from normalign_llava.evaluate.run import evaluate, render
+from normalign_llava.fetched.easy_vqa import prompt
 
 
 pytestmark = [pytest.mark.usefixtures("archives"), pytest.mark.slow]
