@@ -479,33 +479,3 @@ def demo(
         from .hub_cards.space.local import run_demo
 
         run_demo(checkpoint, host=host, port=port)
-
-
-@app.command()
-def serve(
-    checkpoint: Annotated[str, typer.Argument(help="Folder or Hub id.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port.")] = 8000,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: DtypeOption = "auto",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
-    quantization: Annotated[
-        Literal["bnb-4bit", "bnb-8bit"] | None,
-        typer.Option(metavar="KIND", help="bnb-4bit or bnb-8bit, with bitsandbytes."),
-    ] = None,
-    allow_urls: Annotated[
-        bool, typer.Option("--allow-urls", help="Fetch images from http addresses that requests name.")
-    ] = False,
-) -> None:
-    """Answer OpenAI's chat completions from a checkpoint, images included."""
-    with errors_for_people(extra="serve"):
-        from .checkpoint.find import find_checkpoint
-
-        find_checkpoint(checkpoint, revision, remedy="Check the path. A revision is given with --revision.")
-
-        from .serve import serve as run
-
-        run(
-            checkpoint, host=host, port=port, revision=revision, dtype=dtype, device=device, quantization=quantization,
-            allow_urls=allow_urls,
-        )  # fmt: skip

@@ -10,6 +10,10 @@
 from typing import ClassVar, Literal, get_args
 
 from transformers import LlavaConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 
 class NormAlignLlavaConfig(LlavaConfig):
@@ -29,11 +33,12 @@ class NormAlignLlavaConfig(LlavaConfig):
     """
 
     model_type = "normalign_llava"
-    # Saving a class writes that class alone into auto_map, but all three must be there after every save.
+    # Saving a class writes that class alone into auto_map, but all must be there after every save.
     auto_map_entries: ClassVar[dict[str, str]] = {
         "AutoConfig": "configuration_normalign_llava.NormAlignLlavaConfig",
         "AutoModel": "modeling_normalign_llava.NormAlignLlavaModel",
         "AutoModelForImageTextToText": "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration",
+        "AutoModelForMultimodalLM": "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration",
     }
     _auto_class = "AutoConfig"  # save_pretrained copies the code beside the weights
 
@@ -78,3 +83,8 @@ def embedding_scales(config: PreTrainedConfig) -> tuple[float, float]:
     if kind == "recurrent_gemma" or (kind == "afmoe" and config.mup_enabled):
         return 1.0, root
     return float(getattr(config, "scale_emb", 1.0)), float(getattr(config, "embedding_scale", 1.0))  # MiniCPM3, HRM
+
+
+# `transformers serve` and pipelines look models up in these tables once the configuration is loaded, TRL in the first.
+for _names in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
+    _names[NormAlignLlavaConfig.model_type] = "NormAlignLlavaForConditionalGeneration"

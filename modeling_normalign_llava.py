@@ -15,9 +15,14 @@ from importlib import import_module
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, BitsAndBytesConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    BitsAndBytesConfig,
+)
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_MODELS
 from transformers.models.llava import modeling_llava as llava
 from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import can_return_tuple, logging
@@ -356,10 +361,9 @@ class NormAlignLlavaForConditionalGeneration(NormAlignLlavaPreTrainedModel, llav
         return type(outputs)(loss=loss, **outputs)
 
 
-# TRL looks up models that take images in this table, which `register` does not fill.
-IMAGE_MODELS["normalign_llava"] = NormAlignLlavaForConditionalGeneration.__name__
 # A registered class takes precedence over remote code, so code from a checkpoint must not register itself.
 if not __name__.startswith("transformers_modules."):
     AutoConfig.register("normalign_llava", NormAlignLlavaConfig)
     AutoModel.register(NormAlignLlavaConfig, NormAlignLlavaModel)
-    AutoModelForImageTextToText.register(NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration)
+    for auto in (AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        auto.register(NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration)

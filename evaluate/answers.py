@@ -19,7 +19,7 @@ _NUMBERS = {"one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six
 
 
 def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
-    """Which option an answer to a multiple-choice question chooses.
+    """Which option an answer to a multiple-choice question chooses, a key of `options`; None if it chooses none.
 
     In this order:
 
@@ -34,16 +34,7 @@ def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
 
     VLMEvalKit has 3, 4 and 5, with these differences: "A dog" is option A, and so is "The answer is A or B"; "not B"
     is B; "cat" is in "category"; lower case is no letter; a letter at the start of a long answer is not seen; four
-    sentences are refusals. lmms-eval sees the letter at the start; it ignores case in ScienceQA, AI2D and
-    SEED-Bench-2-Plus, and knows the article in MMBench. But it takes one of several letters in MMStar, and the first
-    character whatever it is in SEED-Bench-2-Plus.
-
-    Args:
-        answer: What the model wrote.
-        options: Text of each option by its capital letter.
-
-    Returns:
-        A key of `options`, or None.
+    sentences are refusals.
     """
     answer = answer.strip()
     whole, named, another, alone, in_brackets = _patterns("".join(options))
@@ -80,11 +71,7 @@ def named(answer: str, choices: Collection[str]) -> str | None:
     """Which of some words the answer names, in upper or lower case; None for none of them and for several.
 
     What follows the last comma counts, as in "red circle, not blue, no"; if that does not name just one, the whole
-    answer does. "three dogs" names "3".
-
-    Args:
-        answer: What the model wrote.
-        choices: Words in lower case.
+    answer does. "three dogs" names "3". `choices` are in lower case.
     """
     for part in (answer.rpartition(",")[2], answer):
         said = {_NUMBERS.get(word, word) for word in re.findall(r"\w+", part.lower())} & set(choices)

@@ -25,7 +25,6 @@ from .paper_columns import columns
 from .results import FOLDER, read_evaluations
 
 
-RESAMPLES = 10_000
 CONFIDENCE = 0.95
 
 Interval = tuple[float, float]
@@ -35,21 +34,13 @@ Scores = dict[tuple[str, int, str], float]
 
 @dataclass(frozen=True)
 class Arm:
-    """One model, or the same model trained with several seeds.
-
-    Attributes:
-        name: What the table calls it.
-        folders: Of each run.
-        runs: The scores of each run, by task and metric.
-        left_out: Why tasks cannot be compared, by task.
-        columns: The scores of each run in the columns of the paper's table 4, by column.
-    """
+    """One model, or the same model trained with several seeds, each a run."""
 
     name: str
     folders: list[Path]
-    runs: list[dict[str, Scores]]
-    left_out: dict[str, str]
-    columns: list[dict[str, float]]
+    runs: list[dict[str, Scores]]  # by task and metric
+    left_out: dict[str, str]  # why tasks cannot be compared, by task
+    columns: list[dict[str, float]]  # of the paper's table 4
 
 
 @dataclass(frozen=True)
@@ -57,16 +48,12 @@ class Difference:
     """An arm against the first one on a task. Scores are means over questions and runs.
 
     Attributes:
-        task, arm, against: What is compared.
         questions: How many: those that all models were asked.
         asked: How many each model was asked, by name.
-        score, reference: The arm's score, and the first one's.
-        over_questions: 95 % interval of the difference if other questions of the kind were asked, by a paired
-            bootstrap.
-        over_seeds: 95 % t interval of the difference over training runs, paired in their order if there are as many;
-            None with fewer than two runs on either side.
-        mcnemar: Two-sided exact p-value of McNemar's test: whether as many questions are right in one alone as in the
-            other alone. None with several runs, or if scores are not right or wrong.
+        over_questions: Interval of the difference if other questions of the kind were asked.
+        over_seeds: Interval of the difference over training runs.
+        mcnemar: p-value of whether as many questions are right in one model alone as in the other alone. None with
+            several runs, or if scores are not right or wrong.
     """
 
     task: str
@@ -82,7 +69,7 @@ class Difference:
 
     @property
     def value(self) -> float:
-        """The difference."""
+        """The difference of the scores."""
         return self.score - self.reference
 
 
@@ -92,15 +79,14 @@ def read_arm(argument: str) -> Arm:
     Raises:
         ValueError: A folder has no evaluation, or one that cannot be read.
     """
-    name, equals, folders = ("", "", argument) if os.path.exists(argument) else argument.partition("=")
-    paths = [Path(argument)] if not equals else [Path(each) for each in folders.split(",") if each]
+    name, equals, folders = ("", "", "") if os.path.exists(argument) else argument.partition("=")
+    paths = [Path(each) for each in (folders.split(",") if equals else [argument]) if each]
     if not paths:
         raise ValueError(f"{argument} names no folder. Write NAME=FOLDER,FOLDER,...")
     left_out: dict[str, str] = {}
     runs = [_run(path, left_out) for path in paths]
-    return Arm(
-        name or paths[0].resolve().name, paths, runs, left_out, [columns(read_evaluations(path)) for path in paths]
-    )
+    of_paper = [columns(read_evaluations(path)) for path in paths]
+    return Arm(name or paths[0].resolve().name, paths, runs, left_out, of_paper)
 
 
 def compare(arms: Sequence[Arm]) -> list[Difference]:
@@ -125,6 +111,7 @@ def compare(arms: Sequence[Arm]) -> list[Difference]:
             f"The models have no task in common. Run `normalign evaluate` on each with the same tasks.{out}"
         )
     found = []
+    first, *others = arms
     for task in tasks:
         shared = set.intersection(*(set(run[task]) for run in runs))
         # Of other versions of the data, some answers under the same number are the same by chance.
@@ -134,7 +121,6 @@ def compare(arms: Sequence[Arm]) -> list[Difference]:
         order = sorted(shared)
         table = {arm.name: np.array([[run[task][key] for key in order] for run in arm.runs]) for arm in arms}
         asked = {arm.name: len(set.intersection(*(set(run[task]) for run in arm.runs))) for arm in arms}
-        first, *others = arms
         found += [_difference(task, arm.name, first.name, asked, table[arm.name], table[first.name]) for arm in others]
     return found
 
@@ -154,17 +140,9 @@ def render(differences: Sequence[Difference]) -> Table:
         name = column in ("task", "model")
         table.add_column(column, justify="left" if name else "right", overflow="fold" if name else "ellipsis")
     for each in differences:
-        table.add_row(
-            each.task,
-            each.arm,
-            f"{each.questions:,}",
-            f"{each.score:.3f}",
-            f"{each.reference:.3f}",
-            f"{each.value:+.3f}",
-            _shown(each.over_questions),
-            _shown(each.over_seeds),
-            "-" if each.mcnemar is None else f"{each.mcnemar:.3f}",
-        )
+        scores = (f"{each.questions:,}", f"{each.score:.3f}", f"{each.reference:.3f}", f"{each.value:+.3f}")
+        p = "-" if each.mcnemar is None else f"{each.mcnemar:.3f}"
+        table.add_row(each.task, each.arm, *scores, _shown(each.over_questions), _shown(each.over_seeds), p)
     return table
 
 
@@ -191,51 +169,49 @@ def write(differences: Sequence[Difference], output: Path) -> None:
         figure.savefig(partial, format="png", dpi=120)
 
 
-def paired_bootstrap(differences: np.ndarray, seed: int = 0) -> Interval:
-    """95 % percentile interval of the mean of differences `(questions,)`, resampled with replacement."""
-    random = np.random.default_rng(seed)
-    count = len(differences)
-    # How often each question is drawn, 500 resamples at a time.
-    even = np.full(count, 1 / count)
-    means = [random.multinomial(count, even, size=500) @ differences / count for _ in range(RESAMPLES // 500)]
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+def over_questions(scores: np.ndarray, reference: np.ndarray) -> Interval:
+    """95 % percentile interval of the mean difference of scores `(questions,)`, by a paired bootstrap."""
+    if len(scores) == 1:
+        return (float(scores[0] - reference[0]),) * 2
+    settings = {"n_resamples": 10_000, "batch": 500, "confidence_level": CONFIDENCE, "method": "percentile", "rng": 0}
+    low, high = stats.bootstrap((scores - reference,), np.mean, **settings).confidence_interval
     return float(low), float(high)
 
 
-def mcnemar(ours: np.ndarray, theirs: np.ndarray) -> float:
+def mcnemar(scores: np.ndarray, reference: np.ndarray) -> float:
     """Two-sided exact p-value of McNemar's test on answers `(questions,)` that are right, 1, or wrong, 0."""
-    alone, other = int(((ours == 1) & (theirs == 0)).sum()), int(((ours == 0) & (theirs == 1)).sum())
+    alone, other = int((scores > reference).sum()), int((scores < reference).sum())
     return float(stats.binomtest(alone, alone + other, 0.5).pvalue) if alone + other else 1.0
 
 
-def over_seeds(ours: np.ndarray, theirs: np.ndarray) -> Interval | None:
+def over_seeds(scores: np.ndarray, reference: np.ndarray) -> Interval | None:
     """95 % t interval of the difference of mean scores of runs, `(runs,)` each: paired if there are as many runs,
     otherwise Welch's. None with fewer than two runs on either side."""
-    if min(len(ours), len(theirs)) < 2:
+    if min(len(scores), len(reference)) < 2:
         return None
-    paired = len(ours) == len(theirs)
-    test = stats.ttest_rel(ours, theirs) if paired else stats.ttest_ind(ours, theirs, equal_var=False)
+    paired = len(scores) == len(reference)
+    test = stats.ttest_rel(scores, reference) if paired else stats.ttest_ind(scores, reference, equal_var=False)
     low, high = test.confidence_interval(CONFIDENCE)
-    value = float(ours.mean() - theirs.mean())
+    value = float(scores.mean() - reference.mean())
     return (value, value) if math.isnan(low) else (float(low), float(high))  # all runs differ alike
 
 
 def _difference(
-    task: str, arm: str, against: str, asked: dict[str, int], ours: np.ndarray, theirs: np.ndarray
+    task: str, arm: str, against: str, asked: dict[str, int], scores: np.ndarray, reference: np.ndarray
 ) -> Difference:
-    single = len(ours) == len(theirs) == 1
-    binary = single and set(np.unique([ours, theirs])) <= {0.0, 1.0}
+    """Of scores `(runs, questions)`."""
+    binary = len(scores) == len(reference) == 1 and set(np.unique([scores, reference])) <= {0.0, 1.0}
     return Difference(
         task,
         arm,
         against,
-        questions=ours.shape[1],
+        questions=scores.shape[1],
         asked=asked,
-        score=float(ours.mean()),
-        reference=float(theirs.mean()),
-        over_questions=paired_bootstrap(ours.mean(0) - theirs.mean(0)),
-        over_seeds=over_seeds(ours.mean(1), theirs.mean(1)),
-        mcnemar=mcnemar(ours[0], theirs[0]) if binary else None,
+        score=float(scores.mean()),
+        reference=float(reference.mean()),
+        over_questions=over_questions(scores.mean(0), reference.mean(0)),
+        over_seeds=over_seeds(scores.mean(1), reference.mean(1)),
+        mcnemar=mcnemar(scores[0], reference[0]) if binary else None,
     )
 
 

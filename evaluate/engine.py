@@ -38,7 +38,7 @@ SUITES: dict[str, tuple[str, ...]] = {"paper": (*VISION, *TEXT), "vision": VISIO
 """Tasks of each suite; `"paper"` has the paper's nine (table 4)."""
 
 REFERENCES = {"blank": "blank image", "commonest": "commonest answer"}
-"""Metrics of a task that its accuracy is to be compared with, by what they are called beside it."""
+"""Metrics of a task that its accuracy is to be compared with, and their names in results."""
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each model in memory and of each metric of a part
 PACKAGES = ("lm_eval", "torch", "transformers", "normalign_llava")
@@ -52,11 +52,6 @@ class MultimodalLM(HFMultimodalLM):
     That of lm-eval 0.4.13 fails at a batch of questions without images. It begins a prompt with two first tokens if
     chat template and tokenizer both write one. And where the tokenizer's last token is not the model's, an answer goes
     on after it until the others of the batch end.
-
-    Args:
-        model: A vision-language model.
-        processor: Its processor.
-        batch_size: Questions together.
     """
 
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, batch_size: int):
@@ -91,8 +86,8 @@ class MultimodalLM(HFMultimodalLM):
 
 
 @cache
-def task_manager(include_path: Path | None = None, *, defaults: bool = True) -> TaskManager:
-    """The tasks of this package, those in a folder of one's own, which come first, and by default the harness's."""
+def task_manager(include_path: Path | None, *, defaults: bool) -> TaskManager:
+    """The tasks of this package, those in a folder of one's own, which come first, and by `defaults` the harness's."""
     own = [str(include_path)] if include_path else []
     return TaskManager(include_path=[str(files(__package__) / "tasks"), *own], include_defaults=defaults)
 
@@ -113,7 +108,7 @@ def chosen_tasks(
         raise ValueError(f"Name a suite ({', '.join(SUITES)}) or tasks to evaluate on.")
     manager = task_manager(include_path, defaults=False)
     if not set(chosen) <= set(manager.all_tasks):
-        manager = task_manager(include_path)  # reads 10,000 files
+        manager = task_manager(include_path, defaults=True)  # reads 10,000 files
     for task in chosen:
         if task not in manager.all_tasks:
             close = difflib.get_close_matches(task, manager.all_tasks, n=1)
@@ -174,7 +169,7 @@ def save(found: dict[str, Any], task: str, checkpoint: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file in [*folder.glob("results_*.json"), *folder.glob("samples_*.jsonl")]:  # of an earlier run
         file.unlink()
-    samples = found.pop("samples", {})
+    samples = found.pop("samples")
     tracker = EvaluationTracker(output_path=str(folder / "results.json"))
     tracker.general_config_tracker.model_name_sanitized = checkpoint.name
     tracker.save_results_aggregated(found, samples=samples)
@@ -192,7 +187,7 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
         metrics=_metrics(found, task),
         samples=sum(count["effective"] for count in counts),
         total=sum(count["original"] for count in counts),
-        protocol=[*_protocol(config, chat=found["config"]["apply_chat_template"]), *_prompt(found, config)],
+        protocol=_protocol(found, config),
         date=datetime.now(UTC).date().isoformat(),
         versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
         weights=weights,
@@ -210,7 +205,7 @@ def _metrics(found: dict[str, Any], task: str) -> list[Metric]:
     """The metrics of a task or group as a whole first, then of its parts."""
     metrics = []
     for name in sorted(found["results"], key=lambda name: name != task):
-        scores = found["results"][name]
+        scores, samples = found["results"][name], (found.get("samples") or {}).get(name)  # of a group there are none
         for key, value in scores.items():
             metric, _, rule = key.partition(",")
             if not rule or metric.endswith("_stderr") or not isinstance(value, int | float):
@@ -225,16 +220,10 @@ def _metrics(found: dict[str, Any], task: str) -> list[Metric]:
                     error if isinstance(error, int | float) else None,
                     references=_references(scores, metric, rule),
                     subset=None if name == task else scores.get("alias", name).strip(" -"),
-                    samples=_count(found, name, metric, rule),
+                    samples=samples and sum(metric in each["metrics"] for each in samples if each["filter"] == rule),
                 )
             )
     return metrics
-
-
-def _count(found: dict[str, Any], name: str, metric: str, rule: str) -> int | None:
-    """How many samples of a task have a metric; of a group it is not said."""
-    samples = (found.get("samples") or {}).get(name)
-    return samples and sum(metric in each["metrics"] for each in samples if each["filter"] == rule)
 
 
 def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, float]:
@@ -244,16 +233,8 @@ def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, flo
     return {name: scores[key] for name, key in keys.items() if measure == "acc" and key in scores}
 
 
-def _prompt(found: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """The prompt of the first question, as the model reads it."""
-    samples: list[dict[str, Any]] = next(iter((found.get("samples") or {}).values()), [])
-    if not samples or config["output_type"] == "loglikelihood_rolling":
-        return []
-    prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
-    return [f"The first prompt is {shorten(prompt, 600, placeholder=' ...')}"]
-
-
-def _protocol(config: dict[str, Any], *, chat: bool) -> list[str]:
+def _protocol(found: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """Sentences on how the results were obtained, and the first prompt as the model reads it."""
     names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
     data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path of this machine
     sentences = [f"lm-evaluation-harness runs its task {config['task']} on {data}."]
@@ -262,11 +243,15 @@ def _protocol(config: dict[str, Any], *, chat: bool) -> list[str]:
     else:
         sentences.append(f"Answers are chosen by {config['output_type']}.")
     shots = config.get("num_fewshot") or 0
-    template = "through the chat template" if chat else "as plain text"
+    template = "through the chat template" if found["config"]["apply_chat_template"] else "as plain text"
     sentences.append(f"Prompts are given {template}, with {shots} examples before the question.")
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
     if any(each["metric"] == "blank" for each in config.get("metric_list", ())):
         sentences.append("Blank image: each wording is asked once of a white image, and scored on all its questions.")
         sentences.append("Commonest answer: the share of questions that have the commonest true answer.")
+    samples = next(iter(found["samples"].values()), None)
+    if samples and config["output_type"] != "loglikelihood_rolling":
+        prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
+        sentences.append(f"The first prompt is {shorten(prompt, 600, placeholder=' ...')}")
     return sentences

@@ -15,17 +15,7 @@ from ..diagnose.load import find, load
 
 
 class NormAlignLlava(lmms):
-    """Answers of a vision-language model through its chat template, images where lmms-eval's messages have them.
-
-    Args:
-        pretrained: Folder or Hub id.
-        batch_size: Questions together.
-        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the checkpoint's own.
-        device: By default a GPU if there is one.
-
-    Raises:
-        ValueError: It is not a vision-language model, or cannot be loaded.
-    """
+    """The answers of the vision-language model `pretrained`, a folder or Hub id, through its chat template."""
 
     is_simple = False  # it takes messages
 
@@ -42,7 +32,7 @@ class NormAlignLlava(lmms):
         self.batch_size = int(batch_size)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """An answer to each request."""
+        """The model's answers, in batches of requests with the same options."""
         answers = []
         with tqdm(total=len(requests), disable=self.rank != 0) as bar:
             for _, alike in groupby(requests, key=lambda request: repr(request.args[2])):
@@ -78,11 +68,7 @@ class NormAlignLlava(lmms):
         return answers
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Not there: use lm-evaluation-harness for tasks that need it."""
-        raise NotImplementedError(
-            "normalign_llava generates answers. Tasks of likelihoods are `normalign evaluate`'s."
-        )
+        raise NotImplementedError("normalign_llava generates answers. `normalign evaluate` has tasks of likelihoods.")
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        """Not there."""
         raise NotImplementedError("normalign_llava answers one round.")

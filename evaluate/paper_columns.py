@@ -42,11 +42,7 @@ def columns(evaluations: Sequence[Evaluation]) -> dict[str, float]:
 
 
 def render(models: Mapping[str, Sequence[Mapping[str, float]]]) -> Table | None:
-    """The table for `rich.console.Console.print`; None if there is no column that all models have.
-
-    Args:
-        models: What [`columns`] gave for each run of a model, by the model's name. Means over runs are shown.
-    """
+    """The table of what [`columns`] gave for the runs of each model; None if there is no column that all have."""
     paper = paper_tables()["table_4"]
     runs = [run for of_model in models.values() for run in of_model]
     shown = [name for name in paper["columns"] if all(name in run for run in runs)]

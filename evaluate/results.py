@@ -73,22 +73,16 @@ class Evaluation:
         """Whether samples were left out."""
         return self.samples < self.total or self.samples == 0
 
-    def write(self, checkpoint: Path) -> Path:
+    def write(self, checkpoint: Path) -> None:
         """Writes the results into `evaluation/summary.json` of a folder, in place of earlier ones of the task.
 
-        Returns:
-            The file.
-
-        Raises:
-            ValueError: The file is not valid; it stays as it is.
+        Raises ValueError, and changes nothing, if the file is not valid.
         """
         others = [each for each in read_evaluations(checkpoint) if each.task != self.task]
         tasks = sorted([*others, self], key=lambda each: each.task)
         content = {"schema_version": SCHEMA_VERSION, "evaluations": [asdict(each) for each in tasks]}
-        file = checkpoint / FOLDER / SUMMARY
-        with atomic_write(file) as partial:
+        with atomic_write(checkpoint / FOLDER / SUMMARY) as partial:
             partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        return file
 
 
 def read_evaluations(checkpoint: Path) -> list[Evaluation]:
@@ -124,33 +118,17 @@ def _evaluation(content: dict[str, Any]) -> Evaluation:
     if unknown := content.keys() - {each.name for each in fields(Evaluation)}:
         raise ValueError(f"unknown fields {', '.join(sorted(unknown))}")
     evaluation = Evaluation(**{**content, "metrics": [Metric(**metric) for metric in content["metrics"]]})
-    try:
-        _check(evaluation)
-    except ValueError as error:
-        raise ValueError(f"in {evaluation.task}, {error}") from error
-    return evaluation
-
-
-def _check(evaluation: Evaluation) -> None:
-    if not (_is_count(evaluation.samples) and _is_count(evaluation.total) and evaluation.samples <= evaluation.total):
-        raise ValueError(f"{evaluation.samples!r} of {evaluation.total!r} samples is impossible")
+    sizes: list[tuple[str, Any]] = [("samples", evaluation.samples), ("total of samples", evaluation.total)]
+    values = []
     for metric in evaluation.metrics:
-        for name, value in {"": metric.value, **metric.references}.items():
-            if not _is_finite(value):
-                raise ValueError(
-                    f"the value of {metric.name} {name and f'for {name} '}is {value!r}, not a finite number"
-                )
-        if metric.stderr is not None and not (_is_finite(metric.stderr) and metric.stderr >= 0):
-            raise ValueError(
-                f"the standard error of {metric.name} is {metric.stderr!r}, not a finite number from 0 up"
-            )
-        if metric.samples is not None and not _is_count(metric.samples):
-            raise ValueError(f"the number of samples of {metric.name} is {metric.samples!r}")
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        name = metric.name
+        sizes += [(f"samples of {name}", metric.samples or 0), (f"standard error of {name}", metric.stderr or 0)]
+        values += [(name, metric.value), *((f"{other} of {name}", at) for other, at in metric.references.items())]
+    for name, value in sizes + values:
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ValueError(f"in {evaluation.task}, {name} is {value!r}, not a finite number")
+    if negative := [name for name, value in sizes if value < 0]:
+        raise ValueError(f"in {evaluation.task}, {', '.join(negative)} is below 0")
+    if evaluation.samples > evaluation.total:
+        raise ValueError(f"in {evaluation.task}, {evaluation.samples} samples are more than there are")
+    return evaluation

@@ -4,10 +4,8 @@
 
 import hashlib
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
@@ -52,8 +50,7 @@ def evaluate(
     """Evaluates a model with lm-evaluation-harness, and writes the results to `evaluation/` in its folder.
 
     A finished task is written at once, and skipped the next time if the model's files (or commit), the settings, one's
-    own task files and the versions of this package and the harness are the same. A task that fails, such as one whose
-    data set cannot be reached, is named, and the others are run.
+    own task files and the versions of this package and the harness are the same. If a task fails, the others are run.
 
     Args:
         model: Folder or Hub id of a vision-language model or a language model.
@@ -62,14 +59,11 @@ def evaluate(
         limit: Use the first so many samples of each task. The result is marked as partial.
         batch_size: Samples together.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, but float32 on a CPU that
-            only emulates it. What was resolved is part of the settings.
-        load_in_4bit: Quantize with bitsandbytes.
-        trust_remote_code: Run code that comes with the checkpoint.
+            only emulates it.
+        load_in_4bit, trust_remote_code: As in [`load`].
         output: Folder in which to write `evaluation/`, by default the model's; of a Hub id, `evaluations/NAME`.
 
-    Raises:
-        ValueError: The model or a task does not exist, or a limit would replace whole results of the model.
-        OSError: The output cannot be written.
+    Raises ValueError if the model or a task does not exist, or a limit would replace whole results of the model.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if include_path and not include_path.is_dir():
@@ -87,7 +81,10 @@ def evaluate(
     (output / FOLDER).mkdir(parents=True, exist_ok=True)
     done = Evaluated(output / FOLDER / SUMMARY)
     earlier = [each for each in read_evaluations(output) if each.task in chosen and each.weights == weights]
-    kept = {each.task: each for each in earlier if each.settings == settings and _is_of_these_versions(each)}
+    versions = {name: version(name) for name in ("lm_eval", "normalign_llava")}
+    kept = {
+        each.task: each for each in earlier if each.settings == settings and versions.items() <= each.versions.items()
+    }
     whole = [each.task for each in earlier if not each.partial and each.task not in kept]
     if limit and whole:
         raise ValueError(
@@ -98,13 +95,12 @@ def evaluate(
         console.print(f"{task}: done before.")
     tasks = [task for task in chosen if task not in kept]
     lm = as_lm(found, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit) if tasks else None
-    began = time.monotonic()
-    for number, task in enumerate(tasks):
-        console.print(f"{task} ({number + 1} of {len(tasks)}{_left(time.monotonic() - began, number, len(tasks))})")
+    for number, task in enumerate(tasks, 1):
+        console.print(f"{task} ({number} of {len(tasks)})")
         try:
             raw = run_task(lm, task, manager, limit=limit)
         except Exception as error:  # whatever it is, the other tasks are run
-            done.failed[task] = _reason(error)
+            done.failed[task] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
             console.print(f"{task} could not be run: {done.failed[task]}", style="red")
             continue
         result = summarized(raw, task, weights=weights, settings=settings)
@@ -125,15 +121,11 @@ def render(done: Evaluated) -> Table:
         name = column in ("task", "metric")
         table.add_column(column, justify="left" if name else "right", no_wrap=name)
     for result, metric in whole:
-        beside = [f"{metric.references[name]:.3f}" if name in metric.references else "" for name in references]
+        compared = [f"{metric.references[name]:.3f}" if name in metric.references else "" for name in references]
         error = "" if metric.stderr is None else f"{metric.stderr:.3f}"
         samples = result.samples if metric.samples is None else metric.samples
-        table.add_row(result.task, metric.name, f"{metric.value:.3f}", error, *beside, f"{samples:,}")
+        table.add_row(result.task, metric.name, f"{metric.value:.3f}", error, *compared, f"{samples:,}")
     return table
-
-
-def _is_of_these_versions(evaluation: Evaluation) -> bool:
-    return all(evaluation.versions.get(name) == version(name) for name in ("lm_eval", "normalign_llava"))
 
 
 def _files_hash(folder: Path | None, include_path: Path | None) -> str:
@@ -146,12 +138,3 @@ def _files_hash(folder: Path | None, include_path: Path | None) -> str:
         if file.is_file():
             digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _left(seconds: float, done: int, tasks: int) -> str:
-    """Time left for all tasks, at the mean pace of those that are done; nothing before the first is."""
-    return f", about {timedelta(seconds=round(seconds / done * (tasks - done)))} left for all" if done else ""
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"

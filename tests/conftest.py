@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job, and then in all it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ("docs", "quickstart_run", "train_push", "train_distributed", "serve_strangers", "benchmarks", "device")
+LONGEST = ("docs", "quickstart_run", "train_push", "train_distributed", "benchmarks", "device")
 
 
 def pytest_collection_modifyitems(items):

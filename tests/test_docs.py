@@ -3,13 +3,8 @@
 import json
 import re
 import shutil
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import httpx
 import pytest
 import tiny_parts as parts
 import yaml
@@ -30,9 +25,10 @@ ELSEWHERE = {
     "data.md": "data/test_forms.py",
     "trl.md": "train/test_trl_trainers.py",
     "report.md": "diagnose/test_diagnose_run.py",
+    "serving.md": "architecture/test_serving.py",
 }
 """Pages whose snippets another test runs."""
-NOT_RUN = ("pip install", "make ", "vllm serve", "python -m sglang")
+NOT_RUN = ("pip install", "make ", "vllm serve")
 """CI runs `make lint test`; what else begins so is said to be not run, or not tested, where it stands."""
 ON_TINY = {
     "normalign train": "--use_cpu --bf16 false --max_steps 1 --global_batch_size 2 --per_device_train_batch_size 1 "
@@ -167,30 +163,8 @@ def test_the_page_on_diagnosis(world):
         assert (world[0] / folder / "report.html").exists()
 
 
-def test_the_server_answers_the_page_s_client(world):
-    folder, prepared, variables = world
-    (command,) = (line for line in commands(DOCS / "serving.md") if line.startswith("normalign serve"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = str(Path(sys.executable).with_name(command.split()[0])), *command.split()[1:], "--port", str(port)
-    server = subprocess.Popen(command, cwd=folder, env={**prepared.environment, **variables})
-    try:
-        while server.poll() is None:
-            try:
-                httpx.get(f"http://127.0.0.1:{port}/health")
-                break
-            except httpx.ConnectError:
-                time.sleep(0.2)
-        assert server.poll() is None
-        (snippet,) = blocks(DOCS / "serving.md", "python")
-        run(["-c", snippet.replace(":8000", f":{port}")], world)
-    finally:
-        server.terminate()
-        server.wait()
-
-
 def test_every_page_with_commands_is_run_by_a_test():
-    here = {"README.md", "diagnose.md", "publish.md", "train.md", "serving.md", "contributing.md"}
+    here = {"README.md", "diagnose.md", "publish.md", "train.md", "contributing.md"}
     assert {page.name for page in PAGES} - here == {name for name in ELSEWHERE if DOCS / name in PAGES}
     assert all((ROOT / "tests" / file).exists() for file in ELSEWHERE.values())
     assert commands(DOCS / "contributing.md") == []

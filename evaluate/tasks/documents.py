@@ -3,9 +3,8 @@
 """What the task files share: the check of the columns, the image, and multiple-choice questions."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from string import ascii_uppercase
 
 import datasets
 from datasets import Dataset
@@ -22,16 +21,10 @@ ASK_FOR_LETTER = "Answer with the option's letter from the given choices directl
 def checked(
     documents: Dataset, task: str, columns: Collection[str], values: Mapping[str, Collection[str]] | None = None
 ) -> Dataset:
-    """`documents`, if they have what the task reads; their column `image` is decoded as that of training data is.
+    """`documents`, with images that are opened as those of training data are.
 
-    Args:
-        documents: The split that the task reads.
-        task: Name of the task and of its file.
-        columns: Columns that the task reads.
-        values: All values that may be in a column, in upper or lower case.
-
-    Raises:
-        ValueError: Columns are missing, or hold a value that the task does not know. Names the task and the data set.
+    Raises ValueError, which names the task and its data set, if one of `columns` is missing, or if a column holds
+    something else than its `values`, in upper or lower case.
     """
     source = re.search(r"^dataset_path: (\S+)", Path(__file__).with_name(f"{task}.yaml").read_text(), re.MULTILINE)
     changed = f"task {task}: the data set {source[1] if source else ''} has changed"
@@ -42,7 +35,7 @@ def checked(
     for column, known in (values or {}).items():
         expected = {each.lower() for each in known}
         if unknown := [each for each in documents.unique(column) if str(each).strip().lower() not in expected]:
-            raise ValueError(f"{changed}: column {column} has {unknown}, beside {', '.join(known)}.")
+            raise ValueError(f"{changed}: column {column} has {unknown}, not only {', '.join(known)}.")
     # `datasets` would let Pillow open any format.
     undecoded = documents.cast_column("image", datasets.Image(decode=False))
     return undecoded.with_transform(_decoded, columns=["image"], output_all_columns=True)
@@ -55,11 +48,6 @@ def image(document: dict) -> list[Image.Image]:
 
 def _decoded(batch: dict[str, list]) -> dict[str, list]:
     return {"image": [each and decode_image(each, DataArguments.max_image_pixels) for each in batch["image"]]}
-
-
-def by_letter(choices: Sequence[str]) -> dict[str, str]:
-    """Text of each option by its letter, from A."""
-    return dict(zip(ascii_uppercase, choices, strict=False))
 
 
 def listed(options: Mapping[str, str]) -> str:

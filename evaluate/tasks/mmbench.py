@@ -13,27 +13,23 @@ ROTATION = 1_000_000  # A rotated question has the index of the first plus a mul
 
 
 def documents(split: Dataset) -> Dataset:
-    """The rows, once their columns are checked."""
     return checked(split, "mmbench_en_dev", ["index", "image", "question", "hint", "answer", "A", "B", "C", "D"])
 
 
 def text(document: dict) -> str:
-    """The prompt for a row."""
     question = " ".join(part for part in (document["hint"], document["question"]) if part and part != "nan")
     return f"<image>{question} There are several options:\n{listed(_options(document))}\n\n{ASK_FOR_LETTER}"
 
 
 def results(document: dict, answers: list[str]) -> dict:
-    """The scores of an answer, by metric, as the harness aggregates them."""
     right = is_right(answers[0], _options(document), document["answer"])
     return {"acc_circular": (int(document["index"]), right), "acc": right}
 
 
 def circular(rows: list[tuple[int, float]]) -> float:
-    """Share of the questions that are answered rightly in every rotation.
+    """Share of the questions that are answered rightly in every rotation, from indices of rows and their scores.
 
-    Args:
-        rows: Index of a row, and 1 for a right answer, else 0. Rotations without their first question do not count.
+    Rotations without their first question do not count.
     """
     rotations = defaultdict(list)
     for index, right in rows:

@@ -15,28 +15,21 @@ OPTION = re.compile(r"(?:^|[\s,])\(?([A-D])[:.)]\s*(.*?)(?=\s+\(?[A-D][:.)]|$)",
 
 
 def documents(split: Dataset) -> Dataset:
-    """The rows, once their columns are checked."""
     return checked(split, "mmstar", ["image", "question", "answer", "l2_category"])
 
 
 def text(document: dict) -> str:
-    """The prompt for a row."""
     question = document["question"].strip().replace(" Please answer yes or no.", "")
     return f"<image>{question}\n{ASK_FOR_LETTER.removesuffix('.')}"
 
 
 def results(document: dict, answers: list[str]) -> dict:
-    """The scores of an answer, by metric, as the harness aggregates them."""
     right = is_right(answers[0], _options(document["question"]), document["answer"].strip().upper())
     return {"acc_by_category": (document["l2_category"], right), "acc": right}
 
 
 def mean_of_categories(rows: list[tuple[str, float]]) -> float:
-    """Mean over the categories of the share of right answers.
-
-    Args:
-        rows: Fine category of a question (there are 18), and 1 for a right answer, else 0.
-    """
+    """Mean over the 18 fine categories of the share of right answers."""
     of_category = defaultdict(list)
     for category, right in rows:
         of_category[category].append(right)

@@ -23,18 +23,15 @@ PARTS = {
 
 
 def documents(split: Dataset) -> Dataset:
-    """The rows, once their columns are checked."""
     columns = ["image", "question", "answer", "question_type", "dataset"]
     return checked(split, "ocrbench", columns, {"question_type": PARTS})
 
 
 def text(document: dict) -> str:
-    """The prompt for a row."""
     return f"<image>{document['question'].strip()}"
 
 
 def results(document: dict, answers: list[str]) -> dict:
-    """The scores of an answer, by metric, as the harness aggregates them."""
     accepted = [document["answer"]] if isinstance(document["answer"], str) else document["answer"]
     plain = _formula if document["dataset"] == "HME100k" else _lower
     right = float(any(plain(each) in plain(answers[0]) for each in accepted))

@@ -101,12 +101,11 @@ def definitions() -> dict[str, Dataset]:
 
 
 def text(document: dict) -> str:
-    """The prompt for a document."""
     return f"<image>{document['question']}"
 
 
 def results(document: dict, answers: list[str]) -> dict:
-    """The scores of the answers, with the image and with a white one, by metric, as the harness aggregates them."""
+    """The scores of the answers with the image and with a white one."""
     said = [named(answer, document["choices"]) for answer in answers]
     right = float(said[0] == document["answer"])
     return _in_category("acc", document["category"], right) | _references(document, *said[1:])
@@ -128,11 +127,7 @@ def passage_results(document: dict, likelihoods: list[float]) -> dict:
 
 
 def blank(counts: list[list[int]]) -> float:
-    """Accuracy with a white image.
-
-    Args:
-        counts: Of each wording, to how many of its questions the answer is right, and how many there are.
-    """
+    """Accuracy with a white image, from how many questions of each wording are answered rightly, of how many."""
     return sum(right for right, _ in counts) / sum(asked for _, asked in counts)
 
 
@@ -163,13 +158,8 @@ def _of_scenes(questions: list[scenes.SceneQuestion], choices: Collection[str]) 
 
 
 def _row(image: bytes, question: str, answer: str, choices: Collection[str], category: str = "") -> dict:
-    return {
-        "image": {"bytes": image, "path": None},
-        "question": question,
-        "answer": answer,
-        "category": category,
-        "choices": choices,
-    }
+    row = {"image": {"bytes": image, "path": None}, "question": question, "answer": answer}
+    return row | {"category": category, "choices": choices}
 
 
 def _as_test(rows: Iterable[dict]) -> dict[str, Dataset]:

@@ -16,18 +16,15 @@ METRICS = ("precision", "recall", "f1", "yes_ratio")
 
 
 def documents(split: Dataset) -> Dataset:
-    """The rows, once their columns are checked."""
     columns = ["image", "question", "answer", "category"]
     return checked(split, "pope", columns, {"category": SETTINGS, "answer": ("yes", "no")})
 
 
 def text(document: dict) -> str:
-    """The prompt for a row."""
     return f"<image>{document['question'].strip()}\nAnswer the question using a single word or phrase."
 
 
 def results(document: dict, answers: list[str]) -> dict:
-    """The scores of an answer, by metric, as the harness aggregates them."""
     said, is_there = yes_or_no(answers[0]), document["answer"].strip().lower()
     setting = document["category"].strip().lower()
     right = float(said == is_there)

@@ -12,17 +12,14 @@ KINDS = ("chart", "map", "web")
 
 
 def documents(split: Dataset) -> Dataset:
-    """The rows, once their columns are checked."""
     return checked(split, "seedbench_2_plus", COLUMNS, {"question_image_type": KINDS})
 
 
 def text(document: dict) -> str:
-    """The prompt for a row."""
     return f"<image>{document['question']}\n{listed(_options(document))}\n{ASK_FOR_LETTER}"
 
 
 def results(document: dict, answers: list[str]) -> dict:
-    """The scores of an answer, by metric, as the harness aggregates them."""
     right = is_right(answers[0], _options(document), document["answer"].strip().upper())
     return {"acc": right, f"acc_{document['question_image_type'].strip().lower()}": right}
 

@@ -157,6 +157,7 @@ def test_saving_is_stable(tmp_path, tied, shard):
         "AutoConfig": "configuration_normalign_llava.NormAlignLlavaConfig",
         "AutoModel": "modeling_normalign_llava.NormAlignLlavaModel",
         "AutoModelForImageTextToText": "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration",
+        "AutoModelForMultimodalLM": "modeling_normalign_llava.NormAlignLlavaForConditionalGeneration",
     }
     assert configs[0]["model_type"] == "normalign_llava"
     assert (len(list(first.glob("*.safetensors"))) > 1) == (shard == "20KB")
@@ -165,7 +166,7 @@ def test_saving_is_stable(tmp_path, tied, shard):
 def test_the_base_model_saves_code_and_auto_map_too(tmp_path):
     tiny.model().model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForImageTextToText"}
+    assert config["auto_map"] == NormAlignLlavaConfig.auto_map_entries
     assert {path.name for path in tmp_path.glob("*.py")} == CODE
     assert type(AutoModel.from_pretrained(tmp_path)) is NormAlignLlavaModel
 
@@ -268,20 +269,10 @@ def test_a_merged_adapter_saves_a_complete_checkpoint(tmp_path):
     expected = adapted(**batch).logits
     adapted.merge_and_unload().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert set(config["auto_map"]) == {"AutoConfig", "AutoModel", "AutoModelForImageTextToText"}
+    assert config["auto_map"] == NormAlignLlavaConfig.auto_map_entries
     assert {path.name for path in tmp_path.glob("*.py")} == CODE
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path)
     torch.testing.assert_close(merged(**batch).logits, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_what_serving_engines_look_for():
-    """Requirements of vLLM's and SGLang's Transformers backends on the base model."""
-    import inspect
-
-    assert NormAlignLlavaModel._supports_attention_backend and NormAlignLlavaForConditionalGeneration.base_model_prefix
-    assert next(iter(inspect.signature(NormAlignLlavaModel.get_image_features).parameters)) == "self"
-    assert "pixel_values" in inspect.signature(NormAlignLlavaModel.get_image_features).parameters
-    assert inspect.signature(NormAlignLlavaModel.forward).parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
 
 
 # --------------------------------------------------------------------------------------------------------- the Trainer

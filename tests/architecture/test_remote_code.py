@@ -28,12 +28,14 @@ MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "te
 LOAD_AND_RUN = """
 import json, torch
 from PIL import Image
-from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoProcessor, pipeline
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM
+from transformers import AutoProcessor, pipeline
 folder, again = sys.argv[1:3]
 messages = json.loads(sys.argv[3])
 config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
 base = AutoModel.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
+multimodal = AutoModelForMultimodalLM.from_pretrained(folder, trust_remote_code=True)
 processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
 image = Image.linear_gradient("L").convert("RGB")
 text = processor.apply_chat_template(messages, add_generation_prompt=True)
@@ -47,8 +49,8 @@ model.save_pretrained(again)
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 print(json.dumps({
     "takes images": config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    "modules": [type(x).__module__.split(".")[0] for x in (config, base, model)],
-    "names": [type(x).__name__ for x in (config, base, model, processor)],
+    "modules": [type(x).__module__.split(".")[0] for x in (config, base, model, multimodal)],
+    "names": [type(x).__name__ for x in (config, base, model, multimodal, processor)],
     "logits": logits[0, -1].tolist(),
     "hidden": hidden[0, -1].tolist(),
     "ids": model.generate(**inputs, max_new_tokens=5, do_sample=False)[0].tolist(),
@@ -60,10 +62,9 @@ print(json.dumps({
 def test_a_stranger_gets_what_the_installed_package_gives(tmp_path, checkpoint):
     got = run_blocked(tmp_path, LOAD_AND_RUN, checkpoint, tmp_path / "again", json.dumps(MESSAGES))
     assert got["takes images"]  # by which TRL's Online DPO passes them on
-    assert got["modules"] == ["transformers_modules"] * 3
-    assert got["names"] == [
-        "NormAlignLlavaConfig", "NormAlignLlavaModel", "NormAlignLlavaForConditionalGeneration", "LlavaProcessor",
-    ]  # fmt: skip
+    assert got["modules"] == ["transformers_modules"] * 4
+    heads = ["NormAlignLlavaForConditionalGeneration"] * 2
+    assert got["names"] == ["NormAlignLlavaConfig", "NormAlignLlavaModel", *heads, "LlavaProcessor"]
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
     assert type(model).__module__ == "normalign_llava.modeling_normalign_llava"
     processor = AutoProcessor.from_pretrained(checkpoint)

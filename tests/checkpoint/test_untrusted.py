@@ -290,7 +290,7 @@ def test_training_from_a_broken_checkpoint_ends_in_a_sentence(commands, kind):
     assert str(commands.folder) in error or "feature_layer" in error, error
 
 
-@pytest.mark.parametrize("command", ["gain", "card", "merge", "diagnose", "demo", "serve", "publish"])
+@pytest.mark.parametrize("command", ["gain", "card", "merge", "diagnose", "demo", "publish"])
 @pytest.mark.parametrize("kind", ["configuration, nested deeply", "list for text_config", "list for model_type"])
 def test_other_commands_say_it_in_a_sentence_too(commands, command, kind):
     commands.spoil(kind)

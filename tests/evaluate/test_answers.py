@@ -44,16 +44,8 @@ def test_answers_that_choose_nothing(answer):
 
 
 def test_the_letter_a_is_an_option_where_it_is_no_article():
-    for answer in (
-        "A",
-        "a",
-        "A.",
-        "(A)",
-        "A is right",
-        "A because it barks",
-        "The answer is A",
-        "A\nIt barks, as one hears.",
-    ):
+    clear = ("A is right", "A because it barks", "The answer is A", "A\nIt barks, as one hears.")
+    for answer in ("A", "a", "A.", "(A)", *clear):
         assert chosen_option(answer, OPTIONS) == "A"
     assert chosen_option("A dog runs over the grass", OPTIONS) == "A"  # by its text
     assert chosen_option("A dog runs", {"A": "two cats", "B": "dog"}) == "B"
@@ -80,37 +72,21 @@ def test_two_options_of_the_same_text_are_told_apart_by_letter_only():
     assert chosen_option("B. north", {"A": "north", "B": "north"}) == "B"
 
 
-def test_options_whose_text_is_not_known():
+def test_options_whose_text_is_not_known_are_chosen_by_letter():
     assert chosen_option("(C)", {"A": "", "B": "", "C": ""}) == "C"
     assert chosen_option("", {"A": "", "B": ""}) is None
 
 
-@pytest.mark.parametrize(
-    "answer", ["yes", "Yes", "YES.", "**Yes**", "Yes, there is a dog in it.", "yes\n", "I think yes"]
-)
-def test_yes(answer):
-    assert yes_or_no(answer) == "yes"
-
-
-@pytest.mark.parametrize("answer", ["no", "No.", "(No)", "No, there is not.", "There is no dog."])
-def test_no(answer):
-    assert yes_or_no(answer) == "no"
+NEITHER = ("", "Yes and no", "yes or no?", "I don't know", "Sorry, I can't see it.", "Ja", "是", "nope", "yesterday")
 
 
 @pytest.mark.parametrize(
-    "answer",
+    ("word", "answers"),
     [
-        "",
-        "Yes and no",
-        "yes or no?",
-        "I don't know",
-        "Sorry, I can't see it.",
-        "Ja",
-        "是",
-        "nope",
-        "yesterday",
-        "A dog",
+        ("yes", ("yes", "Yes", "YES.", "**Yes**", "Yes, there is a dog in it.", "yes\n", "I think yes")),
+        ("no", ("no", "No.", "(No)", "No, there is not.", "There is no dog.")),
+        (None, NEITHER),
     ],
 )
-def test_neither_yes_nor_no(answer):
-    assert yes_or_no(answer) is None
+def test_yes_no_and_neither(word, answers):
+    assert {answer: yes_or_no(answer) for answer in answers} == dict.fromkeys(answers, word)

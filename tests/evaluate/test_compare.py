@@ -1,7 +1,6 @@
 """Differences, intervals and tests of a comparison, against scipy and by hand."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from typer.testing import CliRunner
 
 from normalign_llava.cli import app
 from normalign_llava.evaluate import paper_columns
-from normalign_llava.evaluate.compare import compare, mcnemar, over_seeds, paired_bootstrap, read_arm, render, write
+from normalign_llava.evaluate.compare import compare, mcnemar, over_seeds, read_arm, render, write
 from normalign_llava.evaluate.results import Evaluation, Metric
 
 
@@ -39,8 +38,9 @@ def test_two_models_over_the_same_questions(tmp_path):
     (found,) = compare(arms)
     assert (found.arm, found.against, found.questions) == ("model", "base", 200)
     assert found.value == pytest.approx(np.mean(ours) - np.mean(theirs)) and found.over_seeds is None
-    reference = stats.bootstrap((np.subtract(ours, theirs),), np.mean, method="percentile", rng=3).confidence_interval
-    assert found.over_questions == pytest.approx(tuple(reference), abs=0.01)
+    # Of a mean of 200 differences: 1.96 standard errors.
+    error = 1.96 * np.std(np.subtract(ours, theirs)) / 200**0.5
+    assert found.over_questions == pytest.approx((found.value - error, found.value + error), abs=0.01)
     write(compare(arms), tmp_path)
     assert json.loads((tmp_path / "comparison.json").read_text())[0]["questions"] == 200
     assert (tmp_path / "comparison.png").stat().st_size > 5000 and render([found]).row_count == 1
@@ -59,12 +59,6 @@ def test_interval_over_seeds_by_hand():
     assert found == pytest.approx((0.2 - 4.3027 * 0.1 / 3**0.5, 0.2 + 4.3027 * 0.1 / 3**0.5), abs=1e-4)
     assert over_seeds(np.array([0.6]), np.array([0.5, 0.6])) is None
     assert over_seeds(np.array([0.6, 0.7]), np.array([0.5, 0.6])) == pytest.approx((0.1, 0.1))
-
-
-def test_a_bootstrap_covers_as_often_as_it_says():
-    random = np.random.default_rng(0)
-    intervals = [paired_bootstrap(random.normal(0.3, 1, 60), seed) for seed in range(60)]
-    assert 0.85 < np.mean([low <= 0.3 <= high for low, high in intervals]) <= 1
 
 
 def test_several_seeds_of_two_arms(tmp_path):
@@ -124,12 +118,6 @@ def test_the_first_filter_of_the_summary_is_compared(tmp_path):
     assert (found.task, found.value) == ("math acc, strict", 1.0)
 
 
-def test_an_arm_of_many_folders_is_no_name_of_a_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folders = [evaluated(tmp_path / f"seed-{seed}", [0, 1]) for seed in range(40)]
-    assert len(read_arm(f"none={','.join(Path(folder).name for folder in folders)}").runs) == 40
-
-
 def test_what_cannot_be_compared_is_refused(tmp_path):
     whole = evaluated(tmp_path / "a", answers(0.5, 1))
     with pytest.raises(ValueError, match="two or more"):
@@ -178,12 +166,6 @@ def test_models_are_shown_in_the_papers_columns_above_its_rows():
     partial = [Evaluation(each.task, "", each.metrics, 4, 9, []) for each in evaluations]
     assert paper_columns.columns(partial[:1] + evaluations[1:]).keys() == set(paper_columns.COLUMNS) - {"MMBench-EN"}
     assert paper_columns.render({"ours": [{}], "theirs": [found]}) is None
-
-
-def test_the_paper_s_averages_are_those_of_its_columns():
-    for row in paper_columns.paper_tables()["table_4"]["rows"]:
-        *scores, average = row["scores"]
-        assert np.mean(scores) == pytest.approx(average, abs=0.006)
 
 
 def test_the_command_shows_the_papers_rows_where_they_apply(tmp_path):

@@ -1,7 +1,6 @@
 """`normalign evaluate` on local tasks: what is written, kept, skipped, and said of what cannot be run."""
 
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -83,16 +82,9 @@ def room(tmp_path_factory):
         "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     }
-    (folder / "broken.parquet").write_text("no data")
-    without = [
-        {
-            **choosing,
-            "task": f"tiny_{name}",
-            "dataset_kwargs": {"data_files": {"test": str(folder / f"{name}.parquet")}},
-        }
-        for name in ("missing", "broken")
-    ]
-    for task in (looking, choosing, *without, {**choosing, "task": "tiny_killed"}):
+    no_file = {"data_files": {"test": str(folder / "missing.parquet")}}
+    missing = {**choosing, "task": "tiny_missing", "dataset_kwargs": no_file}
+    for task in (looking, choosing, missing, {**choosing, "task": "tiny_killed"}):
         (tasks / f"{task['task']}.yaml").write_text(yaml.safe_dump(task))
     (tasks / "killing.py").write_text(KILL_ONCE)
     with (tasks / "tiny_killed.yaml").open("a") as file:
@@ -190,20 +182,11 @@ def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
         run(room, tmp_path, "tiny_choice", limit=2)
 
 
-def test_folders_that_are_none_are_refused_before_a_model_is_loaded(room, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        run(room, tmp_path / "file", "tiny_choice")
-    with pytest.raises(ValueError, match="file is no folder with task files"):
-        run(room, tmp_path, "tiny_choice", include_path=tmp_path / "file")
-
-
 def test_after_a_kill_the_rest_is_run(room, tmp_path):
     command = words(room, tmp_path, "tiny_choice", "tiny_killed")
     killed = subprocess.run([sys.executable, "-m", "normalign_llava", *command], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert "tiny_choice (1 of 2)" in killed.stderr
-    assert re.search(r"tiny_killed \(2 of 2, about 0:\d\d:\d\d left for all\)", killed.stderr)
+    assert "tiny_choice (1 of 2)" in killed.stderr and "tiny_killed (2 of 2)" in killed.stderr
     (before,) = read_evaluations(tmp_path)
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
@@ -215,7 +198,6 @@ def test_after_a_kill_the_rest_is_run(room, tmp_path):
 def test_tasks_that_cannot_be_run_are_named_and_the_others_are_run(room, tmp_path):
     reasons = {
         "tiny_missing": "missing.parquet",
-        "tiny_broken": "",
         "mmstar": "Lin-Chen/MMStar",  # on the Hub, which cannot be reached
         "pope": "the data set lmms-lab-encoder/POPE has changed: it has no column question",
     }
@@ -225,12 +207,6 @@ def test_tasks_that_cannot_be_run_are_named_and_the_others_are_run(room, tmp_pat
     said = " ".join(done.output.split())
     for task, reason in reasons.items():
         assert reason in said.split(f"Not evaluated: {task}.")[1]
-
-
-def test_a_language_model_alone_is_evaluated_on_text(room, tmp_path):
-    language = parts.language(tmp_path / "language")
-    done = run(room, tmp_path, "tiny_choice", model=language)
-    assert done.results[0].samples == 5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs every checkpoint in its own precision")

@@ -19,7 +19,6 @@ from scripted_tasks import TASKS
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from normalign_llava.evaluate.answers import named
-from normalign_llava.evaluate.compare import compare, read_arm
 from normalign_llava.evaluate.engine import OFFLINE
 from normalign_llava.evaluate.run import evaluate, render
 from normalign_llava.fetched.easy_vqa import prompt
@@ -89,15 +88,6 @@ def test_items_are_those_pinned_here(task):
     assert (len(documents(task)), again, digest.hexdigest()) == ITEMS[task]
 
 
-@pytest.mark.parametrize("task", VISION)
-def test_each_wording_is_asked_once_of_the_white_image_for_all_its_questions(task):
-    again = [document for document in documents(task) if document["blank"]]
-    assert len({document["question"] for document in again}) == len(again)
-    expected = Counter((each["question"], each["category"], each["answer"]) for each in documents(task))
-    held = Counter((each["question"], of["category"], of["answer"]) for each in again for of in each["blank"])
-    assert held == expected
-
-
 def test_counting_by_hand():
     first = documents("offline_counting").select(range(8))
     assert first["answer"] == ["1", "2", "3", "4"] * 2
@@ -126,15 +116,8 @@ def test_presence_by_hand():
     assert asked["answer"] == ["yes", "yes", "no", "no"] * 3
     assert asked["category"] == [setting for setting in said for _ in range(4)]
     result = scores("offline_presence", [each for answers in said.values() for each in answers], lambda text: "no", 12)
-    measured = {
-        "acc": 6 / 12, "precision": 4 / 7, "recall": 4 / 6, "f1": 8 / 13, "yes_ratio": 7 / 12,
-        "acc_random": 3 / 4, "precision_random": 1, "recall_random": 1 / 2, "f1_random": 2 / 3,
-        "yes_ratio_random": 1 / 4,
-        "acc_popular": 1 / 2, "precision_popular": 1 / 2, "recall_popular": 1, "f1_popular": 2 / 3,
-        "yes_ratio_popular": 1,
-        "acc_adversarial": 1 / 4, "precision_adversarial": 1 / 2, "recall_adversarial": 1 / 2, "f1_adversarial": 1 / 2,
-        "yes_ratio_adversarial": 1 / 2,
-    }  # fmt: skip
+    measured = {"acc": 6 / 12, "precision": 4 / 7, "recall": 4 / 6, "f1": 8 / 13, "yes_ratio": 7 / 12}
+    measured |= {"acc_random": 3 / 4, "acc_popular": 1 / 2, "acc_adversarial": 1 / 4}
     assert {name: result[name] for name in measured} == pytest.approx(measured)
     whole = scores("offline_presence", ["yes"] * 300, lambda text: "no")
     for subset in ("", "_random", "_popular", "_adversarial"):
@@ -191,18 +174,6 @@ def test_a_tiny_model_is_evaluated(model, tmp_path):
     for sample in map(json.loads, file.read_text().splitlines()):
         asked = processor.apply_chat_template(prompt("what is this?"), add_generation_prompt=True)
         assert sample["arguments"]["gen_args_0"]["arg_0"] == asked  # as the quickstart asks and trains
-
-
-def test_models_are_compared_over_shared_questions_and_not_over_white_images(model, tmp_path):
-    other = training.checkpoint(tmp_path / "other", arm="none")
-    tasks = ["offline_sides", "offline_perplexity"]
-    for name, folder, limit in (("one", model, None), ("two", other, 20)):
-        assert not evaluate(str(folder), tasks=tasks, limit=limit, batch_size=50, output=tmp_path / name).failed
-    found = compare([read_arm(str(tmp_path / name)) for name in ("one", "two")])
-    assert {each.task: (each.questions, each.asked) for each in found} == {
-        "offline_sides acc": (20, {"one": 100, "two": 20}),
-        "offline_perplexity bits_per_byte": (20, {"one": 32, "two": 20}),
-    }
 
 
 def test_a_language_model_alone_is_evaluated_on_the_texts(tmp_path):

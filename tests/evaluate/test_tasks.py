@@ -6,12 +6,7 @@ The model is a script of odd answers, since it is the task that is tested and no
 import io
 
 import pytest
-from lm_eval import simple_evaluate
-from lm_eval.tasks import TaskManager
-from scripted_tasks import TASKS, Script, picture, run, write_task
-from space_parts import checkpoint
-
-from normalign_llava.evaluate.answers import chosen_option
+from scripted_tasks import TASKS, Script, picture, run
 
 
 # Answers to a question with the options "a dog", "a cat", "a red car", "a horse", of which B is right; and the score.
@@ -42,8 +37,7 @@ POPE = {"question": "Is there a cat in the image?", "answer": "yes", "category":
 OCRBENCH = {"question": "what is written in the image?", "answer": ["CENTRE", "CENTER"],
             "question_type": "Regular Text Recognition", "dataset": "IIIT5K"}  # fmt: skip
 CHOICES = {
-    "mmbench_en_dev": MMBENCH, "mmstar": MMSTAR, "seedbench_2_plus": SEED, "scienceqa": SCIENCEQA,
-    "scienceqa_img": SCIENCEQA, "ai2d": AI2D,
+    "mmbench_en_dev": MMBENCH, "mmstar": MMSTAR, "seedbench_2_plus": SEED, "scienceqa": SCIENCEQA, "ai2d": AI2D,
 }  # fmt: skip
 ALL = CHOICES | {"pope": POPE, "ocrbench": OCRBENCH}
 
@@ -58,10 +52,6 @@ def scores(folder, task, rows, answers):
 
 def numbered(task, row, count):
     return [row | {"index": index} if task == "mmbench_en_dev" else row for index in range(count)]
-
-
-def test_there_is_a_task_file_for_each_case_here():
-    assert {path.stem for path in TASKS.glob("*.yaml") if not path.stem.startswith("offline_")} == set(ALL)
 
 
 @pytest.mark.parametrize("task", CHOICES)
@@ -92,8 +82,7 @@ def test_odd_answers_to_multiple_choice(task, tmp_path):
         ),
         ("mmstar", {}, f"{MMSTAR['question']}\n{LETTER[:-1]}"),
         ("seedbench_2_plus", {}, f"{QUESTION}\n{LINES}\n{LETTER}"),
-        ("scienceqa", {}, f"{QUESTION}\n{LINES}\n{LETTER}"),
-        ("scienceqa_img", {"hint": "It meows."}, f"Context: It meows.\n{QUESTION}\n{LINES}\n{LETTER}"),
+        ("scienceqa", {"hint": "It meows."}, f"Context: It meows.\n{QUESTION}\n{LINES}\n{LETTER}"),
         ("ai2d", {}, f"{QUESTION}\n{LINES}\n{LETTER}"),
         ("pope", {}, "Is there a cat in the image?\nAnswer the question using a single word or phrase."),
         ("ocrbench", {}, "what is written in the image?"),
@@ -125,11 +114,6 @@ def test_mmbench_counts_a_question_if_all_its_rotations_are_right(tmp_path):
     assert result == pytest.approx({"acc_circular": 2 / 4, "acc": 10 / 12})
 
 
-def test_mmbench_options_that_are_not_there_cannot_be_chosen(tmp_path):
-    rows = [MMBENCH | {"index": 0, "answer": "C", "C": "nan", "D": None}]
-    assert scores(tmp_path, "mmbench_en_dev", rows, ["C"])["acc"] == 0
-
-
 def test_mmstar_is_the_mean_of_its_categories(tmp_path):
     # Of three questions on counting one is right, of one on emotion one: (1/3 + 1) / 2, where 2 of 4 are right.
     rows = [MMSTAR | {"l2_category": category} for category in ["object counting"] * 3 + ["image emotion"]]
@@ -148,11 +132,6 @@ def test_mmstar_is_the_mean_of_its_categories(tmp_path):
 def test_mmstar_finds_the_options_in_the_question(options, tmp_path):
     rows = [MMSTAR | {"question": f"{QUESTION}\n{options}"}] * 3
     assert scores(tmp_path, "mmstar", rows, ["a cat", "I see a cat", "a horse"])["acc"] == pytest.approx(2 / 3)
-
-
-def test_mmstar_without_options_that_can_be_read_is_answered_by_letter(tmp_path):
-    rows = [MMSTAR | {"question": "Which letter is drawn?"}] * 3
-    assert scores(tmp_path, "mmstar", rows, ["B", "(b)", "a cat"])["acc"] == pytest.approx(2 / 3)
 
 
 def test_seedbench_by_kind_of_image(tmp_path):
@@ -174,7 +153,7 @@ def test_scienceqa_with_two_and_five_choices(tmp_path):
         SCIENCEQA | {"choices": ["yes", "no"], "answer": 0},
         SCIENCEQA | {"choices": [*TEXTS, "a bee"], "answer": 4},
     ]
-    assert scores(tmp_path, "scienceqa_img", rows * 2, ["A", "E", "C", "a bee"]) == pytest.approx({"acc": 3 / 4})
+    assert scores(tmp_path, "scienceqa", rows * 2, ["A", "E", "C", "a bee"]) == pytest.approx({"acc": 3 / 4})
 
 
 def test_pope(tmp_path):
@@ -206,11 +185,6 @@ def test_pope(tmp_path):
     )  # fmt: skip
 
 
-def test_pope_without_any_yes(tmp_path):
-    result = scores(tmp_path, "pope", [POPE, POPE | {"answer": "no"}], ["No", "No"])
-    assert [result[name] for name in ("acc", "precision", "recall", "f1", "yes_ratio")] == [0.5, 0, 0, 0, 0]
-
-
 def test_ocrbench(tmp_path):
     formula = {"question_type": "Handwritten Mathematical Expression Recognition", "dataset": "HME100k"}
     cases = [
@@ -219,11 +193,7 @@ def test_ocrbench(tmp_path):
         ({"question_type": "Irregular Text Recognition", "answer": ["two\nlines"]}, "Two lines", 1),
         ({"question_type": "Artistic Text Recognition"}, "", 0),
         ({"question_type": "Handwriting Recognition"}, "C E N T R E", 0),
-        (
-            {"question_type": "Digit String Recognition", "answer": ["1234"]},
-            "It says 12345.",
-            1,
-        ),  # as the protocol has it
+        ({"question_type": "Digit String Recognition", "answer": ["1234"]}, "It says 12345.", 1),  # as in lmms-eval
         ({"question_type": "Non-Semantic Text Recognition", "answer": ["ｘ"]}, "x", 0),  # full width
         ({"question_type": "Scene Text-centric VQA"}, "Sorry, I can't read it.", 0),
         ({"question_type": "Doc-oriented VQA", "answer": ["$ 12"]}, "$ 12.00", 1),
@@ -265,32 +235,9 @@ def test_values_that_no_score_is_for_are_named(task, change, tmp_path):
         run(tmp_path, task, [ALL[task], ALL[task] | change], Script(["B", "B"]))
 
 
-@pytest.mark.parametrize("task", ALL)
+@pytest.mark.parametrize("task", ["ai2d", "pope"])
 def test_images_are_opened_in_the_formats_of_training_alone(task, tmp_path):
     picture().convert("RGB").save(file := io.BytesIO(), "EPS")
     row = ALL[task] | {"image": {"bytes": file.getvalue(), "path": "cat.jpg"}}
     with pytest.raises(ValueError, match="cat.jpg: cannot identify image file; it is broken, or not one of PNG"):
-        run(tmp_path, task, numbered(task, row, 1), Script(["B"]))
-
-
-@pytest.mark.slow
-def test_a_real_model_runs_every_task(tmp_path):
-    for task in ALL:
-        (tmp_path / task).mkdir()
-        write_task(tmp_path / task, task, numbered(task, ALL[task], 1))
-    result = simple_evaluate(
-        "hf-multimodal",
-        model_args={"pretrained": str(checkpoint(tmp_path / "model", context=1024)), "trust_remote_code": True},
-        tasks=list(ALL),
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        device="cpu",
-        apply_chat_template=True,
-    )
-    for task in ALL:
-        (sample,) = result["samples"][task]
-        assert sample["arguments"][0][0].startswith("<|im_start|>user\n<image>")  # the template's line, then the image
-        assert result["n-samples"][task]["effective"] == 1
-
-
-def test_odd_answers_are_the_ones_that_the_rule_is_tested_on():
-    assert {answer: int(chosen_option(answer, OPTIONS) == "B") for answer in ODD} == ODD
+        run(tmp_path, task, [row], Script(["B"]))

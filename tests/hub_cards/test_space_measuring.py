@@ -12,7 +12,7 @@ from transformers import Gemma2Config, LlamaConfig, MistralConfig
 from normalign_llava.diagnose.measure.attention import attention_maps
 from normalign_llava.diagnose.measure.positions import boundary_ids, tokenizer_ids
 from normalign_llava.hub_cards.space import demo
-from normalign_llava.hub_cards.space.demo.figures import attention, describe_map, draw_map, draw_norms, summary
+from normalign_llava.hub_cards.space.demo.figures import attention, describe_map, draw_map, summary
 from normalign_llava.hub_cards.space.demo.measuring import Measured, Meter
 from normalign_llava.hub_cards.space.demo.model import stream
 
@@ -113,16 +113,6 @@ def test_the_map_of_a_layer_and_of_all():
     assert draw_map(measured, "none", None).size == draw_map(measured, "one", found).size
 
 
-def test_visual_tokens_that_are_no_patches_are_drawn_as_a_strip(tmp_path):
-    model, processor = demo.load(str(space_parts.checkpoint(tmp_path, vision="registers")))
-    measured = Meter(model, processor).measure(space_parts.prompt(processor, space_parts.noise((16, 16)), "?"), [])
-    title, shares = attention(measured, 1)
-    assert measured.grid is None and shares.shape == (8,)
-    assert "of 8" in describe_map(measured, shares)
-    strip = np.asarray(draw_map(measured, title, shares).convert("RGB"))
-    assert len(np.unique(strip.reshape(-1, 3), axis=0)) > 100
-
-
 def test_the_image_is_shown_as_the_encoder_receives_it(loaded):
     model, processor = loaded
     image = space_parts.noise((16, 32))  # the middle is what is left of it
@@ -193,18 +183,6 @@ def test_the_map_lies_on_the_image_as_the_tokens_do():
     assert right == pytest.approx([2 * down[1], 0], abs=2) and down == pytest.approx([0, right[0] / 2], abs=2)
     assert right[0] > 100
     assert centre(1, 1) == pytest.approx(origin + right / 2 + down, abs=2)
-
-
-def test_each_curve_is_drawn_from_its_own_norms():
-    def heights(**norms):
-        drawn = np.asarray(draw_norms(Measured(np.zeros((4, 4, 3)), None, norms=norms)).convert("RGB")).astype(int)
-        colors = {"visual": (0xE6, 0x9F, 0x00), "text": (0x00, 0x72, 0xB2)}
-        # The row with most of a colour is the curve: of the legend's line, few pixels lie in one row.
-        return [(np.abs(drawn - color).max(-1) < 30).sum(1).argmax() for color in colors.values()]
-
-    above, below = heights(visual=[50.0] * 3, text=[2.0] * 3), heights(visual=[2.0] * 3, text=[50.0] * 3)
-    assert above[1] - above[0] > 200 and below[0] - below[1] > 200
-    assert above == pytest.approx(below[::-1], abs=2)
 
 
 def test_an_answer_ends_where_the_context_does(loaded):

@@ -1,6 +1,4 @@
-"""Diagnosis, the demo and the server: the same numbers and answers as on the CPU."""
-
-import asyncio
+"""Diagnosis and the demo: the same numbers and answers as on the CPU."""
 
 import pytest
 import space_parts
@@ -19,8 +17,6 @@ from normalign_llava.hub_cards.push.clean_process import _answer, answer_each, d
 from normalign_llava.hub_cards.space import demo
 from normalign_llava.hub_cards.space.demo.measuring import Meter
 from normalign_llava.hub_cards.space.demo.model import stream
-from normalign_llava.serve.answering import Answering
-from normalign_llava.serve.requests import ChatRequest
 
 
 def same(found, expected):
@@ -76,23 +72,15 @@ def test_what_the_demo_measures(checkpoint):
         assert shares == pytest.approx(expected.shares[layer], rel=1e-4)
 
 
-def test_demo_and_server_answer_as_on_the_cpu(checkpoint):
+def test_the_demo_answers_as_on_the_cpu(checkpoint):
     model, processor = demo.load(str(checkpoint))
     image = space_parts.noise((16, 16))
     inputs = space_parts.prompt(processor, image, "what is it")
     content = [{"type": "text", "text": "what is it"}]
-    request = ChatRequest.model_validate(
-        {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "temperature": 0}
-    )
-
-    async def served():
-        answering = Answering(model, processor)
-        with answering.slot() as slot:
-            return "".join([piece async for piece in await answering.start(slot, request, [])])
 
     def answers(inputs):
         said = answer_each(model, processor, [[{"role": "user", "content": content}]] * 2)
-        return [*stream(model, inputs, 4)], asyncio.run(served()), said
+        return [*stream(model, inputs, 4)], said
 
     expected = answers(inputs)
     model.to(STRICT)

@@ -18,13 +18,7 @@ from .model import stream
 
 
 class Asker:
-    """Answers questions, any number of them at the same time: what belongs to one is kept in its own call.
-
-    Args:
-        model: What `load` gave; hooks are put on its decoder, which act for the thread that measures alone.
-        processor: What `load` gave.
-        max_new_tokens: The longest answer.
-    """
+    """Answers questions, any number of them at the same time: what belongs to one is kept in its own call."""
 
     def __init__(self, model: Any, processor: Any, max_new_tokens: int):
         self._model, self._processor, self._max_new_tokens = model, processor, max_new_tokens
@@ -32,15 +26,11 @@ class Asker:
         self._meter = Meter(model, processor)
 
     def ask(self, entry: Any, question: str, layer: int) -> Iterator[tuple]:
-        """Streams the answer, then the numbers, the heat map of `layer`, the chart and what was measured.
-
-        Raises:
-            gr.Error: There is no image or question, one of them cannot be used, or the model failed.
-        """
+        """Streams the answer, then the numbers, the heat map of `layer`, the chart and what was measured."""
         keep, ids = (gr.skip(),) * 4, []
         try:
             inputs = self._prepare(entry, question)
-            yield "", None, None, None, None  # nothing of an earlier question stays beside this one's answer
+            yield "", None, None, None, None  # nothing of an earlier question stays
             with closing(stream(self._model, inputs, self._max_new_tokens)) as tokens:
                 for token in tokens:
                     ids.append(token)

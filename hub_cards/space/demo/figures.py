@@ -30,8 +30,7 @@ def show_layer(measured: Measured | None, layer: int) -> Any:
 def attention(measured: Measured, layer: int) -> tuple[str, np.ndarray | None]:
     """A sentence, and each visual token's share of the attention on the image, or None where there is no map.
 
-    With `layer` 0 the shares are averaged over layers, each of which counts the same however much of its attention
-    the image has.
+    With `layer` 0 the shares are averaged over layers, each of which counts the same.
     """
     if layer and layer not in measured.shares:
         return f"Layer {layer} has no attention map that reaches the whole image", None
@@ -57,7 +56,7 @@ def describe_map(measured: Measured, shares: np.ndarray) -> str:
 
 
 def draw_map(measured: Measured, title: str, shares: np.ndarray | None) -> Image.Image:
-    """The image as the encoder received it, and beside it in grey under the map; a strip if there is no grid."""
+    """The image as the encoder received it, and in grey under the map; the map is a strip if there is no grid."""
     height, width = measured.image.shape[:2]
     figure = Figure(figsize=(5.2, 2.9), layout="constrained")
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
@@ -102,7 +101,6 @@ def draw_norms(measured: Measured) -> Image.Image:
     axes.set_xlabel("after layer (0: on entry)", fontsize=10)
     axes.set_ylabel("mean L2 norm", fontsize=10)
     axes.tick_params(labelsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, color="#DDDDDD", linewidth=0.6)
     axes.set_title("visual and text tokens, logarithmic axis", fontsize=10, loc="left")
     axes.legend(fontsize=9, frameon=False)

@@ -5,7 +5,6 @@
 from pathlib import Path
 from typing import Any
 
-import gradio as gr
 import numpy as np
 from gradio.utils import get_upload_folder
 from PIL import Image, ImageDraw, ImageFile, ImageOps
@@ -28,14 +27,10 @@ class Refused(ValueError):
 
 
 def uploaded(entry: Any) -> Path:
-    """The file that the page's image names: one that was uploaded, or an example.
+    """The file that the page's image names; [`Refused`] unless it is in Gradio's folder of uploads.
 
     Gradio itself checks only entries that carry `meta`, which a request may leave out; the figures would then show any
     image of the server.
-
-    Raises:
-        ValueError: It names no file in Gradio's folder of uploads; with a sentence for the page, which does not say
-            whether there is such a file elsewhere.
     """
     try:
         path = Path(entry["path"]).resolve(strict=True)  # of links too
@@ -48,11 +43,7 @@ def uploaded(entry: Any) -> Path:
 
 
 def open_image(path: Path) -> Image.Image:
-    """The image in a file as upright RGB: of an animation the first frame, on white where transparent.
-
-    Raises:
-        ValueError: It is no image, is cut short, or is too large or too narrow; with a sentence for the page.
-    """
+    """The image in a file as upright RGB, of an animation the first frame; [`Refused`] if it cannot be read."""
     try:
         with Image.open(path, formats=FORMATS) as file:
             width, height = file.size
@@ -101,20 +92,6 @@ def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
         layer = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
     return image.convert("RGB")
-
-
-def check_upload(entry: Any) -> Any:
-    """Takes an uploaded file that cannot be read away again, with a message; says so where only one frame is used."""
-    try:
-        path = uploaded(entry)
-        open_image(path)
-    except Refused as error:
-        gr.Warning(str(error))
-        return None
-    with Image.open(path, formats=FORMATS) as image:
-        if getattr(image, "is_animated", False):
-            gr.Info("The image is animated. Its first frame is used.")
-    return gr.skip()
 
 
 def draw_example(shape: str, color: str) -> Image.Image:

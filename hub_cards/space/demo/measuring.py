@@ -19,12 +19,10 @@ class Measured:
     Attributes:
         image: What the vision encoder received, `(height, width, 3)`, between 0 and 1.
         grid: Rows and columns of the visual tokens; None where they are not the patches of the image.
-        vocabulary: N_text, the mean norm of text embeddings over the vocabulary; None where the checkpoint lacks it.
-        norms: Mean L2 norm of visual and of text tokens in states 0 to L: what enters the first layer, and what
-            leaves each.
+        vocabulary: N_text, the mean norm of text embeddings over the vocabulary, if it was measured.
+        norms: Mean L2 norm of visual and of text tokens on entry to the first layer, and after each.
         shares: By layer, from 1: of the attention of the text after the image, averaged over heads and positions,
-            what falls on each visual token. Layers without a map, and those whose mask hides a part of the image
-            (a sliding window), are missing.
+            what falls on each visual token. Layers whose mask hides a part of the image have none.
     """
 
     image: np.ndarray
@@ -37,9 +35,7 @@ class Measured:
 class Meter:
     """Measures what a model does with an image and words, while other threads use the same model.
 
-    Args:
-        model: What `load` gave; its decoder gets hooks, once. A second `Meter` of the same model would measure twice.
-        processor: What `load` gave.
+    Its decoder gets hooks: a second `Meter` of the same model would measure twice.
     """
 
     def __init__(self, model: Any, processor: Any):
@@ -55,15 +51,8 @@ class Meter:
 
     @torch.no_grad()
     def measure(self, inputs: dict[str, Tensor], answer: list[int]) -> Measured:
-        """Runs prompt and answer through the model once.
-
-        Args:
-            inputs: The prompt: `input_ids` `(1, tokens)` and `pixel_values` `(1, 3, height, width)`.
-            answer: The answer's ids.
-
-        Returns:
-            Its norms and attention. Special tokens count as neither text nor visual.
-        """
+        """Runs a prompt, `input_ids` `(1, tokens)` and `pixel_values` `(1, 3, height, width)`, and the ids of its
+        answer through the model once. Special tokens count as neither text nor visual."""
         prompt, pixels = inputs["input_ids"], inputs["pixel_values"]
         ids = torch.cat([prompt, prompt.new_tensor([answer])], dim=1)
         is_visual = ids[0] == self._model.config.image_token_id

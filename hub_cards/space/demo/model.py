@@ -18,38 +18,24 @@ ATTENTION = {"text_config": "eager"}
 
 
 def load(source: str, revision: str | None = None) -> tuple[Any, Any]:
-    """Loads model and processor with the code that comes with them, on a GPU in the checkpoint's own precision.
+    """Loads the model, in eval mode, and its processor from a folder or Hub id, with the code that comes with them.
 
-    Args:
-        source: Hub id or folder.
-        revision: Commit of the Hub repository; weights, processor and code come from it.
-
-    Returns:
-        The model in eval mode, and its processor.
+    It is on a GPU in the checkpoint's own precision, without one in float32.
     """
     gpu = torch.cuda.is_available()
     pinned = {"revision": revision, "code_revision": revision} if revision else {}
+    dtype = "auto" if gpu else torch.float32
     model = AutoModelForImageTextToText.from_pretrained(
-        source,
-        dtype="auto" if gpu else torch.float32,
-        attn_implementation=ATTENTION,
-        trust_remote_code=True,
-        **pinned,
+        source, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=True, **pinned
     )
     processor = AutoProcessor.from_pretrained(source, trust_remote_code=True, **pinned)
     return model.to("cuda" if gpu else "cpu").eval(), processor
 
 
 def stream(model: Any, inputs: dict[str, Tensor], max_new_tokens: int) -> Generator[int, None, None]:
-    """Generates greedily in a thread of its own, which ends at the next token once the generator is closed.
+    """The ids of the greedy answer, at most `max_new_tokens` and as many as the context has room for.
 
-    Args:
-        model: What `load` gave.
-        inputs: The prompt: `input_ids` `(1, tokens)` and what else `generate` takes.
-        max_new_tokens: The longest answer, within the context that the model reads.
-
-    Yields:
-        The answer's ids.
+    A thread generates them, which ends at the next token once the generator is closed.
     """
     tokens, stopped = _Tokens(), Event()
     context = model.config.get_text_config().max_position_embeddings

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .asking import Asker
 from .figures import show_layer
-from .images import EXAMPLES, check_upload, draw_example
+from .images import EXAMPLES, draw_example
 
 
 MAX_FILE = "20mb"
@@ -35,17 +35,9 @@ footer { opacity: 0.8; }
 
 
 def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_tokens: int = 256) -> gr.Blocks:
-    """The page.
+    """The page, for [`launch`], of the model and processor that `load` gave.
 
-    Args:
-        model: What `load` gave; hooks are put on its decoder, which act for the thread that measures alone.
-        processor: What `load` gave.
-        title: The page's heading.
-        source: Markdown that says which model answers.
-        max_new_tokens: The longest answer.
-
-    Returns:
-        The page, for `launch`.
+    Hooks are put on the model's decoder. `source` is Markdown that tells which model answers.
     """
     asker = Asker(model, processor, max_new_tokens)
     layers = len(model.get_decoder().layers)
@@ -87,7 +79,7 @@ def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_to
                 )
                 gr.Markdown("### Norms of visual and text tokens, layer by layer")
                 chart = gr.Image(label="Norms by layer", elem_id="chart", **FIGURE)
-        # Without gr.Image's own preprocessing, so that a file that cannot be read gets a message of ours.
+        # Without gr.Image's own preprocessing, so that a file that cannot be read gets a message of this page.
         asked = gr.on(
             [ask.click, question.submit],
             asker.ask,
@@ -101,17 +93,9 @@ def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_to
             api_name="ask",
         )
         stop.click(None, cancels=[asked], api_visibility="private")
-        # Gradio ends a stopped question with a message without data, at which the page shows "Error" where it comes
-        # after the rest. Whatever did fail has said so in a message of its own, so the answer's box is cleared of it.
+        # Gradio ends a stopped question with a message without data, at which the page may show "Error". Whatever did
+        # fail has its own message, so the answer's box is cleared.
         asked.failure(gr.skip, None, answer, queue=False, show_progress="hidden", api_visibility="private")
-        image.upload(
-            check_upload,
-            image,
-            image,
-            preprocess=False,
-            concurrency_limit=TOGETHER,
-            api_visibility="private",
-        )
         layer.input(
             show_layer,
             [measured, layer],
@@ -125,17 +109,13 @@ def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_to
 
 
 class OwnPage:
-    """Middleware that answers the page itself and programs, for a server that only this computer reaches.
-
-    Other pages in the same browser reach it too: by its address, which `Origin` tells, or by a name of theirs that
-    leads to it (DNS rebinding), which `Host` tells.
-    """
+    """Middleware that refuses other pages in the same browser: by `Origin` those that use the server's address, by
+    `Host` those that use a name of theirs which leads to it (DNS rebinding)."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, or refuses it with status 403."""
         answer: ASGIApp = self._app
         if scope["type"] != "lifespan":
             headers = Headers(scope=scope)
@@ -148,8 +128,7 @@ class OwnPage:
 def launch(app: gr.Blocks, **options: Any) -> None:
     """Serves the page and nothing else: no tunnel, no telemetry, no font or script from elsewhere.
 
-    Where it listens for this computer alone, as it does by default but in a Space, other pages are refused: see
-    [`OwnPage`].
+    Other pages are refused ([`OwnPage`]) where it listens for this computer alone, as by default outside a Space.
     """
     name = options.get("server_name") or os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1")
     is_local = "SPACE_ID" not in os.environ and LOCAL.fullmatch(name)
