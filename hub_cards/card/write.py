@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -20,17 +20,7 @@ from ...diagnose.paper import paper_ratios
 from .facts import LLAVA, Facts, Part, read_facts
 from .hand_written import by_hand, check_replaceable, decode_card, derived_keys, first_by_hand, is_ours
 from .markdown import hub_link, link, literal, table, text, yaml_block
-from .metadata import (
-    Terms,
-    front_matter,
-    licence_of,
-    merged,
-    metadata,
-    open_keys,
-    read_front_matter,
-    terms,
-    unlisted,
-)
+from .metadata import ORDER, Terms, licence_of, merged, metadata, open_keys, read_front_matter, terms, unlisted
 from .tables import alignment, glance, is_stale, results, visual_tokens
 from .training_tables import data, part_link, title, training
 from .unmeasured import limits
@@ -105,7 +95,7 @@ def render_card(
             keep_trailing_newline=True,
         )
         rendered = environment.get_template("card.md.jinja").render(
-            front_matter=Markup(front_matter(content)),
+            front_matter=Markup(ModelCardData(**content).to_yaml(original_order=ORDER)),
             derived=Markup(", ".join(key for key in derived if content[key] == derived[key] and key not in to_author)),
             name=name,
             facts=facts,
@@ -155,8 +145,9 @@ def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = 
         ValueError: There is such a file and `replace` is not set, or as for [`render_card`]. Nothing is written.
         OSError: The folder cannot be written; the earlier card remains.
     """
-    remedy = "Move it away, or replace it with `--replace` (in Python `replace=True`); nothing of it is kept then."
-    check_replaceable(card_in(checkpoint), str(checkpoint), None if replace else remedy)
+    earlier = card_in(checkpoint)
+    if not replace:
+        check_replaceable(earlier, str(checkpoint))
     card = render_card(checkpoint, repo_id=repo_id)
     with finished_file(checkpoint / CARD) as file:
         file.write_bytes(card.text.encode())
