@@ -17,12 +17,12 @@ _HUB_TOKEN = r"\b(?:hf|api_org)_(?!(.)\1+\b)[A-Za-z0-9]{30,}\b"  # but not a pla
 _PICKLED = (b"\x80", b"PK")  # how pickles begin, and the zip archives that torch.save puts them in
 
 
-def check_private(source: PublishSource, token: str | None) -> None:
+def check_private(source: PublishSource, token: str) -> None:
     """Refuses tokens, paths of this machine and pickles. Of weights only the metadata is read.
 
     Args:
         source: The files to send.
-        token: The token of the person who publishes.
+        token: The token of the person who publishes; empty if there is none.
 
     Raises:
         ValueError: There are some; the message lists every place. Of a token it shows the first 4 characters.
@@ -33,7 +33,7 @@ def check_private(source: PublishSource, token: str | None) -> None:
         raise ValueError("\n".join(["This must not be published:", *faults]))
 
 
-def _faults(path: str, content: bytes | Path, token: str | None, own: list[str]) -> Iterator[str]:
+def _faults(path: str, content: bytes | Path, token: str, own: list[str]) -> Iterator[str]:
     try:
         text = _text(path, content)
     except ValueError as error:

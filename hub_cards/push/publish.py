@@ -119,7 +119,7 @@ def publish(
         before = None
         if check_loading and not (dry_run and pinned):
             notify("Loading it in a clean process.")
-            before = _ask(folder, None, pinned, repository.token if private else repository.reading_token)
+            before = _ask(folder, None, pinned, str(repository.api.token) if private else repository.reading_token)
         if dry_run:
             notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
             return Publication(source, None, as_adapter)
@@ -163,7 +163,7 @@ def prepare(
     if (folder / ADAPTER_CONFIG).is_file():
         generated[ADAPTER_CONFIG] = published_config(folder, base)
     source = choose_files(folder, generated)
-    check_private(source, repository.token or None)
+    check_private(source, str(repository.api.token or ""))
     return source
 
 
@@ -177,24 +177,17 @@ def check_card(source: PublishSource) -> None:
 
 
 def verify(pushed: Pushed, base: AdapterBase | None, before: Answer) -> None:
-    """Loads the commit, and compares it with the folder.
-
-    Raises:
-        OSError: It does not load, or answers differently. It is on the branch nevertheless; the message names the
-            commit before.
-    """
-    repository, at = pushed.repository, f"{pushed.repository.repo_id} is at {pushed.commit}"
+    """Loads the commit. Raises OSError if that fails, or if it answers differently from the folder."""
+    repository = pushed.repository
     try:
         found = difference(before, _ask(repository.repo_id, pushed.commit, base, repository.reading_token))
-    except OSError as error:  # this machine's failure, not the commit's
-        raise OSError(f"{at}, but was not checked: {error} Publish again.") from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         found = str(error)
     if found is not None:
         raise OSError(
-            f"{at}, but a clean process gets something else from there than from the folder. {found} The commit "
-            f"before it, {repository.commit}, still exists: load it with `revision`. Publish again to load it once "
-            "more; if that fails in the same way, report a bug."
+            f"{repository.repo_id} is at {pushed.commit}, but a clean process does not get from there what it gets "
+            f"from the folder. {found} The commit before it, {repository.commit}, still exists: load it with "
+            "`revision`. Publish again to load it once more; if that fails in the same way, report a bug."
         )
 
 

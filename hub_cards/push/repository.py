@@ -52,14 +52,9 @@ class Repository:
         return f"{self.api.endpoint}/{'' if self.kind == 'model' else f'{self.kind}s/'}{self.repo_id}"
 
     @property
-    def token(self) -> str | None:
-        """The client's token."""
-        return str(self.api.token or "") or None
-
-    @property
     def reading_token(self) -> str | None:
         """The token, if reading needs one."""
-        return self.token if self.private or self.gated else None
+        return str(self.api.token) if self.private or self.gated else None
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ def hub_errors(doing: str, state: str = "Nothing was sent.") -> Iterator[None]:
     try:
         yield
     except (HTTPError, RuntimeError) as error:  # RuntimeError: of uploads, mostly caused by an HTTPError
-        cause = error.__cause__ if isinstance(error.__cause__, HTTPError) else error
+        cause = error if isinstance(error, HTTPError) else error.__cause__ or error
         reason = str(cause)
         if isinstance(cause, HfHubHTTPError):
             reason = f"({cause.response.status_code}) {cause.server_message or cause}"

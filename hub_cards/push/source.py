@@ -50,8 +50,6 @@ BY_PEOPLE = (CARD, "LICENSE*", "LICENCE*", "NOTICE*")
 
 _EXCLUDED = {
     "optimizer*": "optimizer state",
-    "scheduler.pt": "the scheduler's state",
-    "rng_state*.pth": "random states of training",
     "training_args.bin": "a pickle: the trainer's arguments",
     STATE: "the trainer's own state",
     "checkpoint-*": "a checkpoint of training",

@@ -145,7 +145,7 @@ def test_results_on_a_data_set_of_this_machine_can_be_published(room, tmp_path):
     write_card(model)
     sent = choose_files(model, {})
     assert {"README.md", "evaluation/summary.json"} <= sent.files.keys()
-    check_private(sent, None)
+    check_private(sent, "")
 
 
 def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_path, capsys):

@@ -60,7 +60,6 @@ def tree(
 def paths_info(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
     repository = visible(hub, request, kind, repo_id)
     commit = repository.resolve(revision)
-    assert isinstance(request.body, bytes)
     in_json = request.body.startswith(b"{")
     asked = request.json()["paths"] if in_json else parse_qs(request.body.decode()).get("paths", [])
     known = _with_folders(commit)

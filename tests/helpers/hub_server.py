@@ -7,29 +7,23 @@
 hub_repository.py, what can go wrong in hub_faults.py, who may do what in hub_request.py.
 """
 
-import hashlib
 import os
 import secrets
-import shutil
 import socket
-import weakref
 from collections import Counter
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from tempfile import mkdtemp
 from threading import RLock, Thread
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from hub_faults import Fault, Kind, Pause
 from hub_reading import READING
 from hub_repository import Refusal, Repository, address
-from hub_request import Account, Answer, Request, Upload, reply
+from hub_request import Account, Answer, Request, reply
 from hub_writing import WRITING
 
 
 GITATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
-CHUNK = 2**20
 
 
 class HubServer:
@@ -47,8 +41,6 @@ class HubServer:
     def __init__(self, repositories: dict[str, Path] | None = None):
         self.lock = RLock()
         self.clear()
-        self.uploads = Path(mkdtemp(prefix="hub_uploads_"))
-        weakref.finalize(self, shutil.rmtree, self.uploads, ignore_errors=True)
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         for repo_id, folder in (repositories or {}).items():
             self.serve(repo_id, folder)
@@ -171,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._hang_up()
         self._send(answer)
 
-    def _answer(self, body: bytes | Upload) -> Answer:
+    def _answer(self, body: bytes) -> Answer:
         account, credentials = None, self.headers.get("Authorization", "")
         if credentials and (account := self.hub.accounts.get(credentials.removeprefix("Bearer "))) is None:
             raise Refusal(401, "Unauthorized", "Invalid credentials in Authorization header")
@@ -184,29 +176,15 @@ class _Handler(BaseHTTPRequestHandler):
                 return act(self.hub, request, **groups)
         raise Refusal(404, "NotFound", f"this hub does not know {self.command} {self.address.path}")
 
-    def _body(self) -> bytes | Upload:
-        """The request's body; that of an upload goes to disk."""
-        if self.command != "PUT" or "/lfs/" not in self.address.path:
-            return b"".join(self._chunks())
-        path = self.hub.uploads / secrets.token_hex(8)
-        digest, size = hashlib.sha256(), 0
-        with path.open("wb") as file:
-            for chunk in self._chunks():
-                digest.update(chunk)
-                size += file.write(chunk)
-        return Upload(path, size, digest.hexdigest())
-
-    def _chunks(self) -> Iterator[bytes]:
-        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                yield self._read(size)
-                self.rfile.readline()
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self._read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            body += self._read(size)
             self.rfile.readline()
-            return
-        left = int(self.headers.get("Content-Length", 0))
-        while left > 0:
-            yield self._read(min(left, CHUNK))
-            left -= min(left, CHUNK)
+        self.rfile.readline()
+        return body
 
     def _read(self, size: int) -> bytes:
         chunk = self.rfile.read(size)
