@@ -3,7 +3,6 @@
 """What people write in a card: text between the marks of ours, or a whole card of their own."""
 
 import re
-from collections.abc import Sequence
 
 from huggingface_hub import ModelCard
 
@@ -57,12 +56,6 @@ def by_hand(card: str, where: str = "README.md") -> dict[str, str]:
             raise ValueError(f"The part by hand {name!r} of {where} has no end. Put the line {_END} after it.")
         found[name], position = card[start.end() : end], end
     return found
-
-
-def first_by_hand(cards: Sequence[str]) -> dict[str, str]:
-    """Each part from the first of `cards` in which it is not blank."""
-    parts = [by_hand(card) for card in cards]
-    return {name: next((each[name] for each in parts if each.get(name, "").strip()), "") for name in SECTIONS}
 
 
 def check_replaceable(card: str | None, where: str) -> None:

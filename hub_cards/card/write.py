@@ -18,7 +18,7 @@ from ...checkpoint.loading import loading
 from ...checkpoint.names import CARD
 from ...diagnose.paper import paper_ratios
 from .facts import LLAVA, Facts, Part, read_facts
-from .hand_written import by_hand, check_replaceable, decode_card, derived_keys, first_by_hand, is_ours
+from .hand_written import SECTIONS, by_hand, check_replaceable, decode_card, derived_keys, is_ours
 from .markdown import hub_link, link, literal, table, text, yaml_block
 from .metadata import ORDER, Terms, licence_of, merged, metadata, open_keys, read_front_matter, terms, unlisted
 from .tables import alignment, glance, is_stale, results, visual_tokens
@@ -74,7 +74,8 @@ def render_card(
         facts = read_facts(checkpoint)
         earlier = [card for card in (hub_card, card_in(checkpoint)) if card and is_ours(card)]
         by_hand(hub_card or "", f"README.md of {repo_id} on the Hub")  # for an error that names it
-        hand = first_by_hand(earlier)
+        parts = [by_hand(card) for card in earlier]
+        hand = {part: next((each[part] for each in parts if each.get(part, "").strip()), "") for part in SECTIONS}
         name = " ".join((repo_id or facts.name).rpartition("/")[2].split())
         if facts.adapter is not None and adapter is None and facts.started_from:
             adapter = AdapterBase(facts.started_from, facts.stages[-1].get("model_revision") or "main")
@@ -127,7 +128,7 @@ def render_card(
         )
         ModelCard(rendered)  # the Hub's own reading of it
         warnings = _warnings(facts, follows, by_author, named, adapter)
-        for part, text_here in by_hand(earlier[-1] if earlier else "").items():
+        for part, text_here in (parts[-1] if parts else {}).items():
             if text_here.strip() and text_here.strip() != hand[part].strip():
                 warnings.append(f"The part {part!r} written by hand on the Hub stays; that of the folder is not used.")
         return Card(rendered, warnings)

@@ -94,15 +94,7 @@ def test_a_base_that_the_author_names_is_kept_while_a_part_is_not_on_the_hub(fol
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        Metric("accuracy", 0.5, NAN),
-        Metric("accuracy", None),
-        Metric("accuracy", 0.5, references={"chance": NAN}),
-        Metric("accuracy", 0.5, samples="all"),
-    ],
-)
+@pytest.mark.parametrize("metric", [Metric("accuracy", 0.5, NAN), Metric("accuracy", None)])
 def test_a_result_that_is_no_number_is_named(folder, metric):
     evaluated(folder, Metric("accuracy", 0.5), metric)
     with pytest.raises(ValueError, match=r"summary.json .* in pope, .*accuracy .*Evaluate again, or remove it"):
@@ -115,16 +107,9 @@ def test_no_samples_are_a_partial_run(folder):
     assert "**Partial: 0 of 0 samples.**" in card.text
 
 
-@pytest.mark.parametrize(
-    "changes, error",
-    [
-        ({"schema_version": 1}, "schema_version is 1, not 2"),
-        ({"evaluations": [{"task": "pope", "tasks": 1}]}, "unknown fields tasks"),
-    ],
-)
-def test_evaluations_of_another_schema_are_named(full, changes, error):
-    made.edit(full / "evaluation" / "summary.json", **changes)
-    with pytest.raises(ValueError, match=f"summary.json .*{error}"):
+def test_evaluations_of_another_schema_are_named(full):
+    made.edit(full / "evaluation" / "summary.json", schema_version=1)
+    with pytest.raises(ValueError, match="summary.json .*schema_version is 1, not 2"):
         render_card(full)
 
 
