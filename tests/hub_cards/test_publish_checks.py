@@ -175,7 +175,7 @@ def test_batches_are_padded_on_the_left(folder):
 
 def test_the_image_token_is_the_models(folder):
     change(folder / "config.json", image_token_index=7)
-    assert_only_fault(folder, "processor: The image token", "is 7 in config.json")
+    assert any("is 7 in config.json" in fault for fault in faults(folder))
 
 
 def test_a_chat_template_takes_an_image(folder):

@@ -68,7 +68,7 @@ def test_tokens_that_may_not_publish(publish, hub, folder):
     for token, words in {
         hub.token("ann", role="read"): "may only read",
         "hf_" + "Unknown" * 5: "(401)",
-        "hf_" + "First" * 5 + "\n" + "Second" * 5: "line break",
+        "hf_" + "First" * 5 + " " + "Second" * 5: "holds a space",
         " ": "hf auth login",
         hub.token("bob", orgs=("lab",)): "ann/m belongs to ann",
     }.items():
