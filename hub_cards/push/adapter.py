@@ -63,12 +63,7 @@ def published_config(adapter: Path, base: AdapterBase | None) -> bytes:
 
 
 def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> AdapterBase:
-    """The base of an adapter that is published as one, with its commit.
-
-    Args:
-        adapter: The adapter's folder.
-        base: The base, if it is not the one that the adapter names.
-        ask_hub: Whether to look for the base; otherwise it is as recorded.
+    """The base of an adapter that is published as one: `base`, or the one that it names; with `ask_hub` its commit.
 
     Raises:
         ValueError: The base is not on the Hub, has other code than this package's, or has other settings than the

@@ -18,11 +18,9 @@ _PICKLED = (b"\x80", b"PK")  # how pickles begin, and the zip archives that torc
 
 
 def check_private(source: PublishSource, token: str) -> None:
-    """Refuses tokens, paths of this machine and pickles. Of weights only the metadata is read.
+    """Refuses tokens, that of the publisher among them, paths of this machine, and pickles.
 
-    Args:
-        source: The files to send.
-        token: The token of the person who publishes; empty if there is none.
+    Of weights only the metadata is read.
 
     Raises:
         ValueError: There are some; the message lists every place. Of a token it shows the first 4 characters.
@@ -52,11 +50,7 @@ def _faults(path: str, content: bytes | Path, token: str, own: list[str]) -> Ite
 
 
 def _text(path: str, content: bytes | Path) -> str:
-    """The text of a file, of weights the metadata; bytes that are not text are replaced.
-
-    Raises:
-        ValueError: It is a pickle, or not the safetensors file that its name says.
-    """
+    """The text of a file, of weights the metadata. Raises ValueError for a pickle, whatever its name is."""
     if path.endswith(".safetensors") and isinstance(content, Path):
         try:
             with safe_open(content, "pt") as file:

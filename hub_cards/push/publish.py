@@ -145,11 +145,8 @@ def prepare(
 ) -> PublishSource:
     """The files to send of a folder, with its card, which keeps what was written by hand on the Hub or else here.
 
-    Args:
-        folder: The folder of a checkpoint or an adapter.
-        repository: Where it is published. [`check_cards`] has to come first: a card that is not ours is replaced.
-        base: The base of an adapter; None if that is not on the Hub.
-        notify: Receives warnings.
+    [`check_cards`] has to come first: a card that somebody else wrote is replaced. `base` is that of an adapter, None
+    if it is not on the Hub.
 
     Raises:
         ValueError: The folder is not a checkpoint or holds what must not be sent, or a mark in a card is damaged.

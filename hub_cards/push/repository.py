@@ -86,12 +86,7 @@ class Pushed:
 
 @contextmanager
 def hub_errors(doing: str, state: str = "Nothing was sent.") -> Iterator[None]:
-    """Turns an error of the Hub, of the connection or of an upload into an OSError of one line.
-
-    Args:
-        doing: What is done in the block, as the subject of a sentence.
-        state: What was done all the same, and what to do.
-    """
+    """Turns an error of the Hub, the connection or an upload into an OSError of one line that ends in `state`."""
     try:
         yield
     except (HTTPError, RuntimeError) as error:  # RuntimeError: of uploads, mostly caused by an HTTPError
@@ -104,12 +99,7 @@ def hub_errors(doing: str, state: str = "Nothing was sent.") -> Iterator[None]:
 
 
 def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> HfApi:
-    """The client of an account that may publish as `repo_id`.
-
-    Args:
-        repo_id: `"namespace/name"`.
-        token: Access token; by default that of `hf auth login` or HF_TOKEN.
-        create_pr: Whether a pull request is enough, which anybody may open.
+    """The client of an account that may publish as `repo_id`, or only open a pull request there.
 
     Raises:
         ValueError: There is no token, it may only read, or the namespace is another's and no pull request is wanted.
@@ -138,11 +128,7 @@ def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> H
 
 
 def find_repository(api: HfApi, repo_id: str, *, kind: str = "model", branch: str = "main") -> Repository:
-    """The repository as it is now.
-
-    Raises:
-        OSError: The Hub or the connection failed.
-    """
+    """The repository as it is now. Raises OSError if the Hub or the connection failed."""
     with hub_errors(f"Looking at {repo_id}"):
         try:
             info, has_branch = api.repo_info(repo_id, repo_type=kind, revision=branch), True
@@ -194,9 +180,7 @@ def push(
         files: Path in the repository -> content, or a file that has it.
         stale: Paths in the repository that the commit removes.
         message: Title of the commit.
-        private: For a new repository; None leaves it to the namespace's default.
-        create_pr: Open a pull request against the branch.
-        notify: Is told what happens.
+        private, create_pr, notify: As in [`publish`].
 
     Raises:
         OSError: The Hub or the connection failed, or somebody else has made a commit; the message says what stands.

@@ -86,9 +86,7 @@ def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
 
     The diagnosis is sent without samples of the data: see [`public_report`].
 
-    Args:
-        folder: The folder of a checkpoint or an adapter.
-        generated: Path in the repository -> content of files to send instead of the folder's.
+    What is `generated`, path -> content, is sent instead of the folder's.
 
     Raises:
         ValueError: The folder has no weights, only pickled ones, two sets of them, or not all shards.
@@ -125,9 +123,6 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
 
     The attention of each question keeps its measures; `question` is empty, `image` null and `maps` an empty list.
 
-    Args:
-        text: `report.json`.
-
     Raises:
         ValueError: It has another schema.
     """
@@ -148,11 +143,7 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
 
 
 def shards_of(folder: Path) -> list[str]:
-    """The files that the index of a folder names.
-
-    Raises:
-        ValueError: The index cannot be read, or names a file that does not exist.
-    """
+    """The files that the index of a folder names. Raises ValueError if one of them does not exist."""
     names = shards(json_object((folder / INDEX).read_bytes(), str(folder / INDEX)), str(folder / INDEX))
     if absent := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(
