@@ -13,8 +13,8 @@ from . import space_files
 OF_THE_HUB = {".gitattributes", "README.md"}
 """The files that the Hub creates a Space with."""
 
-OURS = "space.json"
-"""A file that every Space of this package has."""
+SETTINGS = "space.json"
+"""A file that every Space of this package has, and hardly another."""
 
 
 def space_of(repo_id: str) -> str:
@@ -26,10 +26,10 @@ def check_space(api: HfApi, repo_id: str) -> Repository:
     """The Space of a model as it is now.
 
     Raises:
-        ValueError: It was not published by this package: it has files of its own and none of ours.
+        ValueError: It was not published by this package: it has files, and not `space.json`.
     """
     existing = find_repository(api, space_of(repo_id), kind="space")
-    if OURS not in existing.files and existing.files - OF_THE_HUB:
+    if SETTINGS not in existing.files and existing.files - OF_THE_HUB:
         raise ValueError(
             f"The Space {space_of(repo_id)} exists and was not published by this package. Rename it, or publish "
             "without --space."
