@@ -136,12 +136,8 @@ def push_folder(
 ) -> Pushed:
     """Pushes a checkpoint or an adapter, which is not changed, with its card in one commit.
 
-    Args:
-        folder, repo_id, token: As in [`publish`].
-        message: Title of the commit.
-        revision: Branch; None for `main`.
-        path_in_repo: Folder of the repository to which the whole checkpoint is sent as well, optimizer state
-            included, to resume from; but for `training_args.bin`, which holds the token.
+    To the folder `path_in_repo` of the repository the whole checkpoint is sent as well, optimizer state included, to
+    resume from; but for `training_args.bin`, which holds the token.
 
     Raises:
         ValueError: The folder holds what must not be sent, or no model; somebody else wrote the card in the folder or
@@ -187,12 +183,8 @@ def push_result(folder: Path, repo_id: str, *, message: str, token: str | None, 
 def push_checkpoint(folder: Path, repo_id: str, **options: Any) -> Future | None:
     """[`push_folder`] of a trainer's checkpoint, in the background. A failure is a warning, and training continues.
 
-    Args:
-        folder: The folder `checkpoint-N`. Links to its files are sent, so it may be removed meanwhile.
-        repo_id, options: As in `push_folder`.
-
-    Returns:
-        The job, or None if the links could not be made. Jobs run one after another.
+    Links to its files are sent, so it may be removed meanwhile. Jobs run one after another. Returns the job, or None
+    if the links could not be made.
     """
 
     def warn(error: BaseException) -> None:

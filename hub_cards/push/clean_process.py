@@ -65,14 +65,12 @@ def ask_clean_process(
     A quantized checkpoint is loaded, and asked, where transformers places it: on the GPU if there is one.
 
     The process cannot import this package, and starts from an empty cache in the temporary folder, which must have
-    room for a repository's files. Without `token` no token of this machine is sent. It takes seconds for small models
-    and minutes for large ones.
+    room for a repository's files. Without `token` no token of this machine is sent.
 
     Args:
         source: Folder of a checkpoint or, with `base`, of an adapter; or its Hub id.
         revision: Branch, tag or commit of a Hub id, of the code too; None for a folder.
         base, base_revision: The same of the adapter's base.
-        token: For private repositories.
         asked: Further conversations to answer, each up to the user's turn; images as paths.
 
     Raises:
