@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ...checkpoint.files import finished_file
+from ...checkpoint.files import atomic_write
 from ...checkpoint.loading import loading
 from ...checkpoint.names import CARD
 from ...diagnose.paper import paper_ratios
@@ -150,7 +150,7 @@ def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = 
     if not replace:
         check_replaceable(earlier, str(checkpoint))
     card = render_card(checkpoint, repo_id=repo_id)
-    with finished_file(checkpoint / CARD) as file:
+    with atomic_write(checkpoint / CARD) as file:
         file.write_bytes(card.text.encode())
     return card
 
