@@ -465,7 +465,7 @@ def publish(
             as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run, check_loading=not no_verify,
             notify=lambda text: console.print(text, soft_wrap=True),
         )  # fmt: skip
-    console.print(*(unsent_tables(done, repo_id) if dry_run else [summary(done, repo_id)]), sep="\n", soft_wrap=True)
+    console.print(*(unsent_tables(done, repo_id) if dry_run else [summary(done)]), sep="\n", soft_wrap=True)
 
 
 @app.command()

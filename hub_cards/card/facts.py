@@ -4,7 +4,7 @@
 
 import json
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ...checkpoint.untrusted import check_files, check_inside, shards
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
 from ...evaluate.results import Evaluation, read_evaluations
-from ..push.contents import DIAGNOSTICS, public_report
+from ..push.source import DIAGNOSTICS, public_report
 from .weights import Gain, read_weights
 
 
@@ -62,11 +62,11 @@ class Facts:
         config: None for an adapter.
         adapter: `adapter_config.json` of an adapter.
         build: `build.json`.
-        stages: The `training.json` of each stage in order; options, learning rates and versions may be empty.
+        stages: The `training.json` of each stage in order; options and versions may be empty.
         parts: Vision encoder and language model, or the LLaVA checkpoint that had both.
         data: The training data sets, each once.
         gain: None without the norm.
-        moved: Whether the weights show that the projector was trained; see [`Weights`].
+        moved: Whether the weights show that the norm was trained; see [`Weights`].
         parameters, weight_bytes: Of the safetensors files; 0 parameters if quantized, as the weights are packed.
         image_processor: Of `processor_config.json`.
         diagnosis: `diagnostics/report.json`.
@@ -121,13 +121,12 @@ def read_facts(checkpoint: Path) -> Facts:
     record, build = read_json(checkpoint / TRAINING_RECORD), read_json(checkpoint / BUILD_RECORD)
     stages: list[dict[str, Any]] = []
     while record:
-        stages.insert(0, {"options": {}, "learning_rates": {}, "versions": {}, **record})
+        stages.insert(0, {"options": {}, "versions": {}, **record})
         record = record.get("before")
     diagnosis = _diagnosis(checkpoint / DIAGNOSTICS / REPORT)
     processor = read_json(checkpoint / "processor_config.json")
     weights = read_weights(_weight_files(checkpoint, config), config)
-    parts = _parts(checkpoint / BUILD_RECORD, build or {}, config)
-    llava = [part.role for part in parts] == [LLAVA]  # whose projector was trained before
+    parts = _parts(build or {}, config)
     return Facts(
         name=checkpoint.resolve().name,
         config=config,
@@ -137,7 +136,7 @@ def read_facts(checkpoint: Path) -> Facts:
         parts=parts,
         data=_data(stages),
         gain=weights.gain,
-        moved=None if llava and weights.gain is None else weights.moved,
+        moved=weights.moved,
         parameters=0 if getattr(config, "quantization_config", None) else weights.parameters,
         weight_bytes=weights.size,
         image_processor=(processor or {}).get("image_processor") or {},
@@ -166,14 +165,13 @@ def hub_id(name: str | None) -> str | None:
     return name if name and is_hub_id(name) else None
 
 
-def _parts(file: Path, build: dict[str, Any], config: NormAlignLlavaConfig | None) -> list[Part]:
+def _parts(build: dict[str, Any], config: NormAlignLlavaConfig | None) -> list[Part]:
     found = []
     licences = build.get("licenses") or {}
-    if not isinstance(licences, dict):
-        raise ValueError(f"{file}: its licenses are {licences!r}, not an object. Fix or remove it.")
     settings = {"vision": config and config.vision_config, "language": config and config.text_config}
     for key, role in (("vision", "vision encoder"), ("language", "language model")):
-        licence = _licence(licences.get(key), file)
+        stated = licences.get(key) or {}
+        licence = Licence(**stated) if stated.get("license") else None
         if name := build.get(key):  # build.json keeps only a folder's name: one with an owner is on the Hub
             found.append(Part(role, name, hub_id(name), build.get(f"{key}_revision"), licence))
         elif name := getattr(settings[key], "_name_or_path", ""):
@@ -181,16 +179,6 @@ def _parts(file: Path, build: dict[str, Any], config: NormAlignLlavaConfig | Non
             name = name if hub_id(name) and not Path(name).exists() else Path(name).name
             found.append(Part(role, name, licence=licence))
     return [replace(found[0], role=LLAVA)] if found and build.get("from_llava") else found
-
-
-def _licence(recorded: Any, file: Path) -> Licence | None:
-    recorded = {"license": recorded} if isinstance(recorded, str) or recorded is None else recorded
-    known: dict[str, Any] = {}
-    if isinstance(recorded, dict):
-        known = {each.name: recorded.get(each.name) for each in fields(Licence)}
-    if not known or not all(value is None or isinstance(value, str) for value in known.values()):
-        raise ValueError(f"{file}: {recorded!r} is not a licence: an object with its id as `license`. Fix it.")
-    return Licence(**known) if known["license"] else None
 
 
 def _weight_files(checkpoint: Path, config: NormAlignLlavaConfig | None) -> list[Path]:

@@ -3,7 +3,6 @@
 """What people write in a card: text between the marks of ours, or a whole card of their own."""
 
 import re
-from collections.abc import Sequence
 
 from huggingface_hub import ModelCard
 
@@ -59,24 +58,12 @@ def by_hand(card: str, where: str = "README.md") -> dict[str, str]:
     return found
 
 
-def first_by_hand(cards: Sequence[str]) -> dict[str, str]:
-    """Each part from the first of `cards` in which it is not blank."""
-    parts = [by_hand(card) for card in cards]
-    return {name: next((each[name] for each in parts if each.get(name, "").strip()), "") for name in SECTIONS}
-
-
-def check_replaceable(card: str | None, where: str, remedy: str | None) -> None:
-    """Refuses to replace a `README.md` that somebody else wrote. One that is only metadata may be replaced.
-
-    Args:
-        card: The text, None without one.
-        where: Folder or repository, for the error.
-        remedy: What to do, for the error; None if it may be replaced.
-
-    Raises:
-        ValueError: Somebody wrote it, and it may not be replaced.
-    """
-    if card is None or remedy is None or is_ours(card):
+def check_replaceable(card: str | None, where: str) -> None:
+    """Raises ValueError if somebody else wrote the `README.md` of `where`. Mere metadata may be replaced."""
+    if card is None or is_ours(card) or not ModelCard(card, ignore_metadata_errors=True).text.strip():
         return
-    if ModelCard(card, ignore_metadata_errors=True).text.strip():
-        raise ValueError(f"README.md of {where} was not written by this package. {remedy}")
+    raise ValueError(
+        f"README.md of {where} was not written by this package. Move it away, or replace it: `normalign card` has "
+        "--replace and `normalign publish` --replace-card. What you want to keep of it goes between the marks of the "
+        "new one."
+    )

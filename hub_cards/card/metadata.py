@@ -18,15 +18,16 @@ ADAPTER_TAGS = ["lora"]
 PERMISSIVE = ("mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
 """Permissive licences, the most demanding last: parts under several of them may be distributed under that one."""
 
-_ORDER = ["license", "license_name", "license_link", "language", "library_name", "pipeline_tag"]
-_ORDER += ["base_model", "base_model_relation", "datasets", "tags"]
+ORDER = ["license", "license_name", "license_link", "language", "library_name", "pipeline_tag"]
+ORDER += ["base_model", "base_model_relation", "datasets", "tags"]
+"""The keys of the front matter that are derived."""
 
 
 @dataclass(frozen=True)
 class Terms:
     """The licence that follows from those of all parts: metadata, a sentence, and a warning if none follows."""
 
-    metadata: dict[str, str]
+    metadata: dict[str, Any]
     sentence: str
     warning: str | None = None
 
@@ -63,16 +64,13 @@ def metadata(facts: Facts, base: str | None, parts_terms: Terms) -> dict[str, An
     """The front matter that can be derived from `facts`.
 
     Args:
-        facts: The folder's.
         base: Hub id of an adapter's base.
         parts_terms: From [`terms`].
     """
     models, relation = _bases(facts, base)
     datasets = list(dict.fromkeys(part.hub_id for part in facts.data if part.hub_id))
     data = ModelCardData(
-        license=parts_terms.metadata.get("license"),
-        license_name=parts_terms.metadata.get("license_name"),
-        license_link=parts_terms.metadata.get("license_link"),
+        **parts_terms.metadata,
         language=_languages(facts),
         library_name="transformers" if facts.adapter is None else "peft",
         pipeline_tag=TASK,
@@ -87,7 +85,7 @@ def metadata(facts: Facts, base: str | None, parts_terms: Terms) -> dict[str, An
 def open_keys(facts: Facts, parts_terms: Terms) -> list[str]:
     """Keys that we can only partly infer; the author's value wins."""
     groups = {"license": bool(parts_terms.warning), "base_model": bool(unlisted(facts))}
-    return [key for key in _ORDER for group, is_open in groups.items() if is_open and key.startswith(group)]
+    return [key for key in ORDER for group, is_open in groups.items() if is_open and key.startswith(group)]
 
 
 def unlisted(facts: Facts) -> list[str]:
@@ -120,23 +118,12 @@ def merged(
     return result
 
 
-def front_matter(content: dict[str, Any]) -> str:
-    """`content` as YAML, the most important keys first.
-
-    Raises:
-        ValueError: `model-index` is not in the Hub's form.
-    """
-    return ModelCardData(**content).to_yaml(original_order=_ORDER)
-
-
 def read_front_matter(card: str) -> dict[str, Any]:
     """The front matter of a card. Raises ValueError if it is not YAML, or not in a form that the Hub accepts."""
     try:
         return ModelCard(card).data.to_dict()
-    except yaml.YAMLError as error:
-        raise ValueError(f"The front matter of README.md is not YAML: {error}. Fix it.") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"The Hub does not accept the front matter of README.md: {error}. Fix it.") from error
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"The front matter of README.md cannot be read: {error}. Fix it.") from error
 
 
 def _is_known(licence: Licence | None) -> bool:

@@ -26,8 +26,8 @@ def training(facts: Facts) -> Table:
     """How it was trained, one column for each stage."""
     rows = []
     for name, value in (
-        ("Trained", lambda stage: ", ".join(_modules(stage, trained=True))),
-        ("Frozen", lambda stage: ", ".join(_modules(stage, trained=False))),
+        ("Trained", lambda stage: _modules(stage, trained=True)),
+        ("Frozen", lambda stage: _modules(stage, trained=False)),
         ("Parameters trained", _parameters),
         ("Learning rate, peak", _rates),
         ("Schedule", _schedule),
@@ -90,7 +90,7 @@ def steps_text(stage: dict[str, Any]) -> str | None:
 
 
 def steps_taken(stage: dict[str, Any]) -> int | None:
-    """How many optimizer steps a stage took; older records hold only how many were planned."""
+    """How many optimizer steps a stage took: all that were planned, unless recorded."""
     return stage.get("steps_done", run(stage).get("steps"))
 
 
@@ -142,11 +142,9 @@ def run(stage: dict[str, Any]) -> dict[str, Any]:
     return stage.get("run") or {}
 
 
-def _modules(stage: dict[str, Any], *, trained: bool) -> list[str]:
+def _modules(stage: dict[str, Any], *, trained: bool) -> str:
     modules = run(stage).get("modules", ())
-    if modules:
-        return [each["module"] for each in modules if bool(each["trained"]) == trained]
-    return [name for name, rate in stage["learning_rates"].items() if bool(rate) == trained]
+    return ", ".join(each["module"] for each in modules if bool(each["trained"]) == trained)
 
 
 def _parameters(stage: dict[str, Any]) -> str | None:
@@ -158,7 +156,6 @@ def _parameters(stage: dict[str, Any]) -> str | None:
 def _rates(stage: dict[str, Any]) -> str:
     modules = run(stage).get("modules", ())
     rates = {each["module"]: each["learning_rate"] for each in modules if each["trained"]}
-    rates = rates or {name: rate for name, rate in stage["learning_rates"].items() if rate}
     if len(set(rates.values())) == 1:
         return f"{next(iter(rates.values())):g}"
     return ", ".join(f"{name} {rate:g}" for name, rate in rates.items())

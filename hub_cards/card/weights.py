@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Facts read from a checkpoint's weights: size, gain of the norm, and whether the projector was trained."""
+"""Facts read from a checkpoint's weights: size, gain of the norm, and whether it was trained."""
 
 import math
 from collections.abc import Iterable
@@ -12,9 +12,6 @@ from safetensors import SafetensorError, safe_open
 
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import initial_gain
-
-
-PROJECTOR = "multi_modal_projector."
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Weights:
 
     Attributes:
         gain: None without the norm.
-        moved: Whether the norm (or the projector, if there is none) differs from a newly built one; None if unknown.
+        moved: Whether the norm differs from a newly built one; None if unknown.
         parameters: Their count.
         size: Of the files, in bytes.
     """
@@ -44,43 +41,31 @@ class Weights:
 
 
 def read_weights(files: Iterable[Path], config: NormAlignLlavaConfig | None) -> Weights:
-    """Reads headers, norm and biases of the projector from those of `files` that exist.
-
-    Args:
-        files: Safetensors files of one checkpoint, or of an adapter.
-        config: The checkpoint's.
+    """Reads headers and norm from those of `files`, of a checkpoint or an adapter, that exist.
 
     Raises:
         ValueError: A file is damaged; the message names it.
     """
     norm: dict[str, torch.Tensor] = {}
-    biases: list[torch.Tensor] = []
     parameters = size = 0
-    for path in files:
-        if not path.is_file():
-            continue
+    for path in (path for path in files if path.is_file()):
         size += path.stat().st_size
         try:
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     parameters += math.prod(file.get_slice(name).get_shape())
-                    if f"{PROJECTOR}norm." in name:
-                        norm[name.rpartition(".")[2]] = file.get_tensor(name)
-                    elif PROJECTOR in name and name.endswith(".bias"):
-                        biases.append(file.get_tensor(name))
+                    if "multi_modal_projector.norm." in name:
+                        norm[name.rpartition(".")[2]] = file.get_tensor(name).double()
         except SafetensorError as error:
             raise ValueError(f"{path} cannot be read: {error}. Was it cut short? Copy it again.") from error
     if "weight" not in norm:
-        # Without a norm the biases show it: they start from 0.
-        moved = any(bool(bias.any()) for bias in biases) if config is not None and biases else None
-        return Weights(None, moved, parameters, size)
+        return Weights(None, None, parameters, size)
     gain, bias = norm["weight"], norm.get("bias")
     start = moved = None
     if config is not None and (config.text_embedding_norm is not None or config.projector_gain_init == "one"):
         start = initial_gain(config, config.text_embedding_norm or math.nan)
-    if start is not None:
-        moved = not torch.allclose(gain.double(), torch.full_like(gain, start).double(), rtol=1e-6, atol=0.0)
+        moved = not torch.allclose(gain, torch.full_like(gain, start), rtol=1e-6, atol=0.0)
         moved = moved or (bias is not None and bool(bias.any()))
-    mean = gain.double().abs().mean().item()
-    found = Gain(mean, None if bias is None else bias.double().abs().mean().item(), start)
+    mean = gain.abs().mean().item()
+    found = Gain(mean, None if bias is None else bias.abs().mean().item(), start)
     return Weights(found, moved, parameters, size)

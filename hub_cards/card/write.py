@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -18,19 +18,9 @@ from ...checkpoint.loading import loading
 from ...checkpoint.names import CARD
 from ...diagnose.paper import paper_ratios
 from .facts import LLAVA, Facts, Part, read_facts
-from .hand_written import by_hand, check_replaceable, decode_card, derived_keys, first_by_hand, is_ours
+from .hand_written import SECTIONS, by_hand, check_replaceable, decode_card, derived_keys, is_ours
 from .markdown import hub_link, link, literal, table, text, yaml_block
-from .metadata import (
-    Terms,
-    front_matter,
-    licence_of,
-    merged,
-    metadata,
-    open_keys,
-    read_front_matter,
-    terms,
-    unlisted,
-)
+from .metadata import ORDER, Terms, licence_of, merged, metadata, open_keys, read_front_matter, terms, unlisted
 from .tables import alignment, glance, is_stale, results, visual_tokens
 from .training_tables import data, part_link, title, training
 from .unmeasured import limits
@@ -84,7 +74,8 @@ def render_card(
         facts = read_facts(checkpoint)
         earlier = [card for card in (hub_card, card_in(checkpoint)) if card and is_ours(card)]
         by_hand(hub_card or "", f"README.md of {repo_id} on the Hub")  # for an error that names it
-        hand = first_by_hand(earlier)
+        parts = [by_hand(card) for card in earlier]
+        hand = {part: next((each[part] for each in parts if each.get(part, "").strip()), "") for part in SECTIONS}
         name = " ".join((repo_id or facts.name).rpartition("/")[2].split())
         if facts.adapter is not None and adapter is None and facts.started_from:
             adapter = AdapterBase(facts.started_from, facts.stages[-1].get("model_revision") or "main")
@@ -105,7 +96,7 @@ def render_card(
             keep_trailing_newline=True,
         )
         rendered = environment.get_template("card.md.jinja").render(
-            front_matter=Markup(front_matter(content)),
+            front_matter=Markup(ModelCardData(**content).to_yaml(original_order=ORDER)),
             derived=Markup(", ".join(key for key in derived if content[key] == derived[key] and key not in to_author)),
             name=name,
             facts=facts,
@@ -137,7 +128,7 @@ def render_card(
         )
         ModelCard(rendered)  # the Hub's own reading of it
         warnings = _warnings(facts, follows, by_author, named, adapter)
-        for part, text_here in by_hand(earlier[-1] if earlier else "").items():
+        for part, text_here in (parts[-1] if parts else {}).items():
             if text_here.strip() and text_here.strip() != hand[part].strip():
                 warnings.append(f"The part {part!r} written by hand on the Hub stays; that of the folder is not used.")
         return Card(rendered, warnings)
@@ -155,8 +146,9 @@ def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = 
         ValueError: There is such a file and `replace` is not set, or as for [`render_card`]. Nothing is written.
         OSError: The folder cannot be written; the earlier card remains.
     """
-    remedy = "Move it away, or replace it with `--replace` (in Python `replace=True`); nothing of it is kept then."
-    check_replaceable(card_in(checkpoint), str(checkpoint), None if replace else remedy)
+    earlier = card_in(checkpoint)
+    if not replace:
+        check_replaceable(earlier, str(checkpoint))
     card = render_card(checkpoint, repo_id=repo_id)
     with atomic_write(checkpoint / CARD) as file:
         file.write_bytes(card.text.encode())

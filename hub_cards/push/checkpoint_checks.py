@@ -1,9 +1,8 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Checks before publishing: does the checkpoint load elsewhere, and may its files be published?"""
+"""Checks before publishing: would the checkpoint load elsewhere, and is its norm aligned or trained?"""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ... import configuration_normalign_llava, modeling_normalign_llava
 from ...assembly.gain import embedding_statistics
 from ...assembly.processing import PADS_RIGHT
-from ...checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, TRAINING_RECORD, WEIGHTS
+from ...checkpoint.names import ADAPTER_WEIGHTS, INDEX, TRAINING_RECORD, WEIGHTS
 from ...checkpoint.opening import Checkpoint, check_processor
 from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, initial_gain
-from .contents import Contents, shards_of
-from .leaks import find_private
+from ..card.facts import read_json
+from .source import CODE, PACKAGE, shards_of
 
 
 TOLERANCE = 1e-3
@@ -31,103 +29,48 @@ _NORM = "model.multi_modal_projector.norm."
 _SAVE_AGAIN = "Load the checkpoint with this package and save it to another folder"
 
 
-def check_contents(contents: Contents, token: str | None) -> None:
-    """Refuses tokens, paths of this machine and pickles.
-
-    Args:
-        contents: The files to send.
-        token: The token of the person who publishes.
-
-    Raises:
-        ValueError: There are some; the message lists every place. Of a token it shows the first 4 characters.
-    """
-    _raise(find_private(contents, token), "This must not be published")
-
-
-def check_checkpoint(checkpoint: str | os.PathLike) -> None:
+def check_checkpoint(folder: Path) -> None:
     """Refuses a checkpoint that would not load elsewhere, or whose norm is neither aligned nor trained.
 
     Checked of a model: model type, architecture and `auto_map` in `config.json`; both code files, identical to this
     package's; every tensor, by name and shape; gain and bias finite and in float32; the gain N_text / sqrt(d) of the
     stored embeddings (1 with `projector_gain_init="one"`), or trained; a processor that writes as many placeholders
     as there are features; a chat template that takes an image. Of weights only headers, embeddings and norm are
-    read. Of an adapter: its configuration, and that its weights are finite.
-
-    Args:
-        checkpoint: The folder.
+    read. Of an adapter: that its weights are finite.
 
     Raises:
         ValueError: The message lists every fault with its remedy.
     """
-    folder = Path(checkpoint)
-    adapter = (folder / ADAPTER_CONFIG).exists() or (folder / ADAPTER_WEIGHTS).exists()
-    heading = f"The {'adapter' if adapter else 'checkpoint'} {checkpoint} cannot be published"
-    try:
-        check_files(folder)
-    except ValueError as error:
-        _raise([str(error)], heading)
-    if adapter:
-        return _raise(_adapter_faults(folder), heading)
-    if not (folder / "config.json").exists() and not list(folder.glob("*.safetensors")):
-        inside = ", ".join(sorted(path.name for path in folder.glob("checkpoint-*")))
-        hint = f" It has {inside}: name one of them." if inside else ""
-        raise ValueError(f"{checkpoint} is not a checkpoint folder: it has neither config.json nor weights.{hint}")
-    faults: list[str] = []
-    content = _read(folder / "config.json", faults)
-    if (kind := content.get("model_type", NormAlignLlavaConfig.model_type)) != NormAlignLlavaConfig.model_type:
-        raise ValueError(f"{checkpoint} is a {kind!r} model. Only NormAlign-LLaVA checkpoints can be published.")
-    faults = _code_faults(folder) + faults
-    faults += _config_faults(content)
-    try:
-        with torch.device("meta"):
-            model = (
-                NormAlignLlavaForConditionalGeneration(NormAlignLlavaConfig.from_dict(content)) if content else None
-            )
-    except Exception as error:  # each part checks its configuration in its own way
-        faults.append(f"config.json: no model can be made from it ({error}).")
-    else:
-        faults += _weight_faults(folder, model) + _processor_faults(folder, model) if model else []
-    _raise(faults, heading)
-
-
-def _raise(faults: list[str], heading: str) -> None:
+    config = check_files(folder)
+    faults = _model_faults(folder, config) if config else _adapter_faults(folder)
     if faults:
-        count = f"{len(faults)} faults" if faults[1:] else "1 fault"
-        raise ValueError(f"{heading}, {count}:\n" + "\n".join(f"- {fault}" for fault in faults))
+        raise ValueError("\n".join([f"{folder} cannot be published:", *(f"- {fault}" for fault in faults)]))
 
 
-def _read(file: Path, faults: list[str]) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text("utf-8"))
-        if isinstance(content, dict):
-            return content
-        faults.append(f"{file.name}: not a JSON object. {_SAVE_AGAIN}.")
-    except (OSError, ValueError, RecursionError) as error:
-        faults.append(f"{file.name}: missing or unreadable ({error}). {_SAVE_AGAIN}.")
-    return {}
-
-
-def _code_faults(folder: Path) -> list[str]:
+def _model_faults(folder: Path, config: dict[str, Any]) -> list[str]:
+    if (kind := config.get("model_type")) != NormAlignLlavaConfig.model_type:
+        return [f"it is a {kind!r} model. Only NormAlign-LLaVA checkpoints can be published."]
     faults = []
-    for module in (configuration_normalign_llava, modeling_normalign_llava):
-        ours = Path(str(module.__file__))
-        theirs = folder / ours.name
-        if not theirs.is_file() or theirs.read_bytes() != ours.read_bytes():
-            state = "is not this package's" if theirs.exists() else "is missing, so nobody else can load the model"
-            faults.append(f"{ours.name} {state}. Copy {ours} to it, or publish with the version that wrote it.")
-    return faults
-
-
-def _config_faults(content: dict[str, Any]) -> list[str]:
+    for name in CODE:
+        file, package_file = folder / name, PACKAGE / name
+        if not file.is_file() or file.read_bytes() != package_file.read_bytes():
+            state = "is not this package's" if file.exists() else "is missing, so nobody else can load the model"
+            faults.append(f"{name} {state}. Copy {package_file} to it, or publish with the version that wrote it.")
     expected = {
         "architectures": [NormAlignLlavaForConditionalGeneration.__name__],
         "auto_map": NormAlignLlavaConfig.auto_map_entries,
     }
-    return [
-        f"config.json: {name} is {json.dumps(content.get(name))}, not {json.dumps(value)}. {_SAVE_AGAIN}."
+    faults += [
+        f"config.json: {name} is {json.dumps(config.get(name))}, not {json.dumps(value)}. {_SAVE_AGAIN}."
         for name, value in expected.items()
-        if content and content.get(name) != value
+        if config.get(name) != value
     ]
+    try:
+        with torch.device("meta"):
+            model = NormAlignLlavaForConditionalGeneration(NormAlignLlavaConfig.from_dict(config))
+    except Exception as error:  # each part checks its configuration in its own way
+        return [*faults, f"config.json: no model can be made from it ({error})."]
+    return faults + _weight_faults(folder, model) + _processor_faults(folder, model)
 
 
 def _weight_faults(folder: Path, model: PreTrainedModel) -> list[str]:
@@ -195,54 +138,31 @@ def _norm_faults(folder: Path, model: PreTrainedModel, norm: dict[str, Tensor]) 
 
 def _trainings(folder: Path) -> list[bool]:
     """For each training run of the checkpoint, the last one first: was the norm trained? True if not recorded."""
-    trained: list[bool] = []
-    record = _read(folder / TRAINING_RECORD, []) if (folder / TRAINING_RECORD).exists() else None
-    while isinstance(record, dict):
-        rates = record.get("learning_rates")
-        rate = rates.get("norm", 0.0) if isinstance(rates, dict) else None
-        trained.append(not isinstance(rate, int | float) or rate > 0.0)
+    trained, record = [], read_json(folder / TRAINING_RECORD)
+    while record:
+        trained.append(record.get("learning_rates", {"norm": 1.0}).get("norm", 0.0) > 0.0)
         record = record.get("before")
     return trained
 
 
 def _processor_faults(folder: Path, model: PreTrainedModel) -> list[str]:
-    try:
-        processor = Checkpoint(str(folder), None, {}).processor
-        token, ours = processor.image_token_id, model.config.image_token_id
-    except Exception as error:  # one fails to load in many ways
-        return [
-            f"the processor does not load ({error}). Save there the processor of the model that training started from."
-        ]
-    if token != ours:
-        return [f"image token: config.json says {ours}, the tokenizer {token}. Save the model's own processor there."]
-    faults = [] if processor.tokenizer.padding_side == "left" else [f"tokenizer_config.json: {PADS_RIGHT}"]
-    try:
-        check_processor(processor, model)
-    except Exception as error:
-        faults.append(f"processor_config.json: {error}")
     asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is in the image?"}]}]
     try:
-        places = processor.apply_chat_template(asked, add_generation_prompt=True).count(processor.image_token)
-        if places != 1:
-            faults.append(f"chat template: it writes {places} image tokens for one image. Build the checkpoint again.")
-    except Exception as error:  # any that a template raises
-        faults.append(f"chat template: missing, or it takes no image ({error}). Save one with the processor.")
+        processor = Checkpoint(str(folder), None, {}).processor
+        check_processor(processor, model)
+        written = processor.apply_chat_template(asked, add_generation_prompt=True).count(processor.image_token)
+    except Exception as error:  # one fails in many ways, its chat template in any
+        return [f"processor: {error} Save there the processor of the model that training started from."]
+    faults = [] if processor.tokenizer.padding_side == "left" else [f"tokenizer_config.json: {PADS_RIGHT}"]
+    if written != 1:
+        faults.append(f"chat template: it writes {written} image tokens for one image. Build the checkpoint again.")
     return faults
 
 
 def _adapter_faults(folder: Path) -> list[str]:
-    faults: list[str] = []
-    content = _read(folder / ADAPTER_CONFIG, faults)
-    if content and not content.get("peft_type"):
-        faults.append(f"{ADAPTER_CONFIG}: it has no peft_type. Save the adapter with PEFT.")
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
-            names = list(file.keys())
-            bad = [name for name in names if not file.get_tensor(name).isfinite().all()]
+            bad = [name for name in file.keys() if not file.get_tensor(name).isfinite().all()]  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        return [*faults, f"{ADAPTER_WEIGHTS}: missing or unreadable ({error}). Save the adapter again."]
-    if not names:
-        faults.append(f"{ADAPTER_WEIGHTS}: it holds no tensor. Save the adapter again.")
-    if bad:
-        faults.append(f"{ADAPTER_WEIGHTS}: NaN or infinite values in {_first(bad)}. Train again.")
-    return faults
+        return [f"{ADAPTER_WEIGHTS}: missing or unreadable ({error}). Save the adapter again."]
+    return [f"{ADAPTER_WEIGHTS}: NaN or infinite values in {_first(bad)}. Train again."] if bad else []

@@ -7,16 +7,13 @@ This file is also the script of that process, so it imports nothing of the packa
 
 import errno
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 
@@ -26,11 +23,8 @@ TOLERANCE = 1e-5
 MAX_NEW_TOKENS, LOGITS = 8, 32
 QUESTION = "What is in the image?"
 _PACKAGE = "normalign_llava"
-_OF_THIS_MACHINE = (
-    *("HF_TOKEN", "HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_DISABLE_IMPLICIT_TOKEN"),
-    *("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "HF_MODULES_CACHE", "HF_XET_CACHE"),
-    *("HF_ASSETS_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
-)
+_OF_THIS_MACHINE = ("TOKEN", "CACHE", "OFFLINE")
+"""Parts of the names of variables with settings of the Hub's client that the process must not have."""
 
 
 @dataclass(frozen=True)
@@ -38,27 +32,22 @@ class Answer:
     """The answer of a checkpoint to a fixed image and question.
 
     Attributes:
-        model: Class of the model, which came with the checkpoint.
+        model: Class of the model.
         dtype: Of the weights, as loaded by default.
-        parameters: Their count.
         weights: SHA-256 of all parameters and buffers.
         input_ids: The prompt.
-        placeholders, features: Image tokens in the prompt, and features of the encoder.
+        features: Count of the encoder's features, and of the image tokens in the prompt.
         logits: The 32 logits of largest magnitude after the prompt, largest first.
-        logits_norm: L2 norm of all logits.
         generated: Greedily generated tokens, at most 8.
         answers: To the further conversations.
     """
 
     model: str
     dtype: str
-    parameters: int
     weights: str
     input_ids: list[int]
-    placeholders: int
     features: int
     logits: list[float]
-    logits_norm: float
     generated: list[int]
     answers: list[str] = field(default_factory=list)
 
@@ -70,23 +59,18 @@ def ask_clean_process(
     base: str | os.PathLike | None = None,
     base_revision: str | None = None,
     token: str | None = None,
-    endpoint: str | None = None,
     asked: Sequence[list[dict[str, Any]]] = (),
 ) -> Answer:
     """Loads a checkpoint in a clean process with `trust_remote_code=True`, and asks it about an image, on the CPU.
     A quantized checkpoint is loaded, and asked, where transformers places it: on the GPU if there is one.
 
     The process cannot import this package, and starts from an empty cache in the temporary folder, which must have
-    room for a repository's files. Without `token` no token of this machine is sent. It takes seconds for small models
-    and minutes for large ones.
+    room for a repository's files. Without `token` no token of this machine is sent.
 
     Args:
         source: Folder of a checkpoint or, with `base`, of an adapter; or its Hub id.
-        revision: Branch, tag or commit, of the code too.
-        base: Folder or Hub id of the adapter's base.
-        base_revision: Its branch, tag or commit.
-        token: For private repositories.
-        endpoint: The Hub's address; by default that of this process.
+        revision: Branch, tag or commit of a Hub id, of the code too; None for a folder.
+        base, base_revision: The same of the adapter's base.
         asked: Further conversations to answer, each up to the user's turn; images as paths.
 
     Raises:
@@ -94,19 +78,24 @@ def ask_clean_process(
             process, without the token.
         OSError: The temporary folder has no room.
     """
-    request: dict[str, Any] = {"source": _name(source, revision), "revision": revision, "asked": list(asked)}
-    request |= {"base": None, "base_revision": base_revision}
-    if base is not None:
-        request["base"] = _name(base, base_revision)
-    local = _local(source, revision) and (base is None or _local(base, base_revision))
+    request: dict[str, Any] = {
+        "source": str(source if revision else Path(source).resolve()),
+        "revision": revision,
+        "base": base and str(base if base_revision else Path(base).resolve()),
+        "base_revision": base_revision,
+        "asked": list(asked),
+    }
     with tempfile.TemporaryDirectory(prefix="clean-process-") as folder:
         question, reply = Path(folder) / "question.json", Path(folder) / "reply.json"
         question.write_text(json.dumps(request), encoding="utf-8")
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_THIS_MACHINE}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not (name.startswith(("HF_", "HUGGING", "TRANSFORMERS_")) and any(map(name.count, _OF_THIS_MACHINE)))
+        }
         environment |= {"HF_HOME": str(Path(folder) / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         environment |= {"HF_TOKEN": token} if token else {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
-        environment |= {"HF_ENDPOINT": endpoint} if endpoint else {}
-        environment |= {"HF_HUB_OFFLINE": "1"} if local else {}
+        environment |= {} if revision or base_revision else {"HF_HUB_OFFLINE": "1"}
         command = [sys.executable, __file__, str(question), str(reply)]
         run = subprocess.run(
             command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -114,7 +103,7 @@ def ask_clean_process(
         if run.returncode and os.strerror(errno.ENOSPC) in run.stderr:
             raise OSError(f"{tempfile.gettempdir()} has no room to load {source}. Set TMPDIR to a folder that has.")
         if run.returncode or not reply.exists():
-            output = run.stderr[-3000:].strip() or f"It ended with status {run.returncode} and no output."
+            output = run.stderr[-2000:].strip() or f"It ended with status {run.returncode} and no output."
             output = output.replace(token, "[token]") if token else output
             at = f" at {revision}" if revision else ""
             raise ValueError(f"{source}{at} does not work in a process without this package:\n{output}")
@@ -123,43 +112,24 @@ def ask_clean_process(
 
 def difference(before: Answer, after: Answer) -> str | None:
     """The differences of two answers in a sentence, or None. Logits may differ by `TOLERANCE`, nothing else may."""
-    names = ("model", "parameters", "dtype", "input_ids", "placeholders", "features", "weights", "generated")
     old, new = asdict(before), asdict(after)
     differences = [
-        f"{name}: {_short(old[name])} before, {_short(new[name])} after" for name in names if old[name] != new[name]
+        f"{name}: {str(old[name])[:80]} before, {str(new[name])[:80]} after"
+        for name in ("model", "dtype", "weights", "input_ids", "features", "generated")
+        if old[name] != new[name]
     ]
-    if len(before.logits) != len(after.logits):
-        differences.append(f"logits: {len(before.logits)} before, {len(after.logits)} after")
-    else:
-        apart = max(abs(first - second) for first, second in zip(before.logits, after.logits, strict=True))
-        if apart > TOLERANCE * (largest := abs(before.logits[0])):
-            differences.append(f"logits: up to {apart:.3g} apart, of at most {largest:.3g}")
-        if abs(before.logits_norm - after.logits_norm) > TOLERANCE * before.logits_norm:
-            differences.append(f"norm of the logits: {before.logits_norm:.6g} before, {after.logits_norm:.6g} after")
+    apart = max((abs(one - other) for one, other in zip(before.logits, after.logits, strict=False)), default=0.0)
+    if apart > TOLERANCE * (largest := abs(before.logits[0])):
+        differences.append(f"logits: up to {apart:.3g} apart, of at most {largest:.3g}")
     return f"It answers differently: {'; '.join(differences)}." if differences else None
-
-
-def _local(source: str | os.PathLike, revision: str | None) -> bool:
-    return revision is None and Path(source).is_dir()
-
-
-def _name(source: str | os.PathLike, revision: str | None) -> str:
-    return str(Path(source).resolve()) if _local(source, revision) else str(source)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def main(request: Path, reply: Path) -> None:
     """Loads what `request` names, and writes the answer."""
     here = Path(__file__).resolve().parent
-    sys.path[:] = [
-        entry for entry in sys.path if Path(entry).resolve() != here
-    ]  # its file names would shadow other modules
+    # The names of the files beside this one would shadow other modules.
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
     sys.modules[_PACKAGE] = None  # type: ignore[assignment]  # an import of it fails from here on
-    sys.excepthook = _print_last_call
 
     import torch
     from transformers.utils import logging
@@ -171,11 +141,6 @@ def main(request: Path, reply: Path) -> None:
         model, processor = _load(**content)
         answer = _answer(model, processor, asked)
     reply.write_text(json.dumps(asdict(answer)), encoding="utf-8")
-
-
-def _print_last_call(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # The calls in between are those of transformers.
-    traceback.print_exception(kind, error, trace, limit=-1, chain=False)
 
 
 def _load(source: str, revision: str | None, base: str | None, base_revision: str | None):
@@ -214,7 +179,6 @@ def answer_each(model, processor, asked: Sequence[list[dict[str, Any]]]) -> list
 
 
 def _answer(model, processor, asked: list[list[dict[str, Any]]]) -> Answer:
-    import torch
     from PIL import Image
 
     ramp = Image.linear_gradient("L")
@@ -235,17 +199,13 @@ def _answer(model, processor, asked: list[list[dict[str, Any]]]) -> Answer:
         )
     largest = logits[logits.abs().topk(min(LOGITS, len(logits))).indices]
     tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-    inner = model.get_base_model() if type(model).__module__.startswith("peft.") else model
     return Answer(
-        model=type(inner).__name__,
+        model=type(model).__name__,
         dtype=str(model.dtype).removeprefix("torch."),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
         weights=_digest(model),
         input_ids=inputs["input_ids"][0].tolist(),
-        placeholders=placeholders,
         features=features,
         logits=largest.tolist(),
-        logits_norm=math.sqrt(float(torch.dot(logits, logits))),
         generated=tokens[0, inputs["input_ids"].shape[1] :].tolist(),
         answers=answer_each(model, processor, asked),
     )

@@ -7,29 +7,42 @@ from rich.table import Table
 from .publish import Publication
 
 
+SNIPPET = """\
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+commit = "{commit}"
+processor = AutoProcessor.from_pretrained("{repo_id}", revision=commit, code_revision=commit, trust_remote_code=True)
+model = AutoModelForImageTextToText.from_pretrained(
+    "{repo_id}", revision=commit, code_revision=commit, dtype="auto", trust_remote_code=True
+)
+"""
+
+
 def unsent_tables(done: Publication, repo_id: str) -> list[Table]:
     """Of a dry run: the files that would be sent, and those that would not, with the reason."""
-    files = Table(title=f"Would be sent to {repo_id}", title_justify="left")
-    files.add_column("file")
+    files = Table("file", title=f"Would be sent to {repo_id}", title_justify="left")
     files.add_column("bytes", justify="right")
-    for path, size in done.files.items():
+    for path, size in done.source.sizes.items():
         files.add_row(path, f"{size:,}")
     files.add_section()
-    files.add_row(f"{len(done.files)} files", f"{sum(done.files.values()):,}")
-    left = Table(title="Stays here", title_justify="left")
-    left.add_column("file")
-    left.add_column("why")
-    for path, reason in done.left.items():
-        left.add_row(path, reason)
-    return [files, *([left] if done.left else [])]
+    files.add_row(f"{len(done.source.files)} files", f"{sum(done.source.sizes.values()):,}")
+    excluded = Table("file", "why", title="Stays here", title_justify="left")
+    for path, reason in done.source.excluded.items():
+        excluded.add_row(path, reason)
+    return [files, *([excluded] if done.source.excluded else [])]
 
 
-def summary(done: Publication, repo_id: str) -> str:
+def summary(done: Publication) -> str:
     """What was sent and where to, and how to load exactly that."""
-    what = f"{len(done.sent_files)} of {len(done.files)} files, {done.sent_bytes / 1e6:.1f} MB"
-    sent = what if done.changed else "nothing"
-    lines = [f"Sent to {repo_id}: {sent}; removed: {', '.join(done.deleted) or 'nothing'}.", f"Commit: {done.commit}"]
-    page = done.url if done.branch == "main" else f"{done.url}/tree/{done.branch}"
-    lines += [f"Pull request: {done.pull_request}"] if done.pull_request else [f"Repository: {page}"]
+    pushed = done.pushed
+    assert pushed is not None
+    repository, commit = pushed.repository, pushed.commit
+    sent = f"{len(done.source.files)} files in one commit" if pushed.changed else "nothing changed"
+    lines = [f"Sent to {repository.repo_id}: {sent}; removed: {', '.join(pushed.deleted) or 'nothing'}."]
+    page = pushed.url if repository.branch == "main" else f"{pushed.url}/tree/{repository.branch}"
+    lines += [f"Commit: {commit}"]
+    lines += [f"Pull request: {pushed.pull_request}"] if pushed.pull_request else [f"Repository: {page}"]
     lines += [f"Space: {done.space}"] if done.space else []
-    return "\n".join([*lines, "Load exactly this:", "", done.snippet])
+    if done.is_adapter:
+        return "\n".join([*lines, f'Load exactly this as its card says, with revision = "{commit}".'])
+    return "\n".join([*lines, "Load exactly this:", "", SNIPPET.format(repo_id=repository.repo_id, commit=commit)])

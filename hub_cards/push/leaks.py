@@ -10,32 +10,32 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from ...checkpoint.names import PICKLES
-from .contents import Content, Contents
+from .source import PublishSource
 
 
 _HUB_TOKEN = r"\b(?:hf|api_org)_(?!(.)\1+\b)[A-Za-z0-9]{30,}\b"  # but not a placeholder: hf_xxx...
 _PICKLED = (b"\x80", b"PK")  # how pickles begin, and the zip archives that torch.save puts them in
 
 
-def find_private(contents: Contents, token: str | None) -> list[str]:
-    """Everything that must not be published, one sentence each: file, line, what it is, what to do.
+def check_private(source: PublishSource, token: str) -> None:
+    """Refuses tokens, that of the publisher among them, paths of this machine, and pickles.
 
-    That is the token of the person who publishes and other tokens of the Hub, the person's home folder, the
-    checkpoint's folder and its parent, and pickles. Of weights only the metadata is read.
+    Of weights only the metadata is read.
 
-    Args:
-        contents: The files to send.
-        token: The token of the person who publishes.
+    Raises:
+        ValueError: There are some; the message lists every place. Of a token it shows the first 4 characters.
     """
-    own = _own_paths(contents)
-    return [fault for content in contents.sent for fault in _faults(content, token, own)]
+    own = _own_paths(source.folder)
+    faults = [f"- {fault}" for path, content in source.files.items() for fault in _faults(path, content, token, own)]
+    if faults:
+        raise ValueError("\n".join(["This must not be published:", *faults]))
 
 
-def _faults(content: Content, token: str | None, own: list[str]) -> Iterator[str]:
+def _faults(path: str, content: bytes | Path, token: str, own: list[str]) -> Iterator[str]:
     try:
-        text = _text(content)
+        text = _text(path, content)
     except ValueError as error:
-        yield f"{content.path}: {error}"
+        yield f"{path}: {error}"
         return
     needles = "|".join([*([re.escape(token)] if token else []), _HUB_TOKEN, *map(re.escape, own)])
     for match in re.finditer(needles, text):
@@ -46,34 +46,26 @@ def _faults(content: Content, token: str | None, own: list[str]) -> Iterator[str
             whose = "your token" if found == token else "a Hugging Face token"
             shown = f"{found[:4]}... ({len(found)} characters)"
             what = f"{whose}, {shown}. Remove it, and revoke it: others may have read it."
-        yield f"{content.path}, line {line}: {what}"
+        yield f"{path}, line {line}: {what}"
 
 
-def _text(content: Content) -> str:
-    """The text of a file, of weights the metadata; bytes that are not text are replaced.
-
-    Raises:
-        ValueError: It is a pickle, or not the safetensors file that its name says.
-    """
-    if content.path.endswith(".safetensors") and isinstance(content.source, Path):
+def _text(path: str, content: bytes | Path) -> str:
+    """The text of a file, of weights the metadata. Raises ValueError for a pickle, whatever its name is."""
+    if path.endswith(".safetensors") and isinstance(content, Path):
         try:
-            with safe_open(content.source, "pt") as file:
+            with safe_open(content, "pt") as file:
                 return json.dumps(file.metadata())
         except SafetensorError as error:
             raise ValueError("not a safetensors file (a Git LFS pointer?). Fetch or save it again.") from error
-    data = content.source if isinstance(content.source, bytes) else content.source.read_bytes()
-    if content.path.endswith(PICKLES) or data.startswith(_PICKLED):
+    data = content if isinstance(content, bytes) else content.read_bytes()
+    if path.endswith(PICKLES) or data.startswith(_PICKLED):
         raise ValueError("a pickle, which runs code when it is read. Save it as safetensors.")
     return data.decode("utf-8", "replace")
 
 
-def _own_paths(contents: Contents) -> list[str]:
+def _own_paths(folder: Path) -> list[str]:
     """The home folder, the checkpoint's folder and its parent, unless they are as common as "/root"."""
-    own = {Path.home(), Path.home().resolve()}
-    for content in contents.sent:
-        if isinstance(content.source, Path):
-            folder = content.source.parents[content.path.count("/")]
-            own |= {folder, folder.parent}
+    own = {Path.home(), Path.home().resolve(), folder, folder.parent}
     paths = {str(path) for path in own if len(path.parts) > 2}
     paths |= {json.dumps(path)[1:-1] for path in paths}  # as JSON escapes letters beyond ASCII
     return sorted(paths, key=len, reverse=True)

@@ -1,58 +1,46 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Publishing: a checkpoint folder to a Hub repository in one commit, checked before and loaded after."""
+"""Publishing: a checkpoint folder to a Hub repository in one commit, checked before and loaded after.
+
+`normalign publish` is [`publish`]. A training run calls the same steps, but for loading: see `train/push.py`.
+"""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import get_token
+from huggingface_hub import HfApi, ModelCard
 
 from ...checkpoint.find import check_folder, check_repo_id
-from ...checkpoint.names import CARD
-from ..card.hand_written import check_replaceable, decode_card
-from ..card.write import card_in, render_card
-from ..space.publish import check_space, push_space, space_of
-from .adapter import Staged, staged
-from .checkpoint_checks import check_checkpoint, check_contents
-from .clean_process import ask_clean_process
-from .client import WAITS, Client
-from .contents import Contents, contents
-from .push import Pushed, check_remote, push_snapshot, take_snapshot
-from .repository import Repository, read_repository
-from .verify import ask, check_room, snippet, verify
-
-
-LOADING = "Loading it in a clean process."
+from ...checkpoint.names import ADAPTER_CONFIG, CARD
+from ..card.hand_written import check_replaceable
+from ..card.write import AdapterBase, card_in, render_card
+from ..space.publish import check_space, push_space
+from .adapter import merged, pinned_base, published_config
+from .checkpoint_checks import check_checkpoint
+from .clean_process import Answer, ask_clean_process, difference
+from .leaks import check_private
+from .repository import Pushed, Repository, check_options, find_repository, hub_errors, log_in, push
+from .source import PublishSource, choose_files, stale_files
 
 
 @dataclass(frozen=True)
-class Publication(Pushed):
+class Publication:
     """What was published, or by a dry run would be.
 
     Attributes:
+        source: The files.
+        pushed: The commit; None for a dry run.
+        is_adapter: Whether it is published as an adapter.
         space: Page of the Space, if one was published.
-        snippet: Code that loads this commit.
-        left: Files of the folder that are not sent -> why.
     """
 
+    source: PublishSource
+    pushed: Pushed | None
+    is_adapter: bool = False
     space: str | None = None
-    snippet: str = ""
-    left: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Existing:
-    """The repository before publishing.
-
-    Attributes:
-        remote: None if it does not exist.
-        card: Its `README.md`, whoever wrote it.
-    """
-
-    remote: Repository | None = None
-    card: str | None = None
 
 
 def publish(
@@ -69,15 +57,13 @@ def publish(
     check_loading: bool = True,
     replace_card: bool = False,
     token: str | None = None,
-    endpoint: str | None = None,
-    waits: Sequence[float] = WAITS,
     notify: Callable[[str], object] = print,
 ) -> Publication:
     """Checks a checkpoint, sends it with its card in one commit, and loads that commit in a clean process.
 
     It may be repeated at any time, also after a failure: only what the Hub does not have is sent. Model, code,
     processor, card, figures and results are sent, never optimizer states and the like. Files that an earlier
-    publication sent and this one does not are removed in the same commit; files that people added on the Hub stay.
+    publication sent and this one does not are removed in the same commit; files of other names stay.
 
     Args:
         checkpoint: Folder of a checkpoint, or of an adapter, which is merged into its base first.
@@ -93,137 +79,115 @@ def publish(
             whole model, and the second its size on disk. All other checks are made in any case.
         replace_card: Replace a card, on the Hub or in the folder, that this package did not write.
         token: Access token; by default that of `hf auth login` or HF_TOKEN.
-        endpoint: URL of the Hub, by default that of huggingface_hub.
-        waits: Seconds to wait before each retry.
         notify: Receives messages about the progress.
 
     Raises:
-        ValueError: The checkpoint, the token, the repository or an option is not valid, or files changed meanwhile.
-            Nothing was committed.
+        ValueError: The checkpoint, the token, the repository or an option is not valid. Nothing was committed.
         OSError: The Hub, the connection or the disk failed, another publisher was faster, or the commit loads
-            differently from the folder. The message says what was done. No message or traceback shows the token.
+            differently from the folder. The message says what was done. No message shows the token.
     """
     checkpoint = Path(checkpoint)
     check_repo_id(repo_id)
     check_folder(checkpoint)
+    is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
+    if (as_adapter or base) and not is_adapter:
+        raise ValueError(
+            f"{checkpoint} has no {ADAPTER_CONFIG}, so it is not an adapter: leave out --adapter and --base."
+        )
     if space and (create_pr or as_adapter):
         raise ValueError(
             "A Space needs a whole model that is published: leave out --space, or --create-pr and --adapter."
         )
-    if space:
-        check_repo_id(space_of(repo_id))
-    remedy = (
-        "If you want to keep nothing of it, publish with --replace-card. Else move it away, run `normalign card "
-        f"{checkpoint}`, and copy what you want to keep between the marks of the card that this writes."
-    )
-    check_replaceable(card_in(checkpoint), str(checkpoint), None if replace_card else remedy)
-    if dry_run:
-        done = _dry_run(checkpoint, repo_id, revision, as_adapter, base, check_loading, token or get_token(), notify)
+    repository = Repository(HfApi(token=token), repo_id, branch=revision)
+    if not dry_run:
+        api = log_in(repo_id, token, create_pr)
+        repository = find_repository(api, repo_id, branch=revision)
+        check_options(repository, private, create_pr)
         if space:
-            notify(f"The Space {space_of(repo_id)} would be published too.")
-        return done
-
-    client = Client(token, endpoint=endpoint, waits=waits)
-    with client.token_kept():
-        client.check_account(repo_id, create_pr)
-        existing = find_existing(client, repo_id, revision)
-        remote = existing.remote
-        check_remote(remote, repo_id, private, create_pr)
-        if space:
-            with client.step(f"looking at {space_of(repo_id)}", "Nothing was sent."):
-                check_space(client, repo_id)
-        remedy = (
-            "Copy what you want to keep of it between the marks of the card that `normalign card` writes into the "
-            "folder, and publish with --replace-card."
-        )
-        check_replaceable(existing.card, repo_id, None if replace_card else remedy)
-        token_needed = client.token if private or (remote and (remote.private or remote.gated)) else None
-        with staged(checkpoint, as_adapter=as_adapter, base=base, client=client) as stage:
-            check_checkpoint(stage.folder)
-            sent = prepare(stage, repo_id, revision, existing, client.token, notify)
-            if check_loading:
-                check_room(sum(content.size for content in sent.sent))
-            client.check_card(sent)
-            snapshot = take_snapshot(sent)
-            before = None
-            if check_loading:
-                notify(LOADING)
-                before = ask(client, stage.folder, None, stage.base, token_needed)
-            pushed = push_snapshot(
-                client, snapshot, repo_id, before=remote, private=private, revision=revision, create_pr=create_pr,
-                notify=notify,
-            )  # fmt: skip
-        if before is None:
-            notify(
-                f"{repo_id} was not loaded, neither from the folder nor from the Hub: whether others can is unknown."
-            )
-        else:
-            notify(f"Loading {repo_id} in the same way, at {pushed.commit}.")
-            verify(client, pushed, stage.base, before)
-        page = push_space(client, pushed, notify) if space else None
-    code = snippet(repo_id, pushed.commit, stage.base, "processor_config.json" in pushed.files)
-    return Publication(**vars(pushed), space=page, snippet=code, left=sent.left)
+            check_space(api, repo_id)
+    check_cards(checkpoint, repository, replace=replace_card)
+    with ExitStack() as temporary:
+        folder, pinned = checkpoint, None
+        if as_adapter:
+            pinned = pinned_base(checkpoint, base, ask_hub=not dry_run)
+        elif is_adapter:
+            folder = temporary.enter_context(merged(checkpoint, base))
+        check_checkpoint(folder)
+        source = prepare(folder, repository, pinned, notify=notify)
+        if not dry_run:
+            check_card(source)
+        before = None
+        if check_loading and not (dry_run and pinned):
+            notify("Loading it in a clean process.")
+            before = _ask(folder, None, pinned, str(repository.api.token) if private else repository.reading_token)
+        if dry_run:
+            notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
+            return Publication(source, None, as_adapter)
+        stale = stale_files(repository.files, source.files)
+        pushed = push(repository, source.files, stale, private=private, create_pr=create_pr, notify=notify)
+    if before is None:
+        notify(f"{repo_id} was not loaded, neither from the folder nor from the Hub: whether others can is unknown.")
+    else:
+        notify(f"Loading {repo_id} in the same way, at {pushed.commit}.")
+        verify(pushed, pinned, before)
+    return Publication(source, pushed, as_adapter, push_space(pushed, notify) if space else None)
 
 
-def _dry_run(
-    checkpoint: Path,
-    repo_id: str,
-    revision: str,
-    as_adapter: bool,
-    base: str | None,
-    check_loading: bool,
-    token: str | None,
-    notify: Callable[[str], object],
-) -> Publication:
-    with staged(checkpoint, as_adapter=as_adapter, base=base, client=None) as stage:
-        check_checkpoint(stage.folder)
-        sent = prepare(stage, repo_id, revision, Existing(), token, notify)
-        files = take_snapshot(sent).sizes
-        if check_loading and stage.base is None:
-            notify(LOADING)
-            ask_clean_process(stage.folder)
-            notify("It passed the checks.")
-        else:
-            reason = "its base is on the Hub" if check_loading else "as --no-verify asks"
-            notify(f"It passed the other checks, but was not loaded: {reason}.")
-    return Publication(
-        repo_id, "", "", "", revision, False, False, files, list(files), sum(files.values()), left=sent.left
-    )
-
-
-def find_existing(client: Client, repo_id: str, revision: str) -> Existing:
-    """The repository and its card as they are now.
-
-    Raises:
-        ValueError: `revision` is a tag or a commit, or the card there is not text.
-        OSError: The Hub or the connection failed.
-    """
-    with client.step(f"looking at {repo_id}", "Nothing was sent."):
-        remote = read_repository(client, repo_id, branch=revision)
-        if remote is None:
-            return Existing()
-        card = decode_card(remote.read(client, CARD), repo_id) if CARD in remote.files else None
-    return Existing(remote, card)
+def check_cards(folder: Path, repository: Repository, *, replace: bool = False) -> None:
+    """Raises ValueError if somebody else wrote the card of the folder or of the repository, unless to `replace` it."""
+    if not replace:
+        check_replaceable(card_in(folder), str(folder))
+        check_replaceable(repository.card, repository.repo_id)
 
 
 def prepare(
-    stage: Staged, repo_id: str, revision: str, existing: Existing, token: str | None, notify: Callable[[str], object]
-) -> Contents:
+    folder: Path, repository: Repository, base: AdapterBase | None, *, notify: Callable[[str], object]
+) -> PublishSource:
     """The files to send of a folder, with its card, which keeps what was written by hand on the Hub or else here.
 
-    Args:
-        stage: The folder.
-        repo_id, revision: Where it is published.
-        existing: What is there. [`check_replaceable`] has to come first: a card that is not ours is replaced.
-        token: Must not be in any file.
-        notify: Receives warnings.
+    [`check_cards`] has to come first: a card that somebody else wrote is replaced. `base` is that of an adapter, None
+    if it is not on the Hub.
 
     Raises:
         ValueError: The folder is not a checkpoint or holds what must not be sent, or a mark in a card is damaged.
     """
-    card = render_card(stage.folder, repo_id=repo_id, revision=revision, hub_card=existing.card, adapter=stage.base)
+    card = render_card(
+        folder, repo_id=repository.repo_id, revision=repository.branch, hub_card=repository.card, adapter=base
+    )
     for warning in card.warnings:
         notify(f"Warning: {warning}")
-    sent = contents(stage.folder, {CARD: card.text.encode(), **stage.generated})
-    check_contents(sent, token)
-    return sent
+    generated = {CARD: card.text.encode()}
+    if (folder / ADAPTER_CONFIG).is_file():
+        generated[ADAPTER_CONFIG] = published_config(folder, base)
+    source = choose_files(folder, generated)
+    check_private(source, str(repository.api.token or ""))
+    return source
+
+
+def check_card(source: PublishSource) -> None:
+    """Raises ValueError if the Hub does not accept the card's metadata, which it would say after the upload."""
+    try:
+        with hub_errors("Checking the card"):
+            ModelCard(bytes(source.files[CARD]).decode()).validate()
+    except ValueError as error:
+        raise ValueError(f"The Hub does not accept the front matter of README.md: {error} Fix it.") from None
+
+
+def verify(pushed: Pushed, base: AdapterBase | None, before: Answer) -> None:
+    """Loads the commit. Raises OSError if that fails, or if it answers differently from the folder."""
+    repository = pushed.repository
+    try:
+        found = difference(before, _ask(repository.repo_id, pushed.commit, base, repository.reading_token))
+    except (OSError, ValueError) as error:
+        found = str(error)
+    if found is not None:
+        raise OSError(
+            f"{repository.repo_id} is at {pushed.commit}, but a clean process does not get from there what it gets "
+            f"from the folder. {found} The commit before it, {repository.commit}, still exists: load it with "
+            "`revision`. Publish again to load it once more; if that fails in the same way, report a bug."
+        )
+
+
+def _ask(source: str | Path, revision: str | None, base: AdapterBase | None, token: str | None) -> Answer:
+    base_id, base_revision = (base.repo_id, base.revision) if base else (None, None)
+    return ask_clean_process(source, revision=revision, base=base_id, base_revision=base_revision, token=token)

@@ -4,11 +4,17 @@
 
 from collections.abc import Callable
 
-from ..push.client import Client
-from ..push.contents import Content, Contents
-from ..push.push import MADE_WITH, Pushed, push_snapshot, take_snapshot
-from ..push.repository import MANIFEST, Repository, read_repository
+from huggingface_hub import HfApi
+
+from ..push.repository import Pushed, Repository, find_repository, push
 from . import space_files
+
+
+OF_THE_HUB = {".gitattributes", "README.md"}
+"""The files that the Hub creates a Space with."""
+
+SETTINGS = "space.json"
+"""A file that every Space of this package has, and hardly another."""
 
 
 def space_of(repo_id: str) -> str:
@@ -16,14 +22,14 @@ def space_of(repo_id: str) -> str:
     return f"{repo_id}-demo"
 
 
-def check_space(client: Client, repo_id: str) -> Repository | None:
-    """The Space of a model as it is now, None if it does not exist.
+def check_space(api: HfApi, repo_id: str) -> Repository:
+    """The Space of a model as it is now.
 
     Raises:
-        ValueError: It was not published by this package: it has files of its own and no manifest of ours.
+        ValueError: It was not published by this package: it has files, and not `space.json`.
     """
-    existing = read_repository(client, space_of(repo_id), "space")
-    if existing is not None and MANIFEST not in existing.files and existing.files.keys() - MADE_WITH["space"]:
+    existing = find_repository(api, space_of(repo_id), kind="space")
+    if SETTINGS not in existing.files and existing.files - OF_THE_HUB:
         raise ValueError(
             f"The Space {space_of(repo_id)} exists and was not published by this package. Rename it, or publish "
             "without --space."
@@ -31,7 +37,7 @@ def check_space(client: Client, repo_id: str) -> Repository | None:
     return existing
 
 
-def push_space(client: Client, pushed: Pushed, notify: Callable[[str], object]) -> str:
+def push_space(pushed: Pushed, notify: Callable[[str], object]) -> str:
     """Publishes the Space of a model, for the pushed commit; returns its page.
 
     A new Space is private if the model is.
@@ -39,19 +45,17 @@ def push_space(client: Client, pushed: Pushed, notify: Callable[[str], object]) 
     Raises:
         OSError: It failed. The model is published.
     """
-    name = space_of(pushed.repo_id)
-    files = space_files(pushed.repo_id, pushed.commit, pushed.repo_id.split("/")[1])
-    sent = Contents([Content(path, content, len(content), "code") for path, content in files.items()], {})
+    model = pushed.repository
+    name = space_of(model.repo_id)
+    files = space_files(model.repo_id, pushed.commit, model.repo_id.split("/")[1])
     try:
-        with client.step(f"looking at {name}"):
-            existing = check_space(client, pushed.repo_id)
-        private = pushed.private if existing is None else None
-        snapshot = take_snapshot(sent)
-        page = push_snapshot(client, snapshot, name, before=existing, kind="space", private=private, notify=notify).url
+        existing = check_space(model.api, model.repo_id)
+        stale = [path for path in existing.files if path.startswith("demo/") and path not in files]
+        page = push(existing, files, stale, private=model.private, notify=notify).url
     except (ValueError, OSError) as error:
         raise OSError(
-            f"The model is published, at {pushed.commit} of {pushed.repo_id}; its Space {name} is not. {error}"
+            f"The model is published, at {pushed.commit} of {model.repo_id}; its Space {name} is not. {error}"
         ) from None
-    if pushed.private or pushed.gated:
+    if model.reading_token:
         notify(f"To read the model, the Space needs a token as its secret HF_TOKEN: {page}/settings.")
     return page

@@ -23,8 +23,8 @@ from normalign_llava.evaluate import tasks
 from normalign_llava.evaluate.results import read_evaluations, weights_hash
 from normalign_llava.evaluate.run import evaluate, render
 from normalign_llava.hub_cards.card.write import write_card
-from normalign_llava.hub_cards.push.checkpoint_checks import check_contents
-from normalign_llava.hub_cards.push.contents import contents
+from normalign_llava.hub_cards.push.leaks import check_private
+from normalign_llava.hub_cards.push.source import choose_files
 
 
 pytestmark = pytest.mark.slow
@@ -135,9 +135,9 @@ def test_results_on_a_data_set_of_this_machine_can_be_published(room, tmp_path):
     (found,) = read_evaluations(model)
     assert found.protocol[0] == "lm-evaluation-harness runs its task tiny_choice on my-questions."
     write_card(model)
-    sent = contents(model)
-    assert {"README.md", "evaluation/summary.json"} <= {each.path for each in sent.sent}
-    check_contents(sent, None)
+    sent = choose_files(model, {})
+    assert {"README.md", "evaluation/summary.json"} <= sent.files.keys()
+    check_private(sent, "")
 
 
 def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_path, capsys):

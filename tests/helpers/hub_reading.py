@@ -9,7 +9,6 @@ from urllib.parse import parse_qs
 from hub_card import description
 from hub_repository import Commit, Refusal, in_lfs
 from hub_request import GIT, REPO, Answer, Request, Route, reply, signed_in, visible
-from hub_xet import XetFile
 
 
 if TYPE_CHECKING:
@@ -27,13 +26,6 @@ def whoami(hub: "HubServer", request: Request) -> Answer:
 def info(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str = "main") -> Answer:
     repository = visible(hub, request, kind, repo_id)
     commit = repository.resolve(revision)
-    siblings: list[dict] = [{"rfilename": path} for path in commit.files]
-    if request.asks("blobs"):
-        for sibling in siblings:
-            entry = repository.entry(sibling["rfilename"], commit)
-            sibling |= {"size": entry["size"], "blobId": entry["oid"]}
-            if lfs := entry.get("lfs"):
-                sibling["lfs"] = {"sha256": lfs["oid"], "size": lfs["size"], "pointerSize": lfs["pointerSize"]}
     described = {
         "id": repo_id,
         "author": repo_id.split("/")[0],
@@ -43,7 +35,7 @@ def info(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: 
         "disabled": False,
         "createdAt": repository.commits()[-1].date,
         "lastModified": repository.head().date,
-        "siblings": siblings,
+        "siblings": [{"rfilename": path} for path in commit.files],
         "tags": [],
     }
     if (card := commit.files.get("README.md")) is not None:
@@ -68,30 +60,16 @@ def tree(
 def paths_info(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
     repository = visible(hub, request, kind, repo_id)
     commit = repository.resolve(revision)
-    assert isinstance(request.body, bytes)
     in_json = request.body.startswith(b"{")
     asked = request.json()["paths"] if in_json else parse_qs(request.body.decode()).get("paths", [])
     known = _with_folders(commit)
     return reply([repository.entry(path, commit) for path in asked if path in known])
 
 
-def refs(hub: "HubServer", request: Request, kind: str, repo_id: str) -> Answer:
-    repository = visible(hub, request, kind, repo_id)
-    listed: dict[str, list[dict]] = {"branches": [], "tags": [], "converts": [], "pullRequests": []}
-    for name, oid in repository.branches.items():
-        if name.startswith("refs/pr/"):
-            listed["pullRequests"].append({"name": name, "ref": name, "targetCommit": oid})
-        else:
-            listed["branches"].append({"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid})
-    for name, oid in repository.tags.items():
-        listed["tags"].append({"name": name, "ref": f"refs/tags/{name}", "targetCommit": oid})
-    return reply(listed)
-
-
 def commits(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
     listed = []
     for commit in visible(hub, request, kind, repo_id).commits(revision):
-        text = {"title": commit.title, "message": commit.message}
+        text = {"title": commit.title, "message": ""}
         listed.append({"id": commit.oid, **text, "date": commit.date, "authors": [{"user": commit.author}]})
     return reply(listed)
 
@@ -111,9 +89,6 @@ def download(
     headers |= {"X-Repo-Commit": commit.oid, "ETag": f'"{blob_id}"'}
     if in_lfs(blob_id):
         headers |= {"X-Linked-Etag": f'"{blob_id}"', "X-Linked-Size": str(blob.size)}
-    if isinstance(blob.content, XetFile):
-        route = f"{hub.url}/api/{kind}s/{repo_id}/xet-read-token/{commit.oid}"
-        headers |= {"X-Xet-Hash": blob.content.hash, "Link": f'<{route}>; rel="xet-auth"'}
     status, first, last = 200, 0, blob.size - 1
     if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", request.range):
         first, last = int(asked[1]), min(int(asked[2] or last), last)
@@ -140,7 +115,6 @@ READING: list[Route] = [
     ("GET", re.compile(rf"{REPO}(?:/revision/{REVISION})?"), info),
     ("GET", re.compile(rf"{REPO}/tree/{REVISION}(?:/(?P<folder>.+))?"), tree),
     ("POST", re.compile(rf"{REPO}/paths-info/{REVISION}"), paths_info),
-    ("GET", re.compile(f"{REPO}/refs"), refs),
     ("GET", re.compile(f"{REPO}/commits/{REVISION}"), commits),
     ("GET", re.compile(f"{GIT}/resolve/{REVISION}/(?P<path>.+)"), download),
 ]

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from hub_xet import XetFile
-
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".parquet", ".arrow", ".zip")
 LFS_SIZE = 10 * 2**20
@@ -25,18 +23,16 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Blob:
-    """The content of a file: in memory, on disk, or in a Xet store."""
+    """The content of a file: in memory or on disk."""
 
     size: int
-    content: bytes | Path | XetFile
+    content: bytes | Path
 
     def read(self, first: int = 0, last: int | None = None) -> bytes:
         """Bytes `first` to `last`, both included; to the end without `last`."""
         last = self.size - 1 if last is None else last
         if isinstance(self.content, bytes):
             return self.content[first : last + 1]
-        if isinstance(self.content, XetFile):
-            return self.content.read(first, last)
         with self.content.open("rb") as file:
             file.seek(first)
             return file.read(last + 1 - first)
@@ -56,7 +52,6 @@ class Commit:
     oid: str
     parent: str | None
     title: str
-    message: str
     author: str
     date: str
     files: dict[str, str]
@@ -71,7 +66,6 @@ class Repository:
         gated: Whether its files are for people who are signed in (the Hub asks them more).
         folder: Where its first files lie, if they came from a folder.
         branches: Name -> commit, pull requests among them as `refs/pr/1`.
-        tags: Name -> commit.
         blobs: Blob id -> content, uploaded content that is in no commit among them.
     """
 
@@ -82,7 +76,6 @@ class Repository:
         self.gated = False
         self.folder = folder
         self.branches: dict[str, str] = {}
-        self.tags: dict[str, str] = {}
         self.blobs: dict[str, Blob] = {}
         self._commits: dict[str, Commit] = {}
 
@@ -111,21 +104,19 @@ class Repository:
         return self.blobs[self.resolve(revision).files[path]].read()
 
     def resolve(self, revision: str) -> Commit:
-        """The commit that a branch, a tag or an id names."""
-        oid = self.branches.get(revision) or self.tags.get(revision) or revision
+        """The commit that a branch or an id names."""
+        oid = self.branches.get(revision, revision)
         if oid not in self._commits:
             raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return self._commits[oid]
 
-    def advance(
-        self, branch: str, files: dict[str, str], title: str, author: str, message: str = "", *, parent: str | None
-    ) -> Commit:
-        """Makes the snapshot `files` the newest commit of a branch; a squashed history has no parent."""
+    def advance(self, branch: str, files: dict[str, str], title: str, author: str, *, parent: str | None) -> Commit:
+        """Makes the snapshot `files` the newest commit of a branch."""
         number = len(self._commits)
         date = (datetime(2026, 1, 1) + timedelta(seconds=number)).strftime("%Y-%m-%dT%H:%M:%S.000Z")
-        text = repr((self.kind, self.repo_id, number, parent, sorted(files.items()), title, message, author))
+        text = repr((self.kind, self.repo_id, number, parent, sorted(files.items()), title, author))
         oid = hashlib.sha1(text.encode()).hexdigest()
-        self._commits[oid] = Commit(oid, parent, title, message, author, date, dict(sorted(files.items())))
+        self._commits[oid] = Commit(oid, parent, title, author, date, dict(sorted(files.items())))
         self.branches[branch] = oid
         return self._commits[oid]
 
@@ -154,8 +145,6 @@ class Repository:
             pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{blob_id}\nsize {blob.size}\n".encode()
             entry["oid"] = git_blob_id(pointer)
             entry["lfs"] = {"oid": blob_id, "size": blob.size, "pointerSize": len(pointer)}
-        if isinstance(blob.content, XetFile):
-            entry["xetHash"] = blob.content.hash
         return entry
 
 

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hub_repository import Refusal, Repository, address
@@ -34,15 +33,6 @@ class Account:
 
 
 @dataclass(frozen=True)
-class Upload:
-    """A body that went to disk: the file, its size in bytes, and the SHA-256 of what it holds."""
-
-    path: Path
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class Request:
     """A request, read whole. `path` is as it was sent: quoted, without the query."""
 
@@ -50,11 +40,10 @@ class Request:
     path: str
     query: dict[str, list[str]]
     range: str
-    body: bytes | Upload
+    body: bytes
     account: Account | None
 
     def json(self) -> Any:
-        assert isinstance(self.body, bytes)
         return json.loads(self.body or b"{}")
 
     def asks(self, flag: str) -> bool:

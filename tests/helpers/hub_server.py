@@ -7,30 +7,23 @@
 hub_repository.py, what can go wrong in hub_faults.py, who may do what in hub_request.py.
 """
 
-import hashlib
 import os
 import secrets
-import shutil
 import socket
-import weakref
 from collections import Counter
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from tempfile import mkdtemp
 from threading import RLock, Thread
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from hub_faults import Fault, Kind, Pause
 from hub_reading import READING
 from hub_repository import Refusal, Repository, address
-from hub_request import Account, Answer, Request, Upload, reply
+from hub_request import Account, Answer, Request, reply
 from hub_writing import WRITING
-from hub_xet import XetStore
 
 
 GITATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
-CHUNK = 2**20
 
 
 class HubServer:
@@ -38,22 +31,16 @@ class HubServer:
 
     Args:
         repositories: name (`"namespace/name"`) -> folder, whose files are the repository's first commit.
-        xet: An empty folder. The hub then offers it to its clients as their Xet store, one process at a time; without
-            it, they must upload by LFS.
 
     Attributes:
         requests: method and path of every request, in order.
         sent: path of a file (`"namespace/name/file"`) -> bytes of it that were sent.
         received: SHA-256 -> bytes of LFS content received.
-        request_bytes: bytes of all bodies received.
     """
 
-    def __init__(self, repositories: dict[str, Path] | None = None, *, xet: Path | None = None):
-        self.xet = XetStore(xet.resolve()) if xet else None
+    def __init__(self, repositories: dict[str, Path] | None = None):
         self.lock = RLock()
         self.clear()
-        self.uploads = Path(mkdtemp(prefix="hub_uploads_"))
-        weakref.finalize(self, shutil.rmtree, self.uploads, ignore_errors=True)
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         for repo_id, folder in (repositories or {}).items():
             self.serve(repo_id, folder)
@@ -64,7 +51,6 @@ class HubServer:
         self.requests: list[str] = []
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
-        self.request_bytes = 0
         self.accounts: dict[str, Account] = {}
         self.faults: list[Fault] = []
         self.pauses: list[Pause] = []
@@ -76,9 +62,7 @@ class HubServer:
     def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
         """Environment for a client process with `home` as its cache."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING_FACE"))}
-        environment = {**inherited, "HF_ENDPOINT": self.url, "HF_HOME": str(home)}
-        if self.xet is None:
-            environment["HF_HUB_DISABLE_XET"] = "1"
+        environment = {**inherited, "HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
         if token is not None:
             environment["HF_TOKEN"] = token
         return environment
@@ -121,13 +105,13 @@ class HubServer:
         """The address of a repository."""
         return f"{self.url}/{address(kind, repo_id)}"
 
-    def fault(self, kind: Kind, request: str, *, times: int = 1, after: int = 0) -> None:
+    def fault(self, kind: Kind, request: str, *, times: int = 1) -> None:
         """Makes requests fail: see [`Fault`]."""
-        self.faults.append(Fault(kind, request, times, after))
+        self.faults.append(Fault(kind, request, times))
 
-    def pause(self, request: str, times: int | None = None) -> Pause:
-        """Holds requests: see [`Pause`]."""
-        self.pauses.append(Pause(request, times))
+    def pause(self, request: str) -> Pause:
+        """Holds a request: see [`Pause`]."""
+        self.pauses.append(Pause(request))
         return self.pauses[-1]
 
     def __enter__(self) -> "HubServer":
@@ -163,14 +147,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.requests.append(line)
             fault = next((fault for fault in self.hub.faults if fault.strikes(line)), None)
         kind = fault.kind if fault else None
-        body = self._body(half=kind == "half")
-        if kind in ("half", "close"):
+        body = self._body()
+        if kind == "close":
             return self._hang_up()
         if any([pause.hold(line) for pause in [*self.hub.pauses]]) and self._client_is_gone():
             return self._hang_up()
-        if kind == "error" or isinstance(kind, int):
-            status = 500 if kind == "error" else int(kind)
-            return self._send(reply({"error": "this request was made to fail"}, status))
+        if isinstance(kind, int):
+            return self._send(reply({"error": "this request was made to fail"}, kind))
         try:
             with self.hub.lock:
                 answer = self._answer(body)
@@ -180,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._hang_up()
         self._send(answer)
 
-    def _answer(self, body: bytes | Upload) -> Answer:
+    def _answer(self, body: bytes) -> Answer:
         account, credentials = None, self.headers.get("Authorization", "")
         if credentials and (account := self.hub.accounts.get(credentials.removeprefix("Bearer "))) is None:
             raise Refusal(401, "Unauthorized", "Invalid credentials in Authorization header")
@@ -193,37 +176,18 @@ class _Handler(BaseHTTPRequestHandler):
                 return act(self.hub, request, **groups)
         raise Refusal(404, "NotFound", f"this hub does not know {self.command} {self.address.path}")
 
-    def _body(self, half: bool) -> bytes | Upload:
-        """The request's body, or half of it; that of an upload goes to disk."""
-        if self.command != "PUT" or "/lfs/" not in self.address.path:
-            return b"".join(self._chunks(half))
-        path = self.hub.uploads / secrets.token_hex(8)
-        digest, size = hashlib.sha256(), 0
-        with path.open("wb") as file:
-            for chunk in self._chunks(half):
-                digest.update(chunk)
-                size += file.write(chunk)
-        return Upload(path, size, digest.hexdigest())
-
-    def _chunks(self, half: bool) -> Iterator[bytes]:
-        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                yield self._read(size)
-                self.rfile.readline()
-                if half:
-                    return
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self._read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            body += self._read(size)
             self.rfile.readline()
-            return
-        left = int(self.headers.get("Content-Length", 0))
-        left = left // 2 if half else left
-        while left > 0:
-            yield self._read(min(left, CHUNK))
-            left -= min(left, CHUNK)
+        self.rfile.readline()
+        return body
 
     def _read(self, size: int) -> bytes:
         chunk = self.rfile.read(size)
-        with self.hub.lock:
-            self.hub.request_bytes += len(chunk)
         if len(chunk) < size:
             raise ConnectionAbortedError("the client went away")
         return chunk

@@ -3,16 +3,16 @@
 """What the hub of the tests does for those who write: repositories, branches, uploads, commits."""
 
 import base64
+import hashlib
 import json
 import re
-import time
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from hub_card import metadata
 from hub_reading import REVISION
-from hub_repository import Blob, Refusal, Repository, address, git_blob_id, in_lfs, stored_in_lfs
-from hub_request import GIT, REPO, Answer, Request, Route, Upload, may_write, reply, signed_in, visible, writable
+from hub_repository import Blob, Refusal, Repository, address, git_blob_id, stored_in_lfs
+from hub_request import GIT, REPO, Answer, Request, Route, may_write, reply, signed_in, writable
 
 
 if TYPE_CHECKING:
@@ -25,13 +25,14 @@ def create_repository(hub: "HubServer", request: Request) -> Answer:
     if address(kind, repo_id) in hub.repositories:
         message = f"You already created this {kind} repo"
         return reply({"error": message, "url": hub.page(kind, repo_id)}, 409, {"X-Error-Message": message})
-    hub.create(repo_id, kind=kind, private=_private(request))
+    private = request.json().get("visibility") == "private" or bool(request.json().get("private"))
+    hub.create(repo_id, kind=kind, private=private)
     return reply({"url": hub.page(kind, repo_id), "name": repo_id})
 
 
 def create_branch(hub: "HubServer", request: Request, kind: str, repo_id: str, name: str) -> Answer:
     repository = writable(hub, request, kind, repo_id)
-    _add(repository.branches, name, repository.resolve(request.json().get("startingPoint", "main")).oid)
+    repository.branches[name] = repository.resolve(request.json().get("startingPoint", "main")).oid
     return reply({})
 
 
@@ -73,24 +74,23 @@ def batch(hub: "HubServer", request: Request, repo_id: str, kind: str = "model")
 def upload(hub: "HubServer", request: Request, repo_id: str, sha256: str, kind: str = "model") -> Answer:
     # The address is the permit, as with the signed addresses of the Hub's storage: no token comes with it.
     repository = hub.repositories.get(address(kind, repo_id))
-    if repository is None or not isinstance(request.body, Upload):
+    if repository is None:
         raise Refusal(404, "NotFound", f"no upload is expected at {request.path}")
-    if request.body.sha256 != sha256:
-        raise Refusal(400, "BadDigest", f"what was received has the SHA-256 {request.body.sha256}, not {sha256}")
-    repository.blobs[sha256] = Blob(request.body.size, request.body.path)
-    hub.received[sha256] += request.body.size
+    if hashlib.sha256(request.body).hexdigest() != sha256:
+        raise Refusal(400, "BadDigest", f"what was received has another SHA-256 than {sha256}")
+    repository.blobs[sha256] = Blob(len(request.body), request.body)
+    hub.received[sha256] += len(request.body)
     return Answer()
 
 
 def verify(hub: "HubServer", request: Request, repo_id: str, kind: str = "model") -> Answer:
     asked = request.json()
-    _check_stored(hub, writable(hub, request, kind, repo_id, proposal=True), asked["oid"], asked["size"])
+    _check_stored(writable(hub, request, kind, repo_id, proposal=True), asked["oid"], asked["size"])
     return reply({})
 
 
 def commit(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
     repository = writable(hub, request, kind, repo_id, proposal=_proposes(request, revision))
-    assert isinstance(request.body, bytes)
     header, *operations = [json.loads(line) for line in request.body.splitlines()]
     head = repository.resolve(revision)
     if header["value"].get("parentCommit", head.oid) != head.oid:
@@ -99,11 +99,9 @@ def commit(hub: "HubServer", request: Request, kind: str, repo_id: str, revision
         raise Refusal(400, "BadRequest", f"{revision} is no branch")
     files = dict(head.files)
     for operation in operations:
-        _apply(hub, repository, files, operation["key"], operation["value"])
-    _note_lfs(repository, files)
+        _apply(repository, files, operation["key"], operation["value"])
     branch = repository.open_pull_request(head) if request.asks("create_pr") else revision
-    title, message = header["value"]["summary"], header["value"].get("description", "")
-    made = repository.advance(branch, files, title, signed_in(request).name, message, parent=head.oid)
+    made = repository.advance(branch, files, header["value"]["summary"], signed_in(request).name, parent=head.oid)
     page = hub.page(kind, repo_id)
     answered = {"success": True, "commitOid": made.oid, "commitUrl": f"{page}/commit/{made.oid}", "hookOutput": ""}
     if request.asks("create_pr"):
@@ -111,21 +109,7 @@ def commit(hub: "HubServer", request: Request, kind: str, repo_id: str, revision
     return reply(answered)
 
 
-def xet_token(
-    hub: "HubServer", request: Request, kind: str, repo_id: str, role: str, revision: str = "main"
-) -> Answer:
-    if hub.xet is None:
-        raise Refusal(404, "NotFound", "this hub has no Xet store")
-    if role == "write":
-        writable(hub, request, kind, repo_id, proposal=_proposes(request, revision))
-    else:
-        visible(hub, request, kind, repo_id)
-    expiry = int(time.time()) + 3600
-    headers = {"X-Xet-Cas-Url": hub.xet.url, "X-Xet-Access-Token": "xet", "X-Xet-Token-Expiration": str(expiry)}
-    return reply({"casUrl": hub.xet.url, "accessToken": "xet", "exp": expiry}, headers=headers)
-
-
-def _apply(hub: "HubServer", repository: Repository, files: dict[str, str], key: str, value: dict) -> None:
+def _apply(repository: Repository, files: dict[str, str], key: str, value: dict) -> None:
     """One line of a commit, applied to the snapshot `files`."""
     path = value["path"].rstrip("/")
     if key == "file":
@@ -138,34 +122,18 @@ def _apply(hub: "HubServer", repository: Repository, files: dict[str, str], key:
         files[path] = git_blob_id(content)
         repository.blobs[files[path]] = Blob(len(content), content)
     elif key == "lfsFile":
-        _check_stored(hub, repository, value["oid"], value.get("size"))
+        _check_stored(repository, value["oid"], value.get("size"))
         files[path] = value["oid"]
-    elif key in ("deletedFile", "deletedFolder"):
-        gone = [path] if key == "deletedFile" else [name for name in files if name.startswith(f"{path}/")]
-        if not gone or any(name not in files for name in gone):
+    elif key == "deletedFile":
+        if path not in files:
             raise Refusal(404, "EntryNotFound", f"A file with this name doesn't exist: {path}")
-        for name in gone:
-            del files[name]
+        del files[path]
     else:
         raise Refusal(400, "BadRequest", f"this hub does not know the operation {key}")
 
 
-def _note_lfs(repository: Repository, files: dict[str, str]) -> None:
-    """Adds to `.gitattributes`, as the Hub does, the files that are in LFS though none of its lines says so."""
-    if ".gitattributes" not in files:
-        return
-    text = repository.blobs[files[".gitattributes"]].read().decode()
-    patterns = [line.split()[0] for line in text.splitlines() if "filter=lfs" in line]
-    for path, blob_id in files.items():
-        if in_lfs(blob_id) and not any(fnmatch(path, pattern) for pattern in patterns):
-            text += f"{path} filter=lfs diff=lfs merge=lfs -text\n"
-    files[".gitattributes"] = repository.store(".gitattributes", text.encode())
-
-
-def _check_stored(hub: "HubServer", repository: Repository, sha256: str, size: int | None) -> None:
-    """Refuses content that no upload has brought, here or to the Xet store, or that has another size."""
-    if sha256 not in repository.blobs and hub.xet and (found := hub.xet.find(sha256)):
-        repository.blobs[sha256] = Blob(found.size, found)
+def _check_stored(repository: Repository, sha256: str, size: int | None) -> None:
+    """Refuses content that no upload has brought, or that has another size."""
     if sha256 not in repository.blobs:
         raise Refusal(400, "BadRequest", f"an LFS pointer pointed to a file that does not exist: {sha256}")
     if size not in (None, repository.blobs[sha256].size):
@@ -183,17 +151,6 @@ def _proposes(request: Request, revision: str) -> bool:
     return request.asks("create_pr") or revision.startswith("refs/pr/")
 
 
-def _private(request: Request) -> bool:
-    asked = request.json()
-    return asked.get("visibility") == "private" or bool(asked.get("private"))
-
-
-def _add(references: dict[str, str], name: str, oid: str) -> None:
-    if name in references:
-        raise Refusal(409, "Conflict", f"Reference already exists: {name}")
-    references[name] = oid
-
-
 NAME = "(?P<name>[^/]+)"
 LFS = rf"{GIT}\.git"
 WRITING: list[Route] = [
@@ -205,5 +162,4 @@ WRITING: list[Route] = [
     ("PUT", re.compile(f"{LFS}/lfs/(?P<sha256>[0-9a-f]{{64}})"), upload),
     ("POST", re.compile(f"{LFS}/info/lfs/objects/verify"), verify),
     ("POST", re.compile(f"{REPO}/commit/{REVISION}"), commit),
-    ("GET", re.compile(f"{REPO}/xet-(?P<role>read|write)-token(?:/{REVISION})?"), xet_token),
 ]

@@ -2,16 +2,9 @@ import shutil
 
 import card_folder as made
 import pytest
-from publish_worker import Worker
 
 
-@pytest.fixture(scope="module")
-def worker(prepared):
-    """Processes that publish."""
-    return Worker(prepared)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def built(tmp_path_factory):
     """A checkpoint with nothing but what `build` writes."""
     return made.bare(tmp_path_factory.mktemp("card"))
@@ -27,3 +20,28 @@ def folder(tmp_path, built):
 def full(folder):
     """The same with all that a card can show."""
     return made.full(folder)
+
+
+@pytest.fixture
+def start(hub, prepared):
+    """Starts `normalign publish` of a folder, by Ann and as ann/m if nothing else is said."""
+
+    def start(folder, *options, repo_id="ann/m", token=None, **environment):
+        words = ["-m", "normalign_llava", "publish", folder, "--repo-id", repo_id, *options]
+        return prepared.start(words, HF_TOKEN=token or hub.token("ann"), COLUMNS="60", **environment)
+
+    return start
+
+
+@pytest.fixture
+def publish(start, hub):
+    """What became of `normalign publish`: status, and its output on one line. No token is in it."""
+
+    def publish(folder, *options, **named):
+        done = start(folder, *options, **named).wait()
+        shown = " ".join((done.stdout + done.stderr).split())
+        for token in (*hub.accounts, *named.get("token", "").split()):
+            assert token not in shown
+        return done.returncode, shown
+
+    return publish

@@ -91,42 +91,13 @@ def test_a_base_that_the_author_names_is_kept_while_a_part_is_not_on_the_hub(fol
     assert data(write_card(folder))["base_model"] == ["google/encoder", "Qwen/decoder"]
 
 
-def test_a_model_trained_on_from_the_hub_asks_for_no_other_base(full):
-    made.trained(full, options={"model_name_or_path": "user/stage1"})
-    made.edit(full / "build.json", vision="folder")
-    card = render_card(full)
-    assert data(card)["base_model"] == ["user/stage1"] and "base_model" not in " ".join(card.warnings)
+NAN = float("nan")
 
 
-NAN, INFINITY = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize(
-    "metric",
-    [
-        Metric("accuracy", 0.5, NAN),
-        Metric("accuracy", 0.5, INFINITY),
-        Metric("accuracy", 0.5, -0.1),
-        Metric("accuracy", NAN),
-        Metric("accuracy", -INFINITY),
-        Metric("accuracy", None),
-        Metric("accuracy", "0.5"),
-        Metric("accuracy", True),
-        Metric("accuracy", 0.5, references={"chance": NAN}),
-        Metric("accuracy", 0.5, references={"chance": None}),
-        Metric("accuracy", 0.5, samples="all"),
-    ],
-)
+@pytest.mark.parametrize("metric", [Metric("accuracy", 0.5, NAN), Metric("accuracy", None)])
 def test_a_result_that_is_no_number_is_named(folder, metric):
     evaluated(folder, Metric("accuracy", 0.5), metric)
     with pytest.raises(ValueError, match=r"summary.json .* in pope, .*accuracy .*Evaluate again, or remove it"):
-        render_card(folder)
-
-
-@pytest.mark.parametrize("samples, total", [(1, None), (-1, 5), (6, 5), ("1", 2)])
-def test_samples_are_counted(folder, samples, total):
-    evaluated(folder, Metric("accuracy", 0.5), samples=samples, total=total)
-    with pytest.raises(ValueError, match=r"summary.json .* in pope, .*samples .*Evaluate again, or remove it"):
         render_card(folder)
 
 
@@ -136,22 +107,28 @@ def test_no_samples_are_a_partial_run(folder):
     assert "**Partial: 0 of 0 samples.**" in card.text
 
 
-@pytest.mark.parametrize(
-    "changes, error",
-    [
-        ({"schema_version": 1}, "schema_version is 1, not 2"),
-        ({"evaluations": [{"task": "pope", "tasks": 1}]}, "unknown fields tasks"),
-    ],
-)
-def test_evaluations_of_another_schema_are_named(full, changes, error):
-    made.edit(full / "evaluation" / "summary.json", **changes)
-    with pytest.raises(ValueError, match=f"summary.json .*{error}"):
+def test_evaluations_of_another_schema_are_named(full):
+    made.edit(full / "evaluation" / "summary.json", schema_version=1)
+    with pytest.raises(ValueError, match="summary.json .*schema_version is 1, not 2"):
         render_card(full)
 
 
 STARTS = [
-    *("# a", "### a", "#", "1. a", "10) a", "1.", "- a", "-", "---", "- - -", "--- a", "+ a", "+", "=", "=== a"),
-    *("> a", "* a", "***", "___", "_a_", "~~~", "```", "| a |", "<b>", "    a", ":--", "[a]: b", "![a](b)", "a_b_ _"),
+    "# a",
+    "1. a",
+    "- a",
+    "---",
+    "+ a",
+    "=== a",
+    "> a",
+    "***",
+    "_a_",
+    "~~~",
+    "```",
+    "| a |",
+    "<b>",
+    "[a]: b",
+    "a_b_ _",
 ]
 
 
@@ -166,12 +143,6 @@ def test_what_begins_like_markup_is_text(full, start):
     assert shown.count(" ".join(start.split())) == 2
 
 
-@pytest.mark.parametrize("figure", ["0.5", "-0.5", "-7", "1.10", "2.13.0", "1,000"])
-def test_figures_are_left_as_they_are(full, figure):
-    made.evaluated(full, protocol=[figure])
-    assert f"\n- {figure}\n" in render_card(full).text
-
-
 def test_links_keep_their_queries(folder):
     address = "https://a.org/l?id=3&v=%20b+c#d"
     licence = {"license": "other", "license_name": "x", "license_link": address}
@@ -180,27 +151,6 @@ def test_links_keep_their_queries(folder):
     inner = [child for token in tokens(section(card, "Licence")) for child in token.children or ()]
     assert [each.attrs["href"] for each in inner if each.type == "link_open"] == [address] * 2
     assert data(card)["license_link"] == address and data(card)["license_name"] == "x"
-
-
-@pytest.mark.parametrize(
-    "licence, said",
-    [
-        ({"license": None}, "not recorded"),
-        ("mit", "mit"),
-        ({"license": "mit", "seen": 1}, "mit"),
-        (None, "not recorded"),
-    ],
-)
-def test_licences_in_other_forms(folder, licence, said):
-    made.edit(folder / "build.json", licenses={"vision": licence})
-    assert rows(section(render_card(folder), "Licence"))["vision encoder"] == ["vision", said]
-
-
-@pytest.mark.parametrize("licences", [{"vision": 3}, {"vision": {"license": ["mit"]}}, ["mit"]])
-def test_licences_that_are_none_are_named(folder, licences):
-    made.edit(folder / "build.json", licenses=licences)
-    with pytest.raises(ValueError, match="build.json: .*licen.*Fix"):
-        render_card(folder)
 
 
 def test_a_run_that_is_not_recorded(full):
@@ -212,9 +162,7 @@ def test_a_run_that_is_not_recorded(full):
     "block, error",
     [
         ("1: x", "must be strings"),
-        ("- a", "should be a dict"),
-        ("a: [", "not YAML"),
-        ("model-index: a", "Hub does not accept"),
+        ("a: [", "cannot be read"),
     ],
 )
 def test_front_matter_that_is_none_is_named(folder, block, error):
@@ -225,23 +173,6 @@ def test_front_matter_that_is_none_is_named(folder, block, error):
         write_card(folder)
 
 
-@pytest.mark.parametrize("crop, said", [(14, "14 × 14 pixels in "), ({"width": 12, "height": 8}, "12 × 8 pixels in "),
-                                        (None, ""), ([14, 14], "")])  # fmt: skip
-def test_sizes_of_images(folder, crop, said):
-    processor = json.loads((folder / "processor_config.json").read_text())
-    processor["image_processor"] |= {"crop_size": crop, "do_center_crop": True, "size": {"shortest_edge": 16}}
-    made.edit(folder / "processor_config.json", **processor)
-    assert rows(render_card(folder).text)["An image is"] == [f"{said}4 visual tokens"]
-
-
-def test_an_adapter_has_one_base_whatever_that_was_made_of(tmp_path):
-    made.edit(tmp_path / "adapter_config.json", peft_type="LORA", r=8)
-    made.edit(tmp_path / "build.json", vision="vision", language="Qwen/decoder")
-    (tmp_path / "README.md").write_text("---\nbase_model: my/model\n---\n<!-- normalign card, metadata: license -->\n")
-    card = render_card(tmp_path, adapter=AdapterBase("user/base", "a" * 40))
-    assert data(card)["base_model"] == ["user/base"] and "`base_model:`" not in " ".join(card.warnings)
-
-
 def test_adapters_of_others(tmp_path):
     made.edit(tmp_path / "adapter_config.json", peft_type="IA3", base_model_name_or_path="x")
     card = render_card(tmp_path, adapter=AdapterBase("user/base", "main"))
@@ -250,13 +181,11 @@ def test_adapters_of_others(tmp_path):
     assert "The adapter's base user/base is not pinned to a commit." in card.warnings
 
 
-@pytest.mark.parametrize("arm", ["none", "unit"])
-def test_an_arm_that_was_not_trained(tmp_path, arm):
+def test_an_arm_that_was_not_trained(tmp_path):
     vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
-    build_checkpoint(vision, language, tmp_path / "built", arm=arm)
+    build_checkpoint(vision, language, tmp_path / "built", arm="unit")
     assert "**not trained**" in render_card(tmp_path / "built").text
     weights = load_file(tmp_path / "built" / "model.safetensors")
-    weights["model.multi_modal_projector.linear_2.bias"] += 0.1
     weights |= {name: tensor + 0.1 for name, tensor in weights.items() if "projector.norm" in name}
     save_file(weights, tmp_path / "built" / "model.safetensors", metadata={"format": "pt"})
     card = render_card(tmp_path / "built")

@@ -89,6 +89,7 @@ def test_training(full):
         "Rows trained on": ["500 rows", "60 rows"],
         "Time": ["1.5 h", "42 s"],
     }
+    assert part.count("| 505 | 3 | 2 | 500 |") == 1 and part.count("| 60 | 0 | 0 | 60 |") == 1
 
 
 def test_what_a_short_run_took_and_no_more(full):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import tiny_parts as parts
@@ -13,8 +12,9 @@ from PIL.PngImagePlugin import PngInfo
 from safetensors.torch import load_file, save_file
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
-from normalign_llava.hub_cards.push.checkpoint_checks import check_checkpoint, check_contents
-from normalign_llava.hub_cards.push.contents import Content, Contents, contents
+from normalign_llava.hub_cards.push.checkpoint_checks import check_checkpoint
+from normalign_llava.hub_cards.push.leaks import check_private
+from normalign_llava.hub_cards.push.source import PublishSource, choose_files
 
 
 GAIN, BIAS = (f"model.multi_modal_projector.norm.{name}" for name in ("weight", "bias"))
@@ -26,16 +26,6 @@ SECRET = "hf_" + "AbCdEfGhIj" * 3 + "KlMn"
 def build(root, name="built", **options):
     build_checkpoint(parts.vision(root / "vision"), parts.language(root / "language"), root / name, **options)
     return root / name
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("checks"))
-
-
-@pytest.fixture
-def checkpoint(built, tmp_path):
-    return Path(shutil.copytree(built, tmp_path / "checkpoint"))
 
 
 def change(file, **values):
@@ -58,14 +48,14 @@ def trained(folder, rate=1e-3, **record):
     (folder / "training.json").write_text(json.dumps({"learning_rates": {"norm": rate}, **record}))
 
 
-def faults(checkpoint):
+def faults(folder):
     with pytest.raises(ValueError, match="cannot be published") as error:
-        check_checkpoint(checkpoint)
+        check_checkpoint(folder)
     return str(error.value).splitlines()[1:]
 
 
-def assert_only_fault(checkpoint, *words):
-    found = faults(checkpoint)
+def assert_only_fault(folder, *words):
+    found = faults(folder)
     assert len(found) == 1 and all(word in found[0] for word in words), found
 
 
@@ -74,167 +64,125 @@ def test_every_arm_is_fit_as_built(tmp_path, arm):
     check_checkpoint(build(tmp_path, arm=arm))
 
 
-@pytest.mark.parametrize("encoder", ["siglip", "registers", "vit"])
-def test_every_kind_of_encoder_and_norm_is_fit(tmp_path, encoder):
-    build_checkpoint(
-        parts.vision(tmp_path / "vision", encoder),
-        parts.language(tmp_path / "language", tied=False),
-        tmp_path / "built",
-        norm="rms_norm",
-        dtype="bfloat16",
-    )
-    check_checkpoint(tmp_path / "built")
-
-
-def test_sharded_weights_are_fit_until_a_shard_is_gone(checkpoint):
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    (checkpoint / "model.safetensors").unlink()
-    model.save_pretrained(checkpoint, max_shard_size="40KB")
-    check_checkpoint(checkpoint)
-    first = sorted(checkpoint.glob("model-*.safetensors"))[0]
+def test_sharded_weights_are_fit_until_a_shard_is_gone(folder):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="40KB")
+    check_checkpoint(folder)
+    first = sorted(folder.glob("model-*.safetensors"))[0]
     first.unlink()
-    assert_only_fault(checkpoint, first.name)
+    assert_only_fault(folder, first.name)
 
 
-def test_auto_map_and_architecture_are_whole(checkpoint):
-    auto_map = json.loads((checkpoint / "config.json").read_text())["auto_map"]
+def test_auto_map_and_architecture_are_whole(folder):
+    auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
     auto_map.pop("AutoModel")
-    change(checkpoint / "config.json", auto_map=auto_map)
-    assert_only_fault(checkpoint, "auto_map", "NormAlignLlavaModel", "save it")
-    change(checkpoint / "config.json", auto_map=None, architectures=["LlavaForConditionalGeneration"])
-    assert len(faults(checkpoint)) == 2
-    change(checkpoint / "config.json", model_type="llava")
-    with pytest.raises(ValueError, match="is a 'llava' model"):
-        check_checkpoint(checkpoint)
+    change(folder / "config.json", auto_map=auto_map)
+    assert_only_fault(folder, "auto_map", "NormAlignLlavaModel", "save it")
+    change(folder / "config.json", auto_map=None, architectures=["LlavaForConditionalGeneration"])
+    assert len(faults(folder)) == 2
+    change(folder / "config.json", model_type="llava")
+    assert_only_fault(folder, "is a 'llava' model")
 
 
-def test_a_folder_of_something_else(tmp_path):
-    (tmp_path / "notes.txt").write_text("no model")
-    with pytest.raises(ValueError, match="neither config.json nor weights.$"):
-        check_checkpoint(tmp_path)
-    (tmp_path / "checkpoint-20").mkdir()
-    with pytest.raises(ValueError, match="It has checkpoint-20: name one of them"):
-        check_checkpoint(tmp_path)
+def test_a_configuration_that_makes_no_model(folder):
+    change(folder / "config.json", projector_norm="batch_norm")
+    assert_only_fault(folder, "projector_norm", "batch_norm")
 
 
-def test_a_configuration_that_makes_no_model(checkpoint):
-    change(checkpoint / "config.json", projector_norm="batch_norm")
-    assert_only_fault(checkpoint, "projector_norm", "batch_norm")
-    (checkpoint / "config.json").write_text('{"model_type": ')
-    assert_only_fault(checkpoint, "config.json", "JSON")
-
-
-def test_code_files_are_this_packages(checkpoint):
-    code = checkpoint / "modeling_normalign_llava.py"
+def test_code_files_are_this_packages(folder):
+    code = folder / "modeling_normalign_llava.py"
     code.write_text(code.read_text() + "# changed\n")
-    (checkpoint / "configuration_normalign_llava.py").unlink()
-    found = faults(checkpoint)
+    (folder / "configuration_normalign_llava.py").unlink()
+    found = faults(folder)
     assert len(found) == 2
     assert "configuration_normalign_llava.py" in found[0] and "Copy /" in found[0]
     assert "modeling_normalign_llava.py is not this package's" in found[1]
 
 
-def test_the_gain_is_aligned_or_trained(checkpoint):
-    gain = gain_of(checkpoint)
+def test_the_gain_is_aligned_or_trained(folder):
+    gain = gain_of(folder)
     for value in (torch.ones_like(gain), torch.zeros_like(gain), gain * 1.01):
-        put(checkpoint, **{GAIN: value})
+        put(folder, **{GAIN: value})
         said = ("not aligned", f"{float(gain[0]):.6g}", "all its elements are the same", "align_projector_norm")
-        assert_only_fault(checkpoint, *said)
-    put(checkpoint, **{GAIN: gain * 1.0005})
-    check_checkpoint(checkpoint)
+        assert_only_fault(folder, *said)
+    put(folder, **{GAIN: gain * 1.0005})
+    check_checkpoint(folder)
 
 
-def test_a_trained_gain_is_told_from_one_that_was_never_set(checkpoint):
-    gain = gain_of(checkpoint)
+def test_a_trained_gain_is_told_from_one_that_was_never_set(folder):
+    gain = gain_of(folder)
     moved = gain + torch.arange(len(gain)) / 100
-    put(checkpoint, **{GAIN: moved})
-    check_checkpoint(checkpoint)  # by a trainer that leaves no record
-    trained(checkpoint)
-    check_checkpoint(checkpoint)
-    trained(checkpoint, rate=0.0, before={"learning_rates": {"norm": 1e-3}, "before": None})
-    check_checkpoint(checkpoint)
-    (checkpoint / "training.json").write_text("{}")  # of a trainer that was given no record
-    check_checkpoint(checkpoint)
-    trained(checkpoint, rate=0.0, before=None)
-    assert_only_fault(checkpoint, "not aligned", "its learning rate in training.json was 0")
-    trained(checkpoint)
-    put(checkpoint, **{GAIN: torch.ones_like(gain)})
-    assert_only_fault(checkpoint, "not aligned", "all its elements are the same")
+    put(folder, **{GAIN: moved})
+    check_checkpoint(folder)  # by a trainer that leaves no record
+    trained(folder)
+    check_checkpoint(folder)
+    trained(folder, rate=0.0, before={"learning_rates": {"norm": 1e-3}, "before": None})
+    check_checkpoint(folder)
+    (folder / "training.json").write_text("{}")  # of a trainer that was given no record
+    check_checkpoint(folder)
+    trained(folder, rate=0.0, before=None)
+    assert_only_fault(folder, "not aligned", "its learning rate in training.json was 0")
+    trained(folder)
+    put(folder, **{GAIN: torch.ones_like(gain)})
+    assert_only_fault(folder, "not aligned", "all its elements are the same")
 
 
-def test_embeddings_may_be_trained_away_from_a_norm_that_is_not(checkpoint):
+def test_embeddings_may_be_trained_away_from_a_norm_that_is_not(folder):
     name = "model.language_model.embed_tokens.weight"
-    put(checkpoint, **{name: load_file(checkpoint / "model.safetensors")[name] * 1.2})
-    assert_only_fault(checkpoint, "not aligned")
-    trained(checkpoint, rate=0.0)
-    check_checkpoint(checkpoint)
-    put(checkpoint, **{GAIN: torch.ones(WIDTH)})
-    assert_only_fault(checkpoint, "not aligned", "its learning rate in training.json was 0")
+    put(folder, **{name: load_file(folder / "model.safetensors")[name] * 1.2})
+    assert_only_fault(folder, "not aligned")
+    trained(folder, rate=0.0)
+    check_checkpoint(folder)
+    put(folder, **{GAIN: torch.ones(WIDTH)})
+    assert_only_fault(folder, "not aligned", "its learning rate in training.json was 0")
 
 
-def test_gain_one_belongs_to_its_arm(tmp_path):
-    folder = build(tmp_path, arm="unit")
-    put(folder, **{GAIN: torch.full((WIDTH,), 0.5)})
-    assert_only_fault(folder, "is not aligned: 1.")
-
-
-def test_gain_and_bias_are_finite_and_float32(checkpoint):
-    gain = gain_of(checkpoint)
-    put(checkpoint, **{GAIN: torch.full_like(gain, float("nan")), BIAS: torch.zeros(WIDTH, dtype=torch.bfloat16)})
-    trained(checkpoint)
-    found = faults(checkpoint)
+def test_gain_and_bias_are_finite_and_float32(folder):
+    gain = gain_of(folder)
+    put(folder, **{GAIN: torch.full_like(gain, float("nan")), BIAS: torch.zeros(WIDTH, dtype=torch.bfloat16)})
+    trained(folder)
+    found = faults(folder)
     assert len(found) == 2
     assert f"{GAIN} has 32 values that are NaN" in found[0] + found[1]
     assert f"{BIAS} is torch.bfloat16" in found[0] + found[1]
 
 
-def test_embeddings_that_are_not_finite(checkpoint):
-    name = "model.language_model.embed_tokens.weight"
-    embeddings = load_file(checkpoint / "model.safetensors")[name]
-    embeddings[3] = float("inf")
-    put(checkpoint, **{name: embeddings})
-    assert_only_fault(checkpoint, "embeddings cannot be measured", "NaN or infinite")
-
-
-def test_every_tensor_is_there_in_its_shape(checkpoint):
+def test_every_tensor_is_there_in_its_shape(folder):
     lost = "model.multi_modal_projector.linear_1.weight"
-    put(checkpoint, **{lost: None, BIAS: torch.zeros(8), "model.surplus": torch.zeros(1)})
-    found = faults(checkpoint)
+    put(folder, **{lost: None, BIAS: torch.zeros(8), "model.surplus": torch.zeros(1)})
+    found = faults(folder)
     assert len(found) == 3
     assert f"{lost} missing" in found[0] and "model.surplus would be dropped" in found[1]
     assert f"{BIAS} [8] instead of [32]" in found[2]
-    size = (checkpoint / "model.safetensors").stat().st_size
-    with (checkpoint / "model.safetensors").open("rb+") as file:
+    size = (folder / "model.safetensors").stat().st_size
+    with (folder / "model.safetensors").open("rb+") as file:
         file.truncate(size // 2)
-    assert_only_fault(checkpoint, "weights: ")
-    (checkpoint / "model.safetensors").unlink()
-    assert_only_fault(checkpoint, "weights: ", "model.safetensors")
+    assert_only_fault(folder, "weights: ")
+    (folder / "model.safetensors").unlink()
+    assert_only_fault(folder, "weights: ", "model.safetensors")
 
 
-def test_the_processor_fits_the_model(checkpoint):
-    change(checkpoint / "processor_config.json", num_additional_image_tokens=5)
-    assert_only_fault(checkpoint, "processor_config.json", "8 in the prompt", "4 in the model")
+def test_the_processor_fits_the_model(folder):
+    change(folder / "processor_config.json", num_additional_image_tokens=5)
+    assert_only_fault(folder, "processor: ", "8 in the prompt", "4 in the model")
 
 
-def test_batches_are_padded_on_the_left(checkpoint):
-    change(checkpoint / "tokenizer_config.json", padding_side=None)
-    assert_only_fault(checkpoint, "tokenizer_config.json: ", "pads on the right", '"padding_side": "left"')
+def test_batches_are_padded_on_the_left(folder):
+    change(folder / "tokenizer_config.json", padding_side=None)
+    assert_only_fault(folder, "tokenizer_config.json: ", "pads on the right", '"padding_side": "left"')
 
 
-def test_the_image_token_is_the_models(checkpoint):
-    change(checkpoint / "config.json", image_token_index=7)
-    assert any("image token: config.json says 7" in fault for fault in faults(checkpoint))
+def test_the_image_token_is_the_models(folder):
+    change(folder / "config.json", image_token_index=7)
+    assert any("is 7 in config.json" in fault for fault in faults(folder))
 
 
-def test_a_chat_template_takes_an_image(checkpoint):
-    (checkpoint / "chat_template.jinja").write_text(parts.CHATML)
-    assert_only_fault(checkpoint, "chat template")
-    (checkpoint / "chat_template.jinja").write_text("{{ messages[0]['role'] }}")
-    assert_only_fault(checkpoint, "chat template: it writes 0 image tokens")
-    (checkpoint / "chat_template.jinja").unlink()
-    assert_only_fault(checkpoint, "chat template: missing")
-    (checkpoint / "tokenizer.json").unlink()
-    assert any("the processor does not load" in fault for fault in faults(checkpoint))
+def test_a_chat_template_takes_an_image(folder):
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['role'] }}")
+    assert_only_fault(folder, "chat template: it writes 0 image tokens")
+    (folder / "chat_template.jinja").unlink()
+    assert_only_fault(folder, "processor: ", "chat_template")
 
 
 @pytest.fixture
@@ -254,33 +202,25 @@ def test_adapters_are_whole_and_finite(adapter):
     save_file(stored | {name: torch.full((WIDTH,), float("nan"))}, file)
     assert_only_fault(adapter, "NaN or infinite", name)
     file.write_bytes(file.read_bytes()[:100])
-    (adapter / "adapter_config.json").write_text("{}")
-    assert len(faults(adapter)) == 1
-    (adapter / "adapter_config.json").unlink()
-    found = faults(adapter)
-    assert len(found) == 2 and "adapter_config.json" in found[0] and "adapter_model.safetensors" in found[1]
+    assert_only_fault(adapter, "adapter_model.safetensors: missing or unreadable")
 
 
-def private(folder, *sent):
+def private(source):
     with pytest.raises(ValueError, match="must not be published") as error:
-        check_contents(Contents(list(sent)) if sent else contents(folder), TOKEN)
+        check_private(source, TOKEN)
     assert TOKEN not in str(error.value) and SECRET not in str(error.value)
     return str(error.value).splitlines()[1:]
 
 
-def test_what_was_built_may_be_sent(checkpoint):
-    check_contents(contents(checkpoint), TOKEN)
-
-
-def test_tokens_are_found_anywhere(checkpoint):
-    (checkpoint / "README.md").write_text(f"# Model\n\nlogin with {TOKEN}\nand {SECRET}\nnot hf_{'x' * 34}\n")
-    (checkpoint / "chat_template.jinja").write_text(f"{{# {SECRET} #}}")
-    tensors = load_file(checkpoint / "model.safetensors")
-    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt", "by": TOKEN})
-    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+def test_tokens_are_found_anywhere(folder):
+    (folder / "README.md").write_text(f"# Model\n\nlogin with {TOKEN}\nand {SECRET}\nnot hf_{'x' * 34}\n")
+    (folder / "chat_template.jinja").write_text(f"{{# {SECRET} #}}")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt", "by": TOKEN})
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"][TOKEN] = 999
-    (checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer))
-    found = private(checkpoint)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    found = private(choose_files(folder, {}))
     places = [fault[2:].split(":")[0] for fault in found]
     assert sorted(places) == [
         *("README.md, line 3", "README.md, line 4", "chat_template.jinja, line 1"),
@@ -290,31 +230,31 @@ def test_tokens_are_found_anywhere(checkpoint):
     assert "a Hugging Face token, hf_A... (37 characters). Remove it, and revoke it" in found[1]
 
 
-def test_the_home_folder_is_found(checkpoint, monkeypatch):
+def test_the_home_folder_is_found(folder, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    change(checkpoint / "config.json", _name_or_path="/home/me/models/base")
-    found = private(checkpoint)
+    change(folder / "config.json", _name_or_path="/home/me/models/base")
+    found = private(choose_files(folder, {}))
     assert len(found) == 1 and "config.json, line" in found[0] and "a local path, /home/me. " in found[0]
 
 
-def test_the_checkpoints_own_path_is_found_in_vocabularies_too(checkpoint):
+def test_the_checkpoints_own_path_is_found_in_vocabularies_too(folder):
     for name in ("vocab.txt", "README.md"):
-        (checkpoint / name).write_text(f"it was at {checkpoint.parent}/x\n")
-    found = private(checkpoint)
-    assert len(found) == 2 and all(str(checkpoint.parent) in fault for fault in found)
-    moved = shutil.copytree(checkpoint, checkpoint.parent / "Modèle ß")
+        (folder / name).write_text(f"it was at {folder.parent}/x\n")
+    found = private(choose_files(folder, {}))
+    assert len(found) == 2 and all(str(folder.parent) in fault for fault in found)
+    moved = shutil.copytree(folder, folder.parent / "Modèle ß")
     for name in ("vocab.txt", "README.md"):
         (moved / name).unlink()
     (moved / "vocab.json").write_text(json.dumps({"at": f"{moved}/x"}))
-    found = private(moved)
+    found = private(choose_files(moved, {}))
     assert len(found) == 1 and f"vocab.json, line 1: a local path, {json.dumps(str(moved))[1:-1]}. " in found[0]
 
 
-def test_paths_of_other_machines_are_nobodys_secret(checkpoint, monkeypatch):
+def test_paths_of_other_machines_are_nobodys_secret(folder, monkeypatch):
     monkeypatch.setenv("HOME", "/root")  # of every container: no name of a person
-    (checkpoint / "README.md").write_text("-v ~/.cache:/root/.cache -v /data/images:/images, hf_... sk-learn")
-    (checkpoint / "vocab.txt").write_text("/home/user\n/tmp/foo\n/root/\nC:\\Users\\x\n")
-    check_contents(contents(checkpoint), TOKEN)
+    (folder / "README.md").write_text("-v ~/.cache:/root/.cache -v /data/images:/images, hf_... sk-learn")
+    (folder / "vocab.txt").write_text("/home/user\n/tmp/foo\n/root/\nC:\\Users\\x\n")
+    check_private(choose_files(folder, {}), TOKEN)
 
 
 def test_disguised_files_and_figures_are_looked_into(tmp_path):
@@ -326,7 +266,7 @@ def test_disguised_files_and_figures_are_looked_into(tmp_path):
     for name in ("model.safetensors", "optimizer.pt", "training.json"):
         torch.save({"a": 1}, tmp_path / name)
     names = ("a.png", "b.png", "model.safetensors", "optimizer.pt", "tokenizer.model", "training.json")
-    found = private(tmp_path, *(Content(name, tmp_path / name, 1, "record") for name in names))
+    found = private(PublishSource(tmp_path, {name: tmp_path / name for name in names}, {}, {}))
     expected = (f"a local path, {tmp_path}. ", "a pickle", "not a safetensors file", *["a pickle"] * 3)
     assert len(found) == len(names)
     for fault, name, what in zip(found, names, expected, strict=True):

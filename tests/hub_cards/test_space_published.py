@@ -49,13 +49,13 @@ sys.addaudithook(watch)
 # Sends the Space of each model that is named, without the model.
 SEND = f"""
 import json, sys
-from normalign_llava.hub_cards.push.client import Client
+from huggingface_hub import HfApi, get_token
 from normalign_llava.hub_cards.space.publish import check_space, push_space
-from normalign_llava.hub_cards.push.push import Pushed
-client, said = Client(waits=()), {{}}
+from normalign_llava.hub_cards.push.repository import Pushed, Repository
+api, said = HfApi(token=get_token()), {{}}
 for repo_id, private in json.loads(sys.argv[1]).items():
-    pushed = Pushed(repo_id, "", {COMMIT!r}, "", "main", private, False, {{}})
-    for does in (lambda: check_space(client, repo_id), lambda: push_space(client, pushed, lambda line: None)):
+    pushed = Pushed(Repository(api, repo_id, private=private), {COMMIT!r}, [])
+    for does in (lambda: check_space(api, repo_id), lambda: push_space(pushed, lambda line: None)):
         try:
             does()
             said.setdefault(repo_id, []).append(None)

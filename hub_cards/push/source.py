@@ -1,0 +1,202 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What is published of a checkpoint folder: the files on a list of names. All others stay, with a reason."""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ...checkpoint.names import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BUILD_RECORD,
+    CARD,
+    DYNAMICS,
+    INDEX,
+    PICKLES,
+    STATE,
+    TRAINING_RECORD,
+    WEIGHTS,
+)
+from ...checkpoint.untrusted import json_object, shards
+from ...diagnose.report import PAGE, REPORT, SCHEMA_VERSION
+from ...evaluate.results import FOLDER as EVALUATION
+
+
+DIAGNOSTICS = "diagnostics"
+PACKAGE = Path(__file__).resolve().parents[2]
+CODE = ("configuration_normalign_llava.py", "modeling_normalign_llava.py")
+
+WRITTEN: dict[str, tuple[str, ...]] = {
+    "": (
+        *(WEIGHTS, INDEX, "model-*-of-*.safetensors", ADAPTER_WEIGHTS, ADAPTER_CONFIG),
+        *("config.json", "generation_config.json", *CODE, BUILD_RECORD, TRAINING_RECORD, DYNAMICS),
+        *("processor_config.json", "preprocessor_config.json", "tokenizer*.json", "tokenizer.model"),
+        *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+        *("spiece.model", "sentencepiece.bpe.model", "chat_template.json", "chat_template.jinja"),
+    ),
+    "chat_templates": ("*.jinja",),
+    EVALUATION: ("*.json",),
+    DIAGNOSTICS: (REPORT, "*.png"),
+}
+"""Folder -> patterns of the files that this package and transformers write. Those in a repository are replaced as a
+whole. Of weights those are sent that load, of figures those that `report.json` names."""
+
+BY_PEOPLE = (CARD, "LICENSE*", "LICENCE*", "NOTICE*")
+"""Sent too, but never removed from a repository."""
+
+_EXCLUDED = {
+    "optimizer*": "optimizer state",
+    "training_args.bin": "a pickle: the trainer's arguments",
+    STATE: "the trainer's own state",
+    "checkpoint-*": "a checkpoint of training",
+    "samples": "answers to samples of the data",
+    "dropped_rows.jsonl": "rows of the data",
+    PAGE: "it shows images and questions of the data",
+    "*.safetensors": "weights that this checkpoint does not load",
+    **{f"*{suffix}": "a pickle" for suffix in PICKLES},
+    ".*": "hidden",
+}
+_SHOWS_A_SAMPLE = r"(attention|(baseline_)?image)_\d+\.png"
+_IN_MEMORY = 10 * 2**20
+
+
+@dataclass(frozen=True)
+class PublishSource:
+    """What is published of a folder.
+
+    Attributes:
+        folder: The folder of a checkpoint or an adapter.
+        files: Path in the repository -> content; of weights, and of what is too large for memory, the file.
+        sizes: Path in the repository -> bytes.
+        excluded: Path in the folder -> why it is not sent. The path of a whole folder ends in "/".
+    """
+
+    folder: Path
+    files: dict[str, bytes | Path]
+    sizes: dict[str, int]
+    excluded: dict[str, str]
+
+
+def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
+    """Chooses the files to send, and reads the small ones, so that what is checked is what is sent.
+
+    The diagnosis is sent without samples of the data: see [`public_report`].
+
+    What is `generated`, path -> content, is sent instead of the folder's.
+
+    Raises:
+        ValueError: The folder has no weights, only pickled ones, two sets of them, or not all shards.
+    """
+    folder = folder.resolve()
+    chosen = _weights(folder)
+    report, figures = _report(folder / DIAGNOSTICS / REPORT)
+    chosen |= {f"{DIAGNOSTICS}/{name}" for name in figures}
+    files: dict[str, bytes | Path] = {}
+    excluded = {}
+    for path in _listed(folder):
+        relative = path.relative_to(folder).as_posix()
+        if reason := _reason(path, relative, chosen):
+            excluded[relative + ("/" if path.is_dir() else "")] = reason
+        elif relative != f"{DIAGNOSTICS}/{REPORT}":
+            large = path.suffix == ".safetensors" or path.stat().st_size > _IN_MEMORY
+            files[relative] = path if large else path.read_bytes()
+        elif report is None:
+            excluded[relative] = "not a report that this version can read"
+        else:
+            files[relative] = report
+    files = dict(sorted({**files, **generated}.items()))
+    sizes = {path: len(each) if isinstance(each, bytes) else each.stat().st_size for path, each in files.items()}
+    return PublishSource(folder, files, sizes, dict(sorted(excluded.items())))
+
+
+def stale_files(existing: Iterable[str], sent: Collection[str]) -> list[str]:
+    """Files of a repository that a push removes: written by this package or transformers, and no longer sent."""
+    return sorted(path for path in existing if path not in sent and _matches(path, WRITTEN))
+
+
+def public_report(text: str) -> tuple[bytes, list[str]]:
+    """`report.json` without questions, images and attention maps, in the same schema; and the figures it still names.
+
+    The attention of each question keeps its measures; `question` is empty, `image` null and `maps` an empty list.
+
+    Raises:
+        ValueError: It has another schema.
+    """
+    try:
+        content = json_object(text.encode(), "it")
+        if (version := content["schema_version"]) != SCHEMA_VERSION:
+            raise ValueError(f"its schema_version is {version}, not {SCHEMA_VERSION}")
+        for report in filter(None, (content["report"], content["against"])):
+            report["attention"] = [{**each, "question": "", "image": None, "maps": []} for each in report["attention"]]
+        names = [drawing["file"] for drawing in content["figures"]]
+        names = [name for name in names if name.endswith(".png") and not re.fullmatch(_SHOWS_A_SAMPLE, name)]
+        content["figures"] = [drawing for drawing in content["figures"] if drawing["file"] in names]
+        content["provenance"].pop("first question", None)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a valid report: {error}") from error
+    lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in content.items())
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode(), names
+
+
+def shards_of(folder: Path) -> list[str]:
+    """The files that the index of a folder names. Raises ValueError if one of them does not exist."""
+    names = shards(json_object((folder / INDEX).read_bytes(), str(folder / INDEX)), str(folder / INDEX))
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(
+            f"{folder} lacks {', '.join(absent)} of the {len(names)} shards that {INDEX} names. Copy them there, or "
+            "save the model again."
+        )
+    return names
+
+
+def _weights(folder: Path) -> set[str]:
+    """The files of weights that `from_pretrained` would read."""
+    found = [name for name in (WEIGHTS, INDEX, ADAPTER_WEIGHTS) if (folder / name).exists()]
+    if len(found) > 1:
+        raise ValueError(
+            f"{folder} holds {' and '.join(found)}, weights of two saves. Remove those that should not be published."
+        )
+    if not found:
+        raise ValueError(
+            f"{folder} has no weights: no {WEIGHTS}, {INDEX} or {ADAPTER_WEIGHTS}. Pickled weights are not sent: load "
+            "the model and save it again."
+        )
+    return {*found, *(shards_of(folder) if found == [INDEX] else ())}
+
+
+def _report(file: Path) -> tuple[bytes | None, list[str]]:
+    try:
+        return public_report(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None, []
+
+
+def _listed(folder: Path) -> list[Path]:
+    """Everything in the folder, and in its subfolders that files are sent from."""
+    listed = []
+    for path in sorted(folder.iterdir()):
+        listed += sorted(path.iterdir()) if path.name in WRITTEN and path.is_dir() else [path]
+    return listed
+
+
+def _matches(path: str, patterns: Mapping[str, tuple[str, ...]]) -> bool:
+    parent, _, name = path.rpartition("/")
+    return any(fnmatchcase(name, pattern) for pattern in patterns.get(parent, ()))
+
+
+def _reason(path: Path, relative: str, chosen: Collection[str]) -> str | None:
+    """Why a file or folder is not sent; None for one that is."""
+    by_choice = path.suffix in (".safetensors", ".png") or path.name == INDEX
+    listed = _matches(relative, WRITTEN) or _matches(relative, {"": BY_PEOPLE})
+    if listed and path.is_file() and path.suffix not in PICKLES and (relative in chosen or not by_choice):
+        return None
+    if re.fullmatch(_SHOWS_A_SAMPLE, path.name):
+        return "it shows a sample of the data"
+    for pattern, reason in _EXCLUDED.items():
+        if fnmatchcase(path.name, pattern):
+            return reason
+    return "not on the list of what is sent"

@@ -1,0 +1,152 @@
+"""What of a checkpoint folder is sent, and what is not: folders that training and diagnosis wrote."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import training
+from paths import ROOT
+from PIL import Image
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.diagnose.report import SCHEMA_VERSION
+from normalign_llava.hub_cards.push.source import INDEX, WEIGHTS, choose_files, stale_files
+
+
+REPORT = ROOT / "docs/quickstart/report.json"
+BUILT = {
+    *("build.json", "chat_template.jinja", "config.json", "configuration_normalign_llava.py"),
+    *("generation_config.json", "model.safetensors", "modeling_normalign_llava.py", "processor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def sharded(built, tmp_path_factory):
+    folder = Path(shutil.copytree(built, tmp_path_factory.mktemp("sharded") / "model"))
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
+    (folder / WEIGHTS).unlink()
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+def add(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("something\n")
+
+
+def test_a_built_checkpoint_is_sent_whole(folder):
+    found = choose_files(folder, {"README.md": b"# Card"})
+    assert found.files.keys() == BUILT | {"README.md"} and found.excluded == {}
+    assert found.sizes == {path: (folder / path).stat().st_size for path in BUILT} | {"README.md": 6}
+    assert found.files["config.json"] == (folder / "config.json").read_bytes()
+    assert found.files[WEIGHTS] == folder / WEIGHTS and found.files["README.md"] == b"# Card"
+
+
+def test_of_a_trainers_checkpoint_the_adapter_is_sent_alone(built, tmp_path):
+    trainer = training.trainer(tmp_path / "run", built, use_peft=True, lora_r=2, max_steps=1, save_strategy="steps")
+    trainer.train()
+    trainer.save_model()
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-1"):
+        found = choose_files(folder, {})
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= found.files.keys()
+        assert not any(path.endswith((".bin", ".pt", ".pth")) for path in found.files)
+        assert found.excluded["training_args.bin"] == "a pickle: the trainer's arguments"
+    assert found.excluded["optimizer.pt"] == "optimizer state"
+    assert found.excluded["trainer_state.json"] == "the trainer's own state"
+
+
+def test_everything_else_is_excluded_with_a_reason(folder):
+    add(folder, "samples/step-1.json", "dropped_rows.jsonl", "pytorch_model.bin", "notes.txt", ".env", "my.py")
+    add(folder, ".cache/token", "evaluation/pope/samples.jsonl", "tokenizer.pkl", "LICENSE.pt", "tf/config.json")
+    sent = ["LICENSE", "LICENSE-LLAMA.txt", "NOTICE", "evaluation/summary.json", "chat_templates/tools.jinja"]
+    add(folder, *sent, "README.md", "dynamics.jsonl", "training.json")
+    found = choose_files(folder, {})
+    assert found.files.keys() == BUILT | {*sent, "README.md", "dynamics.jsonl", "training.json"}
+    assert found.excluded == {
+        ".cache/": "hidden",
+        ".env": "hidden",
+        "LICENSE.pt": "a pickle",
+        "dropped_rows.jsonl": "rows of the data",
+        "evaluation/pope/": "not on the list of what is sent",
+        "my.py": "not on the list of what is sent",
+        "notes.txt": "not on the list of what is sent",
+        "pytorch_model.bin": "a pickle",
+        "samples/": "answers to samples of the data",
+        "tf/": "not on the list of what is sent",
+        "tokenizer.pkl": "a pickle",
+    }
+
+
+def test_the_shards_that_the_index_names_are_sent(sharded, tmp_path):
+    shards = sorted(path.name for path in sharded.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    stale = "model-00009-of-00009.safetensors"
+    folder = Path(shutil.copytree(sharded, tmp_path / "model"))
+    shutil.copyfile(folder / shards[0], folder / stale)
+    found = choose_files(folder, {})
+    assert {path for path in found.files if path.startswith("model.") or "-of-" in path} == {*shards, INDEX}
+    assert found.excluded == {stale: "weights that this checkpoint does not load"}
+    assert stale_files([stale, shards[0], "mine.safetensors"], found.files) == [stale]
+
+    (folder / shards[1]).unlink()
+    with pytest.raises(ValueError, match=f"lacks {shards[1]} of the {len(shards)} shards"):
+        choose_files(folder, {})
+
+
+def test_weights_of_two_saves_and_none_are_errors(folder, sharded):
+    shutil.copyfile(sharded / INDEX, folder / INDEX)
+    with pytest.raises(ValueError, match=f"{WEIGHTS} and {INDEX}, weights of two saves"):
+        choose_files(folder, {})
+    (folder / INDEX).unlink()
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no weights.*save it again"):
+        choose_files(folder, {})
+
+
+@pytest.fixture
+def diagnosed(folder):
+    """A checkpoint with the quickstart's report, and an image for every name in it."""
+    diagnostics = folder / "diagnostics"
+    diagnostics.mkdir()
+    shutil.copyfile(REPORT, diagnostics / "report.json")
+    content = json.loads(REPORT.read_text("utf-8"))
+    shown = [each["image"] for report in (content["report"], content["against"]) for each in report["attention"][:4]]
+    for name in {*(drawing["file"] for drawing in content["figures"]), *filter(None, shown), "image_9.png"}:
+        Image.new("RGB", (4, 4)).save(diagnostics / name)
+    add(diagnostics, "report.html", "stray.png")
+    return folder
+
+
+def test_a_diagnosis_is_sent_without_samples(diagnosed):
+    before = json.loads(REPORT.read_text("utf-8"))
+    assert before["report"]["attention"][0]["question"] and before["against"]["attention"][0]["maps"]
+    found = choose_files(diagnosed, {})
+    sent = {path.removeprefix("diagnostics/") for path in found.files if "/" in path}
+    figures = {drawing["file"] for drawing in before["figures"]}
+    samples = {name for name in figures if name.startswith("attention_") and name != "attention_depth.png"}
+    assert samples and sent == figures - samples | {"report.json"}
+    assert found.excluded["diagnostics/report.html"] == "it shows images and questions of the data"
+    assert found.excluded["diagnostics/image_9.png"] == "it shows a sample of the data"
+    assert "diagnostics/stray.png" in found.excluded
+
+    after = json.loads(found.files["diagnostics/report.json"])
+    assert {drawing["file"] for drawing in after["figures"]} == figures - samples
+    assert "first question" in before["provenance"] and "first question" not in after["provenance"]
+    for name in ("report", "against"):
+        attention = after[name].pop("attention")
+        for each, old in zip(attention, before[name].pop("attention"), strict=True):
+            assert (each["question"], each["image"], each["maps"]) == ("", None, [])
+            assert each["image_share"] == old["image_share"] and each.keys() == old.keys()
+        assert after[name] == before[name]
+    assert after["findings"] == before["findings"] and after["schema_version"] == SCHEMA_VERSION
+
+
+def test_a_report_that_cannot_be_read_is_left_with_its_figures(diagnosed):
+    content = json.loads(REPORT.read_text("utf-8")) | {"schema_version": SCHEMA_VERSION + 1}
+    (diagnosed / "diagnostics/report.json").write_text(json.dumps(content))
+    found = choose_files(diagnosed, {})
+    assert not any(path.startswith("diagnostics") for path in found.files)
+    assert "diagnostics/report.json" in found.excluded
