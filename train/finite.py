@@ -47,10 +47,6 @@ class FiniteCheck(TrainerCallback):
 
     With fp16, infinite gradients are normal now and then: the gradient scaler, or DeepSpeed, skips such a step and
     lowers its scale. There only the loss counts, until the scale is below 1.
-
-    Args:
-        model: The model to train, with or without adapters.
-        args: Its options.
     """
 
     def __init__(self, model: nn.Module, args: NormAlignConfig):
@@ -91,7 +87,7 @@ class FiniteCheck(TrainerCallback):
         """Checks the loss of a batch."""
         self._count(LOSS, loss)
 
-    def may_step(self, total_norm: Tensor | float | None, scaler: GradScaler | None) -> bool:
+    def is_step_finite(self, total_norm: Tensor | float | None, scaler: GradScaler | None) -> bool:
         """Whether the optimizer may take this step. All processes must call it at the same time.
 
         Args:

@@ -63,8 +63,8 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
         if is_complete(folder):
             raise ValueError(
                 f"Resuming from {found or 'the beginning'} would write over {folder}, which was saved whole but lacks "
-                f"{'; '.join(missing_from(folder, world_size))}. Resume with as many processes as wrote it, or choose "
-                "another --output_dir."
+                f"{'; '.join(missing_from(folder, world_size))}. Resume with as many processes as wrote it, "
+                "remove it, or choose another --output_dir."
             )
     if not found and result:
         raise ValueError(f"{output} holds a model and no checkpoint to resume from. Choose another --output_dir.")
@@ -78,12 +78,7 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
 
 
 def began_in_bfloat16(resume: str | bool | None, output_dir: str | os.PathLike | None) -> bool | None:
-    """Whether the run that is resumed multiplies in bfloat16, from the record in its checkpoints; None if unknown.
-
-    Args:
-        resume: The option `resume_from_checkpoint`.
-        output_dir: Folder of the run.
-    """
+    """Whether the run that is resumed multiplies in bfloat16, from the record in its checkpoints; None if unknown."""
     for folder in (Path(str(resume)), *reversed(checkpoints_in(Path(output_dir or "trainer_output")))):
         options = (read_json(folder / TRAINING_RECORD) or {}).get("options", {})
         if "bf16" in options:

@@ -52,10 +52,6 @@ class SuiteCallback(TrainerCallback):
     samples, since sharded weights need all of them. Model and random states are left as they were, so that a run is
     the same with and without it.
 
-    Args:
-        args: Options with `eval_suite`.
-        log: The trainer's `log`.
-
     Raises:
         ValueError: What [`suite_tasks`] raises, or the data of a task cannot be loaded.
     """
@@ -96,7 +92,7 @@ class SuiteCallback(TrainerCallback):
             for task, loaded in self.tasks.items():
                 scores = sample_scores(lm, task, loaded, limit=args.eval_suite_limit)
                 logs |= {f"eval_{task}_{metric}": score for metric, score in scores.items()}
-                if state.is_world_process_zero and scores:
+                if scores:
                     metric, score = next(iter(scores.items()))
                     print_at_step(state, f"{task} {metric} {score:.4g}")
             self.log(logs)  # in evaluation mode, where the trainer adds no measurements of the step

@@ -107,11 +107,11 @@ def test_a_checkpoint_is_complete_until_a_file_is_missing_that_the_trainer_would
     assert newest_complete(run, 1) == run / "checkpoint-2"
 
 
-@pytest.mark.parametrize("length", [0, 1, 0.5, -1])
+@pytest.mark.parametrize("length", [0, -1])
 def test_a_checkpoint_without_the_end_of_its_last_file_is_not_complete(run, length):
     state = run / "checkpoint-4" / "trainer_state.json"
     content = state.read_text().rstrip()
-    state.write_text(content[: int(len(content) * length) if length == 0.5 else length])
+    state.write_text(content[:length])
     assert "trainer_state.json" in missing_from(state.parent, 1)[0]
 
 
@@ -131,7 +131,7 @@ def test_fsdps_and_deepspeeds_optimizers_count(run, optimizer):
     (folder / "optimizer.pt").unlink()
     assert missing_from(folder, 1) == ["the optimizer's state"]
     (folder / optimizer).parent.mkdir(exist_ok=True)
-    (folder / optimizer).touch()
+    torch.save({}, folder / optimizer)
     assert missing_from(folder, 1) == []
 
 
@@ -188,17 +188,6 @@ def test_an_earlier_run_is_not_written_over(written, run):
             resolve_resume(resume, run, 1)
     with pytest.raises(ValueError, match="config.json is a file"):
         resolve_resume(None, run / "config.json", 1)
-
-
-def test_the_trainer_itself_does_not_miss_its_optimizer(untrained, run):
-    """Without optimizer.pt it resumes, says nothing, and counts Adam's steps from 1: why this module exists."""
-    counts = []
-    for _ in range(2):
-        trainer = make_trainer(untrained / "tiny", run, cls=SFTTrainer, max_steps=5, save_strategy="no")
-        trainer.train(resume_from_checkpoint=True)
-        counts.append({int(state["step"]) for state in trainer.optimizer.state.values()})
-        (run / "checkpoint-4" / "optimizer.pt").unlink(missing_ok=True)
-    assert counts == [{5}, {1}]
 
 
 def test_an_earlier_folder_does_not_mix_with_the_new_one(run):

@@ -11,9 +11,9 @@ from torch.utils.data import BatchSampler
 from transformers import AutoProcessor
 
 from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.options import accumulation_steps, check_stream
+from normalign_llava.train.options import accumulation_steps
 from normalign_llava.train.packing import BalancedSampler, balanced, packed_stream
-from normalign_llava.train.padding_free import RowsApart
+from normalign_llava.train.padding_free import PackedAttentionCheck
 from normalign_llava.train.trainer import NormAlignTrainer
 
 
@@ -36,12 +36,6 @@ def sampler(count=43, *, rank=0, processes=1, rows_per_pass=2, accumulation=2, d
 def test_rows_go_longest_first_to_the_pass_with_the_fewest_tokens():
     # By hand: 9, 7, 5 and 4 open a pass each; 3 joins 4, and 1 joins 5. Sums, largest first: 9, 7, 4 + 3, 5 + 1.
     assert balanced([4, 9, 1, 7, 5, 3], passes=4) == [[1], [3], [0, 5], [4, 2]]
-
-
-def test_the_order_of_processes_alternates():
-    # One row a pass. Process 0 has 8, 5, 4, 1 and process 1 has 7, 6, 3, 2: 18 tokens each.
-    found = [rows[0] for rows in balanced([1, 2, 3, 4, 5, 6, 7, 8], passes=8, processes=2)]
-    assert [number + 1 for number in found] == [8, 7, 5, 6, 4, 3, 1, 2]
 
 
 @pytest.mark.parametrize("passes", [1, 3, 8, 43])
@@ -116,11 +110,6 @@ def test_a_stream_is_packed_in_a_buffer_of_one_step():
         found = [[row["row"] for row in rows] for rows in passes[4 * step : 4 * step + 4]]
         lengths = LENGTHS[12 * step : 12 * step + 12]
         assert found == [[12 * step + i for i in part] for part in balanced(lengths, 4, 2)]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("packing"))
 
 
 OPTIONS = {"global_batch_size": 6, "max_steps": 5, "optim": "sgd", "learning_rate": 0.1, "logging_steps": 1}
@@ -227,7 +216,7 @@ def test_what_needs_rows_is_refused_with_a_collator_that_leaves_none(tmp_path, c
     collator = ConversationCollator(AutoProcessor.from_pretrained(checkpoint), padding_free=True)
     trainer = NormAlignTrainer(str(checkpoint), training.arguments(tmp_path), collator, train_dataset=training.rows(4))
     assert trainer.args.padding_free
-    assert any(isinstance(callback, RowsApart) for callback in trainer.callback_handler.callbacks)
+    assert any(isinstance(callback, PackedAttentionCheck) for callback in trainer.callback_handler.callbacks)
     for options, words in (
         ({"data_collator": collator, "compute_metrics": dict}, "compute_metrics compares rows"),
         ({"data_collator": list, "args": training.arguments(tmp_path, packing=True)}, "needs rows with their lengths"),
@@ -242,9 +231,3 @@ def test_the_rows_of_a_step_are_dealt_to_all_processes(tmp_path):
     assert accumulation_steps(args, world_size=3) == 1
     with pytest.raises(ValueError, match="global_batch_size 3"):
         accumulation_steps(args, world_size=2)
-
-
-def test_a_stream_has_no_lengths_to_fit(tmp_path):
-    options = {"packing": True, "tokens_per_device": 512, "per_device_train_batch_size": None, "global_batch_size": 8}
-    with pytest.raises(ValueError, match="a stream has none. Give per_device_train_batch_size"):
-        check_stream(True, training.arguments(tmp_path, **options))
