@@ -23,17 +23,9 @@ class ModalityLengthGroupedSampler(Sampler[int]):
         has_image: Whether each row has an image.
         batch_size: Rows in an optimizer step: per-device batch times processes times accumulation.
         seed: Random seed of the order.
-
-    Raises:
-        ValueError: `lengths` and `has_image` differ in number, or `batch_size` is below 1.
     """
 
     def __init__(self, lengths: Sequence[int], has_image: Sequence[bool], batch_size: int, seed: int):
-        if len(lengths) != len(has_image) or batch_size < 1:
-            raise ValueError(
-                f"{len(lengths)} lengths and {len(has_image)} modalities in batches of {batch_size}: give as many "
-                "lengths as modalities, and at least one row in a batch."
-            )
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.has_image = np.asarray(has_image, dtype=bool)
         self.batch_size, self.seed, self.epoch = batch_size, seed, 0

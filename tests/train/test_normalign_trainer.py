@@ -47,11 +47,6 @@ pytestmark = pytest.mark.slow
 COLOURS = ("red", "green", "blue", "white")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
 @pytest.fixture
 def model(checkpoint):
     return NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)

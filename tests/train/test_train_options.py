@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Every option of TRL's is known: honoured, or refused by name; and the documentation says of each which."""
+"""Options: what is refused and why, the page that is made from them, and that they arrive."""
 
 import dataclasses
 import importlib.util

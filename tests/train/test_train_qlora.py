@@ -1,5 +1,3 @@
-import copy
-
 import pytest
 import torch
 import training
@@ -17,12 +15,6 @@ pytestmark = pytest.mark.slow
 
 
 QLORA = dict(use_peft=True, load_in_4bit=True, dtype="bfloat16", lora_dropout=0.0)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = training.checkpoint(tmp_path_factory.mktemp("checkpoint"))
-    return folder
 
 
 def gain_and_bias(model):
@@ -102,16 +94,3 @@ def test_a_4_bit_step_after_generating_and_evaluating_has_the_same_gradients(tmp
     assert all(gradient is not None for gradient in gradients[1].values())
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
-
-
-@pytest.mark.parametrize(("option", "quantized"), [("use_dora", True), ("use_rslora", False)])
-def test_dora_and_rslora_pass_through(tmp_path, checkpoint, option, quantized):
-    trainer = training.trainer(tmp_path, checkpoint, **{**QLORA, "load_in_4bit": quantized}, **{option: True})
-    before = copy.deepcopy({n: p for n, p in trainer.model.named_parameters() if p.requires_grad})
-    assert getattr(trainer.model.peft_config["default"], option)
-    trainer.train()
-    after = dict(trainer.model.named_parameters())
-    moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
-    assert any("lora_B" in name for name in moved)
-    if option == "use_dora":
-        assert any("magnitude" in name for name in moved)

@@ -179,15 +179,3 @@ def test_an_adapter_is_merged_before_it_is_trained(tmp_path, parts):
     adapter = main([training.recipe(tmp_path, parts, use_peft=True)])
     with pytest.raises(ValueError, match="is an adapter. Merge it first"):
         main([training.recipe(tmp_path, parts, model_name_or_path=str(adapter), output_dir=str(tmp_path / "more"))])
-
-
-@pytest.mark.parametrize(("column", "told"), [("other", "no image, .* stage align"), ("img", "not read: column img")])
-def test_align_without_images_is_an_error(tmp_path, parts, column, told):
-    (tmp_path / "data").mkdir()
-    data = train_data.write_json(tmp_path / "data", [train_data.llava("Q", "A", **{column: "x"})] * 4)
-    options = {"dataset_name": str(data)}
-    with pytest.raises(ValueError, match=told):
-        main([training.recipe(tmp_path, parts, stage="align", **options)])
-    if column == "other":
-        with pytest.raises(ValueError, match=told):
-            main([training.recipe(tmp_path, parts, stage="tune", language_learning_rate=0.0, **options)])

@@ -1,13 +1,11 @@
 import pytest
 import torch
 import yaml
-from accelerate.commands.config.config_args import load_config_from_file
 from transformers import get_scheduler
 from trl import SFTConfig
 
 from normalign_llava.train.arguments import WITHOUT_WARMUP, NormAlignConfig
 from normalign_llava.train.command import RECIPES, recipe_file
-from normalign_llava.train.launch import CONFIGS
 from normalign_llava.train.options import accumulation_steps, parse
 
 
@@ -83,11 +81,6 @@ def test_bad_options_are_named(tmp_path, words, message):
         options(tmp_path, *words)
 
 
-def test_one_data_set_or_a_mixture(tmp_path):
-    with pytest.raises(ValueError, match="dataset_name .one data set. or datasets"):
-        options(tmp_path, datasets=[{"path": "a"}, {"path": "b"}])
-
-
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
@@ -107,13 +100,6 @@ def test_bad_values_in_a_recipe_are_named(tmp_path, recipe, message):
     file.write_text(yaml.safe_dump({"model_name_or_path": "model", "dataset_name": "data", "bf16": False, **recipe}))
     with pytest.raises(ValueError, match=message):
         parse([str(file)])
-
-
-@pytest.mark.parametrize("content", ["- a\n- list", "a: [broken"])
-def test_a_recipe_that_is_no_mapping_is_an_error_in_words(tmp_path, content):
-    (tmp_path / "recipe.yaml").write_text(content)
-    with pytest.raises(ValueError, match="recipe.yaml"):
-        parse([str(tmp_path / "recipe.yaml")])
 
 
 def test_a_stage_decides_in_python_as_well(tmp_path):
@@ -152,13 +138,6 @@ def test_recipes_are_read_and_say_nothing_that_is_the_default(name):
         default = next(getattr(part, key) for part in stage if key in vars(part))
         assert given == pytest.approx(value) if isinstance(value, float) else given == value, key
         assert given != default or key in ("stage", "use_peft"), f"{key} is the default"
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("ddp", "MULTI_GPU"), ("fsdp2", "FSDP"), ("zero2", "DEEPSPEED"), ("zero3", "DEEPSPEED")]
-)
-def test_accelerate_reads_the_configurations(name, kind):
-    assert load_config_from_file(str(CONFIGS / f"{name}.yaml")).distributed_type == kind
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,6 @@ from normalign_llava.train.model import base_model, eval_frozen, load_model, mod
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
 def batch(trainer, count=2):
     return trainer.data_collator([trainer.train_dataset[i] for i in range(count)])
 
@@ -138,14 +133,6 @@ def test_a_batch_without_images_has_the_language_models_loss_and_zero_gradients_
     assert model.model.vision_tower.get_input_embeddings().weight.grad is not None
 
 
-def test_decoding_without_images_does_not_run_the_tower(tmp_path, checkpoint):
-    trainer = training.trainer(tmp_path, checkpoint)
-    runs = []
-    trainer.model.model.vision_tower.register_forward_hook(lambda *args: runs.append(1))
-    trainer.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)
-    assert not runs
-
-
 @pytest.mark.parametrize("frozen", ["vision", "language"])
 def test_a_frozen_module_has_no_dropout_and_a_trained_one_has(tmp_path, checkpoint, frozen):
     model = training.trainer(tmp_path, checkpoint).model
@@ -232,15 +219,6 @@ def test_under_adapters_and_gradient_checkpointing_a_frozen_tower_carries_no_gra
     trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
     assert {module_of(name) for name in trained} == {"projector", "norm", "language"}
     assert all("lora_" in name for name in trained if module_of(name) == "language")
-
-
-def test_grouped_batches_keep_images_and_text_apart(tmp_path, checkpoint):
-    dataset = training.rows(24, images=lambda number: number % 2)
-    trainer = training.trainer(tmp_path, checkpoint, dataset=dataset, train_sampling_strategy="group_by_length")
-    kinds = ["pixel_values" in inputs for inputs in trainer.get_train_dataloader()]
-    counts = [len(inputs.get("pixel_values", [])) for inputs in trainer.get_train_dataloader()]
-    assert sorted(kinds) == [False] * 6 + [True] * 6
-    assert set(counts) == {0, 2}
 
 
 def test_the_card_is_ours_and_stays_as_the_author_left_it(tmp_path, checkpoint, caplog):

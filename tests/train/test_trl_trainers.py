@@ -46,11 +46,6 @@ ON_TINY += ["--gradient_accumulation_steps=1"]
 LANGUAGE_ONLY = r".*\.language_model\..*_proj"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
 def image(number: int) -> Image.Image:
     return Image.new("RGB", (20, 20), COLOURS[number % 4])
 
