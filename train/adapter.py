@@ -110,10 +110,6 @@ def train_in_float32(model: PeftModel, autocast: bool) -> None:
 
     At small learning rates bfloat16 weights hardly move, and TRL rounds all that is trained on a quantized base to it.
     Further `modules_to_save` keep their precision.
-
-    Args:
-        model: The model with its adapter.
-        autocast: Whether steps are under autocast, which gives the copies what they take; without it, they cast.
     """
     for name, parameter in model.named_parameters():
         if ".lora_" in name:

@@ -51,9 +51,6 @@ class Measurements(TrainerCallback):
     A part that is frozen has no entry. DeepSpeed keeps the gradients to itself and steps before the Trainer does: with
     it there are no gradient norms and update ratios. The steps measured are those of `logging_steps` and
     `logging_first_step`; `logging_strategy="epoch"` has none.
-
-    Args:
-        args: The trainer's arguments.
     """
 
     def __init__(self, args: TrainingArguments):

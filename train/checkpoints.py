@@ -116,14 +116,9 @@ def _remove(folder: Path) -> None:
 
 
 def _explain(folder: Path, cause: str, world_size: int) -> str:
-    last = newest_complete(folder.parent, world_size)
-    space = f"{shutil.disk_usage(folder.parent).free / 2**20:,.1f} MiB are free there"
-    if last:
-        size = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
-        space += f", and {last.name} takes {size / 2**20:,.1f} MiB"
+    last, free = newest_complete(folder.parent, world_size), shutil.disk_usage(folder.parent).free / 2**20
     return (
-        f"The checkpoint {folder} could not be written: {cause}. What was written of it is removed; {space}. "
-        + (f"The last complete checkpoint is {last}. " if last else "There is no complete checkpoint yet. ")
-        + "Make room, keep fewer checkpoints (--save_total_limit) or write to another disk (--output_dir), then "
-        + (f"resume with --resume_from_checkpoint {last}." if last else "start again.")
+        f"The checkpoint {folder} could not be written: {cause}. What was written of it is removed; {free:,.1f} MiB "
+        "are free there. Make room, keep fewer checkpoints (--save_total_limit) or write to another disk "
+        f"(--output_dir), then {f'resume with --resume_from_checkpoint {last}' if last else 'start again'}."
     )

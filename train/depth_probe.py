@@ -68,10 +68,6 @@ class CosineProbe(TrainerCallback):
 def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[float]]:
     """Mean cosine between input and output of every decoder layer, in order.
 
-    Args:
-        model: The model, with or without adapters, in evaluation mode.
-        batch: Its inputs, on its device: `input_ids`, `attention_mask`, and `pixel_values` where it has images.
-
     Returns:
         `{"visual": [...], "text": [...]}`; a list is empty if the batch has no such tokens.
     """

@@ -43,11 +43,6 @@ def check_checkpoint(
 ) -> NormAlignLlavaConfig:
     """The configuration of the checkpoint to train, with the arm of `training`; no weights are loaded.
 
-    Args:
-        checkpoint: Folder or Hub id.
-        training: The arm and the output folder.
-        revision: Branch, tag or commit of a Hub id.
-
     Raises:
         ValueError: It is not a NormAlign-LLaVA checkpoint, it may not be opened, or it was trained as another arm.
     """
@@ -88,11 +83,6 @@ def load_model(
 ) -> NormAlignLlavaForConditionalGeneration:
     """Loads a checkpoint, by default in float32, as the arm of `training`; if that adds or resets the norm, aligns it.
 
-    Args:
-        checkpoint: Folder or Hub id.
-        training: The arm, the device of a quantized model, and `model_init_kwargs` for `from_pretrained`.
-        quantization_config: How to quantize the language model.
-
     Raises:
         ValueError: What [`check_checkpoint`] raises.
     """
@@ -123,12 +113,7 @@ def arm_of(config: NormAlignLlavaConfig) -> str:
 
 
 def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:
-    """Makes exactly the modules with a learning rate trainable.
-
-    Args:
-        model: The model, with or without adapters; layers under adapters stay frozen.
-        learning_rates: Learning rate of each module.
-    """
+    """Makes exactly the modules with a learning rate trainable; layers under adapters stay frozen."""
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue  # packed 4-bit weights

@@ -54,14 +54,6 @@ def training_record(
     `model_revision` is the commit of a checkpoint from the Hub, `before` the record of the training before this one,
     and `commit` that of this package's code. All processes must call this at the same time. The trainer adds `run`
     (the facts of [`summary`]), and at every save `seconds` and `steps_done`, the optimizer steps so far.
-
-    Args:
-        model: The model, without adapters.
-        commit: The model's commit, if it is from the Hub.
-        args: The run's options.
-        learning_rates: Learning rate of each module.
-        report: How many rows were used and dropped.
-        others: More dataclasses of options.
     """
     loaded = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {}), "revision": None}
     options = {name: value for name, value in _plain(loaded).items() if value is not None}

@@ -36,9 +36,6 @@ from .trainer import NormAlignTrainer
 def main(arguments: Sequence[str] | None = None) -> Path:
     """`normalign train RECIPE.yaml --option value ...`.
 
-    Args:
-        arguments: The command line; by default the process's own.
-
     Returns:
         The folder of the trained checkpoint, or of the adapter.
 

@@ -248,7 +248,7 @@ def test_a_full_disk_is_an_error_with_a_remedy_and_leaves_the_last_checkpoint(ch
         output = tmp_path / str(number)
         assert kind == "OSError"
         assert f"The checkpoint {output / 'checkpoint-4'} could not be written: " in said
-        assert "MiB are free there" in said and "checkpoint-2 takes" in said
+        assert "MiB are free there" in said
         for option in ("--save_total_limit", "--output_dir", f"--resume_from_checkpoint {output / 'checkpoint-2'}"):
             assert option in said
         assert [path.name for path in output.glob("*checkpoint*")] == ["checkpoint-2"]

@@ -442,7 +442,7 @@ def test_what_cannot_be_trained_is_refused_to_all_processes(nightly):
     folder = nightly("ddp")
     for rank in range(2):
         said = seen(folder, "busy", rank)["error"]
-        assert f"Another run is writing to {folder / 'busy'}" in said
+        assert f"Another run is writing to {folder / 'busy'}: process {os.getpid()} on " in said
         said = seen(folder, "refused", rank)["error"]
         assert "global_batch_size 3 is not a multiple of per_device_train_batch_size 1 x 2 process(es)" in said
     assert not (folder / "busy").exists() and not (folder / "refused").exists()
