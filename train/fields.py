@@ -33,7 +33,7 @@ LIGER = "Liger has no kernels for this architecture"
 class TrainingOptions:
     """Of `NormAlignConfig`."""
 
-    output_dir: str | None = option(None, "Folder of the result, checkpoints, samples and card.")
+    output_dir: str = option(None, "Folder of the result, checkpoints, samples and card.")
     stage: Literal["align", "tune"] | None = option(
         None, "The paper's stage, which sets defaults: align (projector, norm) or tune (everything)."
     )

@@ -41,6 +41,7 @@ class Prepared:
 
     Args:
         arguments: Arguments of `SFTTrainer`.
+        hidden: Options that it must not see, to be set again when it has made the trainer.
         learning_rates: The peak learning rate of each module, and where it is from.
         report: How many rows were used and dropped.
         record: What `training.json` has so far.
@@ -48,6 +49,7 @@ class Prepared:
     """
 
     arguments: dict[str, Any]
+    hidden: dict[str, Any]
     learning_rates: dict[str, tuple[float, str]]
     report: DataReport
     record: dict[str, Any]
@@ -61,6 +63,7 @@ def prepare(
     train: Any,
     held_out: Any,
     processor: Any,
+    compute_metrics: Any,
     optimizer: Optimizer | None,
     quantization_config: Any,
     peft_config: PeftConfig | None,
@@ -82,8 +85,8 @@ def prepare(
         for asked in ("bfloat16" if args.bf16 else None, kwargs.get("dtype")):
             warn_if_slow(asked, args.device.type)
     args.gradient_accumulation_steps = accumulation_steps(args)
-    commit = None
-    if not isinstance(model, nn.Module):
+    commit, loaded = None, not isinstance(model, nn.Module)
+    if loaded:
         model, commit = find_checkpoint(model, kwargs.get("revision"), remedy=NO_MODEL)
         args.model_init_kwargs = {**kwargs, "revision": commit}
         model, quantization_config = load_model(model, args, quantization_config), None
@@ -102,6 +105,8 @@ def prepare(
         processor, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free
     )
     check_collator(collator, args)
+    if args.padding_free and compute_metrics is not None:
+        raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
     if report is None:
         need_images = args.stage == "align" or not rates["language"]
         train, held_out, report = checked_datasets(train, held_out, collator, args.max_length, need_images)
@@ -115,13 +120,14 @@ def prepare(
     args.accelerator_config.dispatch_batches = False
     arguments = dict(model=model, args=args, data_collator=collator, train_dataset=train, eval_dataset=held_out)
     arguments |= dict(processing_class=processor, quantization_config=quantization_config, peft_config=peft_config)
-    return Prepared(
-        arguments,
-        learning_rates,
-        report,
-        record=training_record(model, commit, args, rates, report, options),
-        build=read_beside(model.name_or_path, BUILD_RECORD, commit),
-    )
+    record = training_record(model, commit, args, rates, report, options)
+    # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
+    hidden = {"padding_free": args.padding_free, "packing": args.packing}
+    args.padding_free = args.packing = False
+    if loaded:
+        hidden["model_init_kwargs"], args.model_init_kwargs = args.model_init_kwargs, None
+    build = read_beside(model.name_or_path, BUILD_RECORD, commit)
+    return Prepared(arguments, hidden, learning_rates, report, record, build)
 
 
 def check_collator(collator: DataCollator, args: NormAlignConfig) -> None:

@@ -132,18 +132,23 @@ class NormAlignTrainer(PushingTrainer):
         if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
             args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
         suite = [SuiteCallback(args, self.log)] if args.eval_suite else []
-        rows, given = (train_dataset, eval_dataset), (quantization_config, peft_config, report, options)
-        ready = prepare(model, args, data_collator, *rows, processing_class, optimizers[0], *given)
-        if args.padding_free and compute_metrics is not None:
-            raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
+        ready = prepare(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            compute_metrics,
+            optimizers[0],
+            quantization_config,
+            peft_config,
+            report,
+            options,
+        )
         self.learning_rates = {module: value for module, (value, _) in ready.learning_rates.items()}
         self.record, self.build = ready.record, ready.build
         self.clock, self.measurements = Clock(), Measurements(args)
-        # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
-        later = {"padding_free": args.padding_free, "packing": args.packing}
-        args.padding_free = args.packing = False
-        if not isinstance(model, nn.Module):
-            later["model_init_kwargs"], args.model_init_kwargs = args.model_init_kwargs, None
         super().__init__(
             **ready.arguments,
             compute_loss_func=compute_loss_func,
@@ -153,12 +158,13 @@ class NormAlignTrainer(PushingTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        vars(args).update(later)
         self._finish(ready)
 
     def _finish(self, ready: Prepared) -> None:
         """What needs the trainer that TRL has made: the model as it is trained, callbacks, the facts of the run."""
         args, model = self.args, base_model(self.model)
+        for name, value in ready.hidden.items():
+            setattr(args, name, value)
         if ready.arguments["peft_config"] is not None and not is_deepspeed_zero3_enabled():  # it has no quantized base
             train_in_float32(self.model, autocast=args.bf16 or args.fp16)
         freeze(self.model, self.learning_rates)

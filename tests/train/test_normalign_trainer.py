@@ -414,17 +414,6 @@ def test_held_out_rows_metrics_and_examples(tmp_path, checkpoint):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_a_run_in_python_resumes_exactly(tmp_path, checkpoint):
-    saving = dict(save_strategy="steps", save_steps=2, max_steps=4)
-    ends = []
-    for resumed in (False, True):
-        trainer = NormAlignTrainer(str(checkpoint), options(tmp_path, **saving), train_dataset=rows())
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resumed else None)
-        ends.append(weights(trainer.model))
-    assert same(*ends)
-    assert json.loads((tmp_path / "checkpoint-4" / "training.json").read_text())["steps_done"] == 4
-
-
 class Counted(TrainerCallback):
     steps = 0
 

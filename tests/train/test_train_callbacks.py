@@ -6,11 +6,14 @@ import math
 
 import pytest
 import torch
+import training
 from measured import build, logs, make_trainer, rows
 from transformers import TrainerCallback
 
 from normalign_llava.train.callbacks import PARTS
+from normalign_llava.train.depth_probe import CosineProbe
 from normalign_llava.train.model import base_model
+from normalign_llava.train.samples import SampleCallback
 
 
 pytestmark = pytest.mark.slow
@@ -201,13 +204,18 @@ def test_evaluation_does_not_count(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_training_is_bitwise_the_same_with_and_without(checkpoint, tmp_path, rank):
+def test_training_is_bitwise_the_same_with_all_that_watches_it(checkpoint, tmp_path, rank):
     runs = []
     for measure in (False, True):
-        trainer = make_trainer(checkpoint, tmp_path, rank=rank, measure=measure, dropout=0.3)
+        evaluated = dict(eval_strategy="steps", eval_steps=1, eval_rows=rows(2))
+        trainer = make_trainer(checkpoint, tmp_path, rank=rank, measure=measure, dropout=0.3, **evaluated)
+        if measure:
+            batch = trainer.data_collator(list(trainer.train_dataset.select(range(2))))
+            trainer.add_callback(CosineProbe((0, 1, 2), batch))
+            trainer.add_callback(SampleCallback(training.rows(2), 8, 1000))
         trainer.train()
         runs.append((trainer.model.state_dict(), [entry["loss"] for entry in logs(trainer)]))
-    (plain, losses), (measured, same_losses) = runs
-    assert losses == same_losses
-    assert plain.keys() == measured.keys()
-    assert all(torch.equal(plain[name], measured[name]) for name in plain)
+    assert (tmp_path / "samples").exists() and (tmp_path / "dynamics.jsonl").exists()
+    (plain, losses), (watched, same_losses) = runs
+    assert losses == same_losses and plain.keys() == watched.keys()
+    assert all(torch.equal(plain[name], watched[name]) for name in plain)
