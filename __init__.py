@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         NormAlignLlavaModel,
         mean_embedding_norm,
     )
-    from .train.arguments import NormAlignConfig
+    from .train.options.arguments import NormAlignConfig
     from .train.trainer import NormAlignTrainer
 
 

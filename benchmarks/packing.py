@@ -102,9 +102,9 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
 
     from normalign_llava.data.arguments import DataArguments
     from normalign_llava.data.mixtures import load_data
-    from normalign_llava.train.adapter import language_adapter
-    from normalign_llava.train.arguments import ModelArguments, NormAlignConfig
-    from normalign_llava.train.model import freeze
+    from normalign_llava.train.modules.adapter import language_adapter
+    from normalign_llava.train.modules.model import freeze
+    from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
     from normalign_llava.train.trainer import NormAlignTrainer
 
     checkpoint = str(folder / "checkpoint")
@@ -167,8 +167,8 @@ def lengths_of(folder: Path) -> list[int]:
 
 def passes_of(variant: str, lengths: list[int], rank: int) -> list[list[int]]:
     """The rows of each forward pass of one of `PROCESSES` processes, in the whole steps of an epoch."""
-    from normalign_llava.train.packing import BalancedSampler
-    from normalign_llava.train.sampler import ModalityLengthGroupedSampler
+    from normalign_llava.train.batches.packing import BalancedSampler
+    from normalign_llava.train.batches.sampler import ModalityLengthGroupedSampler
 
     accumulation = ROWS_PER_STEP // PROCESSES // ROWS_PER_PASS
     order = SeedableRandomSampler(range(len(lengths)), data_seed=0)

@@ -117,9 +117,9 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
 
     from normalign_llava.data.arguments import DataArguments
     from normalign_llava.data.mixtures import load_data
-    from normalign_llava.train.adapter import language_adapter
-    from normalign_llava.train.arguments import ModelArguments, NormAlignConfig
-    from normalign_llava.train.model import base_model, eval_frozen, freeze
+    from normalign_llava.train.modules.adapter import language_adapter
+    from normalign_llava.train.modules.model import base_model, eval_frozen, freeze
+    from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
     from normalign_llava.train.trainer import NormAlignTrainer
 
     class AllScoredTrainer(NormAlignTrainer):

@@ -25,7 +25,7 @@ from ..data.fetch import fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import answer_each, ask_clean_process
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..train.lock import LOCK, OWNER, only_run
+from ..train.keeping.lock import LOCK, OWNER, only_run
 from .compare import BASELINE, OURS, diagnose_once, read_report
 from .convert import convert_language, convert_vision
 from .display import draw_images, print_parts, print_results, versions

@@ -14,7 +14,7 @@ from normalign_llava import __version__
 from normalign_llava.cli import app
 from normalign_llava.errors import install
 from normalign_llava.train.command import SHOWN
-from normalign_llava.train.options import option_parser
+from normalign_llava.train.options.parsing import option_parser
 
 
 def invoke(*arguments):

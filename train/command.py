@@ -20,7 +20,7 @@ from rich.table import Table
 from ..checkpoint.find import find_checkpoint
 from ..data.arguments import DataArguments, DataSource, check_choice
 from ..errors import check_installed
-from .fields import ModelOptions, TrainingOptions, check_given, choices
+from .options.fields import ModelOptions, TrainingOptions, check_given, choices
 
 
 RECIPES = files(__package__) / "recipes"

@@ -34,26 +34,26 @@ from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
 from ..data.images import ImageRules, image_problem
 from ..data.reports import DataReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .adapter import train_in_float32
-from .callbacks import Measurements
-from .checkpoints import writing_checkpoint
-from .collator import ConversationCollator
-from .deepspeed import keep_float32
-from .depth_probe import CosineProbe
-from .extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
-from .finite import FiniteCheck
-from .inputs import Prepared, checked_rows, normalign_config, prepare
-from .model import MODULES, base_model, eval_frozen, freeze, module_of
-from .packing import BalancedSampler, packed_stream
-from .padding_free import ROW_LENGTHS, PackedAttentionCheck
-from .progress import show_lines
+from .batches.collator import ConversationCollator
+from .batches.packing import BalancedSampler, packed_stream
+from .batches.padding_free import ROW_LENGTHS, PackedAttentionCheck
+from .batches.sampler import ModalityLengthGroupedSampler
+from .callbacks.depth_probe import CosineProbe
+from .callbacks.finite import FiniteCheck
+from .callbacks.measurements import Measurements
+from .callbacks.progress import show_lines
+from .callbacks.samples import SampleCallback
+from .callbacks.suite import SuiteCallback
+from .keeping.checkpoints import writing_checkpoint
+from .keeping.record import Clock
+from .keeping.summary import summary
+from .modules.adapter import train_in_float32
+from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
+from .modules.model import MODULES, base_model, eval_frozen, freeze, module_of
+from .modules.sharding import fill_gradients, name_as_unsharded, name_fsdp_units
+from .options.deepspeed import keep_float32
+from .prepare import Prepared, checked_rows, normalign_config, prepare
 from .push import PushingTrainer
-from .record import Clock
-from .sampler import ModalityLengthGroupedSampler
-from .samples import SampleCallback
-from .sharding import fill_gradients, name_as_unsharded, name_fsdp_units
-from .suite import SuiteCallback
-from .summary import summary
 
 
 OVERRIDDEN = (

@@ -24,7 +24,7 @@ from normalign_llava.assembly.adapter_settings import BASE_QUANTIZATIONS
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.cli import BaseQuantization
-from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.batches.collator import ConversationCollator
 
 
 pytestmark = pytest.mark.slow
@@ -382,7 +382,7 @@ def test_what_is_no_adapter_is_refused(bases, tmp_path):
 
 LIMITED = """
 import resource, sys
-from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.batches.collator import ConversationCollator
 from normalign_llava.assembly.merge import merge_adapter
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

@@ -25,7 +25,7 @@ from normalign_llava.data.easy_vqa import (
 )
 from normalign_llava.data.mixtures import load_data
 from normalign_llava.quickstart.convert import convert_language, convert_vision
-from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.batches.collator import ConversationCollator
 
 
 pytestmark = [pytest.mark.usefixtures("archives"), pytest.mark.slow]

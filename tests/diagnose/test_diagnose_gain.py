@@ -13,7 +13,7 @@ from training import checkpoint, trainer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, GraniteConfig
 
 from normalign_llava.diagnose.measure.gain_table import gain_of
-from normalign_llava.train.callbacks import norm_values
+from normalign_llava.train.callbacks.measurements import norm_values
 
 
 def norm_of(model):

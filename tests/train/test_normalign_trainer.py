@@ -34,10 +34,10 @@ from normalign_llava import (
 )
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.data.arguments import DataArguments
-from normalign_llava.train.arguments import ModelArguments
-from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.inputs import normalign_config
-from normalign_llava.train.model import base_model, module_of
+from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.modules.model import base_model, module_of
+from normalign_llava.train.options.arguments import ModelArguments
+from normalign_llava.train.prepare import normalign_config
 from normalign_llava.train.run import main, train
 
 

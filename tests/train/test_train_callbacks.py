@@ -10,10 +10,10 @@ import training
 from measured import build, logs, make_trainer, rows
 from transformers import TrainerCallback
 
-from normalign_llava.train.callbacks import PARTS
-from normalign_llava.train.depth_probe import CosineProbe
-from normalign_llava.train.model import base_model
-from normalign_llava.train.samples import SampleCallback
+from normalign_llava.train.callbacks.depth_probe import CosineProbe
+from normalign_llava.train.callbacks.measurements import PARTS
+from normalign_llava.train.callbacks.samples import SampleCallback
+from normalign_llava.train.modules.model import base_model
 
 
 pytestmark = pytest.mark.slow
@@ -103,7 +103,7 @@ def test_gradient_norms_are_those_before_clipping(checkpoint, tmp_path, rank, ma
 @pytest.mark.parametrize("sample", [2**16, 50])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_update_ratios_are_those_of_the_weights(checkpoint, tmp_path, monkeypatch, rank, sample):
-    monkeypatch.setattr("normalign_llava.train.callbacks.SAMPLE", sample)
+    monkeypatch.setattr("normalign_llava.train.callbacks.measurements.SAMPLE", sample)
     trainer = make_trainer(checkpoint, tmp_path, rank=rank, max_steps=1)
     trainer.train()
     after, entry = trained(trainer.model), logs(trainer)[0]

@@ -21,8 +21,8 @@ from trl import SFTConfig, SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.build import build_checkpoint
-from normalign_llava.train.checkpoints import missing_from, newest_complete, writing_checkpoint
-from normalign_llava.train.resume import resolve_resume
+from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, writing_checkpoint
+from normalign_llava.train.keeping.resume import resolve_resume
 
 
 pytestmark = pytest.mark.slow

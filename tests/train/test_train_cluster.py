@@ -14,7 +14,7 @@ import training
 from paths import DOCS, ROOT
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.arguments import STAGES
+from normalign_llava.train.options.arguments import STAGES
 
 
 PAGE = DOCS / "cluster.md"

@@ -12,7 +12,7 @@ from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
 from normalign_llava.data.rows import DroppedRows, canonical_row
-from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.batches.collator import ConversationCollator
 
 
 def row(raw, number=0) -> dict:

@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows import DroppedRows
-from normalign_llava.train.callbacks import PARTS
-from normalign_llava.train.checkpoints import missing_from
+from normalign_llava.train.callbacks.measurements import PARTS
+from normalign_llava.train.keeping.checkpoints import missing_from
+from normalign_llava.train.keeping.lock import only_run
 from normalign_llava.train.launch import CONFIGS, LAUNCHER, launch
-from normalign_llava.train.lock import only_run
 
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
-from normalign_llava.train.checkpoints import missing_from
-from normalign_llava.train.model import base_model, projector_norm
+from normalign_llava.train.keeping.checkpoints import missing_from
+from normalign_llava.train.modules.model import base_model, projector_norm
 
 
 pytestmark = pytest.mark.slow

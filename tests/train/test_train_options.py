@@ -13,11 +13,11 @@ from documented import PAGE, page_from_fields
 from trl import SFTConfig
 
 from normalign_llava.train import run
-from normalign_llava.train.arguments import ModelArguments, NormAlignConfig
-from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.fields import REFUSED, TrainingOptions
-from normalign_llava.train.inputs import normalign_config
-from normalign_llava.train.options import accumulation_steps
+from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
+from normalign_llava.train.options.fields import REFUSED, TrainingOptions
+from normalign_llava.train.options.parsing import accumulation_steps
+from normalign_llava.train.prepare import normalign_config
 from normalign_llava.train.trainer import NormAlignTrainer
 
 

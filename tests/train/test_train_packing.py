@@ -10,10 +10,10 @@ from datasets import Dataset
 from torch.utils.data import BatchSampler
 from transformers import AutoProcessor
 
-from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.options import accumulation_steps
-from normalign_llava.train.packing import BalancedSampler, balanced, packed_stream
-from normalign_llava.train.padding_free import PackedAttentionCheck
+from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.batches.packing import BalancedSampler, balanced, packed_stream
+from normalign_llava.train.batches.padding_free import PackedAttentionCheck
+from normalign_llava.train.options.parsing import accumulation_steps
 from normalign_llava.train.trainer import NormAlignTrainer
 
 

@@ -10,8 +10,8 @@ import torch
 from measured import build, make_trainer
 from trl import SFTConfig
 
-from normalign_llava.train.depth_probe import DYNAMICS, CosineProbe, evaluating, layer_cosines
-from normalign_llava.train.model import base_model
+from normalign_llava.train.callbacks.depth_probe import DYNAMICS, CosineProbe, evaluating, layer_cosines
+from normalign_llava.train.modules.model import base_model
 
 
 pytestmark = pytest.mark.slow

@@ -16,9 +16,9 @@ import training
 from documented import documented
 from transformers import TrainerCallback, TrainerState
 
-from normalign_llava.train.callbacks import PARTS
-from normalign_llava.train.depth_probe import CosineProbe
-from normalign_llava.train.progress import COLUMNS, Bars, ProgressLines
+from normalign_llava.train.callbacks.depth_probe import CosineProbe
+from normalign_llava.train.callbacks.measurements import PARTS
+from normalign_llava.train.callbacks.progress import COLUMNS, Bars, ProgressLines
 
 
 pytestmark = pytest.mark.slow

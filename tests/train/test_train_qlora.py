@@ -5,10 +5,10 @@ from safetensors import safe_open
 from transformers import AutoProcessor
 from trl import SFTTrainer, get_peft_config
 
-from normalign_llava.train.adapter import language_adapter
-from normalign_llava.train.arguments import ModelArguments
-from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.model import base_model, load_model, projector_norm
+from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.modules.adapter import language_adapter
+from normalign_llava.train.modules.model import base_model, load_model, projector_norm
+from normalign_llava.train.options.arguments import ModelArguments
 
 
 pytestmark = pytest.mark.slow

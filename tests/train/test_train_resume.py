@@ -17,7 +17,7 @@ import yaml
 from paths import HELPERS
 from safetensors.torch import load_file
 
-from normalign_llava.train.options import parse
+from normalign_llava.train.options.parsing import parse
 from normalign_llava.train.run import main
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
-from normalign_llava.train.model import arm_of
+from normalign_llava.train.modules.model import arm_of
 from normalign_llava.train.run import main
 
 

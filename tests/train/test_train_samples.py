@@ -11,8 +11,8 @@ from measured import build, make_trainer, tensorboard
 from measured import rows as training_rows
 from PIL import Image
 
-from normalign_llava.train.model import base_model
-from normalign_llava.train.samples import SampleCallback
+from normalign_llava.train.callbacks.samples import SampleCallback
+from normalign_llava.train.modules.model import base_model
 
 
 pytestmark = pytest.mark.slow

@@ -4,9 +4,9 @@ import yaml
 from transformers import get_scheduler
 from trl import SFTConfig
 
-from normalign_llava.train.arguments import WITHOUT_WARMUP, NormAlignConfig
 from normalign_llava.train.command import RECIPES, recipe_file
-from normalign_llava.train.options import accumulation_steps, parse
+from normalign_llava.train.options.arguments import WITHOUT_WARMUP, NormAlignConfig
+from normalign_llava.train.options.parsing import accumulation_steps, parse
 
 
 BASE = ["--model_name_or_path", "model", "--dataset_name", "data", "--bf16", "false"]

@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig, TrainerCallback
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.reports import DataReport, SourceReport
-from normalign_llava.train.summary import memory, modules, render, summary
+from normalign_llava.train.keeping.summary import memory, modules, render, summary
 
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from trl import SFTTrainer
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
-from normalign_llava.train.model import base_model, eval_frozen, load_model, module_of
+from normalign_llava.train.modules.model import base_model, eval_frozen, load_model, module_of
 
 
 pytestmark = pytest.mark.slow

@@ -32,7 +32,7 @@ from trl import (
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.train.model import module_of
+from normalign_llava.train.modules.model import module_of
 
 
 pytestmark = pytest.mark.slow

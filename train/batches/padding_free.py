@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from .depth_probe import evaluating
+from ..callbacks.depth_probe import evaluating
 
 
 ROW_LENGTHS = "row_lengths"

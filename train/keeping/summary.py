@@ -17,9 +17,9 @@ from rich.text import Text
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from ..data.reports import DataReport
-from ..data.rows import DroppedRows
-from .model import module_of
+from ...data.reports import DataReport
+from ...data.rows import DroppedRows
+from ..modules.model import module_of
 
 
 ROWS = {

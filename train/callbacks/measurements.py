@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from ..diagnose.measure.families import decoder_layers
-from ..diagnose.measure.positions import token_positions
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, _gathered, gain_magnitude
-from .model import base_model, module_of, projector_norm
+from ...diagnose.measure.families import decoder_layers
+from ...diagnose.measure.positions import token_positions
+from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, _gathered, gain_magnitude
+from ..modules.model import base_model, module_of, projector_norm
 
 
 PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
-from ..checkpoint.files import read_json
-from ..checkpoint.names import ADAPTER_CONFIG, TRAINING_RECORD
-from ..errors import Console
+from ...checkpoint.files import read_json
+from ...checkpoint.names import ADAPTER_CONFIG, TRAINING_RECORD
+from ...errors import Console
 from .checkpoints import checkpoints_in, is_complete, missing_from, newest_complete
 
 

@@ -13,7 +13,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .model import module_of
 
 

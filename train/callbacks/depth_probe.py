@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
-from ..checkpoint.files import finished_file
-from ..checkpoint.names import DYNAMICS
-from ..diagnose.measure.depth import DepthProbe
-from ..diagnose.measure.families import decoder_layers
-from ..diagnose.measure.positions import token_positions
-from ..diagnose.measure.probe import evaluating as in_evaluation_mode
-from ..diagnose.report import KINDS
-from .model import base_model
+from ...checkpoint.files import finished_file
+from ...checkpoint.names import DYNAMICS
+from ...diagnose.measure.depth import DepthProbe
+from ...diagnose.measure.families import decoder_layers
+from ...diagnose.measure.positions import token_positions
+from ...diagnose.measure.probe import evaluating as in_evaluation_mode
+from ...diagnose.report import KINDS
+from ..modules.model import base_model
 
 
 class CosineProbe(TrainerCallback):

@@ -23,13 +23,13 @@ from ..checkpoint.provenance import read_beside
 from ..data.mixtures import prepare_rows
 from ..data.reports import DataReport, SourceReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .adapter import language_adapter
-from .arguments import NormAlignConfig
-from .collator import ConversationCollator
+from .batches.collator import ConversationCollator
 from .command import NO_MODEL
-from .model import MODULES, arm_of, check_architecture, load_model, module_of, projector_norm
-from .options import accumulation_steps, check_stream
-from .record import training_record
+from .keeping.record import training_record
+from .modules.adapter import language_adapter
+from .modules.model import MODULES, arm_of, check_architecture, load_model, module_of, projector_norm
+from .options.arguments import NormAlignConfig
+from .options.parsing import accumulation_steps, check_stream
 
 
 logger = get_logger(__name__)  # logs in one process only

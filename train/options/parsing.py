@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from trl import TrlParser
 
-from ..data.arguments import DataArguments
+from ...data.arguments import DataArguments
+from ..command import USAGE, with_recipe_file
 from .arguments import ModelArguments, NormAlignConfig
-from .command import USAGE, with_recipe_file
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAlignConfig, ModelArguments]:

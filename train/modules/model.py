@@ -12,17 +12,17 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..assembly.build import ARMS
-from ..assembly.parts import check_feature_layer, load_part
-from ..checkpoint.find import find_checkpoint
-from ..checkpoint.limits import SETTINGS_BYTES
-from ..checkpoint.loading import loading
-from ..checkpoint.names import TRAINING_RECORD
-from ..checkpoint.untrusted import check_files, check_weights
-from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .arguments import NormAlignConfig
-from .command import NO_MODEL
+from ...assembly.build import ARMS
+from ...assembly.parts import check_feature_layer, load_part
+from ...checkpoint.find import find_checkpoint
+from ...checkpoint.limits import SETTINGS_BYTES
+from ...checkpoint.loading import loading
+from ...checkpoint.names import TRAINING_RECORD
+from ...checkpoint.untrusted import check_files, check_weights
+from ...configuration_normalign_llava import NormAlignLlavaConfig
+from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..command import NO_MODEL
+from ..options.arguments import NormAlignConfig
 
 
 MODULES = ("language", "projector", "norm", "vision")

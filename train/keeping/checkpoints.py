@@ -17,8 +17,8 @@ from zipfile import is_zipfile
 
 from safetensors import SafetensorError, safe_open
 
-from ..checkpoint.files import read_json, write_failure
-from ..checkpoint.names import STATE
+from ...checkpoint.files import read_json, write_failure
+from ...checkpoint.names import STATE
 
 
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")

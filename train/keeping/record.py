@@ -16,13 +16,13 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, TrainerCallback
 
-from .. import __version__
-from ..assembly.build import ARM_FIELDS
-from ..checkpoint.names import TRAINING_RECORD
-from ..checkpoint.provenance import code_commit, hardware, read_beside
-from ..data.reports import DataReport
-from .arguments import BOTH_STAGES, STAGES, NormAlignConfig
-from .model import arm_of
+from ... import __version__
+from ...assembly.build import ARM_FIELDS
+from ...checkpoint.names import TRAINING_RECORD
+from ...checkpoint.provenance import code_commit, hardware, read_beside
+from ...data.reports import DataReport
+from ..modules.model import arm_of
+from ..options.arguments import BOTH_STAGES, STAGES, NormAlignConfig
 
 
 MAY_CHANGE = (

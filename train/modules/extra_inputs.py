@@ -7,7 +7,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import LlavaProcessor
 
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
 
 ANSWERS = "answers"

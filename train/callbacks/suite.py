@@ -12,10 +12,10 @@ import numpy as np
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from ..errors import install
-from .arguments import NormAlignConfig
+from ...errors import install
+from ..modules.model import base_model
+from ..options.arguments import NormAlignConfig
 from .depth_probe import evaluating
-from .model import base_model
 from .progress import print_at_step
 
 
@@ -31,7 +31,7 @@ def suite_tasks(args: NormAlignConfig) -> "tuple[list[str], TaskManager]":
             or the extra `evaluate` is not installed.
     """
     try:
-        from ..evaluate.engine import SUITES, chosen_tasks
+        from ...evaluate.engine import SUITES, chosen_tasks
     except ModuleNotFoundError as error:
         raise ValueError(f"eval_suite needs the package {error.name}. {install('evaluate')}.") from error
     if args.eval_strategy == IntervalStrategy.NO and not args.eval_steps:
@@ -58,7 +58,7 @@ class SuiteCallback(TrainerCallback):
 
     def __init__(self, args: NormAlignConfig, log: Callable[[dict[str, float]], None]):
         tasks, manager = suite_tasks(args)
-        from ..evaluate.engine import load_task
+        from ...evaluate.engine import load_task
 
         self.log = log
         self.tasks = {}
@@ -81,7 +81,7 @@ class SuiteCallback(TrainerCallback):
         self._evaluate(args, state, **kwargs)
 
     def _evaluate(self, args, state, model, processing_class, **kwargs) -> None:
-        from ..evaluate.engine import MultimodalLM, sample_scores
+        from ...evaluate.engine import MultimodalLM, sample_scores
 
         if self._last_step == state.global_step:
             return  # there are several sets of held-out rows

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from .arguments import NormAlignConfig
-from .checkpoints import newest_complete
-from .model import base_model, projector_norm
+from ..keeping.checkpoints import newest_complete
+from ..modules.model import base_model, projector_norm
+from ..options.arguments import NormAlignConfig
 
 
 logger = get_logger(__name__)  # logs in one process only
