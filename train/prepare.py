@@ -148,9 +148,6 @@ def normalign_config(args: TrainingArguments | None, model: Any) -> NormAlignCon
 
     The loss is on the assistant's turns even if `assistant_only_loss` is false, with a warning: on every token, image
     tokens would be labels. Rows longer than `max_length` are dropped, not cut. `packing` keeps the rows of each step.
-
-    Raises:
-        ValueError: What `NormAlignConfig` raises.
     """
     if args is None:
         return NormAlignConfig(f"{Path(str(getattr(model, 'name_or_path', model))).name}-SFT")

@@ -17,7 +17,6 @@ from PIL import Image
 from training import SHORT, moved, weights
 from transformers import (
     AutoProcessor,
-    BitsAndBytesConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     TrainerCallback,
@@ -35,7 +34,7 @@ from normalign_llava import (
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.data.arguments import DataArguments
 from normalign_llava.train.batches.collator import ConversationCollator
-from normalign_llava.train.modules.model import base_model, module_of
+from normalign_llava.train.modules.model import module_of
 from normalign_llava.train.options.arguments import ModelArguments
 from normalign_llava.train.prepare import normalign_config
 from normalign_llava.train.run import main, train
@@ -263,16 +262,6 @@ def test_every_option_of_trl_arrives(tmp_path):
     )
 
 
-def test_what_an_sftconfig_may_not_set_is_refused_or_warned_of(tmp_path, checkpoint, caplog):
-    args = SFTConfig(str(tmp_path), **SHORT, packing=True, packing_strategy="wrapped")
-    with pytest.raises(ValueError, match="packing_strategy cannot be used here"):
-        NormAlignTrainer(str(checkpoint), args, train_dataset=rows())
-    for option in ("padding_free", "packing"):
-        args = SFTConfig(str(tmp_path), **SHORT, **{option: True})
-        assert NormAlignTrainer(str(checkpoint), args, train_dataset=rows()).data_collator.padding_free
-    assert "assistant_only_loss is False, but the loss is on the assistant's turns alone" in caplog.text
-
-
 def test_rows_that_are_too_long_are_dropped_and_bad_ones_named(tmp_path, checkpoint, caplog):
     data = [messages(number) for number in range(4)]
     data[2]["messages"][0]["content"][1]["text"] = "long " * 40
@@ -369,20 +358,6 @@ def test_adapters_that_cannot_be_are_refused_by_name(tmp_path, checkpoint, model
         NormAlignTrainer(model, frozen, train_dataset=rows(), peft_config=ALL_LINEAR)
     with pytest.raises(ValueError, match="has adapters. Give it without them and peft_config, or merge them first"):
         NormAlignTrainer(get_peft_model(model, ALL_LINEAR), options(tmp_path), train_dataset=rows())
-
-
-def test_a_quantized_base_under_adapters_is_recorded_and_merges(tmp_path, checkpoint):
-    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    adapters = LoraConfig(r=2, target_modules="all-linear")
-    trainer = NormAlignTrainer(
-        str(checkpoint), options(tmp_path), train_dataset=rows(), peft_config=adapters, quantization_config=quantized
-    )
-    norm = base_model(trainer.model).model.multi_modal_projector.norm
-    before = norm.weight.detach().clone()
-    trainer.train()
-    trainer.save_model()
-    assert norm.weight.dtype == torch.float32 and (norm.weight != before).all()
-    assert merge_adapter(tmp_path, tmp_path / "merged").quantization is not None
 
 
 def test_held_out_rows_metrics_and_examples(tmp_path, checkpoint):

@@ -212,7 +212,6 @@ def test_a_folder_made_for_a_run_that_is_refused_is_gone(tmp_path, parts):
     "options",
     [
         dict(max_steps=-1, num_train_epochs=1),
-        dict(max_steps=2, dataset_streaming=True, shuffle_buffer_size=5),
         dict(max_steps=2, use_peft=True, load_in_4bit=True, dtype="bfloat16", bf16=True),
     ],
 )
@@ -280,9 +279,3 @@ def test_a_run_begins_again_only_as_resumed_and_what_does_not_change_it_may_chan
         main([str(file), "--output_dir", str(out)])
     main([str(file), "--output_dir", str(out), "--resume_from_checkpoint", "--save_steps", "1"])
     assert (out / "checkpoint-4").exists()
-
-
-def test_a_stream_needs_max_steps(tmp_path, parts):
-    file = recipe(tmp_path / "run", parts, max_steps=-1, dataset_streaming=True)
-    with pytest.raises(ValueError, match="no length. Set max_steps"):
-        main([str(file), "--output_dir", str(tmp_path / "out")])

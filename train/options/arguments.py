@@ -155,12 +155,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             raise ValueError("tokens_per_device divides the rows of a step. Set global_batch_size, or a stage.")
 
     def learning_rates(self, use_peft: bool) -> dict[str, float]:
-        """The peak learning rate of each module; 0 if it is frozen.
-
-        Args:
-            use_peft: Whether adapters are trained in place of the language model. The vision tower is then frozen
-                unless it was given a learning rate.
-        """
+        """The peak learning rate of each module; 0 if it is frozen, as by default the vision tower with adapters."""
         return {module: value for module, (value, _) in self.explained_learning_rates(use_peft).items()}
 
     def explained_learning_rates(self, use_peft: bool) -> dict[str, tuple[float, str]]:
