@@ -38,6 +38,7 @@ from normalign_llava.train.modules.model import module_of
 from normalign_llava.train.options.arguments import ModelArguments
 from normalign_llava.train.prepare import normalign_config
 from normalign_llava.train.run import main, train
+from normalign_llava.train.trainer import OVERRIDDEN
 
 
 pytestmark = pytest.mark.slow
@@ -94,6 +95,12 @@ def test_it_takes_what_sfttrainer_takes_in_the_same_order():
     assert list(ours)[: len(theirs)] == list(theirs)
     for name, parameter in theirs.items():
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
+
+
+def test_the_private_methods_that_are_overridden_are_listed():
+    classes = NormAlignTrainer.__mro__[: NormAlignTrainer.__mro__.index(SFTTrainer)]
+    own = {name for cls in classes for name in vars(cls) if name.startswith("_") and not name.startswith("__")}
+    assert own & set(dir(SFTTrainer)) == set(OVERRIDDEN)
 
 
 def test_rows_of_every_form_are_the_same_rows_and_train_every_module(tmp_path, checkpoint):
