@@ -155,9 +155,7 @@ def test_without_options_it_trains_on_a_cpu_by_trls_defaults(tmp_path, checkpoin
         (SFTConfig, {"bf16": False, "model_init_kwargs": {"dtype": torch.bfloat16}}, False),
     ],
 )
-def test_bfloat16_that_was_asked_for_is_obeyed_with_one_line_where_it_is_slow(
-    tmp_path, model, processor, caplog, make, given, bf16
-):
+def test_bfloat16_is_obeyed_with_a_warning_where_it_is_slow(tmp_path, model, processor, caplog, make, given, bf16):
     plain = {name: value for name, value in SHORT.items() if name != "bf16"}
     for ratio in (0.3, 5.0):
         processor(ratio)

@@ -63,9 +63,7 @@ def loaded(checkpoint, attention="sdpa"):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("images", [IMAGES, [0, 0, 0], [1]])
-def test_loss_of_every_row_and_gradient_of_every_parameter_are_those_of_the_padded_batch(
-    checkpoint, attention, images
-):
+def test_losses_and_gradients_are_those_of_the_padded_batch(checkpoint, attention, images):
     rows = training.rows(len(images), images=lambda number: images[number])
     assert_same(loaded(checkpoint, attention), *batches(checkpoint, rows))
 

@@ -93,7 +93,7 @@ def run(written, tmp_path):
         ("trainer_state.json", "trainer_state"),
     ],
 )
-def test_a_checkpoint_is_complete_until_a_file_is_missing_that_the_trainer_would_not_miss(run, name, said):
+def test_a_file_that_the_trainer_would_not_miss_is_missed(run, name, said):
     folder = run / "checkpoint-4"
     assert missing_from(folder, 1) == []
     (folder / name).unlink()
@@ -198,7 +198,7 @@ def test_an_earlier_folder_does_not_mix_with_the_new_one(run):
         assert raised.value is error and folder.exists()
 
 
-def test_a_disk_that_is_full_after_a_checkpoint_is_complete_does_not_cost_it(run):
+def test_a_disk_that_is_full_later_does_not_cost_a_checkpoint(run):
     folder = run / "checkpoint-4"
     with pytest.raises(OSError, match="No space left"), writing_checkpoint(folder, 1):
         shutil.copytree(run / "checkpoint-2", folder)
@@ -222,7 +222,7 @@ CHILD = """
 """
 
 
-def test_a_full_disk_is_an_error_with_a_remedy_and_leaves_the_last_checkpoint(untrained, tmp_path):
+def test_a_full_disk_leaves_the_last_checkpoint_and_names_a_remedy(untrained, tmp_path):
     weights = (untrained / "large" / "model.safetensors").stat().st_size
     # The first file that cannot be written is text, the weights, or the optimizer's, which is twice as large.
     limits = {300: "OSError", weights // 2: "SafetensorError", weights * 3 // 2: "RuntimeError"}

@@ -322,7 +322,7 @@ def test_packing_changes_no_step(mode, nightly):
 
 
 @pytest.mark.nightly
-def test_a_run_of_two_processes_is_resumed_in_the_order_of_its_epoch(nightly):
+def test_two_processes_resume_in_the_order_of_their_epoch(nightly):
     folder = nightly("ddp")
     assert_same_run(folder / "grouped epochs resumed", folder / "grouped epochs", weights=0, figures=0)
 
@@ -449,7 +449,7 @@ def test_what_cannot_be_trained_is_refused_to_all_processes(nightly):
 
 
 @pytest.mark.nightly
-def test_the_command_starts_as_many_processes_as_the_file_says_and_a_bad_row_on_one_ends_all(room, tmp_path):
+def test_a_bad_row_on_one_process_ends_all_that_were_started(room, tmp_path):
     (tmp_path / "recipe.yaml").write_text("stage: tune\n")
     own = tmp_path / "own.yaml"
     own.write_text(Path(str(CONFIGS / "ddp.yaml")).read_text() + "num_processes: 2\n")

@@ -40,7 +40,7 @@ def test_defaults_of_refused_options_are_those_of_trl():
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_an_option_that_would_do_nothing_or_harm_is_refused_with_the_reason(tmp_path, name):
+def test_an_option_that_does_nothing_or_harm_is_refused(tmp_path, name):
     default = FIELDS[name].default
     others = {"completion_only_loss": (True, False), "include_num_input_tokens_seen": (True, "all")}
     for other in others.get(name, ({"a": 1}, "other") if default is None else (not default,)):
@@ -70,7 +70,7 @@ ONE_LEARNING_RATE = "would train every module at one learning rate. Remove it: "
         ({"bf16": {"enabled": True}}, "bf16 is True in the configuration .* option bf16 is False. Remove it there"),
     ],
 )
-def test_a_deepspeed_configuration_that_would_not_do_what_the_options_say_is_refused(tmp_path, section, error):
+def test_a_deepspeed_configuration_that_contradicts_options_is_refused(tmp_path, section, error):
     zero = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto", **section}
     with pytest.raises(ValueError, match=error):
         config(tmp_path, deepspeed=zero)

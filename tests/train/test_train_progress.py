@@ -104,7 +104,7 @@ def test_no_value_makes_a_line_longer_than_80_columns(capsys):
     assert capsys.readouterr().out.split() == ["1234567/1234567", "1", "-", "-", "-", "-", "-", "0:00:00"]
 
 
-def test_every_key_that_is_logged_is_documented_and_every_documented_key_is_logged(tmp_path, checkpoint):
+def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
     keys = set()
     for options in ({}, dict(use_peft=True)):
         trainer = run(tmp_path, checkpoint, vision_learning_rate=1e-3, max_grad_norm=1e-3, **options)
@@ -115,7 +115,7 @@ def test_every_key_that_is_logged_is_documented_and_every_documented_key_is_logg
     assert keys == {key.replace("PART", part) for key in said for part in PARTS}
 
 
-def test_nothing_is_shown_that_nobody_can_act_on_and_nothing_wider_than_the_terminal(tmp_path, checkpoint):
+def test_a_run_shows_no_foreign_warnings_and_no_wide_lines(tmp_path, checkpoint):
     train_data.write_json(tmp_path / "data", [train_data.llava("<image>\nwhat?", "red", "red.png") for _ in range(4)])
     words = ["--stage", "tune", "--model_name_or_path", checkpoint, "--dataset_name", tmp_path / "data" / "data.json"]
     words += ["--use_peft", "--load_in_4bit", "--dtype", "bfloat16", "--max_steps", 2, "--global_batch_size", 2]

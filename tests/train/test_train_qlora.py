@@ -52,7 +52,7 @@ def test_gain_and_bias_are_float32_with_float32_optimizer_state_and_adapter_file
     assert any(torch.equal(tensor, norm.weight) for tensor in saved.values())
 
 
-def test_gain_and_bias_move_at_2e_6_where_stock_trl_moves_them_by_exactly_nothing(tmp_path, checkpoint):
+def test_gain_and_bias_move_at_2e_6_and_in_stock_trl_do_not(tmp_path, checkpoint):
     options = dict(learning_rate=2e-6, max_steps=2, lr_scheduler_type="constant")
     trainer = training.trainer(tmp_path / "ours", checkpoint, **QLORA, **options)
     before = gain_and_bias(trainer.model)

@@ -131,7 +131,7 @@ def test_a_stopped_run_says_what_is_lost_and_how_to_resume(prepared, tmp_path, p
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "model.safetensors"])
-def test_a_damaged_file_of_a_checkpoint_is_an_error_that_names_the_checkpoint(tmp_path, parts, name):
+def test_a_file_that_was_cut_off_is_named_before_resuming(tmp_path, parts, name):
     file, output = recipe(tmp_path / "run", parts, max_steps=2), tmp_path / "out"
     main([str(file), "--output_dir", str(output)])
     damaged = output / "checkpoint-2" / name
@@ -273,7 +273,7 @@ def test_a_run_is_not_resumed_as_another(stopped_early, parts, changed, named):
         main([str(file), "--output_dir", str(out), "--resume_from_checkpoint", *changed])
 
 
-def test_a_run_begins_again_only_as_resumed_and_what_does_not_change_it_may_change(stopped_early):
+def test_a_resumed_run_may_change_what_does_not_change_its_steps(stopped_early):
     file, out = stopped_early
     with pytest.raises(ValueError, match="holds an earlier run or a model.*--resume_from_checkpoint"):
         main([str(file), "--output_dir", str(out)])

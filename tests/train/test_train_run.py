@@ -73,7 +73,7 @@ def following(said: str, data: Path) -> list[str]:
     return words
 
 
-def test_the_commands_that_are_named_next_lead_from_the_parts_to_the_report(tmp_path, parts, monkeypatch):
+def test_the_commands_named_next_lead_from_parts_to_report(tmp_path, parts, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data, rows = parts / "data" / "data.json", ["--max_steps", "1", "--global_batch_size", "2", "--bf16", "false"]
     words = ["build", "--vision", str(parts / "vision"), "--language", str(parts / "language"), "--output", "a model"]

@@ -87,7 +87,7 @@ def epoch(loader) -> list:
     return [batch.tolist() for batch in loader]
 
 
-def test_accelerate_gives_each_epoch_its_order_and_a_resumed_run_the_rest_of_it():
+def test_each_epoch_has_its_order_and_a_resumed_run_its_rest():
     loader = prepared()
     epochs = [epoch(loader) for _ in range(3)]
     assert epochs[0] != epochs[1] != epochs[2]

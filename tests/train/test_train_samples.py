@@ -122,7 +122,7 @@ def test_a_step_is_answered_once_and_a_run_without_examples_writes_nothing(check
     assert not (tmp_path / "none" / "samples").exists()
 
 
-def test_an_image_that_is_too_large_is_refused_by_name_and_before_training(tmp_path):
+def test_an_image_that_is_too_large_is_refused_before_training(tmp_path):
     path = tmp_path / "large.png"
     Image.new("RGB", (40, 40)).save(path)
     row = {"images": [{"path": str(path), "bytes": None}], "messages": ROWS[0]["messages"]}

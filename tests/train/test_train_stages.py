@@ -44,7 +44,7 @@ def test_a_recipe_overrides_the_stage_and_the_command_line_the_recipe(tmp_path, 
     assert args.learning_rate == (1e-3 if words else 1e-5)
 
 
-def test_adapters_have_learning_rates_of_their_own_under_tune_unless_one_is_given(tmp_path):
+def test_under_tune_adapters_have_learning_rates_of_their_own(tmp_path):
     _, args, _ = options(tmp_path, stage="tune", use_peft=True)
     assert args.learning_rates(use_peft=True) == {"vision": 0.0, "projector": 2e-5, "norm": 2e-5, "language": 2e-4}
     assert {origin for _, origin in args.explained_learning_rates(use_peft=True).values()} == {"adapters"}
@@ -58,7 +58,7 @@ def test_adapters_have_learning_rates_of_their_own_under_tune_unless_one_is_give
     assert {origin for _, origin in args.explained_learning_rates(use_peft=False).values()} == {"stage align"}
 
 
-def test_adapters_leave_the_vision_tower_frozen_unless_it_is_given_a_learning_rate(tmp_path):
+def test_adapters_leave_a_tower_without_learning_rate_frozen(tmp_path):
     for words in (["--use_peft"], ["--use_peft", "true"], ["--use-peft", "yes"], ["--use_peft=1"]):
         assert options(tmp_path, "--stage", "tune", *words)[1].learning_rates(use_peft=True)["vision"] == 0
     assert options(tmp_path, use_peft=True)[1].learning_rates(use_peft=True)["vision"] == 0

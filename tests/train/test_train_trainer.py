@@ -45,7 +45,7 @@ def test_a_module_alone_changes_if_it_alone_has_a_learning_rate(tmp_path, checkp
     assert still <= {"model.vision_tower.embeddings.position_embedding.weight"}
 
 
-def test_each_module_has_its_own_rate_and_no_gain_bias_or_norm_decays(tmp_path, checkpoint):
+def test_each_module_has_its_learning_rate_and_no_norm_decays(tmp_path, checkpoint):
     rates = dict(vision_learning_rate=2e-6, projector_learning_rate=3e-4, norm_learning_rate=5e-5)
     trainer = training.trainer(tmp_path, checkpoint, weight_decay=0.1, learning_rate=1e-5, **rates)
     optimizer = trainer.create_optimizer()
@@ -62,7 +62,7 @@ def test_each_module_has_its_own_rate_and_no_gain_bias_or_norm_decays(tmp_path, 
     assert sorted(seen) == sorted(names.values())
 
 
-def test_a_step_is_the_same_as_one_by_hand_with_these_learning_rates(tmp_path, checkpoint):
+def test_a_step_is_the_same_as_one_by_hand(tmp_path, checkpoint):
     rates = dict(vision_learning_rate=1e-3, projector_learning_rate=1e-2, norm_learning_rate=1e-4)
     options = dict(lr_scheduler_type="constant", max_grad_norm=0.0, max_steps=1, learning_rate=3e-3)
     trainer = training.trainer(tmp_path, checkpoint, **rates, **options)
@@ -110,7 +110,7 @@ def test_the_loss_and_every_gradient_are_those_of_trl(tmp_path, checkpoint):
         torch.testing.assert_close(gradient, found[1][1][name], rtol=1e-4, atol=1e-7, msg=name)
 
 
-def test_a_batch_without_images_has_the_language_models_loss_and_zero_gradients_for_the_tower(tmp_path, checkpoint):
+def test_without_images_the_loss_is_the_decoders_and_the_towers_gradients_zero(tmp_path, checkpoint):
     trainer = training.trainer(tmp_path, checkpoint, dataset=training.rows(images=lambda number: 0))
     model, inputs = trainer.model, batch(trainer)
     assert "pixel_values" not in inputs
@@ -221,7 +221,7 @@ def test_the_card_is_ours_and_stays_as_the_author_left_it(tmp_path, checkpoint, 
     assert card.read_text() == "another card" and "was not written by this package" in caplog.text
 
 
-def test_under_adapters_the_vision_tower_is_trained_and_saved_in_full_if_it_has_a_learning_rate(tmp_path, checkpoint):
+def test_with_a_learning_rate_the_tower_is_saved_whole_beside_adapters(tmp_path, checkpoint):
     trainer = training.trainer(tmp_path, checkpoint, use_peft=True, vision_learning_rate=1e-3)
     before = weights(trainer.model)
     trainer.train()
@@ -237,7 +237,7 @@ def test_under_adapters_the_vision_tower_is_trained_and_saved_in_full_if_it_has_
 
 @pytest.mark.parametrize("base", [dict(load_in_4bit=True), dict(load_in_8bit=True), {}], ids=["4", "8", "16"])
 @pytest.mark.parametrize("bf16", [True, False])
-def test_all_that_is_trained_with_adapters_is_float32_and_moves_at_2e_6(tmp_path, checkpoint, base, bf16):
+def test_what_is_trained_with_adapters_is_float32_and_moves(tmp_path, checkpoint, base, bf16):
     options = dict(use_peft=True, dtype="bfloat16", bf16=bf16, learning_rate=2e-6, vision_learning_rate=2e-6, **base)
     trainer = training.trainer(tmp_path, checkpoint, **options, lr_scheduler_type="constant")
     before = weights(trainer.model)

@@ -287,7 +287,7 @@ print("done")
 """
 
 
-def test_dpo_with_a_model_of_remote_code_is_told_to_trust_it_for_the_reference(tmp_path, checkpoint):
+def test_dpo_needs_trust_remote_code_for_the_reference_model(tmp_path, checkpoint):
     rows(pair).to_parquet(str(tmp_path / "pairs.parquet"))
     words = [str(checkpoint), str(tmp_path / "pairs.parquet"), str(tmp_path / "out")]
     done = subprocess.run(
