@@ -13,16 +13,10 @@ BATCHES_SORTED_TOGETHER = 50
 
 
 class ModalityLengthGroupedSampler(Sampler[int]):
-    """Every row once an epoch; each `batch_size` consecutive rows have one modality and similar lengths.
+    """Every row once an epoch; each `batch_size` rows, of one optimizer step, have one modality and similar lengths.
 
     Rows that do not fill a batch of their modality come last, in a mixed batch that a smaller one may follow. The
     order depends on seed and epoch alone; accelerate calls `set_epoch`, also if a run is resumed within an epoch.
-
-    Args:
-        lengths: Tokens in each row.
-        has_image: Whether each row has an image.
-        batch_size: Rows in an optimizer step: per-device batch times processes times accumulation.
-        seed: Random seed of the order.
     """
 
     def __init__(self, lengths: Sequence[int], has_image: Sequence[bool], batch_size: int, seed: int):

@@ -26,15 +26,11 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
     Args:
         resume: The option `resume_from_checkpoint`: a folder; `"last"` or true for the newest complete checkpoint in
             `output_dir`, or the beginning if there is none; None or false for the beginning.
-        output_dir: Folder of the run.
-        world_size: How many processes resume.
 
     Raises:
         ValueError: The named checkpoint is not complete, or the run would write over an earlier one.
     """
     option, output = str(resume).lower(), Path(output_dir)
-    if output.is_file():
-        raise ValueError(f"The --output_dir {output} is a file. Choose another.")
     earlier = checkpoints_in(output)
     names = ", ".join(path.name for path in earlier)
     result = ", ".join(name for name in RESULT if (output / name).exists())
