@@ -157,12 +157,12 @@ def normalign_config(args: TrainingArguments | None, model: Any) -> NormAlignCon
     given = {field.name: getattr(args, field.name) for field in fields(args) if field.name in known}
     if not given.get("assistant_only_loss"):
         logger.warning("assistant_only_loss is False, but the loss is on the assistant's turns alone: set it to True.")
-    ours = {
+    decided = {
         "assistant_only_loss": True,
         "remove_unused_columns": False,
         "sample_count": 0,
     }
-    return NormAlignConfig(**{**given, **ours})
+    return NormAlignConfig(**{**given, **decided})
 
 
 def check_one_gpu(args: TrainingArguments) -> None:

@@ -331,7 +331,7 @@ class NormAlignTrainer(PushingTrainer):
         return loss
 
     def _run_epoch(self, model, epoch, train_dataloader, **kwargs) -> None:
-        # In several processes, accelerate does not tell a sampler of ours the epoch in which a run is resumed.
+        # In several processes, accelerate does not tell the package's samplers the epoch in which a run is resumed.
         sampler = getattr(train_dataloader, "batch_sampler", None)
         while sampler is not None:
             if hasattr(sampler, "set_epoch"):

@@ -109,14 +109,14 @@ class FiniteCheck(TrainerCallback):
         if self.args.fp16 and not found[LOSS] and (scaler is None or scaler.get_scale() >= 1):
             return True
         first = next(place for place, count in zip(PLACES, found, strict=True) if count)
-        said = f"Step {self._step} has values that are not finite, first in {first}."
+        problem = f"Step {self._step} has values that are not finite, first in {first}."
         self._skipped += 1
         if self.args.bad_steps == "stop":
             skip = ", or skip such steps with --bad_steps skip, in a resumed run too"
-            raise FloatingPointError(f"{said} {self._remedy(skip)}")
+            raise FloatingPointError(f"{problem} {self._remedy(skip)}")
         if self._skipped == IN_A_ROW:
-            raise FloatingPointError(f"{said} So had the {IN_A_ROW - 1} steps before it. {self._remedy()}")
-        logger.warning(f"{said} The step is skipped.")
+            raise FloatingPointError(f"{problem} So had the {IN_A_ROW - 1} steps before it. {self._remedy()}")
+        logger.warning(f"{problem} The step is skipped.")
         return False
 
     def check_weights(self, model: nn.Module) -> None:

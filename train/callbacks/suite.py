@@ -27,7 +27,7 @@ def suite_tasks(args: NormAlignConfig) -> "tuple[list[str], TaskManager]":
     """The tasks that `eval_suite` names, and what loads them; no data are loaded.
 
     Raises:
-        ValueError: A suite or task is unknown or cannot be cut to its first samples, it is not said when to evaluate,
+        ValueError: A suite or task is unknown or cannot be cut to its first samples, eval_steps is missing,
             or the extra `evaluate` is not installed.
     """
     try:

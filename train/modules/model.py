@@ -125,7 +125,7 @@ def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
     """Puts modules without a trained parameter into evaluation mode, so that they have no dropout.
 
     A frozen language model still has to carry gradients to the projector. transformers checkpoints decoder layers in
-    training mode only, so theirs is kept where they are checkpointed, and they are computed in evaluation mode.
+    training mode only, so checkpointed layers stay in that mode, and are computed in evaluation mode.
     """
     for module in (model.model.vision_tower, model.model.language_model, model.model.multi_modal_projector):
         if not any(parameter.requires_grad for parameter in module.parameters()):

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Options of a training run, in YAML and on the command line: TRL's under TRL's names, and ours."""
+"""Options of a training run, in YAML and on the command line: TRL's under TRL's names, and others."""
 
 import os
 from dataclasses import dataclass

@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAl
 
 
 def option_parser() -> TrlParser:
-    """The parser of all options, TRL's and ours."""
+    """The parser of all options, TRL's included."""
     return TrlParser([DataArguments, NormAlignConfig, ModelArguments], usage=USAGE, allow_abbrev=False)
 
 
