@@ -57,9 +57,6 @@ def test_labels_of_two_turns_and_two_images(tmp_path):
     batch = ConversationCollator(processor)([row(TWO_TURNS)])
     ids, labels = batch["input_ids"][0], batch["labels"][0]
     answers = labelled(processor, labels)
-    print("\ninput: ", repr(processor.tokenizer.decode(ids)))
-    print("labels:", " ".join(repr(answer) for answer in answers))
-    print(f"{len(ids)} tokens, {int((labels != -100).sum())} labels")
     assert answers == ["A red kite.<|im_end|>", "Yes, blue.<|im_end|>"]
     assert (labels[labels != -100] == ids[labels != -100]).all()
     assert (labels[ids == processor.image_token_id] == -100).all()

@@ -58,10 +58,10 @@ def test_each_step_has_the_rows_that_accelerate_gives_without_packing(count, pro
             order.set_epoch(epoch)
             batches = BatchSampler(order, rows_per_pass, drop_last)
             given.append(list(BatchSamplerShard(batches, processes, rank) if processes > 1 else batches))
-            ours = sampler(count, rank=rank, processes=processes, drop_last=drop_last)
-            ours.set_epoch(epoch)
-            packed.append(list(ours))
-            assert len(packed[-1]) == len(ours)
+            balanced_sampler = sampler(count, rank=rank, processes=processes, drop_last=drop_last)
+            balanced_sampler.set_epoch(epoch)
+            packed.append(list(balanced_sampler))
+            assert len(packed[-1]) == len(balanced_sampler)
         assert len({len(passes) for passes in packed}) == 1
         assert [len(passes) for passes in packed] == [len(batches) for batches in given]
         for start in range(0, len(packed[0]), accumulation):
@@ -84,7 +84,7 @@ def test_accumulation_is_the_least_with_which_no_pass_has_more_tokens():
                 sizes += [sum(step[i] for i in part) for part in balanced(step, min(accumulation, len(step)))]
         return max(sizes)
 
-    ours = BalancedSampler(
+    balanced_sampler = BalancedSampler(
         SeedableRandomSampler(range(43), data_seed=5),
         LENGTHS,
         rows_per_step=8,
@@ -94,18 +94,16 @@ def test_accumulation_is_the_least_with_which_no_pass_has_more_tokens():
         rank=0,
         drop_last=False,
     )
-    found = ours.fit(1500, epochs=3)
+    found = balanced_sampler.fit(1500, epochs=3)
     assert found > 1 and largest(found, 3) <= 1500 < largest(found - 1, 3)
     with pytest.raises(ValueError, match="the longest row has 900 tokens, more than tokens_per_device 899"):
-        ours.fit(899, epochs=1)
+        balanced_sampler.fit(899, epochs=1)
 
 
 def test_a_stream_is_packed_in_a_buffer_of_one_step():
     rows = Dataset.from_dict({"length": LENGTHS, "row": list(range(43))}).to_iterable_dataset()
     passes = [each["packed"] for each in packed_stream(rows, rows_per_pass=3, accumulation=2, processes=2)]
-    assert (
-        len(passes) == 16
-    )  # three whole steps, and seven rows in the last, of which a process may have six in a pass
+    assert len(passes) == 16  # three whole steps, and seven rows in the last, where a pass may have three
     for step in range(4):
         found = [[row["row"] for row in rows] for rows in passes[4 * step : 4 * step + 4]]
         lengths = LENGTHS[12 * step : 12 * step + 12]

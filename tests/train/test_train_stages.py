@@ -69,19 +69,6 @@ def test_adapters_leave_a_tower_without_learning_rate_frozen(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--norm_learning_rate", "-1"], "norm_learning_rate must not be negative, got -1.0"),
-        (["--test_split_size", "2"], "between 0 and 1, got 2"),
-        (["--max_image_pixels", "0"], "max_image_pixels must be at least 1"),
-    ],
-)
-def test_bad_options_are_named(tmp_path, words, message):
-    with pytest.raises(ValueError, match=message):
-        options(tmp_path, *words)
-
-
-@pytest.mark.parametrize(
     ("recipe", "message"),
     [
         (dict(stage="pretrain"), "stage must be one of 'align', 'tune', got 'pretrain'"),
@@ -89,7 +76,8 @@ def test_bad_options_are_named(tmp_path, words, message):
         (dict(arm="foo"), "arm must be one of 'none', 'unit', 'aligned', 'gwc', got 'foo'"),
         (dict(stage="align", learning_rate=0), "nothing would be trained"),
         (dict(global_batch_size=-4), "global_batch_size must be at least 1, got -4"),
-        (dict(per_device_train_batch_size=0), "per_device_train_batch_size must be at least 1, got 0"),
+        (dict(norm_learning_rate=-1), "norm_learning_rate must not be negative, got -1.0"),
+        (dict(test_split_size=2), "between 0 and 1, got 2"),
         (dict(auto_find_batch_size=True), "auto_find_batch_size cannot be used here: .*global batch"),
         (dict(dataset_name=None, datasets=["a.json"]), "is a mapping with path"),
         (dict(dataset_name=None, datasets=[{"path": "a", "folder": "b"}]), "is a mapping with path"),
