@@ -7,7 +7,7 @@ import json
 import pytest
 import tiny
 import torch
-from measured import build, make_trainer
+from measured import make_trainer
 from trl import SFTConfig
 
 from normalign_llava.train.callbacks.depth_probe import DYNAMICS, CosineProbe, evaluating, layer_cosines
@@ -15,11 +15,6 @@ from normalign_llava.train.modules.model import base_model
 
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("parts"))
 
 
 def padded(images=2, batch=3):
