@@ -21,7 +21,7 @@ _EXPORTS = {
     "retrofit_checkpoint": "assembly.build",
     "embedding_statistics": "assembly.gain",
     "half_precision_pays": "checkpoint.precision",
-    "NormAlignConfig": "train.arguments",
+    "NormAlignConfig": "train.options.arguments",
     "NormAlignTrainer": "train.trainer",
 }
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from ..checkpoint.find import find_checkpoint
 from ..data.arguments import DataArguments, DataSource, check_choice
 from ..errors import check_installed
-from .options.fields import ModelOptions, TrainingOptions, check_given, choices
+from .options.fields import REFUSED, ModelOptions, TrainingOptions, check_given, choices
 
 
 RECIPES = files(__package__) / "recipes"
@@ -96,7 +96,8 @@ def check_words(words: Sequence[str]) -> None:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
     known = {each.name: each for options in OPTIONS for each in fields(options)}
     values_of = {name: values for options in OPTIONS for name, values in choices(options).items()}
-    flags = [name for name, each in known.items() if each.type is bool and each.default is False]
+    refused = {name for name, each in known.items() if each.metadata["help"].startswith(REFUSED)}
+    flags = sorted(refused - {"assistant_only_loss"})  # which may be true
     for name in dict.fromkeys((*values_of, *PACKAGES, *flags)):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
     given, _ = parser.parse_known_args(with_recipe_file(words))

@@ -76,7 +76,7 @@ def test_adapters_leave_a_tower_without_learning_rate_frozen(tmp_path):
         (dict(arm="foo"), "arm must be one of 'none', 'unit', 'aligned', 'gwc', got 'foo'"),
         (dict(stage="align", learning_rate=0), "nothing would be trained"),
         (dict(global_batch_size=-4), "global_batch_size must be at least 1, got -4"),
-        (dict(norm_learning_rate=-1), "norm_learning_rate must not be negative, got -1.0"),
+        (dict(norm_learning_rate=-1), "norm_learning_rate must not be negative, got -1"),
         (dict(test_split_size=2), "between 0 and 1, got 2"),
         (dict(auto_find_batch_size=True), "auto_find_batch_size cannot be used here: .*global batch"),
         (dict(dataset_name=None, datasets=["a.json"]), "is a mapping with path"),
