@@ -18,9 +18,9 @@ from torch import nn
 from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
-from normalign_llava.data.easy_vqa import training_data
-from normalign_llava.data.mixtures import prepare_rows
-from normalign_llava.quickstart.convert import convert_language, convert_vision
+from normalign_llava.data.sources.mixtures import prepare_rows
+from normalign_llava.fetched.convert import convert_language, convert_vision
+from normalign_llava.fetched.easy_vqa import training_data
 from normalign_llava.train.batches.collator import ConversationCollator
 
 

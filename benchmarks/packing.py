@@ -60,7 +60,7 @@ def mixture_lengths(rows: int, tokens_per_image: int, seed: int = 0) -> list[tup
 def mixture(folder: Path, rows: int) -> None:
     """The quickstart's untrained checkpoint with images of 112 pixels, 64 tokens, and rows of the mixture."""
     from normalign_llava import build_checkpoint
-    from normalign_llava.quickstart.convert import convert_language, convert_vision
+    from normalign_llava.fetched.convert import convert_language, convert_vision
 
     build_checkpoint(str(convert_vision(112)), str(convert_language()), folder / "checkpoint", feature_layer=-4)
     write_rows(folder, rows, tokens_per_image=64, side=112)
@@ -78,7 +78,7 @@ def write_rows(folder: Path, rows: int, tokens_per_image: int, side: int) -> Non
     from datasets import Dataset
     from PIL import Image
 
-    from normalign_llava.data.easy_vqa import FEATURES, png
+    from normalign_llava.fetched.easy_vqa import FEATURES, png
 
     rng, data = random.Random(0), []
     for images, tokens in mixture_lengths(rows, tokens_per_image):
@@ -100,8 +100,8 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
     from transformers import AutoProcessor, LlavaForConditionalGeneration, PrinterCallback
     from trl import SFTConfig, SFTTrainer, get_peft_config
 
-    from normalign_llava.data.arguments import DataArguments
-    from normalign_llava.data.mixtures import load_data
+    from normalign_llava.data.sources.arguments import DataArguments
+    from normalign_llava.data.sources.mixtures import load_data
     from normalign_llava.train.modules.adapter import language_adapter
     from normalign_llava.train.modules.model import freeze
     from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
@@ -155,8 +155,8 @@ def lengths_of(folder: Path) -> list[int]:
     """Tokens of each row of `folder/data`."""
     from transformers import AutoProcessor
 
-    from normalign_llava.data.arguments import DataArguments
-    from normalign_llava.data.mixtures import load_data
+    from normalign_llava.data.sources.arguments import DataArguments
+    from normalign_llava.data.sources.mixtures import load_data
 
     processor = AutoProcessor.from_pretrained(folder / "checkpoint", trust_remote_code=False)
     data = load_data(

@@ -46,8 +46,8 @@ CHATML = (
 def real_parts(folder: Path, rows: int) -> None:
     """The quickstart's untrained checkpoint and rows: SmolLM2-135M, DINOv2-small at 56 pixels, easy-VQA and emoji."""
     from normalign_llava import build_checkpoint
-    from normalign_llava.data.easy_vqa import training_data
-    from normalign_llava.quickstart.convert import convert_language, convert_vision
+    from normalign_llava.fetched.convert import convert_language, convert_vision
+    from normalign_llava.fetched.easy_vqa import training_data
 
     build_checkpoint(str(convert_vision(56)), str(convert_language()), folder / "checkpoint", feature_layer=-4)
     training_data(rows, emoji_count=40).save_to_disk(folder / "data")
@@ -70,7 +70,7 @@ def random_parts(folder: Path, rows: int, vision=None, language=None, words=(120
     from transformers import PreTrainedTokenizerFast as FastTokenizer
 
     from normalign_llava import build_checkpoint
-    from normalign_llava.data.easy_vqa import FEATURES, png
+    from normalign_llava.fetched.easy_vqa import FEATURES, png
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(["<|im_start|>", "<|im_end|>", *letters])}, []))
@@ -115,8 +115,8 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
     from transformers import AutoProcessor, LlavaForConditionalGeneration, PrinterCallback
     from trl import SFTConfig, SFTTrainer, get_peft_config
 
-    from normalign_llava.data.arguments import DataArguments
-    from normalign_llava.data.mixtures import load_data
+    from normalign_llava.data.sources.arguments import DataArguments
+    from normalign_llava.data.sources.mixtures import load_data
     from normalign_llava.train.modules.adapter import language_adapter
     from normalign_llava.train.modules.model import base_model, eval_frozen, freeze
     from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig

@@ -15,8 +15,8 @@ from datasets import Dataset
 from torch import nn
 from transformers import LlavaProcessor, TrainerCallback
 
-from normalign_llava.data.easy_vqa import FEATURES, Question, conversation, easy_vqa
-from normalign_llava.data.mixtures import prepare_rows
+from normalign_llava.data.sources.mixtures import prepare_rows
+from normalign_llava.fetched.easy_vqa import FEATURES, Question, conversation, easy_vqa
 from normalign_llava.train.batches.collator import ConversationCollator
 
 

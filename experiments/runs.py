@@ -23,11 +23,11 @@ from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.checkpoint.files import finished_folder, read_json
 from normalign_llava.checkpoint.names import STATE, TRAINING_RECORD
-from normalign_llava.data.easy_vqa import training_data
 from normalign_llava.diagnose.data import batches, load_samples
 from normalign_llava.diagnose.measure.probe import probe
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.evaluate.run import evaluate
+from normalign_llava.fetched.easy_vqa import training_data
 from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.quickstart.train import rows_of, train_stage
 from normalign_llava.train.modules.model import base_model, projector_norm

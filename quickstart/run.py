@@ -19,9 +19,9 @@ from transformers.utils import logging
 from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
 from ..checkpoint.files import cache_dir, finished_folder, read_json, remove_unfinished, write_json
-from ..data.archives import PARTS
-from ..data.easy_vqa import Question, held_out, load_image, png, prompt, training_data
-from ..data.fetch import fetch
+from ..fetched.archives import PARTS
+from ..fetched.easy_vqa import Question, held_out, load_image, png, prompt, training_data
+from ..fetched.fetch import fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import answer_each, ask_clean_process
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration

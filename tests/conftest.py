@@ -32,8 +32,8 @@ def pytest_collection_finish():
 @pytest.fixture(scope="session")
 def archives():
     """The real archives, in the cache. Without a connection their tests are skipped, but never in CI."""
-    from normalign_llava.data.archives import PARTS, SUITE
-    from normalign_llava.data.fetch import FetchError, fetch
+    from normalign_llava.fetched.archives import PARTS, SUITE
+    from normalign_llava.fetched.fetch import FetchError, fetch
 
     try:
         for part in {*PARTS, *SUITE}:

@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from ..checkpoint.find import find_checkpoint
-from ..data.arguments import DataArguments, DataSource, check_choice
+from ..data.sources.arguments import DataArguments, DataSource, check_choice
 from ..errors import check_installed
 from .options.fields import REFUSED, ModelOptions, TrainingOptions, check_given, choices
 

@@ -20,8 +20,8 @@ from ..checkpoint.find import find_checkpoint
 from ..checkpoint.names import BUILD_RECORD
 from ..checkpoint.precision import warn_if_slow
 from ..checkpoint.provenance import read_beside
-from ..data.mixtures import prepare_rows
-from ..data.reports import DataReport, SourceReport
+from ..data.rows.reports import DataReport, SourceReport
+from ..data.sources.mixtures import prepare_rows
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .batches.collator import ConversationCollator
 from .command import NO_MODEL

@@ -14,9 +14,9 @@ from ..assembly.processing import load_processor
 from ..checkpoint.files import read_json
 from ..checkpoint.find import find_checkpoint
 from ..checkpoint.names import TRAINING_RECORD
-from ..data.arguments import DataArguments
-from ..data.mixtures import load_data
-from ..data.rows import DroppedRows
+from ..data.rows.parse import DroppedRows
+from ..data.sources.arguments import DataArguments
+from ..data.sources.mixtures import load_data
 from ..errors import Console, Terminated
 from .batches.collator import ConversationCollator
 from .batches.packing import check_longest

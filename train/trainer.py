@@ -31,8 +31,8 @@ from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint.files import write_failure
 from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
-from ..data.images import ImageRules, image_problem
-from ..data.reports import DataReport
+from ..data.rows.images import ImageRules, image_problem
+from ..data.rows.reports import DataReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .batches.collator import ConversationCollator
 from .batches.packing import BalancedSampler, packed_stream

@@ -11,8 +11,10 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from normalign_llava.assembly.build import build_checkpoint
-from normalign_llava.data.arguments import DataArguments
-from normalign_llava.data.easy_vqa import (
+from normalign_llava.data.sources.arguments import DataArguments
+from normalign_llava.data.sources.mixtures import load_data
+from normalign_llava.fetched.convert import convert_language, convert_vision
+from normalign_llava.fetched.easy_vqa import (
     COLOURS,
     KINDS,
     SHAPES,
@@ -23,8 +25,6 @@ from normalign_llava.data.easy_vqa import (
     load_image,
     training_data,
 )
-from normalign_llava.data.mixtures import load_data
-from normalign_llava.quickstart.convert import convert_language, convert_vision
 from normalign_llava.train.batches.collator import ConversationCollator
 
 

@@ -12,9 +12,9 @@ from datasets import Dataset, DatasetDict, Features, Image, IterableDataset, Lis
 from PIL import Image as PILImage
 from train_data import arguments, assistant, gigantic_png, images, inside, llava, mixed_rows, user, write_json
 
-from normalign_llava.data.arguments import DataArguments
-from normalign_llava.data.mixtures import load_data, prepare_rows
-from normalign_llava.data.rows import FEATURES, DroppedRows
+from normalign_llava.data.rows.parse import FEATURES, DroppedRows
+from normalign_llava.data.sources.arguments import DataArguments
+from normalign_llava.data.sources.mixtures import load_data, prepare_rows
 from normalign_llava.train.batches.collator import ConversationCollator
 
 

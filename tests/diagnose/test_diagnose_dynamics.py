@@ -14,8 +14,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.checkpoint.names import DYNAMICS, STATE
-from normalign_llava.data.arguments import DataArguments
-from normalign_llava.data.mixtures import load_data
+from normalign_llava.data.sources.arguments import DataArguments
+from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.diagnose.measure.dynamics import read_dynamics, read_training_log
 from normalign_llava.diagnose.report import DynamicsStep
 from normalign_llava.train.batches.collator import ConversationCollator

@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from datasets import IterableDataset
 from torch.distributed.fsdp import FSDPModule
 
-from normalign_llava.data.rows import FEATURES
+from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.train import run
 from normalign_llava.train.modules.model import projector_norm
 from normalign_llava.train.trainer import NormAlignTrainer

@@ -32,7 +32,7 @@ from normalign_llava import (
     half_precision_pays,
 )
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.data.arguments import DataArguments
+from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.train.batches.collator import ConversationCollator
 from normalign_llava.train.modules.model import module_of
 from normalign_llava.train.options.arguments import ModelArguments

@@ -11,7 +11,7 @@ from train_data import assistant, gigantic_png, image_bytes, inside, llava, user
 from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
-from normalign_llava.data.rows import DroppedRows, canonical_row
+from normalign_llava.data.rows.parse import DroppedRows, canonical_row
 from normalign_llava.train.batches.collator import ConversationCollator
 
 

@@ -21,7 +21,7 @@ from prepared import Prepared
 from safetensors.torch import load_file
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.data.rows import DroppedRows
+from normalign_llava.data.rows.parse import DroppedRows
 from normalign_llava.train.callbacks.measurements import PARTS
 from normalign_llava.train.keeping.checkpoints import missing_from
 from normalign_llava.train.keeping.lock import only_run

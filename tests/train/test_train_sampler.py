@@ -13,8 +13,8 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from train_data import arguments, llava, write_json
 
-from normalign_llava.data.arguments import DataArguments
-from normalign_llava.data.mixtures import load_data
+from normalign_llava.data.sources.arguments import DataArguments
+from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.train.batches.collator import ConversationCollator
 from normalign_llava.train.batches.sampler import ModalityLengthGroupedSampler
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import BitsAndBytesConfig, TrainerCallback
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.data.reports import DataReport, SourceReport
+from normalign_llava.data.rows.reports import DataReport, SourceReport
 from normalign_llava.train.keeping.summary import memory, modules, render, summary
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from ...checkpoint.loading import TEMPLATE_SECONDS, limited, loading
-from ...data.images import open_image
-from ...data.rows import DroppedRow, DroppedRows
+from ...data.rows.images import open_image
+from ...data.rows.parse import DroppedRow, DroppedRows
 from .packing import PACKED
 from .padding_free import without_padding
 

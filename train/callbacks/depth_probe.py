@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
-from ...checkpoint.files import finished_file
+from ...checkpoint.files import atomic_write
 from ...checkpoint.names import DYNAMICS
 from ...diagnose.measure.depth import DepthProbe
 from ...diagnose.measure.families import decoder_layers
@@ -98,5 +98,5 @@ def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
 def _replace_line(path: Path, line: dict) -> None:
     lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     lines = [old for old in lines if old["step"] < line["step"]] + [line]
-    with finished_file(path) as written:
+    with atomic_write(path) as written:
         written.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

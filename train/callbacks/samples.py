@@ -12,7 +12,7 @@ from torch import nn
 from transformers import ProcessorMixin, TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
-from ...data.images import open_image
+from ...data.rows.images import open_image
 from .depth_probe import evaluating
 
 

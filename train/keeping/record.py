@@ -20,7 +20,7 @@ from ... import __version__
 from ...assembly.build import ARM_FIELDS
 from ...checkpoint.names import TRAINING_RECORD
 from ...checkpoint.provenance import code_commit, hardware, read_beside
-from ...data.reports import DataReport
+from ...data.rows.reports import DataReport
 from ..modules.model import arm_of
 from ..options.arguments import BOTH_STAGES, STAGES, NormAlignConfig
 

@@ -17,8 +17,8 @@ from rich.text import Text
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from ...data.reports import DataReport
-from ...data.rows import DroppedRows
+from ...data.rows.parse import DroppedRows
+from ...data.rows.reports import DataReport
 from ..modules.model import module_of
 
 

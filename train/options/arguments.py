@@ -12,7 +12,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig, SFTConfig
 
 from ...checkpoint.precision import half_precision_pays
-from ...data.arguments import check_choice
+from ...data.sources.arguments import check_choice
 from ..keeping.resume import began_in_bfloat16
 from .deepspeed import check_deepspeed, keep_float32
 from .fields import ModelOptions, TrainingOptions, check_refused, choices

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from trl import TrlParser
 
-from ...data.arguments import DataArguments
+from ...data.sources.arguments import DataArguments
 from ..command import USAGE, with_recipe_file
 from .arguments import ModelArguments, NormAlignConfig
 
