@@ -9,13 +9,17 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 
 LOWEST := $(VENV)/lowest
 
-.PHONY: quickstart test test-fast test-lowest lint benchmark benchmark-gpu clean
+.PHONY: quickstart test test-all test-fast test-lowest lint benchmark benchmark-gpu clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/normalign quickstart
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 3 $(BY_FILE)
+
+# Also the tests that are left out above: most of those with several processes.
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n 3 $(BY_FILE) -m ""
 
 test-fast: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 $(BY_FILE) -m "not slow"

@@ -21,7 +21,7 @@ _EXPORTS = {
     "retrofit_checkpoint": "assembly.build",
     "embedding_statistics": "assembly.gain",
     "half_precision_pays": "checkpoint.precision",
-    "NormAlignConfig": "train.arguments",
+    "NormAlignConfig": "train.options.arguments",
     "NormAlignTrainer": "train.trainer",
 }
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         NormAlignLlavaModel,
         mean_embedding_norm,
     )
-    from .train.arguments import NormAlignConfig
+    from .train.options.arguments import NormAlignConfig
     from .train.trainer import NormAlignTrainer
 
 

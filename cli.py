@@ -206,7 +206,7 @@ def train(
         return show_help()
     with errors_for_people(stopped="" if accelerate_config else "Nothing was trained."):
         if "--help-all" in context.args:
-            from .train.options import option_parser
+            from .train.options.parsing import option_parser
 
             return option_parser().print_help()
         check_words(context.args)

@@ -60,7 +60,7 @@ def train(recipe: str, folder: Path, options: argparse.Namespace, words: list[st
     from trl import get_peft_config, get_quantization_config
 
     from normalign_llava.data.sources.mixtures import load_data
-    from normalign_llava.train.options import parse
+    from normalign_llava.train.options.parsing import parse
     from normalign_llava.train.trainer import NormAlignTrainer
 
     logging.set_verbosity_error()

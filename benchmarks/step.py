@@ -130,9 +130,9 @@ def trainer_of(folder: Path, settings: dict[str, Any], own: dict[str, Any], *, s
     from transformers import AutoProcessor, LlavaForConditionalGeneration, PrinterCallback
     from trl import SFTConfig, SFTTrainer, get_peft_config
 
-    from normalign_llava.train.adapter import language_adapter
-    from normalign_llava.train.arguments import ModelArguments, NormAlignConfig
-    from normalign_llava.train.model import freeze
+    from normalign_llava.train.modules.adapter import language_adapter
+    from normalign_llava.train.modules.model import freeze
+    from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
     from normalign_llava.train.trainer import NormAlignTrainer
 
     checkpoint, data = str(folder / "checkpoint"), prepared_rows(folder)
@@ -171,7 +171,7 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
     """The trainer of a variant."""
     from trl import SFTTrainer
 
-    from normalign_llava.train.model import base_model, eval_frozen
+    from normalign_llava.train.modules.model import base_model, eval_frozen
     from normalign_llava.train.trainer import NormAlignTrainer
 
     class AllScoredTrainer(NormAlignTrainer):

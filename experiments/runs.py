@@ -30,7 +30,7 @@ from normalign_llava.evaluate.run import evaluate
 from normalign_llava.fetched.easy_vqa import training_data
 from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.quickstart.train import rows_of, train_stage
-from normalign_llava.train.model import base_model, projector_norm
+from normalign_llava.train.modules.model import base_model, projector_norm
 
 
 RECIPE_SEEDS, RECIPE_ROWS, RECIPE_EMOJI = (0, 2), 1920, 40

@@ -26,7 +26,7 @@ from ..fetched.fetch import fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import answer_each, ask_clean_process
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..train.lock import LOCK, OWNER, only_run
+from ..train.keeping.lock import LOCK, OWNER, only_run
 from .display import draw_images, peak_rss_gib, print_parts, print_results, versions
 from .evaluate import BASELINE, OURS, ask, diagnose_once, read_report
 from .journal import JOURNAL, Journal

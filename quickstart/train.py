@@ -10,10 +10,10 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..checkpoint.files import finished_folder
-from ..train.checkpoints import checkpoints_in
 from ..train.command import read_recipe, recipe_file
-from ..train.inputs import check_one_gpu
-from ..train.options import parse
+from ..train.keeping.checkpoints import checkpoints_in
+from ..train.options.parsing import parse
+from ..train.prepare import check_one_gpu
 from ..train.run import train
 
 

@@ -54,6 +54,19 @@ def server():
 
 
 @pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """The tiny checkpoint of `training.checkpoint`, made once for all files and workers. Nothing writes to it."""
+    import training
+    from filelock import FileLock
+
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "tiny"
+    with FileLock(f"{folder}.lock"):
+        made = (folder / "model" / "build.json").exists()
+        return folder / "model" if made else training.checkpoint(folder)
+
+
+@pytest.fixture(scope="session")
 def prepared(server, tmp_path_factory):
     """Starts processes of Python with the package imported, which have no token."""
     from prepared import Prepared

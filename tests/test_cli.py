@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from normalign_llava import __version__
 from normalign_llava.cli import app
 from normalign_llava.errors import install
-from normalign_llava.train.command import OPTIONS
-from normalign_llava.train.options import option_parser
+from normalign_llava.train.command import SHOWN
+from normalign_llava.train.options.parsing import option_parser
 
 
 def invoke(*arguments):
@@ -56,7 +56,7 @@ def app_commands():
 
 
 def test_help_of_training_shows_options_that_exist():
-    named = [name for options in OPTIONS.values() for name in options]
+    named = [name for names in SHOWN.values() for name in names]
     parsed = {option for action in option_parser()._actions for option in action.option_strings}
     ours = {option for parameter in app_commands()["train"].params for option in parameter.opts}
     assert len(named) == len(set(named)) == 28

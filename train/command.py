@@ -7,6 +7,7 @@ import difflib
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,17 @@ from rich.panel import Panel
 from rich.table import Table
 
 from ..checkpoint.find import find_checkpoint
-from ..data.sources.arguments import DataArguments, DataSource
+from ..data.sources.arguments import DataArguments, DataSource, check_choice
 from ..errors import check_installed
-from .refused import REFUSED, check_flags
+from .options.fields import REFUSED, ModelOptions, TrainingOptions, check_given, choices
 
 
 RECIPES = files(__package__) / "recipes"
 USAGE = "normalign train RECIPE [--option value ...]"
+OPTIONS = (DataArguments, TrainingOptions, ModelOptions)
+"""The dataclasses that are known before TRL is imported."""
 DATA = ("dataset_name", "eval_dataset_name", "image_folder")
 NO_MODEL = "Make it with `normalign build` or the stage before, or name another with --model_name_or_path."
-
-CHOICES = {
-    "stage": ("align", "tune"),
-    "arm": ("none", "unit", "aligned", "gwc"),
-    "bad_rows": ("stop", "skip"),
-    "bad_steps": ("stop", "skip"),
-}
-"""Choices of our own options, checked before TRL is imported."""
 
 PACKAGES = {
     "load_in_4bit": ("bitsandbytes", "qlora"),
@@ -42,76 +37,42 @@ PACKAGES = {
 }
 """Options that need a package, and the extra that has it."""
 
-OPTIONS = {
-    "Checkpoint": {
-        "model_name_or_path": "Checkpoint to train: a folder that `normalign build` made, or a Hub id.",
-        "output_dir": "Folder of the result.",
-        "stage": "align (projector and norm) or tune (everything). Sets the defaults of other options.",
-        "arm": "Arm of the paper, if it is not the checkpoint's: none, unit, aligned or gwc.",
-    },
-    "Data": {
-        "dataset_name": "Hub id, folder or file of the rows to train on.",
-        "image_folder": "Folder that image paths start from. Default: the data file's.",
-        "eval_dataset_name": "Held-out data. Default: the test split.",
-        "test_split_size": "Share of the rows to hold out in place of a test split.",
-        "max_length": "Rows with more tokens are dropped and counted. Default: 2048.",
-        "bad_rows": "At a row that cannot be trained on: stop (default) or skip it.",
-    },
-    "Learning": {
-        "learning_rate": "Learning rate of modules that have none of their own.",
-        "vision_learning_rate": "Learning rate of the vision tower; 0 freezes it.",
-        "language_learning_rate": "Learning rate of the language model or its adapters; 0 freezes it.",
-        "num_train_epochs": "Passes over the data. Default: 1 with a stage.",
-        "max_steps": "Steps, in place of epochs.",
-        "global_batch_size": "Rows in a step, on any number of processes.",
-        "per_device_train_batch_size": "Rows in a forward pass: lower it if memory is short.",
-        "packing": "No padding, and forward passes of nearly equal numbers of tokens; steps keep their rows.",
-        "tokens_per_device": "With packing, in place of per_device_train_batch_size: most tokens in a forward pass.",
-    },
-    "Adapters": {
-        "use_peft": "Train LoRA adapters in place of the language model.",
-        "lora_r": "Their rank.",
-        "load_in_4bit": "Quantize the frozen layers under them (QLoRA).",
-    },
-    "While training": {
-        "eval_strategy": "When held-out rows are evaluated: no (default), steps or epoch.",
-        "eval_suite": "Benchmarks to evaluate every eval_steps: suites or tasks of `normalign evaluate`.",
-        "report_to": "Trackers such as tensorboard or wandb. Default: none.",
-        "resume_from_checkpoint": "Resume from the newest complete checkpoint, or from the one named.",
-    },
-    "Several processes": {
-        "accelerate_config": "ddp, fsdp2, zero2, zero3, or a file that accelerate reads.",
-        "num_processes": "How many, one for each GPU. Default: what the file says.",
-    },
+SHOWN = {
+    "Checkpoint": ("model_name_or_path", "output_dir", "stage", "arm"),
+    "Data": ("dataset_name", "image_folder", "eval_dataset_name", "test_split_size", "max_length", "bad_rows"),
+    "Learning": (
+        *("learning_rate", "vision_learning_rate", "language_learning_rate", "num_train_epochs", "max_steps"),
+        *("global_batch_size", "per_device_train_batch_size", "packing", "tokens_per_device"),
+    ),
+    "Adapters": ("use_peft", "lora_r", "load_in_4bit"),
+    "While training": ("eval_strategy", "eval_suite", "report_to", "resume_from_checkpoint"),
+    "Several processes": ("accelerate_config", "num_processes"),
 }
 """What `--help` shows: the options that most runs need. `--help-all` lists all."""
 
 
 def show_help() -> None:
-    """Prints the usage, the package's recipes and `OPTIONS`."""
+    """Prints the usage, the package's recipes and `SHOWN`."""
+    texts = {each.name: each.metadata["help"] for options in OPTIONS for each in fields(options)}
+    texts["accelerate_config"] = "ddp, fsdp2, zero2, zero3, or a file that accelerate reads."
+    texts["num_processes"] = "How many, one for each GPU. Default: what the file says."
     console = Console(highlight=False)
     console.print(f"\nUsage: {USAGE}\n", markup=False)
     console.print(
         "Train a checkpoint. RECIPE is a YAML file of options, or the name of one that comes with the package: "
         f"{', '.join(sorted(own_recipes()))}. It may be left out. Options override it.\n"
     )
-    for group, options in OPTIONS.items():
+    for group, names in SHOWN.items():
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold cyan", no_wrap=True)
-        for name, text in options.items():
-            table.add_row(f"--{name}", text)
+        for name in names:
+            table.add_row(f"--{name}", texts[name])
         console.print(Panel(table, title=group, title_align="left", border_style="dim"))
     console.print("`normalign train --help-all` lists every option, those of TRL's SFTConfig included.")
 
 
 def next_command(checkpoint: str | os.PathLike, stage: str | None, adapters: bool) -> str:
-    """The command to run next on a checkpoint.
-
-    Args:
-        checkpoint: Its folder.
-        stage: What created it: `"build"`, a stage of training, or None for training without one.
-        adapters: Whether it is an adapter.
-    """
+    """The command to run next on a checkpoint."""
     folder = shlex.quote(str(checkpoint))
     if adapters:
         return f"normalign merge {folder} --output {shlex.quote(f'{checkpoint}-merged')}"
@@ -133,8 +94,11 @@ def check_words(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("config", "model_name_or_path", "model_revision", "hub_token", *DATA):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
-    flags = [name for name in REFUSED if name != "assistant_only_loss"]
-    for name in (*CHOICES, *PACKAGES, *flags):
+    known = {each.name: each for options in OPTIONS for each in fields(options)}
+    values_of = {name: values for options in OPTIONS for name, values in choices(options).items()}
+    refused = {name for name, each in known.items() if each.metadata["help"].startswith(REFUSED)}
+    flags = sorted(refused - {"assistant_only_loss"})  # which may be true
+    for name in dict.fromkeys((*values_of, *PACKAGES, *flags)):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
     given, _ = parser.parse_known_args(with_recipe_file(words))
     if given.hub_token:
@@ -144,13 +108,14 @@ def check_words(words: Sequence[str]) -> None:
         )
     options = read_recipe(given.config) if given.config else {}
     options |= {name: value for name, value in vars(given).items() if value is not None}
-    for name, values in CHOICES.items():
-        if (value := options.get(name)) is not None and value not in values:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}.")
+    for name in values_of.keys() & options.keys():
+        check_choice(argparse.Namespace(**options), name, (None, *values_of[name]))
     for name, (package, extra) in PACKAGES.items():
         if str(options.get(name)).lower() not in ("none", "false"):
             check_installed(package, extra, name)
-    check_flags({name: options.get(name) for name in flags})
+    for name in flags:
+        if str(options.get(name)).lower() == "true":
+            check_given(known[name])
     for name in ("model_name_or_path", *DATA):
         if not options.get(name) and (close := difflib.get_close_matches(name, options.keys() - vars(given), 1, 0.9)):
             raise ValueError(f"There is no option {close[0]}. Did you mean {name}?")

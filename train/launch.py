@@ -26,11 +26,6 @@ PR_SET_PDEATHSIG = 1
 def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None:
     """Runs `accelerate launch --config_file CONFIG [--num_processes N] -m normalign_llava.train ARGUMENTS`.
 
-    Args:
-        config: `ddp`, `fsdp2`, `zero2`, `zero3`, or a file that accelerate reads.
-        processes: How many processes, one for each GPU; None for as many as the configuration says.
-        arguments: What follows `normalign train`.
-
     Raises:
         ValueError: The configuration does not exist, or the number of processes is not given.
         ImportError: It needs DeepSpeed, which is not installed.

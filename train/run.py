@@ -16,26 +16,23 @@ from ..data.rows.parse import DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import load_data
 from ..errors import Console, Terminated
-from .arguments import ModelArguments, NormAlignConfig
-from .collator import ConversationCollator
+from .batches.collator import ConversationCollator
+from .batches.packing import check_longest
+from .callbacks.suite import suite_tasks
 from .command import next_command
-from .inputs import check_one_gpu
-from .lock import only_run
-from .model import check_checkpoint
-from .options import accumulation_steps, check_stream, parse
-from .packing import check_longest
-from .record import check_same_run, render_options
-from .resume import StepCounter, after_stop, resolve_resume
-from .suite import suite_tasks
-from .summary import render, render_dropped
+from .keeping.lock import only_run
+from .keeping.record import check_same_run, render_options
+from .keeping.resume import StepCounter, after_stop, resolve_resume
+from .keeping.summary import render, render_dropped
+from .modules.model import check_checkpoint
+from .options.arguments import ModelArguments, NormAlignConfig
+from .options.parsing import accumulation_steps, check_stream, parse
+from .prepare import check_one_gpu
 from .trainer import NormAlignTrainer
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """`normalign train RECIPE.yaml --option value ...`.
-
-    Args:
-        arguments: The command line; by default the process's own.
 
     Returns:
         The folder of the trained checkpoint, or of the adapter.

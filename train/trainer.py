@@ -1,65 +1,77 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""`NormAlignTrainer`: prepares and checks its arguments, and passes them to TRL's `SFTTrainer`."""
+"""`NormAlignTrainer`: TRL's `SFTTrainer` for a model with a norm, and what it does differently."""
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
+from math import ceil
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader, RandomSampler
 from transformers import (
     BitsAndBytesConfig,
     DataCollator,
     EvalPrediction,
     LlavaProcessor,
-    PrinterCallback,
-    ProgressCallback,
     TrainerCallback,
     TrainingArguments,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 
-from ..checkpoint.find import find_checkpoint
-from ..checkpoint.names import BUILD_RECORD
-from ..checkpoint.precision import warn_if_slow
-from ..checkpoint.provenance import read_beside
+from ..checkpoint.files import write_failure
+from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
 from ..data.rows.images import ImageRules, image_problem
 from ..data.rows.reports import DataReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .adapter import language_adapter, train_in_float32
-from .callbacks import Measurements
-from .collator import ConversationCollator
-from .command import NO_MODEL
-from .depth_probe import CosineProbe
-from .inputs import (
-    check_one_gpu,
-    checked_datasets,
-    checked_rows,
-    model_processor,
-    model_to_train,
-    normalign_config,
-    optimizer_learning_rates,
+from .batches.collator import ConversationCollator
+from .batches.packing import BalancedSampler, packed_stream
+from .batches.padding_free import ROW_LENGTHS, PackedAttentionCheck
+from .batches.sampler import ModalityLengthGroupedSampler
+from .callbacks.depth_probe import CosineProbe
+from .callbacks.finite import FiniteCheck
+from .callbacks.measurements import Measurements
+from .callbacks.progress import show_lines
+from .callbacks.samples import SampleCallback
+from .callbacks.suite import SuiteCallback
+from .keeping.checkpoints import writing_checkpoint
+from .keeping.record import Clock
+from .keeping.summary import summary
+from .modules.adapter import train_in_float32
+from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
+from .modules.model import MODULES, base_model, eval_frozen, freeze, module_of
+from .modules.sharding import fill_gradients, name_as_unsharded, name_fsdp_units
+from .options.deepspeed import keep_float32
+from .prepare import Prepared, checked_rows, normalign_config, prepare
+from .push import PushingTrainer
+
+
+OVERRIDDEN = (
+    "_get_grad_norm",
+    "_get_train_sampler",
+    "_load_from_checkpoint",
+    "_push_from_checkpoint",
+    "_run_epoch",
+    "_save_checkpoint",
+    "_save_rng_state",
 )
-from .model import MODULES, base_model, freeze, projector_norm
-from .options import accumulation_steps, check_stream
-from .padding_free import RowsApart
-from .progress import ProgressLines
-from .record import Clock, training_record
-from .samples import SampleCallback
-from .sharding import name_fsdp_units
-from .steps import SteppingTrainer
-from .suite import SuiteCallback
-from .summary import summary
+"""The Trainer's private methods that are overridden here and in [`PushingTrainer`]."""
+
+if renamed := set(OVERRIDDEN) - set(dir(SFTTrainer)):
+    raise ImportError(f"TRL's SFTTrainer has no {', '.join(sorted(renamed))} any more. Install an older transformers.")
 
 
-class NormAlignTrainer(SteppingTrainer):
+class NormAlignTrainer(PushingTrainer):
     """[`SFTTrainer`] for NormAlign-LLaVA, with the same arguments in the same order.
 
     Args:
@@ -82,6 +94,12 @@ class NormAlignTrainer(SteppingTrainer):
         formatting_func: Refused, since it turns rows into text.
         report: How many rows were used and dropped, if rows are canonical already.
         options: More dataclasses of options, to be kept in `training.json`.
+
+    Attributes:
+        learning_rates: The peak learning rate of each module.
+        facts: What [`summary`] found: modules, data, batch, memory.
+        only_answers: Whether only the answers go through the head, not every position. By default on a CPU, where
+            TRL's fused head lacks Triton and scoring every position is two thirds of a small model's step.
 
     Raises:
         ValueError: An argument, the model or the data is wrong; it is named.
@@ -110,110 +128,67 @@ class NormAlignTrainer(SteppingTrainer):
     ):
         if formatting_func is not None:
             raise ValueError("formatting_func turns rows into text, without images. Give rows with messages instead.")
-        if peft_config is not None and optimizers[0] is not None:
-            raise ValueError("optimizers cannot hold adapters that are created later. Give optimizer_cls_and_kwargs.")
         args = normalign_config(args, model)
-        if getattr(model, "hf_device_map", None) is None:
-            check_one_gpu(args)
-        if args.process_index == 0:
-            for asked in ("bfloat16" if args.bf16 else None, (args.model_init_kwargs or {}).get("dtype")):
-                warn_if_slow(asked, args.device.type)
-        args.gradient_accumulation_steps = accumulation_steps(args)
         if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
             args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
         suite = [SuiteCallback(args, self.log)] if args.eval_suite else []
-        loaded_here = not isinstance(model, nn.Module)
-        commit = None
-        if loaded_here:
-            kwargs = args.model_init_kwargs or {}
-            model, commit = find_checkpoint(model, kwargs.get("revision"), remedy=NO_MODEL)
-            args.model_init_kwargs = {**kwargs, "revision": commit}
-        model = model_to_train(model, args, quantization_config)
-        learning_rates = args.explained_learning_rates(use_peft=peft_config is not None)
-        if optimizers[0] is not None:
-            given = optimizer_learning_rates(optimizers[0], model, args)
-            learning_rates = {module: (value, "optimizer") for module, value in given.items()}
-        self.learning_rates = {module: value for module, (value, _) in learning_rates.items()}
-        # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
-        trained = (self.learning_rates[name] for name in MODULES if self.learning_rates[name])
-        args.learning_rate = next(trained, args.learning_rate)
-        if peft_config is not None:
-            peft_config = language_adapter(peft_config, model, self.learning_rates, commit)
-        processing_class = model_processor(processing_class, model, commit)
-        data_collator = data_collator or ConversationCollator(
-            processing_class, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free
+        ready = prepare(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            compute_metrics,
+            optimizers[0],
+            quantization_config,
+            peft_config,
+            report,
+            options,
         )
-        if args.packing and not isinstance(data_collator, ConversationCollator):
-            raise ValueError(
-                "packing needs rows with their lengths. Leave data_collator out, or give a ConversationCollator."
-            )
-        if args.padding_free and not getattr(data_collator, "padding_free", False):
-            name = "packing" if args.packing else "padding_free"
-            raise ValueError(f"{name} is given, but data_collator pads. Set padding_free there, or leave {name} out.")
-        args.padding_free = getattr(data_collator, "padding_free", False)
-        if args.padding_free and compute_metrics is not None:
-            raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
-        if report is None:
-            need_images = args.stage == "align" or not self.learning_rates["language"]
-            train_dataset, eval_dataset, report = checked_datasets(
-                train_dataset, eval_dataset, data_collator, args.max_length, need_images
-            )
-        check_stream(isinstance(train_dataset, IterableDataset), args)
-        self.record = training_record(model, commit, args, self.learning_rates, report, options)
-        self.build = read_beside(model.name_or_path, BUILD_RECORD, commit)
-        self.clock = Clock()
-        self.measurements = Measurements(args)
-        norm = projector_norm(model)
-        if any(parameter.is_meta for parameter in norm.parameters()):
-            # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:
-            # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
-            norm.to_empty(device="cpu")
-        model_init_kwargs = args.model_init_kwargs
-        if loaded_here:  # with these, which TRL would report as ignored
-            args.model_init_kwargs = quantization_config = None
-        # TRL does so for a stream of training rows alone; held-out rows may be one too.
-        args.accelerator_config.dispatch_batches = False
-        # TRL refuses both for images (huggingface/trl#4339).
-        (padding_free, packing), args.padding_free, args.packing = (args.padding_free, args.packing), False, False
+        self.learning_rates = {module: value for module, (value, _) in ready.learning_rates.items()}
+        self.record, self.build = ready.record, ready.build
+        self.clock, self.measurements = Clock(), Measurements(args)
         super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
+            **ready.arguments,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
             callbacks=[self.clock, self.measurements, *suite, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
         )
-        args.model_init_kwargs, args.padding_free, args.packing = model_init_kwargs, padding_free, packing
-        if padding_free:
-            self.add_callback(RowsApart)
-        for stock in (PrinterCallback, ProgressCallback):  # a notebook has neither, but a table
-            if self.pop_callback(stock):
-                self.add_callback(ProgressLines)
-        if peft_config is not None and not is_deepspeed_zero3_enabled():  # which takes no quantized base
+        self._finish(ready)
+
+    def _finish(self, ready: Prepared) -> None:
+        """What needs the trainer that TRL has made: the model as it is trained, callbacks, the facts of the run."""
+        args, model = self.args, base_model(self.model)
+        for name, value in ready.hidden.items():
+            setattr(args, name, value)
+        if ready.arguments["peft_config"] is not None and not is_deepspeed_zero3_enabled():  # it has no quantized base
             train_in_float32(self.model, autocast=args.bf16 or args.fp16)
         freeze(self.model, self.learning_rates)
-        self._register_hooks(processing_class)
+        self.finite = FiniteCheck(self.model, args)
+        self.add_callback(self.finite)
+        self.only_answers = args.device.type == "cpu"
+        self.blank_image = blank_image(self.processing_class)
+        take_extra_inputs(model)
+        if args.padding_free:
+            self.add_callback(PackedAttentionCheck)
+        show_lines(self)
         if self.is_fsdp_enabled:
-            name_fsdp_units(self.accelerator.state.fsdp_plugin, base_model(self.model))
+            name_fsdp_units(self.accelerator.state.fsdp_plugin, model)
         if args.tokens_per_device:
             self._derive_accumulation()
         batch_size, drop_last = args.train_batch_size * args.world_size, args.dataloader_drop_last
         batches = DataLoader(self.train_dataset, batch_size, drop_last=drop_last)  # counted, never read
-        if packing and not isinstance(train_dataset, IterableDataset):
+        if args.packing and not isinstance(self.train_dataset, IterableDataset):
             batches = DataLoader(self.train_dataset, batch_sampler=self._get_train_sampler())
         self.facts = summary(
             self.model,
             args,
-            learning_rates,
-            report,
+            ready.learning_rates,
+            ready.report,
             rows=self.get_total_train_batch_size(args),
             tokens_per_device=args.tokens_per_device,
             steps=self.set_initial_training_values(args, batches)[-1],
@@ -239,6 +214,83 @@ class NormAlignTrainer(SteppingTrainer):
             batch = collator(list(islice(self.train_dataset, args.probe_rows)))
             self.add_callback(CosineProbe(args.probe_steps, batch))
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's, which puts a section `bf16` into DeepSpeed's configuration again."""
+        super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled:
+            keep_float32(self.accelerator.state.deepspeed_plugin, self.args)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's optimizer, its parameter groups split by module, each with the module's learning rate.
+
+        The Trainer has one learning rate only (huggingface/transformers#10140). Weight decay stays as it sets it: none
+        on biases and norms, so none on the gain.
+        """
+        if self.optimizer is None:
+            optimizer = super().create_optimizer(model)
+            names = {parameter: name for name, parameter in (model or self.model).named_parameters()}
+            groups = []
+            for group in optimizer.param_groups:
+                for module in MODULES:
+                    parameters = [p for p in group["params"] if module_of(names[p]) == module]
+                    if parameters:
+                        groups.append({**group, "params": parameters, "lr": self.learning_rates[module]})
+            optimizer.param_groups = groups
+            if self.is_fsdp_enabled:
+                optimizer.register_step_pre_hook(fill_gradients)
+        return self.optimizer
+
+    def _get_train_sampler(self, train_dataset=None):
+        args = self.args
+        train_dataset = self.train_dataset if train_dataset is None else train_dataset
+        grouped = args.train_sampling_strategy == "group_by_length"
+        if not (grouped or args.packing) or "length" not in (train_dataset.column_names or []):
+            return super()._get_train_sampler(train_dataset)
+        columns = train_dataset.with_format(None)  # reads the columns alone, without building rows
+        lengths, rows_per_step = columns["length"][:], self.get_total_train_batch_size(args)
+        if grouped:  # the Trainer's own sampler knows no modalities
+            has_image = [count > 0 for count in columns["image_count"]]
+            seed = args.seed if args.data_seed is None else args.data_seed
+            sampler = ModalityLengthGroupedSampler(lengths, has_image, batch_size=rows_per_step, seed=seed)
+        else:
+            sampler = super()._get_train_sampler(train_dataset)
+        if not args.packing:
+            return sampler
+        if isinstance(sampler, RandomSampler):  # in the order that accelerate gives it later
+            sampler = SeedableRandomSampler(train_dataset, data_seed=args.data_seed)
+        return BalancedSampler(
+            sampler,
+            lengths,
+            rows_per_step=rows_per_step,
+            rows_per_pass=args.train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            processes=args.world_size,
+            rank=args.process_index,
+            drop_last=args.dataloader_drop_last,
+        )
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The Trainer's data loader; with packing, of a stream of forward passes if the data are a stream."""
+        args = self.args
+        if args.tokens_per_device:  # again: the order of rows depends on torch's seed, which may have been set since
+            self._derive_accumulation()
+        if not (args.packing and isinstance(self.train_dataset, IterableDataset)):
+            return super().get_train_dataloader()
+        passes = packed_stream(
+            self.train_dataset, args.train_batch_size, args.gradient_accumulation_steps, args.world_size
+        )
+        return self._get_dataloader(passes, description="Training", batch_size=1, is_training=True)
+
+    def _derive_accumulation(self) -> None:
+        args, sampler = self.args, self._get_train_sampler()
+        sampler.grad_accum = 1
+        epochs = args.max_steps / sampler.steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
+        args.gradient_accumulation_steps = sampler.fit(args.tokens_per_device, ceil(epochs))
+
+    def get_total_train_batch_size(self, args) -> int:
+        """Rows in an optimizer step, over all processes."""
+        return args.global_batch_size or super().get_total_train_batch_size(args)
+
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
         if isinstance(eval_dataset, Dataset | IterableDataset):
@@ -251,3 +303,123 @@ class NormAlignTrainer(SteppingTrainer):
         """The Trainer's data loader, of rows in any form that the constructor takes."""
         rows, _ = checked_rows(test_dataset, "test_dataset", self.data_collator, self.args.max_length, split="eval")
         return super().get_test_dataloader(rows)
+
+    @property
+    def _total_train_tokens(self) -> int:
+        # TRL's own count would start again when a run is resumed; the Trainer saves its state.
+        return self.state.num_input_tokens_seen
+
+    @_total_train_tokens.setter
+    def _total_train_tokens(self, count: int) -> None:
+        self.state.num_input_tokens_seen = count
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """TRL's loss, with frozen modules in evaluation mode, and the inputs of [`take_extra_inputs`]."""
+        inputs.pop(ROW_LENGTHS, None)
+        if self.model.training:
+            eval_frozen(base_model(self.model))
+        answers = inputs["labels"][:, 1:] != -100
+        needs_labels = return_outputs or self.label_smoother is not None or self.compute_loss_func is not None
+        if self.only_answers and not needs_labels and answers.any():
+            inputs[ANSWERS] = answers
+            inputs["shift_labels"] = inputs.pop("labels")[:, 1:][answers][None]
+        if "pixel_values" not in inputs:
+            inputs[BLANK_IMAGE] = self.blank_image.to(self.args.device)
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.model.training:
+            self.finite.check_loss(loss[0] if return_outputs else loss)
+        return loss
+
+    def _run_epoch(self, model, epoch, train_dataloader, **kwargs) -> None:
+        # In several processes, accelerate does not tell the package's samplers the epoch in which a run is resumed.
+        sampler = getattr(train_dataloader, "batch_sampler", None)
+        while sampler is not None:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        # The Trainer checks for the end of a run only after a step: resumed at the end, it would take one more.
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(model, epoch, train_dataloader, **kwargs)
+        else:
+            self.control.should_training_stop = True
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        self.measurements.after_clip(grad_norm)  # no callback gets the norm of the gradients before clipping
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        if not self.finite.is_step_finite(grad_norm, self.accelerator.scaler):
+            model.zero_grad()  # the optimizer skips parameters without a gradient
+        return grad_norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the measurements of this step to what TRL and the Trainer log."""
+        if self.model.training:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, Measurements | CosineProbe):
+                    logs.update(callback.collect())
+        super().log(logs, start_time)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves what the Trainer saves, the records of building and training, and in `output_dir` the card.
+
+        With `push_to_hub`, a user's call also pushes `output_dir`, as the Trainer does. Under FSDP and ZeRO-3 all
+        processes must call it, as the Trainer's; otherwise the first one alone may.
+
+        Raises:
+            OSError: The disk is full, or the Hub or the connection failed.
+            ValueError: What [`push_to_hub`] raises.
+            FloatingPointError: Training made weights NaN or infinite.
+        """
+        self.finite.check_weights(self.model)
+        folder = Path(output_dir or self.args.output_dir)
+        if isinstance(self.model, FSDPModule):
+            name_as_unsharded(self.model)
+        try:
+            readme = folder / "README.md"
+            card = readme.read_bytes() if readme.exists() else None
+            token, self.args.hub_token = self.args.hub_token, None  # the options are saved too
+            try:
+                super().save_model(str(folder), _internal_call=True)
+            finally:
+                self.args.hub_token = token
+            if self.args.should_save:
+                # In place of PEFT's card, which has the base's local path.
+                if card is not None:
+                    readme.write_bytes(card)
+                else:
+                    readme.unlink(missing_ok=True)
+                for name, content in {TRAINING_RECORD: self._record_so_far(), BUILD_RECORD: self.build}.items():
+                    if content is not None:
+                        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            if folder == Path(self.args.output_dir):
+                self.create_model_card()
+        except Exception as error:
+            if _internal_call or (cause := write_failure(error)) is None:
+                raise
+            remedy = "Make room, and resume from the last checkpoint with --resume_from_checkpoint."
+            raise OSError(f"{folder} could not be written: {cause}. {remedy}") from error
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def _record_so_far(self) -> dict[str, Any]:
+        seconds = round(self.record.get("seconds", 0.0) + self.clock.seconds, 3)
+        return {**self.record, "seconds": seconds, "steps_done": self.state.global_step}
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        # PEFT loads an adapter in float32 and makes all of it trainable: the run would not resume as it was.
+        dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        for name, parameter in self.model.named_parameters():
+            if parameter.dtype != dtypes[name]:
+                parameter.data = parameter.data.to(dtypes[name])
+        freeze(self.model, self.learning_rates)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        with writing_checkpoint(folder, self.args.world_size):
+            self.accelerator.wait_for_everyone()  # until the first process has removed an earlier folder
+            super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir) -> None:
+        # The first process writes trainer_state.json next, which marks the checkpoint as complete for all.
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()

@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.batches.collator import ConversationCollator
 
 
 pytestmark = pytest.mark.slow
@@ -337,7 +337,7 @@ def test_what_is_no_adapter_is_refused(bases, tmp_path):
 
 LIMITED = """
 import resource, sys
-from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.batches.collator import ConversationCollator
 from normalign_llava.assembly.merge import merge_adapter
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

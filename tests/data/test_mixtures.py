@@ -15,7 +15,7 @@ from train_data import arguments, assistant, gigantic_png, images, inside, llava
 from normalign_llava.data.rows.parse import FEATURES, DroppedRows
 from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.data.sources.mixtures import load_data, prepare_rows
-from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.batches.collator import ConversationCollator
 
 
 pytestmark = pytest.mark.slow

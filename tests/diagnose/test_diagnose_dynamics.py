@@ -17,7 +17,7 @@ from normalign_llava.checkpoint.names import DYNAMICS, STATE
 from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.diagnose.measure.dynamics import read_dynamics, read_training_log
-from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.batches.collator import ConversationCollator
 from normalign_llava.train.run import main
 
 

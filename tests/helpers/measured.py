@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.build import build_checkpoint
-from normalign_llava.train.callbacks import Measurements
+from normalign_llava.train.callbacks.measurements import Measurements
 
 
 LINEARS = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.train import run
-from normalign_llava.train.model import projector_norm
+from normalign_llava.train.modules.model import projector_norm
 from normalign_llava.train.trainer import NormAlignTrainer
 
 

@@ -14,8 +14,8 @@ from trl import get_peft_config, get_quantization_config
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
 from normalign_llava.data.rows.parse import FEATURES
-from normalign_llava.train.arguments import ModelArguments, NormAlignConfig
-from normalign_llava.train.model import load_model
+from normalign_llava.train.modules.model import load_model
+from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
 from normalign_llava.train.trainer import NormAlignTrainer
 
 

@@ -8,8 +8,8 @@ from test_quickstart_run import SHORT
 
 from normalign_llava.quickstart.journal import Journal
 from normalign_llava.quickstart.run import run_quickstart
-from normalign_llava.train.arguments import NormAlignConfig
-from normalign_llava.train.lock import only_run
+from normalign_llava.train.keeping.lock import only_run
+from normalign_llava.train.options.arguments import NormAlignConfig
 
 
 @pytest.fixture

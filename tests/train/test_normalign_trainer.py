@@ -17,7 +17,6 @@ from PIL import Image
 from training import SHORT, moved, weights
 from transformers import (
     AutoProcessor,
-    BitsAndBytesConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     TrainerCallback,
@@ -34,22 +33,18 @@ from normalign_llava import (
 )
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.data.sources.arguments import DataArguments
-from normalign_llava.train.arguments import ModelArguments
-from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.inputs import normalign_config
-from normalign_llava.train.model import base_model, module_of
+from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.modules.model import module_of
+from normalign_llava.train.options.arguments import ModelArguments
+from normalign_llava.train.prepare import normalign_config
 from normalign_llava.train.run import main, train
+from normalign_llava.train.trainer import OVERRIDDEN
 
 
 pytestmark = pytest.mark.slow
 
 
 COLOURS = ("red", "green", "blue", "white")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture
@@ -100,6 +95,12 @@ def test_it_takes_what_sfttrainer_takes_in_the_same_order():
     assert list(ours)[: len(theirs)] == list(theirs)
     for name, parameter in theirs.items():
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
+
+
+def test_the_private_methods_that_are_overridden_are_listed():
+    classes = NormAlignTrainer.__mro__[: NormAlignTrainer.__mro__.index(SFTTrainer)]
+    own = {name for cls in classes for name in vars(cls) if name.startswith("_") and not name.startswith("__")}
+    assert own & set(dir(SFTTrainer)) == set(OVERRIDDEN)
 
 
 def test_rows_of_every_form_are_the_same_rows_and_train_every_module(tmp_path, checkpoint):
@@ -154,9 +155,7 @@ def test_without_options_it_trains_on_a_cpu_by_trls_defaults(tmp_path, checkpoin
         (SFTConfig, {"bf16": False, "model_init_kwargs": {"dtype": torch.bfloat16}}, False),
     ],
 )
-def test_bfloat16_that_was_asked_for_is_obeyed_with_one_line_where_it_is_slow(
-    tmp_path, model, processor, caplog, make, given, bf16
-):
+def test_bfloat16_is_obeyed_with_a_warning_where_it_is_slow(tmp_path, model, processor, caplog, make, given, bf16):
     plain = {name: value for name, value in SHORT.items() if name != "bf16"}
     for ratio in (0.3, 5.0):
         processor(ratio)
@@ -268,16 +267,6 @@ def test_every_option_of_trl_arrives(tmp_path):
     )
 
 
-def test_what_an_sftconfig_may_not_set_is_refused_or_warned_of(tmp_path, checkpoint, caplog):
-    args = SFTConfig(str(tmp_path), **SHORT, packing=True, packing_strategy="wrapped")
-    with pytest.raises(ValueError, match="packing_strategy cannot be used here"):
-        NormAlignTrainer(str(checkpoint), args, train_dataset=rows())
-    for option in ("padding_free", "packing"):
-        args = SFTConfig(str(tmp_path), **SHORT, **{option: True})
-        assert NormAlignTrainer(str(checkpoint), args, train_dataset=rows()).data_collator.padding_free
-    assert "assistant_only_loss is False, but the loss is on the assistant's turns alone" in caplog.text
-
-
 def test_rows_that_are_too_long_are_dropped_and_bad_ones_named(tmp_path, checkpoint, caplog):
     data = [messages(number) for number in range(4)]
     data[2]["messages"][0]["content"][1]["text"] = "long " * 40
@@ -376,20 +365,6 @@ def test_adapters_that_cannot_be_are_refused_by_name(tmp_path, checkpoint, model
         NormAlignTrainer(get_peft_model(model, ALL_LINEAR), options(tmp_path), train_dataset=rows())
 
 
-def test_a_quantized_base_under_adapters_is_recorded_and_merges(tmp_path, checkpoint):
-    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    adapters = LoraConfig(r=2, target_modules="all-linear")
-    trainer = NormAlignTrainer(
-        str(checkpoint), options(tmp_path), train_dataset=rows(), peft_config=adapters, quantization_config=quantized
-    )
-    norm = base_model(trainer.model).model.multi_modal_projector.norm
-    before = norm.weight.detach().clone()
-    trainer.train()
-    trainer.save_model()
-    assert norm.weight.dtype == torch.float32 and (norm.weight != before).all()
-    assert merge_adapter(tmp_path, tmp_path / "merged").quantization is not None
-
-
 def test_held_out_rows_metrics_and_examples(tmp_path, checkpoint):
     def accuracy(prediction):
         labels = prediction.label_ids[:, 1:]
@@ -417,17 +392,6 @@ def test_held_out_rows_metrics_and_examples(tmp_path, checkpoint):
     trainer.compute_metrics = None
     losses.append(trainer.evaluate(trainer.eval_dataset["easy"])["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_a_run_in_python_resumes_exactly(tmp_path, checkpoint):
-    saving = dict(save_strategy="steps", save_steps=2, max_steps=4)
-    ends = []
-    for resumed in (False, True):
-        trainer = NormAlignTrainer(str(checkpoint), options(tmp_path, **saving), train_dataset=rows())
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resumed else None)
-        ends.append(weights(trainer.model))
-    assert same(*ends)
-    assert json.loads((tmp_path / "checkpoint-4" / "training.json").read_text())["steps_done"] == 4
 
 
 class Counted(TrainerCallback):

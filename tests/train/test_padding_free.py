@@ -7,8 +7,8 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoProcessor
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.padding_free import ROW_LENGTHS, RowsApart
+from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.batches.padding_free import ROW_LENGTHS, PackedAttentionCheck
 
 
 pytestmark = pytest.mark.slow
@@ -16,11 +16,6 @@ pytestmark = pytest.mark.slow
 
 IMAGES = [1, 0, 2, 1]
 """Images in each row of the batch."""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("padding_free"))
 
 
 def batches(checkpoint, rows):
@@ -68,9 +63,7 @@ def loaded(checkpoint, attention="sdpa"):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("images", [IMAGES, [0, 0, 0], [1]])
-def test_loss_of_every_row_and_gradient_of_every_parameter_are_those_of_the_padded_batch(
-    checkpoint, attention, images
-):
+def test_losses_and_gradients_are_those_of_the_padded_batch(checkpoint, attention, images):
     rows = training.rows(len(images), images=lambda number: images[number])
     assert_same(loaded(checkpoint, attention), *batches(checkpoint, rows))
 
@@ -172,9 +165,9 @@ def model_of(kind, **settings):
 def test_a_language_model_that_mixes_rows_is_refused_by_its_name(tmp_path, kind, settings, apart):
     model, args = model_of(kind, **settings), training.arguments(tmp_path)
     if apart:
-        return RowsApart().on_train_begin(args, None, None, model=model)
+        return PackedAttentionCheck().on_train_begin(args, None, None, model=model)
     with pytest.raises(ValueError, match=rf"padding_free .* \({kind}\)"):
-        RowsApart().on_train_begin(args, None, None, model=model)
+        PackedAttentionCheck().on_train_begin(args, None, None, model=model)
 
 
 def test_what_pads_is_refused_beside_it(tmp_path, checkpoint):

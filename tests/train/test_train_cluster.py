@@ -14,7 +14,7 @@ import training
 from paths import DOCS, ROOT
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
-from normalign_llava.train.arguments import STAGES
+from normalign_llava.train.options.arguments import STAGES
 
 
 PAGE = DOCS / "cluster.md"
@@ -77,7 +77,7 @@ def test_the_plan_for_scaling_is_the_same_count_with_one_pass():
     assert batches[2] == f"{STAGES['tune']['global_batch_size']}, the recipe's"
 
 
-def test_every_command_of_the_page_says_that_it_is_not_run_and_is_of_correct_syntax():
+def test_commands_of_the_page_are_marked_as_not_run_and_parse():
     for block in re.findall(r"```bash\n(.*?)```", PAGE.read_text(), flags=re.S):
         assert all("# not run" in line for line in block.replace("\\\n", "").splitlines())
         subprocess.run(["bash", "-n"], input=block, text=True, check=True)

@@ -1,24 +1,19 @@
 """Batches: labels on exactly the answers, images in their places, bad images without effect."""
 
-import pickle
-
-import numpy as np
 import pytest
 import tiny
 import tiny_parts
 import torch
 import train_data
 from chat_families import END_OF_TURN, TEMPLATES, byte_tokenizer
-from datasets import Dataset
 from PIL import Image
-from torch.utils.data import DataLoader
 from train_data import assistant, gigantic_png, image_bytes, inside, llava, user
 from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
 from normalign_llava.data.rows.parse import DroppedRows, parse_row
-from normalign_llava.train import collator
-from normalign_llava.train.collator import ConversationCollator
+from normalign_llava.train.batches import collator
+from normalign_llava.train.batches.collator import ConversationCollator
 
 
 def row(raw, number=0) -> dict:
@@ -63,9 +58,6 @@ def test_labels_of_two_turns_and_two_images(tmp_path):
     batch = ConversationCollator(processor)([row(TWO_TURNS)])
     ids, labels = batch["input_ids"][0], batch["labels"][0]
     answers = labelled(processor, labels)
-    print("\ninput: ", repr(processor.tokenizer.decode(ids)))
-    print("labels:", " ".join(repr(answer) for answer in answers))
-    print(f"{len(ids)} tokens, {int((labels != -100).sum())} labels")
     assert answers == ["A red kite.<|im_end|>", "Yes, blue.<|im_end|>"]
     assert (labels[labels != -100] == ids[labels != -100]).all()
     assert (labels[ids == processor.image_token_id] == -100).all()
@@ -98,13 +90,6 @@ def test_labels_in_the_templates_of_many_families(family):
         second = "<think>\n\n</think>\n\n" + second
     assert labelled(processor, batch["labels"][0]) == ["A red\nkite." + end, second]
     assert labelled(processor, batch["labels"][1])[0].endswith("A" + end)
-
-
-def test_vicuna_is_for_models_without_a_template():
-    processor = train_data.processor(byte_tokenizer(), None)
-    batch = ConversationCollator(processor)([row(TWO_TURNS)])
-    # Vicuna's generation prompt ends in "ASSISTANT:", so that the space is the model's to say.
-    assert labelled(processor, batch["labels"][0]) == [" A red kite.</s>", " Yes, blue.</s>"]
 
 
 def test_end_of_turn_is_learned_even_if_it_is_the_padding_token(processor):
@@ -200,17 +185,3 @@ def test_a_skipped_row_stays_without_effect(processor, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------ workers
-def test_workers_give_the_same_batches(processor, tmp_path):
-    (tmp_path / "bad.png").write_bytes(b"no image")
-    rows = [row({**llava("<image>Q", f"A{n}"), "image": inside(c)}, n) for n, c in enumerate(("red", "blue", "lime"))]
-    rows += [row(llava("Q", "A"), 3), row(llava("<image>Q", "A", str(tmp_path / "bad.png")), 4)]
-    batches = []
-    for workers in (0, 2):
-        dropped = DroppedRows(tmp_path / f"dropped{workers}.jsonl")
-        collate = pickle.loads(pickle.dumps(ConversationCollator(processor, bad_rows="skip", dropped_rows=dropped)))
-        loader = DataLoader(Dataset.from_list(rows), 2, num_workers=workers, collate_fn=collate)
-        batches.append([{name: np.asarray(value) for name, value in batch.items()} for batch in loader])
-        assert [r.row for r in dropped.read()] == [4]
-    assert len(batches[0]) == len(batches[1]) == 3
-    for one, other in zip(*batches, strict=True):
-        assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)

@@ -22,16 +22,19 @@ from safetensors.torch import load_file
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows.parse import DroppedRows
-from normalign_llava.train.callbacks import PARTS
-from normalign_llava.train.checkpoints import missing_from
+from normalign_llava.train.callbacks.measurements import PARTS
+from normalign_llava.train.keeping.checkpoints import missing_from
+from normalign_llava.train.keeping.lock import only_run
 from normalign_llava.train.launch import CONFIGS, LAUNCHER, launch
-from normalign_llava.train.lock import only_run
 
 
 pytestmark = pytest.mark.slow
 
 
-ZERO = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+ZERO = [
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+    pytest.mark.nightly,
+]
 MODES = ["ddp", "fsdp2", pytest.param("zero2", marks=ZERO), pytest.param("zero3", marks=ZERO)]
 KINDS = {
     "ddp": ("MULTI_CPU", "DistributedDataParallel"),
@@ -133,7 +136,7 @@ class Room:
             own |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
             file.write_text(json.dumps(own))
             self.options[f"own zero{stage}"] = self.options[f"own zero{stage} resumed"] = {**half, "deepspeed": file}
-        self.done: dict[str, Path] = {}
+        self.done: dict[tuple, Path] = {}
 
     def write(self, name: str, images: list[int]) -> Path:
         (self.folder / name).mkdir()
@@ -153,13 +156,12 @@ class Room:
         return [str(word) for key, value in {**given, **OPTIONS, **options}.items() for word in (f"--{key}", value)]
 
     def runs(self, mode: str, *names: str, processes: int = 2) -> Path:
-        """Trains once, all `names` in the same processes; the folder that has an output folder for each.
+        """Trains once, all `names` in the same processes; the folder of `mode`, with an output folder for each.
 
-        DeepSpeed trains once in a process, so there one name is for one run; its folder is that of all of `mode`.
+        DeepSpeed trains once in a process, so there one name is for one run.
         """
-        zero = mode.startswith("zero")
-        folder = self.folder / (f"{mode}-{processes}" if zero else mode)
-        place = f"{folder}-{names[0]}" if zero else mode
+        folder = self.folder / (f"{mode}-{processes}" if mode.startswith("zero") else mode)
+        place = (mode, processes, names)
         if place not in self.done:
             self.done[place] = folder
             words = {}
@@ -168,7 +170,7 @@ class Room:
                 if name in RESUMED:
                     options = {**options, "resume_from_checkpoint": folder / RESUMED[name]}
                 words[name] = self.words(folder / name, **options)
-            folder.mkdir(exist_ok=zero)
+            folder.mkdir(exist_ok=True)
             (folder / "runs.json").write_text(json.dumps(words))
             worker = [HELPERS / "train_worker.py", mode, folder / "runs.json", folder / "seen"]
             with only_run(folder / "busy"):
@@ -227,26 +229,35 @@ def room(tmp_path_factory, prepared) -> Room:
 
 
 @pytest.fixture(scope="module")
-def one(room) -> Path:
-    packed = ("epochs", "epochs lora", "packed", "packed lora", "packed resumed")
-    return room.runs("one", "mixed", "lora", "qlora", "bfloat16", "half", "grouped", "bad step", *packed)
+def mixed(room):
+    """The folder of a run with everything that most runs have, in one process or two."""
+    return lambda mode: room.runs(mode, "mixed")
+
+
+PACKING = ("packed", "packed resumed", "packed lora")
+NIGHTLY = {
+    "one": ("lora", "qlora", "bfloat16", "half", "grouped", "bad step", "epochs", "epochs lora", *PACKING),
+    "ddp": ("busy", "refused", "resumed", "lora", "qlora", "grouped", "skipped", "bad step", "broken", "script")
+    + ("grouped epochs", "grouped epochs resumed", *PACKING),
+    "fsdp2": ("resumed", "lora", "bfloat16", "autocast", "bad step", "broken", *PACKING),
+}
 
 
 @pytest.fixture(scope="module")
-def two(room):
-    packed = ("packed", "packed resumed", "packed lora")
-    names = {
-        "ddp": ("busy", "refused", "mixed", "resumed", "lora", "qlora", "grouped", "skipped", "bad step", "broken")
-        + ("script", "grouped epochs", "grouped epochs resumed", *packed),
-        "fsdp2": ("mixed", "resumed", "lora", "bfloat16", "autocast", "bad step", "broken", *packed),
-    }
-    return lambda mode, zero="mixed": room.runs(mode, *names.get(mode, (zero,)))
+def nightly(room, mixed):
+    """The folder of the other runs of a mode; of DeepSpeed, of one of them."""
+
+    def folder(mode: str, zero: str = "mixed") -> Path:
+        mixed(mode)
+        return room.runs(mode, *NIGHTLY.get(mode, (zero,)))
+
+    return folder
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_processes_end_with_the_weights_and_losses_of_one(mode, one, two):
+def test_two_processes_end_with_the_weights_and_losses_of_one(mode, mixed):
     # From a checkpoint without a norm, so the gain was aligned too; images on one process, on the other, on none.
-    folder = two(mode)
+    folder, one = mixed(mode), mixed("one")
     for rank in range(2):
         found = seen(folder, "mixed", rank)
         assert (found["type"], found["wrapped"]) == KINDS[mode]
@@ -264,16 +275,16 @@ def test_two_processes_end_with_the_weights_and_losses_of_one(mode, one, two):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_gain_is_aligned_as_in_one_process(mode, room, two):
-    folder = two(mode) / "mixed"
+def test_the_gain_is_aligned_as_in_one_process(mode, room, mixed):
+    folder = mixed(mode) / "mixed"
     text_norm = json.loads((folder / "config.json").read_text())["text_embedding_norm"]
     whole = NormAlignLlavaForConditionalGeneration.from_pretrained(room.bare)
     assert text_norm == pytest.approx(whole.measure_text_embedding_norm(), rel=1e-9)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_was_saved_loads_and_is_complete(mode, two):
-    folder = two(mode) / "mixed"
+def test_what_was_saved_loads_and_is_complete(mode, mixed):
+    folder = mixed(mode) / "mixed"
     loaded, report = NormAlignLlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     state = loaded.state_dict()
@@ -292,44 +303,50 @@ def test_what_was_saved_loads_and_is_complete(mode, two):
         }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(mode, two):
-    folder = two(mode)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(mode, nightly):
+    folder = nightly(mode)
     assert seen(folder, "resumed", 0)["batches"] == seen(folder, "mixed", 0)["batches"][4:]
     assert_same_run(folder / "resumed", folder / "mixed", weights=0, figures=0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["one", "ddp", "fsdp2", pytest.param("zero3", marks=ZERO)])
-def test_packing_changes_no_step(mode, one, two):
-    folder = one if mode == "one" else two(mode, zero="packed")
+def test_packing_changes_no_step(mode, nightly):
+    folder, one = nightly(mode, zero="packed"), nightly("one")
     assert_same_run(folder / "packed", one / "epochs", weights=1e-6, figures=1e-5)
     if mode != "zero3":
         assert_same_run(folder / "packed lora", one / "epochs lora", weights=1e-6, figures=1e-5)
         assert_same_run(folder / "packed resumed", folder / "packed", weights=0, figures=0)
 
 
-def test_a_run_of_two_processes_is_resumed_in_the_order_of_its_epoch(two):
-    folder = two("ddp")
+@pytest.mark.nightly
+def test_two_processes_resume_in_the_order_of_their_epoch(nightly):
+    folder = nightly("ddp")
     assert_same_run(folder / "grouped epochs resumed", folder / "grouped epochs", weights=0, figures=0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_adapters_end_as_in_one_process(mode, one, two):
-    folder = two(mode)
+def test_adapters_end_as_in_one_process(mode, nightly):
+    folder, one = nightly(mode), nightly("one")
     assert seen(folder, "lora", 1)["type"] == KINDS[mode][0]
     assert_same_run(folder / "lora", one / "lora", weights=1e-6, figures=1e-5)
 
 
-def test_qlora_in_two_processes_trains_adapters_and_a_float32_gain(one, two):
-    folder = two("ddp")
+@pytest.mark.nightly
+def test_qlora_in_two_processes_trains_adapters_and_a_float32_gain(nightly):
+    folder, one = nightly("ddp"), nightly("one")
     assert seen(folder, "qlora", 1)["processes"] == 2
     assert_same_run(folder / "qlora", one / "qlora", weights=2e-3, figures=2e-2)  # bfloat16
     assert_gain_moved(load_file(folder / "qlora" / "adapter_model.safetensors"), "float32")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["bfloat16", "autocast"])
-def test_fsdp2_trains_a_checkpoint_in_bfloat16_with_its_float32_gain(name, one, two):
-    folder = two("fsdp2")
+def test_fsdp2_trains_a_checkpoint_in_bfloat16_with_its_float32_gain(name, nightly):
+    folder, one = nightly("fsdp2"), nightly("one")
     assert seen(folder, name, 1)["gain dtype"] == "torch.float32"
     assert_gain_moved(load_file(folder / name / "model.safetensors"), "float32")
     losses, expected = (
@@ -339,16 +356,16 @@ def test_fsdp2_trains_a_checkpoint_in_bfloat16_with_its_float32_gain(name, one, 
     assert losses == pytest.approx(expected, rel=1e-2)
 
 
-@ZERO
+@pytest.mark.nightly
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("mode", ["zero2", "zero3"])
-def test_deepspeed_in_bfloat16_trains_and_saves_float32(mode, processes, room, one):
+@pytest.mark.parametrize("mode", MODES[2:])
+def test_deepspeed_in_bfloat16_trains_and_saves_float32(mode, processes, room, nightly):
     # Two processes have the package's configuration; one has a user's own file.
     names = ("half", "half resumed") if processes == 2 else (f"own {mode}", f"own {mode} resumed")
     for name in names:
         folder = room.runs(mode, name, processes=processes)
         assert seen(folder, name, 0)["processes"] == processes
-        assert_same_run(folder / name, one / "half", weights=5e-5, figures=1e-3)
+        assert_same_run(folder / name, nightly("one") / "half", weights=5e-5, figures=1e-3)
         weights = load_file(folder / name / "model.safetensors")
         for part in ("weight", "bias"):
             values = weights[f"model.multi_modal_projector.norm.{part}"]
@@ -363,21 +380,24 @@ def assert_gain_moved(weights: dict[str, torch.Tensor], dtype: str) -> None:
     assert gain.std() > 1e-4  # it begins with one value in every place
 
 
-def test_held_out_rows_may_be_a_stream_where_training_rows_are_not(one, two):
-    logs = (seen(folder, name, 0)["logs"] for folder, name in ((two("ddp"), "script"), (one, "mixed")))
+@pytest.mark.nightly
+def test_held_out_rows_may_be_a_stream_where_training_rows_are_not(nightly):
+    logs = (seen(folder, name, 0)["logs"] for folder, name in ((nightly("ddp"), "script"), (nightly("one"), "mixed")))
     found, expected = ([each["eval_loss"] for each in log if "eval_loss" in each] for log in logs)
     assert len(found) == 2 and found == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_first_process_alone_may_save_the_model(two):
-    folder = two("ddp") / "script"
+@pytest.mark.nightly
+def test_the_first_process_alone_may_save_the_model(nightly):
+    folder = nightly("ddp") / "script"
     for name in ("model.safetensors", "config.json"):
         assert (folder / "alone" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_length_grouped_batches_have_one_modality_and_the_rows_of_one_process(one, two):
-    first, second = (seen(two("ddp"), "grouped", rank)["batches"] for rank in range(2))
-    alone = seen(one, "grouped", 0)["batches"]
+@pytest.mark.nightly
+def test_length_grouped_batches_have_one_modality_and_the_rows_of_one_process(nightly):
+    first, second = (seen(nightly("ddp"), "grouped", rank)["batches"] for rank in range(2))
+    alone = seen(nightly("one"), "grouped", 0)["batches"]
     assert len(alone) == len(IMAGES)
     for step in range(4):
         together = [batch for batch in (*first, *second) if batch[0] == step]
@@ -385,17 +405,19 @@ def test_length_grouped_batches_have_one_modality_and_the_rows_of_one_process(on
         assert sorted(ids for _, _, ids in together) == sorted(ids for when, _, ids in alone if when == step)
 
 
-def test_bad_rows_of_both_processes_are_skipped_and_listed_once(two):
-    folder = two("ddp")  # four steps of four rows: the eight rows twice
+@pytest.mark.nightly
+def test_bad_rows_of_both_processes_are_skipped_and_listed_once(nightly):
+    folder = nightly("ddp")  # four steps of four rows: the eight rows twice
     assert len(seen(folder, "skipped", 1)["batches"]) == 8
     assert [row.row for row in DroppedRows(folder / "skipped" / "dropped_rows.jsonl").read()] == [3, 4]
     for row in (3, 4):
         assert (folder / "stdout").read_text().count(f"data.json, row {row}") == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2", pytest.param("zero3", marks=ZERO)])
-def test_what_is_not_finite_on_one_process_stops_both(mode, two):
-    folder = two(mode, zero="broken")
+def test_what_is_not_finite_on_one_process_stops_both(mode, nightly):
+    folder = nightly(mode, zero="broken")
     said = [seen(folder, "broken", rank)["error"] for rank in range(2)]
     assert said[0] == said[1]
     assert said[0].startswith("Step 2 has values that are not finite, first in the norm's output.")
@@ -403,19 +425,21 @@ def test_what_is_not_finite_on_one_process_stops_both(mode, two):
     assert not (folder / "broken" / "checkpoint-2").exists() and not list((folder / "broken").glob("*.safetensors"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_a_step_that_one_process_cannot_take_is_skipped_by_both(mode, one, two):
+def test_a_step_that_one_process_cannot_take_is_skipped_by_both(mode, nightly):
     found, expected, whole = (
         load_file(folder / "model.safetensors")
-        for folder in (two(mode) / "bad step", one / "bad step", one / "grouped")
+        for folder in (nightly(mode) / "bad step", nightly("one") / "bad step", nightly("one") / "grouped")
     )
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
     assert any(not torch.equal(expected[name], weight) for name, weight in whole.items())
 
 
-def test_what_cannot_be_trained_is_refused_to_all_processes(two):
-    folder = two("ddp")
+@pytest.mark.nightly
+def test_what_cannot_be_trained_is_refused_to_all_processes(nightly):
+    folder = nightly("ddp")
     for rank in range(2):
         said = seen(folder, "busy", rank)["error"]
         assert f"Another run is writing to {folder / 'busy'}: process {os.getpid()} on " in said
@@ -424,7 +448,8 @@ def test_what_cannot_be_trained_is_refused_to_all_processes(two):
     assert not (folder / "busy").exists() and not (folder / "refused").exists()
 
 
-def test_the_command_starts_as_many_processes_as_the_file_says_and_a_bad_row_on_one_ends_all(room, tmp_path):
+@pytest.mark.nightly
+def test_a_bad_row_on_one_process_ends_all_that_were_started(room, tmp_path):
     (tmp_path / "recipe.yaml").write_text("stage: tune\n")
     own = tmp_path / "own.yaml"
     own.write_text(Path(str(CONFIGS / "ddp.yaml")).read_text() + "num_processes: 2\n")
@@ -436,6 +461,7 @@ def test_the_command_starts_as_many_processes_as_the_file_says_and_a_bad_row_on_
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems tell no process that its parent has ended")
 @pytest.mark.parametrize(("number", "killed"), [(1, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGKILL)])
 def test_a_launcher_that_is_killed_takes_its_processes_with_it(room, tmp_path, number, killed):

@@ -13,16 +13,11 @@ from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
-from normalign_llava.train.checkpoints import missing_from
-from normalign_llava.train.model import base_model, projector_norm
+from normalign_llava.train.keeping.checkpoints import missing_from
+from normalign_llava.train.modules.model import base_model, projector_norm
 
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("parts"))
 
 
 @pytest.fixture
@@ -85,20 +80,6 @@ def test_damaged_weights_stop_the_first_step_and_the_module_is_named(make, weigh
     assert weight.split(".")[-2] in said and "damaged" in said and "bad_steps" not in said
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
-
-
-def test_the_head_is_distinguished_from_the_decoder(tmp_path):
-    untied = training.checkpoint(tmp_path / "untied", tied=False)
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(untied)
-    with torch.no_grad():
-        model.lm_head.weight[0] = math.inf
-    said = stopped(training.trainer(tmp_path / "out", untied, model=model))
-    assert said.startswith("Step 1 has values that are not finite, first in the loss.")
-
-
-def test_a_damaged_tensor_that_nothing_reads_stops_nothing(make):
-    trainer = make("model.vision_tower.post_layernorm.weight", max_steps=1)
-    assert math.isfinite(trainer.train().training_loss)
 
 
 def test_the_command_says_one_sentence_and_leaves_nothing(tmp_path, checkpoint):

@@ -10,10 +10,10 @@ from datasets import Dataset
 from torch.utils.data import BatchSampler
 from transformers import AutoProcessor
 
-from normalign_llava.train.collator import ConversationCollator
-from normalign_llava.train.options import accumulation_steps, check_stream
-from normalign_llava.train.packing import BalancedSampler, balanced, packed_stream
-from normalign_llava.train.padding_free import RowsApart
+from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.batches.packing import BalancedSampler, balanced, packed_stream
+from normalign_llava.train.batches.padding_free import PackedAttentionCheck
+from normalign_llava.train.options.parsing import accumulation_steps
 from normalign_llava.train.trainer import NormAlignTrainer
 
 
@@ -38,12 +38,6 @@ def test_rows_go_longest_first_to_the_pass_with_the_fewest_tokens():
     assert balanced([4, 9, 1, 7, 5, 3], passes=4) == [[1], [3], [0, 5], [4, 2]]
 
 
-def test_the_order_of_processes_alternates():
-    # One row a pass. Process 0 has 8, 5, 4, 1 and process 1 has 7, 6, 3, 2: 18 tokens each.
-    found = [rows[0] for rows in balanced([1, 2, 3, 4, 5, 6, 7, 8], passes=8, processes=2)]
-    assert [number + 1 for number in found] == [8, 7, 5, 6, 4, 3, 1, 2]
-
-
 @pytest.mark.parametrize("passes", [1, 3, 8, 43])
 def test_passes_differ_by_no_more_than_the_longest_row(passes):
     found = balanced(LENGTHS, passes)
@@ -64,10 +58,10 @@ def test_each_step_has_the_rows_that_accelerate_gives_without_packing(count, pro
             order.set_epoch(epoch)
             batches = BatchSampler(order, rows_per_pass, drop_last)
             given.append(list(BatchSamplerShard(batches, processes, rank) if processes > 1 else batches))
-            ours = sampler(count, rank=rank, processes=processes, drop_last=drop_last)
-            ours.set_epoch(epoch)
-            packed.append(list(ours))
-            assert len(packed[-1]) == len(ours)
+            balanced_sampler = sampler(count, rank=rank, processes=processes, drop_last=drop_last)
+            balanced_sampler.set_epoch(epoch)
+            packed.append(list(balanced_sampler))
+            assert len(packed[-1]) == len(balanced_sampler)
         assert len({len(passes) for passes in packed}) == 1
         assert [len(passes) for passes in packed] == [len(batches) for batches in given]
         for start in range(0, len(packed[0]), accumulation):
@@ -90,7 +84,7 @@ def test_accumulation_is_the_least_with_which_no_pass_has_more_tokens():
                 sizes += [sum(step[i] for i in part) for part in balanced(step, min(accumulation, len(step)))]
         return max(sizes)
 
-    ours = BalancedSampler(
+    balanced_sampler = BalancedSampler(
         SeedableRandomSampler(range(43), data_seed=5),
         LENGTHS,
         rows_per_step=8,
@@ -100,27 +94,20 @@ def test_accumulation_is_the_least_with_which_no_pass_has_more_tokens():
         rank=0,
         drop_last=False,
     )
-    found = ours.fit(1500, epochs=3)
+    found = balanced_sampler.fit(1500, epochs=3)
     assert found > 1 and largest(found, 3) <= 1500 < largest(found - 1, 3)
     with pytest.raises(ValueError, match="the longest row has 900 tokens, more than tokens_per_device 899"):
-        ours.fit(899, epochs=1)
+        balanced_sampler.fit(899, epochs=1)
 
 
 def test_a_stream_is_packed_in_a_buffer_of_one_step():
     rows = Dataset.from_dict({"length": LENGTHS, "row": list(range(43))}).to_iterable_dataset()
     passes = [each["packed"] for each in packed_stream(rows, rows_per_pass=3, accumulation=2, processes=2)]
-    assert (
-        len(passes) == 16
-    )  # three whole steps, and seven rows in the last, of which a process may have six in a pass
+    assert len(passes) == 16  # three whole steps, and seven rows in the last, where a pass may have three
     for step in range(4):
         found = [[row["row"] for row in rows] for rows in passes[4 * step : 4 * step + 4]]
         lengths = LENGTHS[12 * step : 12 * step + 12]
         assert found == [[12 * step + i for i in part] for part in balanced(lengths, 4, 2)]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("packing"))
 
 
 OPTIONS = {"global_batch_size": 6, "max_steps": 5, "optim": "sgd", "learning_rate": 0.1, "logging_steps": 1}
@@ -227,7 +214,7 @@ def test_what_needs_rows_is_refused_with_a_collator_that_leaves_none(tmp_path, c
     collator = ConversationCollator(AutoProcessor.from_pretrained(checkpoint), padding_free=True)
     trainer = NormAlignTrainer(str(checkpoint), training.arguments(tmp_path), collator, train_dataset=training.rows(4))
     assert trainer.args.padding_free
-    assert any(isinstance(callback, RowsApart) for callback in trainer.callback_handler.callbacks)
+    assert any(isinstance(callback, PackedAttentionCheck) for callback in trainer.callback_handler.callbacks)
     for options, words in (
         ({"data_collator": collator, "compute_metrics": dict}, "compute_metrics compares rows"),
         ({"data_collator": list, "args": training.arguments(tmp_path, packing=True)}, "needs rows with their lengths"),
@@ -242,9 +229,3 @@ def test_the_rows_of_a_step_are_dealt_to_all_processes(tmp_path):
     assert accumulation_steps(args, world_size=3) == 1
     with pytest.raises(ValueError, match="global_batch_size 3"):
         accumulation_steps(args, world_size=2)
-
-
-def test_a_stream_has_no_lengths_to_fit(tmp_path):
-    options = {"packing": True, "tokens_per_device": 512, "per_device_train_batch_size": None, "global_batch_size": 8}
-    with pytest.raises(ValueError, match="a stream has none. Give per_device_train_batch_size"):
-        check_stream(True, training.arguments(tmp_path, **options))

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card
 from normalign_llava.hub_cards.push.clean_process import ask_clean_process, difference
-from normalign_llava.train.checkpoints import missing_from
+from normalign_llava.train.keeping.checkpoints import missing_from
 
 
 pytestmark = pytest.mark.slow

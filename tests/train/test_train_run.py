@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
-from normalign_llava.train.model import arm_of
+from normalign_llava.train.modules.model import arm_of
 from normalign_llava.train.run import main
 
 
@@ -73,7 +73,7 @@ def following(said: str, data: Path) -> list[str]:
     return words
 
 
-def test_the_commands_that_are_named_next_lead_from_the_parts_to_the_report(tmp_path, parts, monkeypatch):
+def test_the_commands_named_next_lead_from_parts_to_report(tmp_path, parts, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data, rows = parts / "data" / "data.json", ["--max_steps", "1", "--global_batch_size", "2", "--bf16", "false"]
     words = ["build", "--vision", str(parts / "vision"), "--language", str(parts / "language"), "--output", "a model"]
@@ -179,15 +179,3 @@ def test_an_adapter_is_merged_before_it_is_trained(tmp_path, parts):
     adapter = main([training.recipe(tmp_path, parts, use_peft=True)])
     with pytest.raises(ValueError, match="is an adapter. Merge it first"):
         main([training.recipe(tmp_path, parts, model_name_or_path=str(adapter), output_dir=str(tmp_path / "more"))])
-
-
-@pytest.mark.parametrize(("column", "told"), [("other", "no image, .* stage align"), ("img", "not read: column img")])
-def test_align_without_images_is_an_error(tmp_path, parts, column, told):
-    (tmp_path / "data").mkdir()
-    data = train_data.write_json(tmp_path / "data", [train_data.llava("Q", "A", **{column: "x"})] * 4)
-    options = {"dataset_name": str(data)}
-    with pytest.raises(ValueError, match=told):
-        main([training.recipe(tmp_path, parts, stage="align", **options)])
-    if column == "other":
-        with pytest.raises(ValueError, match=told):
-            main([training.recipe(tmp_path, parts, stage="tune", language_learning_rate=0.0, **options)])

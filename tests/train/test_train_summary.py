@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig, TrainerCallback
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows.reports import DataReport, SourceReport
-from normalign_llava.train.summary import memory, modules, render, summary
+from normalign_llava.train.keeping.summary import memory, modules, render, summary
 
 
 pytestmark = pytest.mark.slow
@@ -58,7 +58,7 @@ def test_full_tuning_trains_every_parameter_at_its_modules_learning_rate(checkpo
     assert {tuple(row["dtypes"]) for row in rows.values()} == {("float32",)}
 
 
-def test_adapters_are_a_row_of_their_own_and_untrained_copies_do_not_count(checkpoint, tmp_path):
+def test_adapters_have_a_row_and_untrained_copies_none(checkpoint, tmp_path):
     plain = table(make_trainer(checkpoint, tmp_path).model)
     model = make_trainer(checkpoint, tmp_path, rank=2).model
     rows = table(model)

@@ -32,7 +32,7 @@ from trl import (
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.train.model import module_of
+from normalign_llava.train.modules.model import module_of
 
 
 pytestmark = pytest.mark.slow
@@ -44,11 +44,6 @@ SHORT = {**training.SHORT, "per_device_train_batch_size": 4}
 ON_TINY = [f"--{name}={value}" for name, value in {**SHORT, "dtype": "float32", "save_strategy": "steps"}.items()]
 ON_TINY += ["--gradient_accumulation_steps=1"]
 LANGUAGE_ONLY = r".*\.language_model\..*_proj"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 def image(number: int) -> Image.Image:
@@ -292,7 +287,7 @@ print("done")
 """
 
 
-def test_dpo_with_a_model_of_remote_code_is_told_to_trust_it_for_the_reference(tmp_path, checkpoint):
+def test_dpo_needs_trust_remote_code_for_the_reference_model(tmp_path, checkpoint):
     rows(pair).to_parquet(str(tmp_path / "pairs.parquet"))
     words = [str(checkpoint), str(tmp_path / "pairs.parquet"), str(tmp_path / "out")]
     done = subprocess.run(

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from trl import TrlParser
 
-from ..data.sources.arguments import DataArguments
+from ...data.sources.arguments import DataArguments
+from ..command import USAGE, with_recipe_file
 from .arguments import ModelArguments, NormAlignConfig
-from .command import USAGE, with_recipe_file
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAlignConfig, ModelArguments]:
@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAl
 
 
 def option_parser() -> TrlParser:
-    """The parser of all options, TRL's and ours."""
+    """The parser of all options, TRL's included."""
     return TrlParser([DataArguments, NormAlignConfig, ModelArguments], usage=USAGE, allow_abbrev=False)
 
 

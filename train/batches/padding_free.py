@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from .depth_probe import evaluating
+from ..callbacks.depth_probe import evaluating
 
 
 ROW_LENGTHS = "row_lengths"
@@ -36,7 +36,7 @@ def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
     return {ROW_LENGTHS: real.sum(1), **sequence, "position_ids": positions, **batch}
 
 
-class RowsApart(TrainerCallback):
+class PackedAttentionCheck(TrainerCallback):
     """Checks before the first step that a language model keeps the rows of one sequence apart."""
 
     def on_train_begin(self, args, state, control, model: PreTrainedModel | None = None, **kwargs):

@@ -14,7 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
-from ..checkpoint.files import json_or_none
+from ...checkpoint.files import json_or_none
 
 
 LOCK, OWNER = ".train.lock", ".train.json"

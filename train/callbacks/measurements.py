@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from ..diagnose.measure.families import decoder_layers
-from ..diagnose.measure.positions import token_positions
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, _gathered, gain_magnitude
-from .model import base_model, module_of, projector_norm
+from ...diagnose.measure.families import decoder_layers
+from ...diagnose.measure.positions import token_positions
+from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, _gathered, gain_magnitude
+from ..modules.model import base_model, module_of, projector_norm
 
 
 PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
@@ -51,9 +51,6 @@ class Measurements(TrainerCallback):
     A part that is frozen has no entry. DeepSpeed keeps the gradients to itself and steps before the Trainer does: with
     it there are no gradient norms and update ratios. The steps measured are those of `logging_steps` and
     `logging_first_step`; `logging_strategy="epoch"` has none.
-
-    Args:
-        args: The trainer's arguments.
     """
 
     def __init__(self, args: TrainingArguments):

@@ -3,28 +3,145 @@
 """Prepares and checks the arguments of the trainer: options, model, processor, data, optimizer."""
 
 import copy
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch import nn
 from torch.optim import Optimizer
 from transformers import AutoProcessor, DataCollator, LlavaProcessor, TrainingArguments
 
 from ..assembly.processing import PADS_RIGHT, pad_left
+from ..checkpoint.find import find_checkpoint
+from ..checkpoint.names import BUILD_RECORD
 from ..checkpoint.opening import open_checkpoint
+from ..checkpoint.precision import warn_if_slow
+from ..checkpoint.provenance import read_beside
 from ..data.rows.reports import DataReport, SourceReport
 from ..data.sources.mixtures import prepare_rows
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .arguments import NormAlignConfig
-from .collator import ConversationCollator
-from .model import MODULES, arm_of, check_architecture, load_model, module_of
+from .batches.collator import ConversationCollator
+from .command import NO_MODEL
+from .keeping.record import training_record
+from .modules.adapter import language_adapter
+from .modules.model import MODULES, arm_of, check_architecture, load_model, module_of, projector_norm
+from .options.arguments import NormAlignConfig
+from .options.parsing import accumulation_steps, check_stream
 
 
 logger = get_logger(__name__)  # logs in one process only
+
+
+@dataclass
+class Prepared:
+    """What a trainer is made of.
+
+    Args:
+        arguments: Arguments of `SFTTrainer`.
+        hidden: Options that it must not see, to be set again when it has made the trainer.
+        learning_rates: The peak learning rate of each module, and where it is from.
+        report: How many rows were used and dropped.
+        record: What `training.json` has so far.
+        build: `build.json` of the checkpoint, if it has one.
+    """
+
+    arguments: dict[str, Any]
+    hidden: dict[str, Any]
+    learning_rates: dict[str, tuple[float, str]]
+    report: DataReport
+    record: dict[str, Any]
+    build: dict[str, Any] | None
+
+
+def prepare(
+    model: Any,
+    args: NormAlignConfig,
+    collator: DataCollator | None,
+    train: Any,
+    held_out: Any,
+    processor: Any,
+    compute_metrics: Any,
+    optimizer: Optimizer | None,
+    quantization_config: Any,
+    peft_config: PeftConfig | None,
+    report: DataReport | None,
+    options: Sequence[Any],
+) -> Prepared:
+    """Checks and completes the arguments of [`NormAlignTrainer`], which are described there; sets what `args` derives.
+
+    Raises:
+        ValueError: An argument, the model or the data is wrong; it is named.
+        TypeError: The rows are not a data set.
+    """
+    if peft_config is not None and optimizer is not None:
+        raise ValueError("optimizers cannot hold adapters that are created later. Give optimizer_cls_and_kwargs.")
+    if getattr(model, "hf_device_map", None) is None:
+        check_one_gpu(args)
+    kwargs = args.model_init_kwargs or {}
+    if args.process_index == 0:
+        for asked in ("bfloat16" if args.bf16 else None, kwargs.get("dtype")):
+            warn_if_slow(asked, args.device.type)
+    args.gradient_accumulation_steps = accumulation_steps(args)
+    commit, loaded = None, not isinstance(model, nn.Module)
+    if loaded:
+        model, commit = find_checkpoint(model, kwargs.get("revision"), remedy=NO_MODEL)
+        args.model_init_kwargs = {**kwargs, "revision": commit}
+        model, quantization_config = load_model(model, args, quantization_config), None
+    check_model(model, args)
+    learning_rates = args.explained_learning_rates(use_peft=peft_config is not None)
+    if optimizer is not None:
+        given = optimizer_learning_rates(optimizer, model, args)
+        learning_rates = {module: (value, "optimizer") for module, value in given.items()}
+    rates = {module: value for module, (value, _) in learning_rates.items()}
+    # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
+    args.learning_rate = next((rates[module] for module in MODULES if rates[module]), args.learning_rate)
+    if peft_config is not None:
+        peft_config = language_adapter(peft_config, model, rates, commit)
+    processor = model_processor(processor, model, commit)
+    collator = collator or ConversationCollator(
+        processor, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free
+    )
+    check_collator(collator, args)
+    if args.padding_free and compute_metrics is not None:
+        raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
+    if report is None:
+        need_images = args.stage == "align" or not rates["language"]
+        train, held_out, report = checked_datasets(train, held_out, collator, args.max_length, need_images)
+    check_stream(isinstance(train, IterableDataset), args)
+    norm = projector_norm(model)
+    if any(parameter.is_meta for parameter in norm.parameters()):
+        # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:
+        # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
+        norm.to_empty(device="cpu")
+    # TRL does so for a stream of training rows alone; held-out rows may be one too.
+    args.accelerator_config.dispatch_batches = False
+    arguments = dict(model=model, args=args, data_collator=collator, train_dataset=train, eval_dataset=held_out)
+    arguments |= dict(processing_class=processor, quantization_config=quantization_config, peft_config=peft_config)
+    record = training_record(model, commit, args, rates, report, options)
+    # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
+    hidden = {"padding_free": args.padding_free, "packing": args.packing}
+    args.padding_free = args.packing = False
+    if loaded:
+        hidden["model_init_kwargs"], args.model_init_kwargs = args.model_init_kwargs, None
+    build = read_beside(model.name_or_path, BUILD_RECORD, commit)
+    return Prepared(arguments, hidden, learning_rates, report, record, build)
+
+
+def check_collator(collator: DataCollator, args: NormAlignConfig) -> None:
+    """Raises ValueError if options need a collator of another kind; `args.padding_free` is then what it does."""
+    padding_free = getattr(collator, "padding_free", False)
+    if args.packing and not isinstance(collator, ConversationCollator):
+        raise ValueError(
+            "packing needs rows with their lengths. Leave data_collator out, or give a ConversationCollator."
+        )
+    if args.padding_free and not padding_free:
+        name = "packing" if args.packing else "padding_free"
+        raise ValueError(f"{name} is given, but data_collator pads. Set padding_free there, or leave {name} out.")
+    args.padding_free = padding_free
 
 
 def normalign_config(args: TrainingArguments | None, model: Any) -> NormAlignConfig:
@@ -32,13 +149,6 @@ def normalign_config(args: TrainingArguments | None, model: Any) -> NormAlignCon
 
     The loss is on the assistant's turns even if `assistant_only_loss` is false, with a warning: on every token, image
     tokens would be labels. Rows longer than `max_length` are dropped, not cut. `packing` keeps the rows of each step.
-
-    Args:
-        args: Options; None for the defaults.
-        model: The trainer's `model`, which the output folder of a run without options is named after.
-
-    Raises:
-        ValueError: What `NormAlignConfig` raises.
     """
     if args is None:
         return NormAlignConfig(f"{Path(str(getattr(model, 'name_or_path', model))).name}-SFT")
@@ -48,12 +158,12 @@ def normalign_config(args: TrainingArguments | None, model: Any) -> NormAlignCon
     given = {field.name: getattr(args, field.name) for field in fields(args) if field.name in known}
     if not given.get("assistant_only_loss"):
         logger.warning("assistant_only_loss is False, but the loss is on the assistant's turns alone: set it to True.")
-    ours = {
+    decided = {
         "assistant_only_loss": True,
         "remove_unused_columns": False,
         "sample_count": 0,
     }
-    return NormAlignConfig(**{**given, **ours})
+    return NormAlignConfig(**{**given, **decided})
 
 
 def check_one_gpu(args: TrainingArguments) -> None:
@@ -68,16 +178,8 @@ def check_one_gpu(args: TrainingArguments) -> None:
         )
 
 
-def model_to_train(
-    model: Any, args: NormAlignConfig, quantization_config: Any
-) -> NormAlignLlavaForConditionalGeneration:
-    """The model to train: loaded from a folder or the Hub, or checked if it is one already.
-
-    Raises:
-        ValueError: It has another architecture, another arm than `args` says, or adapters.
-    """
-    if not isinstance(model, nn.Module):
-        return load_model(model, args, quantization_config)
+def check_model(model: nn.Module, args: NormAlignConfig) -> None:
+    """Raises ValueError if a model has another architecture, another arm than `args` says, or adapters."""
     if isinstance(model, PeftModel):
         raise ValueError(
             "The model has adapters. Give it without them and peft_config, or merge them first with `normalign merge` "
@@ -86,7 +188,6 @@ def model_to_train(
     check_architecture(model.config.model_type, model.name_or_path or type(model).__name__)
     if args.arm not in (None, found := arm_of(model.config)):
         raise ValueError(f"The model is of arm {found!r}. To train it as arm {args.arm!r}, give its path.")
-    return model
 
 
 def model_processor(

@@ -17,9 +17,9 @@ from rich.text import Text
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from ..data.rows.parse import DroppedRows
-from ..data.rows.reports import DataReport
-from .model import module_of
+from ...data.rows.parse import DroppedRows
+from ...data.rows.reports import DataReport
+from ..modules.model import module_of
 
 
 ROWS = {
@@ -43,18 +43,7 @@ def summary(
     steps: int,
     tokens_per_image: int,
 ) -> dict[str, Any]:
-    """The facts of a run as JSON: modules, data, batch, steps, precision, and memory on each device.
-
-    Args:
-        model: The model to train, with adapters attached and modules frozen, not yet sharded by FSDP.
-        args: The trainer's arguments, after the trainer was created.
-        learning_rates: What `args.explained_learning_rates` returns.
-        report: How many rows were used and dropped.
-        rows: Rows in an optimizer step, over all processes.
-        tokens_per_device: The most tokens in a forward pass, in place of a number of rows.
-        steps: Optimizer steps of the whole run.
-        tokens_per_image: Length of an image in tokens.
-    """
+    """The facts of a run as JSON: modules, data, batch, steps, precision, and memory on each device."""
     batch = {
         "rows": rows,
         "per_device": None if tokens_per_device else args.per_device_train_batch_size,
@@ -112,10 +101,6 @@ def memory(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
     matrices. FSDP divides all by the number of processes, ZeRO-1 the states, ZeRO-2 gradients and states, ZeRO-3 all.
     ZeRO-1 and ZeRO-2 keep the trained weights in float32 once more, with the states.
     States of paged optimizers count although they may lie in the CPU's memory.
-
-    Args:
-        model: The model, as in [`summary`].
-        args: The trainer's arguments.
     """
     state = AcceleratorState()
     stage = state.deepspeed_plugin.zero_stage if state.distributed_type == DistributedType.DEEPSPEED else 0

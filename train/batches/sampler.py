@@ -13,27 +13,13 @@ BATCHES_SORTED_TOGETHER = 50
 
 
 class ModalityLengthGroupedSampler(Sampler[int]):
-    """Every row once an epoch; each `batch_size` consecutive rows have one modality and similar lengths.
+    """Every row once an epoch; each `batch_size` rows, of one optimizer step, have one modality and similar lengths.
 
     Rows that do not fill a batch of their modality come last, in a mixed batch that a smaller one may follow. The
     order depends on seed and epoch alone; accelerate calls `set_epoch`, also if a run is resumed within an epoch.
-
-    Args:
-        lengths: Tokens in each row.
-        has_image: Whether each row has an image.
-        batch_size: Rows in an optimizer step: per-device batch times processes times accumulation.
-        seed: Random seed of the order.
-
-    Raises:
-        ValueError: `lengths` and `has_image` differ in number, or `batch_size` is below 1.
     """
 
     def __init__(self, lengths: Sequence[int], has_image: Sequence[bool], batch_size: int, seed: int):
-        if len(lengths) != len(has_image) or batch_size < 1:
-            raise ValueError(
-                f"{len(lengths)} lengths and {len(has_image)} modalities in batches of {batch_size}: give as many "
-                "lengths as modalities, and at least one row in a batch."
-            )
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.has_image = np.asarray(has_image, dtype=bool)
         self.batch_size, self.seed, self.epoch = batch_size, seed, 0

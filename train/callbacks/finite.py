@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from .arguments import NormAlignConfig
-from .checkpoints import newest_complete
-from .model import base_model, projector_norm
+from ..keeping.checkpoints import newest_complete
+from ..modules.model import base_model, projector_norm
+from ..options.arguments import NormAlignConfig
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -47,10 +47,6 @@ class FiniteCheck(TrainerCallback):
 
     With fp16, infinite gradients are normal now and then: the gradient scaler, or DeepSpeed, skips such a step and
     lowers its scale. There only the loss counts, until the scale is below 1.
-
-    Args:
-        model: The model to train, with or without adapters.
-        args: Its options.
     """
 
     def __init__(self, model: nn.Module, args: NormAlignConfig):
@@ -91,7 +87,7 @@ class FiniteCheck(TrainerCallback):
         """Checks the loss of a batch."""
         self._count(LOSS, loss)
 
-    def may_step(self, total_norm: Tensor | float | None, scaler: GradScaler | None) -> bool:
+    def is_step_finite(self, total_norm: Tensor | float | None, scaler: GradScaler | None) -> bool:
         """Whether the optimizer may take this step. All processes must call it at the same time.
 
         Args:
@@ -113,14 +109,14 @@ class FiniteCheck(TrainerCallback):
         if self.args.fp16 and not found[LOSS] and (scaler is None or scaler.get_scale() >= 1):
             return True
         first = next(place for place, count in zip(PLACES, found, strict=True) if count)
-        said = f"Step {self._step} has values that are not finite, first in {first}."
+        problem = f"Step {self._step} has values that are not finite, first in {first}."
         self._skipped += 1
         if self.args.bad_steps == "stop":
             skip = ", or skip such steps with --bad_steps skip, in a resumed run too"
-            raise FloatingPointError(f"{said} {self._remedy(skip)}")
+            raise FloatingPointError(f"{problem} {self._remedy(skip)}")
         if self._skipped == IN_A_ROW:
-            raise FloatingPointError(f"{said} So had the {IN_A_ROW - 1} steps before it. {self._remedy()}")
-        logger.warning(f"{said} The step is skipped.")
+            raise FloatingPointError(f"{problem} So had the {IN_A_ROW - 1} steps before it. {self._remedy()}")
+        logger.warning(f"{problem} The step is skipped.")
         return False
 
     def check_weights(self, model: nn.Module) -> None:

@@ -12,9 +12,8 @@ from torch import nn
 from transformers import ProcessorMixin, TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
-from ..data.rows.images import decode_image
+from ...data.rows.images import decode_image
 from .depth_probe import evaluating
-from .progress import bar
 
 
 SAMPLES = "samples"
@@ -61,8 +60,7 @@ class SampleCallback(TrainerCallback):
             return
         folder, written = Path(args.output_dir) / SAMPLES, []
         with evaluating(model, args):
-            shown = bar(args, state, iterable=self.examples, desc="Answering samples")
-            for number, (prompt, images, truth) in enumerate(shown):
+            for number, (prompt, images, truth) in enumerate(self.examples):
                 names = [f"images/{number}-{index}.png" for index in range(len(images))]
                 given = answer(model, processing_class, prompt, images, self.max_new_tokens)
                 written.append({"images": names, "question": _question(prompt), "answer": given, "truth": truth})
@@ -86,15 +84,7 @@ def answer(
     images: list[Image.Image],
     max_new_tokens: int,
 ) -> str:
-    """What the model answers to `messages`, greedily, without special tokens.
-
-    Args:
-        model: The model, with or without adapters, in evaluation mode.
-        processor: Its processor.
-        messages: Content parts; an image part stands for the next of `images`.
-        images: As many as there are image parts.
-        max_new_tokens: Longest answer in tokens.
-    """
+    """What the model answers to `messages`, greedily, without special tokens."""
     following = iter(images)
     conversation = [
         {

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
-from ..checkpoint.files import atomic_write
-from ..checkpoint.names import DYNAMICS
-from ..diagnose.measure.depth import DepthProbe
-from ..diagnose.measure.families import decoder_layers
-from ..diagnose.measure.positions import token_positions
-from ..diagnose.measure.probe import in_evaluation_mode
-from ..diagnose.report import KINDS
-from .model import base_model
+from ...checkpoint.files import atomic_write
+from ...checkpoint.names import DYNAMICS
+from ...diagnose.measure.depth import DepthProbe
+from ...diagnose.measure.families import decoder_layers
+from ...diagnose.measure.positions import token_positions
+from ...diagnose.measure.probe import in_evaluation_mode
+from ...diagnose.report import KINDS
+from ..modules.model import base_model
 
 
 class CosineProbe(TrainerCallback):
@@ -67,10 +67,6 @@ class CosineProbe(TrainerCallback):
 
 def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[float]]:
     """Mean cosine between input and output of every decoder layer, in order.
-
-    Args:
-        model: The model, with or without adapters, in evaluation mode.
-        batch: Its inputs, on its device: `input_ids`, `attention_mask`, and `pixel_values` where it has images.
 
     Returns:
         `{"visual": [...], "text": [...]}`; a list is empty if the batch has no such tokens.

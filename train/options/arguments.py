@@ -1,21 +1,21 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Options of a training run, in YAML and on the command line: TRL's under TRL's names, and ours."""
+"""Options of a training run, in YAML and on the command line: TRL's under TRL's names, and others."""
 
 import os
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import SchedulerType
+from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig, SFTConfig
 
-from ..checkpoint.precision import half_precision_pays
-from ..data.sources.arguments import check_choice
-from .command import CHOICES
+from ...checkpoint.precision import half_precision_pays
+from ...data.sources.arguments import check_choice
+from ..keeping.resume import began_in_bfloat16
 from .deepspeed import check_deepspeed, keep_float32
-from .refused import check_refused, check_trackers
-from .resume import began_in_bfloat16
+from .fields import ModelOptions, TrainingOptions, check_refused, choices
 
 
 STAGES: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 
 
 @dataclass
-class NormAlignConfig(SFTConfig):
+class NormAlignConfig(TrainingOptions, SFTConfig):
     """TRL's `SFTConfig`, with the stage, the arm, a learning rate for each module, samples and probes.
 
     Rows longer than `max_length` are dropped, never truncated. Labels are on assistant turns alone. Unless `bf16` or
@@ -67,123 +67,9 @@ class NormAlignConfig(SFTConfig):
             an option would put image tokens into the labels.
     """
 
-    stage: Literal["align", "tune"] | None = field(
-        default=None,
-        metadata={"help": "The paper's stage, which sets defaults: align (projector, norm) or tune (everything)."},
-    )
-    arm: Literal["none", "unit", "aligned", "gwc"] | None = field(
-        default=None, metadata={"help": "Arm to train, if it is not the one the checkpoint was built as."}
-    )
-    global_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Rows in an optimizer step over all processes; accumulation steps are derived from it."},
-    )
-    vision_learning_rate: float | None = field(
-        default=None,
-        metadata={"help": "Learning rate of the vision tower; 0 freezes. Default: the stage's; 0 with use_peft."},
-    )
-    projector_learning_rate: float | None = field(
-        default=None,
-        metadata={"help": "Learning rate of the projector's linear layers; 0 freezes. Default: learning_rate."},
-    )
-    norm_learning_rate: float | None = field(
-        default=None, metadata={"help": "Learning rate of gain and bias; 0 freezes. Default: learning_rate."}
-    )
-    language_learning_rate: float | None = field(
-        default=None,
-        metadata={"help": "Learning rate of the language model or its adapters; 0 freezes. Default: learning_rate."},
-    )
-    learning_rate: float = field(  # type: ignore[assignment]
-        default=None,
-        metadata={
-            "help": "Learning rate of modules that have none of their own. Default: the stage's; for tune with "
-            "use_peft 2e-4 for adapters, 2e-5 for projector and norm."
-        },
-    )
-    per_device_train_batch_size: int = field(default=None, metadata={"help": "Rows in a forward pass."})  # type: ignore[assignment]
-    num_train_epochs: float = field(default=None, metadata={"help": "Passes over the data."})  # type: ignore[assignment]
-    lr_scheduler_type: str = field(default=None, metadata={"help": "Schedule of the learning rate."})  # type: ignore[assignment]
-    warmup_steps: float = field(  # type: ignore[assignment]
-        default=None, metadata={"help": "Steps of linear warm-up, or their share of all steps if below 1."}
-    )
-    weight_decay: float = field(default=None, metadata={"help": "Weight decay; never of gain, biases, norms."})  # type: ignore[assignment]
-    seed: int = field(default=None, metadata={"help": "Random seed."})  # type: ignore[assignment]
-    bf16: bool | None = field(
-        default=None,
-        metadata={
-            "nargs": "?",
-            "const": True,
-            "help": "Whether to multiply in bfloat16. Default: what the resumed run did, else if it is fast here.",
-        },
-    )
-    router_aux_loss_coef: float | None = field(default=0.0, metadata={"help": "Always 0 here."})
-    max_length: int | None = field(
-        default=2048, metadata={"help": "Rows with more tokens, image tokens included, are dropped and counted."}
-    )
-    assistant_only_loss: bool = field(default=True, metadata={"help": "Always true here: the loss is on the answers."})
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Always false here: the collator needs all."})
-    use_cpu: bool | None = field(  # type: ignore[assignment]
-        default=None,
-        metadata={
-            "nargs": "?",
-            "const": True,
-            "help": "Whether to train on the CPU. Default: if there is no accelerator.",
-        },
-    )
-    padding_free: bool = field(
-        default=False,
-        metadata={"help": "Put the rows of a batch one after another in one sequence, without padding."},
-    )
-    packing: bool = field(
-        default=False,
-        metadata={
-            "help": "Divide the rows of each step into forward passes of nearly equal numbers of tokens, without "
-            "padding. The rows of a step stay the same."
-        },
-    )
-    tokens_per_device: int | None = field(
-        default=None,
-        metadata={
-            "help": "With packing, in place of per_device_train_batch_size: the most tokens in a forward pass. "
-            "Accumulation steps are derived from it."
-        },
-    )
-    sample_count: int = field(
-        default=4,
-        metadata={"help": "Held-out examples to answer at each evaluation, in samples/."},
-    )
-    sample_max_new_tokens: int = field(default=64, metadata={"help": "Longest answer of these, in tokens."})
-    eval_suite: str | None = field(
-        default=None,
-        metadata={
-            "help": "Suites and tasks of `normalign evaluate`, with commas between them, to evaluate every eval_steps."
-        },
-    )
-    eval_suite_limit: int = field(default=32, metadata={"help": "Samples of each of these tasks, the first ones."})
-    eval_suite_path: str | None = field(default=None, metadata={"help": "Folder with task files of your own."})
-    probe_steps: list[int] | None = field(
-        default=None, metadata={"help": "Steps at which inter-layer cosines are recorded on a fixed batch (figure 5)."}
-    )
-    probe_rows: int = field(default=4, metadata={"help": "Rows in that batch."})
-    bad_steps: Literal["stop", "skip"] = field(
-        default="stop",
-        metadata={
-            "help": "If a step's loss or gradients are not finite: stop and name the module they came from, or skip "
-            "the step."
-        },
-    )
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={
-            "nargs": "?",
-            "const": "last",
-            "help": "Resume from the newest complete checkpoint in output_dir, or from the one named.",
-        },
-    )
-
     def __post_init__(self):
-        check_choice(self, "stage", (None, *CHOICES["stage"]))
-        check_choice(self, "arm", (None, *CHOICES["arm"]))
+        for name, values in choices(TrainingOptions).items():
+            check_choice(self, name, values)
         self.learning_rate_is_given = self.learning_rate is not None
         if self.tokens_per_device:
             self.per_device_train_batch_size = 1  # in whose place it is
@@ -204,15 +90,21 @@ class NormAlignConfig(SFTConfig):
         if self.bf16 is None and not self.fp16:
             self._choose_precision()
         super().__post_init__()
+        if self.router_aux_loss_coef is None:
+            self.router_aux_loss_coef = 0.0  # TRL would take it from the language model's configuration
         check_refused(self)
-        check_trackers(self.report_to)
+        for name in self.report_to:
+            for callback in get_reporting_integration_callbacks([name]):
+                try:
+                    callback()  # the Trainer does so only after loading
+                except (RuntimeError, ImportError, ValueError) as error:
+                    raise ValueError(f"report_to names {name}, which cannot be used: {error}") from error
         if self.do_eval and self.eval_strategy == "no":
             raise ValueError("do_eval alone evaluates nothing. Set eval_strategy.")
         self._check_packing()
         self.padding_free = self.padding_free or self.packing
         if self.padding_free and self.pad_to_multiple_of:
             raise ValueError("pad_to_multiple_of pads, and padding_free leaves no padding. Leave one of them out.")
-        check_choice(self, "bad_steps", CHOICES["bad_steps"])
         if self.deepspeed_plugin is not None:
             check_deepspeed(self.deepspeed_plugin, self)
             keep_float32(self.deepspeed_plugin, self)
@@ -232,7 +124,6 @@ class NormAlignConfig(SFTConfig):
         for name, least in least_of.items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
-        self.router_aux_loss_coef = 0.0  # TRL would take it from the language model's configuration
 
     def _choose_precision(self) -> None:
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION")  # by a configuration of accelerate
@@ -264,12 +155,7 @@ class NormAlignConfig(SFTConfig):
             raise ValueError("tokens_per_device divides the rows of a step. Set global_batch_size, or a stage.")
 
     def learning_rates(self, use_peft: bool) -> dict[str, float]:
-        """The peak learning rate of each module; 0 if it is frozen.
-
-        Args:
-            use_peft: Whether adapters are trained in place of the language model. The vision tower is then frozen
-                unless it was given a learning rate.
-        """
+        """The peak learning rate of each module; 0 if it is frozen, as by default the vision tower with adapters."""
         return {module: value for module, (value, _) in self.explained_learning_rates(use_peft).items()}
 
     def explained_learning_rates(self, use_peft: bool) -> dict[str, tuple[float, str]]:
@@ -292,12 +178,8 @@ class NormAlignConfig(SFTConfig):
 
 
 @dataclass
-class ModelArguments(ModelConfig):
+class ModelArguments(ModelOptions, ModelConfig):
     """TRL's `ModelConfig`: which checkpoint, in which precision, with which adapters."""
-
-    use_bnb_nested_quant: bool = field(
-        default=True, metadata={"help": "Whether to quantize the constants of 4-bit quantization too."}
-    )
 
     def __post_init__(self):
         super().__post_init__()

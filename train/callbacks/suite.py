@@ -12,10 +12,10 @@ import numpy as np
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from ..errors import install
-from .arguments import NormAlignConfig
+from ...errors import install
+from ..modules.model import base_model
+from ..options.arguments import NormAlignConfig
 from .depth_probe import evaluating
-from .model import base_model
 from .progress import print_at_step
 
 
@@ -27,11 +27,11 @@ def suite_tasks(args: NormAlignConfig) -> "tuple[list[str], TaskManager]":
     """The tasks that `eval_suite` names, and what loads them; no data are loaded.
 
     Raises:
-        ValueError: A suite or task is unknown or cannot be cut to its first samples, it is not said when to evaluate,
+        ValueError: A suite or task is unknown or cannot be cut to its first samples, eval_steps is missing,
             or the extra `evaluate` is not installed.
     """
     try:
-        from ..evaluate.engine import SUITES, chosen_tasks
+        from ...evaluate.engine import SUITES, chosen_tasks
     except ModuleNotFoundError as error:
         raise ValueError(f"eval_suite needs the package {error.name}. {install('evaluate')}.") from error
     if args.eval_strategy == IntervalStrategy.NO and not args.eval_steps:
@@ -52,17 +52,13 @@ class SuiteCallback(TrainerCallback):
     samples, since sharded weights need all of them. Model and random states are left as they were, so that a run is
     the same with and without it.
 
-    Args:
-        args: Options with `eval_suite`.
-        log: The trainer's `log`.
-
     Raises:
         ValueError: What [`suite_tasks`] raises, or the data of a task cannot be loaded.
     """
 
     def __init__(self, args: NormAlignConfig, log: Callable[[dict[str, float]], None]):
         tasks, manager = suite_tasks(args)
-        from ..evaluate.engine import load_task
+        from ...evaluate.engine import load_task
 
         self.log = log
         self.tasks = {}
@@ -85,7 +81,7 @@ class SuiteCallback(TrainerCallback):
         self._evaluate(args, state, **kwargs)
 
     def _evaluate(self, args, state, model, processing_class, **kwargs) -> None:
-        from ..evaluate.engine import MultimodalLM, sample_scores
+        from ...evaluate.engine import MultimodalLM, sample_scores
 
         if self._last_step == state.global_step:
             return  # there are several sets of held-out rows
@@ -96,7 +92,7 @@ class SuiteCallback(TrainerCallback):
             for task, loaded in self.tasks.items():
                 scores = sample_scores(lm, task, loaded, limit=args.eval_suite_limit)
                 logs |= {f"eval_{task}_{metric}": score for metric, score in scores.items()}
-                if state.is_world_process_zero and scores:
+                if scores:
                     metric, score = next(iter(scores.items()))
                     print_at_step(state, f"{task} {metric} {score:.4g}")
             self.log(logs)  # in evaluation mode, where the trainer adds no measurements of the step

@@ -13,15 +13,15 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..assembly.build import ARMS
-from ..assembly.parts import check_feature_layer
-from ..checkpoint.names import TRAINING_RECORD
-from ..checkpoint.opening import Checkpoint, open_checkpoint
-from ..checkpoint.untrusted import check_weights
-from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .arguments import NormAlignConfig
-from .command import NO_MODEL
+from ...assembly.build import ARMS
+from ...assembly.parts import check_feature_layer
+from ...checkpoint.names import TRAINING_RECORD
+from ...checkpoint.opening import Checkpoint, open_checkpoint
+from ...checkpoint.untrusted import check_weights
+from ...configuration_normalign_llava import NormAlignLlavaConfig
+from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..command import NO_MODEL
+from ..options.arguments import NormAlignConfig
 
 
 MODULES = ("language", "projector", "norm", "vision")
@@ -41,11 +41,6 @@ def check_checkpoint(
     checkpoint: str | os.PathLike, training: NormAlignConfig, revision: str | None = None
 ) -> tuple[Checkpoint, NormAlignLlavaConfig]:
     """The checkpoint to train, and its configuration with the arm of `training`; no weights are loaded.
-
-    Args:
-        checkpoint: Folder or Hub id.
-        training: The arm and the output folder.
-        revision: Branch, tag or commit of a Hub id.
 
     Raises:
         ValueError: It is not a NormAlign-LLaVA checkpoint, it may not be opened, or it was trained as another arm.
@@ -87,11 +82,6 @@ def load_model(
 ) -> NormAlignLlavaForConditionalGeneration:
     """Loads a checkpoint, by default in float32, as the arm of `training`; if that adds or resets the norm, aligns it.
 
-    Args:
-        checkpoint: Folder or Hub id.
-        training: The arm, the device of a quantized model, and `model_init_kwargs` for `from_pretrained`.
-        quantization_config: How to quantize the language model.
-
     Raises:
         ValueError: What [`check_checkpoint`] raises.
     """
@@ -118,12 +108,7 @@ def arm_of(config: NormAlignLlavaConfig) -> str:
 
 
 def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:
-    """Makes exactly the modules with a learning rate trainable.
-
-    Args:
-        model: The model, with or without adapters; layers under adapters stay frozen.
-        learning_rates: Learning rate of each module.
-    """
+    """Makes exactly the modules with a learning rate trainable; layers under adapters stay frozen."""
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue  # packed 4-bit weights
@@ -135,7 +120,7 @@ def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
     """Puts modules without a trained parameter into evaluation mode, so that they have no dropout.
 
     A frozen language model still has to carry gradients to the projector. transformers checkpoints decoder layers in
-    training mode only, so theirs is kept where they are checkpointed, and they are computed in evaluation mode.
+    training mode only, so checkpointed layers stay in that mode, and are computed in evaluation mode.
     """
     for module in (model.model.vision_tower, model.model.language_model, model.model.multi_modal_projector):
         if not any(parameter.requires_grad for parameter in module.parameters()):

@@ -13,7 +13,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .model import module_of
 
 
@@ -91,18 +91,18 @@ def _targets(config: LoraConfig, model: nn.Module) -> list[str] | str:
 def _modules_to_save(config: LoraConfig, model: nn.Module, learning_rates: dict[str, float]) -> list[str] | None:
     """Modules that are trained in full and saved with the adapter."""
     projector = max(learning_rates["projector"], learning_rates["norm"])
-    ours = {"vision_tower": learning_rates["vision"], "multi_modal_projector": projector}
-    requested = sorted(set(config.modules_to_save or ()) - set(ours))
+    in_full = {"vision_tower": learning_rates["vision"], "multi_modal_projector": projector}
+    requested = sorted(set(config.modules_to_save or ()) - set(in_full))
     for name in requested:
         places = [path for path, _ in model.named_modules() if path.split(".")[-1] == name]
-        if not places or any(f"{part}." in path for path in places for part in ours):
+        if not places or any(f"{part}." in path for path in places for part in in_full):
             where = (
                 "it is in the vision tower or the projector, which have learning rates of their own"
                 if places
                 else "there is no such module"
             )
             raise ValueError(f"modules_to_save names {name}: {where}. Name modules of the language model.")
-    return [*requested, *(name for name, learning_rate in ours.items() if learning_rate > 0)] or None
+    return [*requested, *(name for name, learning_rate in in_full.items() if learning_rate > 0)] or None
 
 
 def train_in_float32(model: PeftModel, autocast: bool) -> None:
@@ -110,10 +110,6 @@ def train_in_float32(model: PeftModel, autocast: bool) -> None:
 
     At small learning rates bfloat16 weights hardly move, and TRL rounds all that is trained on a quantized base to it.
     Further `modules_to_save` keep their precision.
-
-    Args:
-        model: The model with its adapter.
-        autocast: Whether steps are under autocast, which gives the copies what they take; without it, they cast.
     """
     for name, parameter in model.named_parameters():
         if ".lora_" in name:

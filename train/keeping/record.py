@@ -16,13 +16,13 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, TrainerCallback
 
-from .. import __version__
-from ..assembly.build import ARM_FIELDS
-from ..checkpoint.names import TRAINING_RECORD
-from ..checkpoint.provenance import code_commit, hardware, read_beside
-from ..data.rows.reports import DataReport
-from .arguments import BOTH_STAGES, STAGES, NormAlignConfig
-from .model import arm_of
+from ... import __version__
+from ...assembly.build import ARM_FIELDS
+from ...checkpoint.names import TRAINING_RECORD
+from ...checkpoint.provenance import code_commit, hardware, read_beside
+from ...data.rows.reports import DataReport
+from ..modules.model import arm_of
+from ..options.arguments import BOTH_STAGES, STAGES, NormAlignConfig
 
 
 MAY_CHANGE = (
@@ -54,14 +54,6 @@ def training_record(
     `model_revision` is the commit of a checkpoint from the Hub, `before` the record of the training before this one,
     and `commit` that of this package's code. All processes must call this at the same time. The trainer adds `run`
     (the facts of [`summary`]), and at every save `seconds` and `steps_done`, the optimizer steps so far.
-
-    Args:
-        model: The model, without adapters.
-        commit: The model's commit, if it is from the Hub.
-        args: The run's options.
-        learning_rates: Learning rate of each module.
-        report: How many rows were used and dropped.
-        others: More dataclasses of options.
     """
     loaded = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {}), "revision": None}
     options = {name: value for name, value in _plain(loaded).items() if value is not None}

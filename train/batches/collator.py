@@ -10,9 +10,9 @@ from PIL import Image
 from torch import Tensor
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from ..checkpoint.loading import loading
-from ..data.rows.images import decode_image
-from ..data.rows.parse import DroppedRow, DroppedRows
+from ...checkpoint.loading import loading
+from ...data.rows.images import decode_image
+from ...data.rows.parse import DroppedRow, DroppedRows
 from .packing import PACKED
 from .padding_free import without_padding
 

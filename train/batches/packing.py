@@ -106,10 +106,6 @@ class BalancedSampler(BatchRebalanceSampler):
     def fit(self, tokens: int, epochs: int) -> int:
         """Sets and returns the least accumulation with which no forward pass has more than `tokens` tokens.
 
-        Args:
-            tokens: The most that a forward pass may have.
-            epochs: How many epochs are trained; each has an order of its own.
-
         Raises:
             ValueError: A single row has more.
         """
@@ -150,14 +146,7 @@ def check_longest(longest: int, tokens: int, source: str = "The data") -> None:
 
 
 def packed_stream(rows: IterableDataset, rows_per_pass: int, accumulation: int, processes: int) -> IterableDataset:
-    """A stream of forward passes, each a list of rows, from a buffer of the rows of one optimizer step.
-
-    Args:
-        rows: Parsed rows, of which every process reads all.
-        rows_per_pass: Rows in a forward pass without packing.
-        accumulation: Forward passes of a process in a step.
-        processes: Number of processes, which take the elements in turns.
-    """
+    """A stream of forward passes, each a list of rows, from a buffer of the rows of one optimizer step."""
     together = rows_per_pass * processes
 
     def divide(columns: dict[str, list[Any]]) -> dict[str, list[list[dict[str, Any]]]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
-from ..checkpoint.files import json_or_none
-from ..checkpoint.names import ADAPTER_CONFIG, TRAINING_RECORD
-from ..errors import Console
+from ...checkpoint.files import json_or_none
+from ...checkpoint.names import ADAPTER_CONFIG, TRAINING_RECORD
+from ...errors import Console
 from .checkpoints import checkpoints_in, is_complete, missing_from, newest_complete
 
 
@@ -26,15 +26,11 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
     Args:
         resume: The option `resume_from_checkpoint`: a folder; `"last"` or true for the newest complete checkpoint in
             `output_dir`, or the beginning if there is none; None or false for the beginning.
-        output_dir: Folder of the run.
-        world_size: How many processes resume.
 
     Raises:
         ValueError: The named checkpoint is not complete, or the run would write over an earlier one.
     """
     option, output = str(resume).lower(), Path(output_dir)
-    if output.is_file():
-        raise ValueError(f"The --output_dir {output} is a file. Choose another.")
     earlier = checkpoints_in(output)
     names = ", ".join(path.name for path in earlier)
     result = ", ".join(name for name in RESULT if (output / name).exists())
@@ -63,8 +59,8 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
         if is_complete(folder):
             raise ValueError(
                 f"Resuming from {found or 'the beginning'} would write over {folder}, which was saved whole but lacks "
-                f"{'; '.join(missing_from(folder, world_size))}. Resume with as many processes as wrote it, or choose "
-                "another --output_dir."
+                f"{'; '.join(missing_from(folder, world_size))}. Resume with as many processes as wrote it, "
+                "remove it, or choose another --output_dir."
             )
     if not found and result:
         raise ValueError(f"{output} holds a model and no checkpoint to resume from. Choose another --output_dir.")
@@ -78,12 +74,7 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
 
 
 def began_in_bfloat16(resume: str | bool | None, output_dir: str | os.PathLike | None) -> bool | None:
-    """Whether the run that is resumed multiplies in bfloat16, from the record in its checkpoints; None if unknown.
-
-    Args:
-        resume: The option `resume_from_checkpoint`.
-        output_dir: Folder of the run.
-    """
+    """Whether the run that is resumed multiplies in bfloat16, from the record in its checkpoints; None if unknown."""
     for folder in (Path(str(resume)), *reversed(checkpoints_in(Path(output_dir or "trainer_output")))):
         options = (json_or_none(folder / TRAINING_RECORD) or {}).get("options", {})
         if "bf16" in options:

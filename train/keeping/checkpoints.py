@@ -13,13 +13,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
+from zipfile import is_zipfile
 
-import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
-from ..checkpoint.files import json_or_none, write_failure
-from ..checkpoint.names import STATE
+from ...checkpoint.files import json_or_none, write_failure
+from ...checkpoint.names import STATE
 
 
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
@@ -34,12 +33,8 @@ def is_complete(checkpoint: Path) -> bool:
 def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
     """What a trainer checkpoint lacks to resume from; empty if nothing.
 
-    Only what the Trainer would pass over silently is looked for: the mark of completeness, optimizer, scheduler, and
-    random states. It fails by itself if weights are missing, or a file was damaged later.
-
-    Args:
-        checkpoint: The folder `checkpoint-N`.
-        world_size: How many processes resume. The random states must be those of as many.
+    What the Trainer would pass over silently is looked for: the mark of completeness, optimizer, scheduler, and random
+    states; and files that were cut off later. It fails by itself if weights are missing.
     """
     folder = Path(checkpoint)
     if not folder.is_dir():
@@ -49,7 +44,7 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
     random_states = {path.name for path in folder.glob("rng_state*.pth")}
     if not random_states:
         return ["optimizer, scheduler and random states (was it written with save_only_model?)"]
-    missing = []
+    missing = [f"the end of {name}" for name in _cut_off(folder)]
     if not any((folder / name).exists() for name in OPTIMIZERS):
         missing.append("the optimizer's state")
     if not (folder / "scheduler.pt").exists() and not (folder / "latest").exists():  # DeepSpeed keeps it with the rest
@@ -79,10 +74,6 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
     exceeded quota or a limit on file sizes are raised as they are, and so is any error after the checkpoint is
     complete, which then stays.
 
-    Args:
-        checkpoint: The folder `checkpoint-N`.
-        world_size: Number of processes.
-
     Raises:
         OSError: The checkpoint could not be written; the message has the cause, the free space, the last complete
             checkpoint, and the remedy.
@@ -99,22 +90,16 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
         raise OSError(_explain(folder, cause, world_size)) from error
 
 
-@contextmanager
-def reading_checkpoint(checkpoint: str | os.PathLike | None) -> Iterator[None]:
-    """Turns the error of a damaged file of a checkpoint into a sentence.
-
-    Raises:
-        ValueError: A file cannot be read.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
-        raise ValueError(
-            f"A file of {checkpoint} is damaged or does not fit this run ({str(error).splitlines()[0]}). Resume from "
-            "an earlier checkpoint: --resume_from_checkpoint CHECKPOINT."
-        ) from error
+def _cut_off(folder: Path) -> list[str]:
+    """Files that end too early: torch's are zip archives, whose directory comes last."""
+    names = [path.name for pattern in ("*.pt", "*.pth", "*.bin") for path in folder.glob(pattern)]
+    found = [name for name in sorted(names) if not is_zipfile(folder / name)]
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            safe_open(path, framework="pt")
+        except SafetensorError:
+            found.append(path.name)
+    return found
 
 
 def _random_states(world_size: int) -> set[str]:
@@ -131,14 +116,9 @@ def _remove(folder: Path) -> None:
 
 
 def _explain(folder: Path, cause: str, world_size: int) -> str:
-    last = newest_complete(folder.parent, world_size)
-    space = f"{shutil.disk_usage(folder.parent).free / 2**20:,.1f} MiB are free there"
-    if last:
-        size = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
-        space += f", and {last.name} takes {size / 2**20:,.1f} MiB"
+    last, free = newest_complete(folder.parent, world_size), shutil.disk_usage(folder.parent).free / 2**20
     return (
-        f"The checkpoint {folder} could not be written: {cause}. What was written of it is removed; {space}. "
-        + (f"The last complete checkpoint is {last}. " if last else "There is no complete checkpoint yet. ")
-        + "Make room, keep fewer checkpoints (--save_total_limit) or write to another disk (--output_dir), then "
-        + (f"resume with --resume_from_checkpoint {last}." if last else "start again.")
+        f"The checkpoint {folder} could not be written: {cause}. What was written of it is removed; {free:,.1f} MiB "
+        "are free there. Make room, keep fewer checkpoints (--save_total_limit) or write to another disk "
+        f"(--output_dir), then {f'resume with --resume_from_checkpoint {last}' if last else 'start again'}."
     )
