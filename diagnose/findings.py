@@ -71,7 +71,7 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
         ("Appendix G: with the norm, attention to the image is less diffuse.", _remedy_focus),
     ):
         if not has_norm(report):
-            checked: Checked = ("does not apply", "The model has no norm after its projector.")
+            checked: tuple[str, str] = ("does not apply", "The model has no norm after its projector.")
         elif against is None or not treated:
             checked = ("not measured", "A model without the norm is needed to compare with.")
         else:

@@ -109,7 +109,7 @@ def diagnose(
         if any(each.kind != "language model" for each in found):
             drawn = load_samples(data, samples, seed=seed, image_folder=image_folder)
         loading: dict[str, Any] = {"dtype": dtype, "load_in_4bit": load_in_4bit}
-        measure = partial(_measure, drawn=drawn, folder=staging, batch_size=batch_size, **loading)
+        measure: Any = partial(_measure, drawn=drawn, folder=staging, batch_size=batch_size, **loading)
         names = _names(found, name, against_name)
         report = measure(found[0], names[0], prefix="")
         baseline = measure(found[1], names[1], prefix="baseline_") if against is not None else None
