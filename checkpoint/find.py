@@ -65,7 +65,9 @@ def find_checkpoint(
             raise ValueError(
                 f"{model} is an adapter. Merge it first (`normalign merge {model} --output DIR`), and name DIR."
             )
-        raise ValueError(f"{model} has no config.json, so it is no model of transformers.{_inside(folder)} {remedy}")
+        raise ValueError(
+            f"{model} has no config.json, so it is no model of transformers.{_inside(folder, 'config.json')} {remedy}"
+        )
     return found, commit
 
 
@@ -78,19 +80,23 @@ def check_folder(folder: str | os.PathLike) -> None:
             f"{folder} is no folder. Give the folder of a checkpoint or of an adapter."
             f"{fetch if is_hub_id(path.as_posix()) and not path.exists() else ''}"
         )
-    if not any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-        raise ValueError(f"{folder} is no checkpoint: it has no config.json and no {ADAPTER_CONFIG}.{_inside(path)}")
+    names = ("config.json", ADAPTER_CONFIG)
+    if not any((path / name).is_file() for name in names):
+        inside = _inside(path, *names)
+        raise ValueError(f"{folder} is no checkpoint: it has no config.json and no {ADAPTER_CONFIG}.{inside}")
 
 
 def check_adapter(adapter: str | os.PathLike) -> None:
     """Raises ValueError unless the folder holds an adapter: its configuration and its weights."""
     if not Path(adapter).exists():
         raise ValueError(f"There is no folder {adapter}. Check the path of the adapter.")
+    if (Path(adapter) / "config.json").is_file() and not (Path(adapter) / ADAPTER_CONFIG).is_file():
+        raise ValueError(f"{adapter} is a whole model, which has nothing to merge.")
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (Path(adapter) / name).is_file():
             raise ValueError(
                 f"{adapter} holds no {name}, so it is no adapter folder. Give the folder that training with use_peft "
-                f"wrote, or a checkpoint-N in it.{_inside(Path(adapter))}"
+                f"wrote, or a checkpoint-N in it.{_inside(Path(adapter), ADAPTER_CONFIG)}"
             )
 
 
@@ -113,6 +119,6 @@ def is_hub_id(name: str) -> bool:
     return "/" in name
 
 
-def _inside(folder: Path) -> str:
-    inside = sorted(path.name for path in folder.glob("checkpoint-*"))
+def _inside(folder: Path, *names: str) -> str:
+    inside = sorted({file.parent.name for name in names for file in folder.glob(f"checkpoint-*/{name}")})
     return f" It has {', '.join(inside)}: name one of them." if inside else ""

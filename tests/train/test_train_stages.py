@@ -78,6 +78,8 @@ def test_adapters_leave_a_tower_without_learning_rate_frozen(tmp_path):
         (dict(global_batch_size=-4), "global_batch_size must be at least 1, got -4"),
         (dict(norm_learning_rate=-1), "norm_learning_rate must not be negative, got -1"),
         (dict(test_split_size=2), "between 0 and 1, got 2"),
+        (dict(test_split_size=0.1), "test_split_size names rows to evaluate on, and eval_strategy is 'no'"),
+        (dict(lora_r=4), "lora_r: adapters are trained with use_peft alone"),
         (dict(auto_find_batch_size=True), "auto_find_batch_size cannot be used here: .*global batch"),
         (dict(dataset_name=None, datasets=["a.json"]), "is a mapping with path"),
         (dict(dataset_name=None, datasets=[{"path": "a", "folder": "b"}]), "is a mapping with path"),

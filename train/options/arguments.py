@@ -3,7 +3,7 @@
 """Options of a training run, in YAML and on the command line: TRL's under TRL's names, and others."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -186,6 +186,10 @@ class ModelArguments(ModelOptions, ModelConfig):
         for name in ("load_in_4bit", "load_in_8bit"):
             if getattr(self, name) and not self.use_peft:
                 raise ValueError(f"{name} needs adapters: quantized weights cannot be trained. Add --use_peft.")
+        lora = [each for each in fields(self) if each.name.startswith("lora_")]
+        given = [each.name for each in lora if getattr(self, each.name) != each.default]
+        if given and not self.use_peft:
+            raise ValueError(f"{', '.join(given)}: adapters are trained with use_peft alone. Add --use_peft.")
 
 
 def _as_list(value: Any) -> list:

@@ -32,6 +32,12 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAl
             raise ValueError(f"There is no option {' '.join(rest)}.{hint}")
     if not model.model_name_or_path:
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, created by `normalign build`.")
+    for name in ("test_split_size", "eval_dataset_name"):
+        if getattr(data, name) and training.eval_strategy == "no":
+            raise ValueError(
+                f"{name} names rows to evaluate on, and eval_strategy is 'no'. Set it to steps or epoch, or leave "
+                f"{name} out."
+            )
     return data, training, model
 
 
