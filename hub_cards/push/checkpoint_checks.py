@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...assembly.gain import embedding_statistics
 from ...assembly.processing import PADS_RIGHT
 from ...checkpoint.names import ADAPTER_WEIGHTS, INDEX, TRAINING_RECORD, WEIGHTS
-from ...checkpoint.opening import Checkpoint, check_processor
+from ...checkpoint.opening import check_processor, open_checkpoint
 from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, initial_gain
@@ -148,7 +148,7 @@ def _trainings(folder: Path) -> list[bool]:
 def _processor_faults(folder: Path, model: PreTrainedModel) -> list[str]:
     asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is in the image?"}]}]
     try:
-        processor = Checkpoint(str(folder), None, {}).processor
+        processor = open_checkpoint(str(folder)).processor
         check_processor(processor, model)
         written = processor.apply_chat_template(asked, add_generation_prompt=True).count(processor.image_token)
     except Exception as error:  # one fails in many ways, its chat template in any
