@@ -16,7 +16,7 @@ from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
 from ...evaluate.results import Evaluation, read_evaluations
 from ..push.source import DIAGNOSTICS, public_report
-from .weights import Gain, read_weights
+from .weights import Weights, read_weights
 
 
 LLAVA = "LLaVA checkpoint"
@@ -65,9 +65,6 @@ class Facts:
         stages: The `training.json` of each stage in order; options and versions may be empty.
         parts: Vision encoder and language model, or the LLaVA checkpoint that had both.
         data: The training data sets, each once.
-        gain: None without the norm.
-        moved: Whether the weights show that the norm was trained; see [`Weights`].
-        parameters, weight_bytes: Of the safetensors files; 0 parameters if quantized, as the weights are packed.
         image_processor: Of `processor_config.json`.
         diagnosis: `diagnostics/report.json`.
         figures: Figures of the diagnosis whose files exist and that show no sample of the data.
@@ -81,10 +78,7 @@ class Facts:
     stages: list[dict[str, Any]]
     parts: list[Part]
     data: list[Part]
-    gain: Gain | None
-    moved: bool | None
-    parameters: int
-    weight_bytes: int
+    weights: Weights
     image_processor: dict[str, Any]
     has_processor: bool
     diagnosis: dict[str, Any] | None
@@ -125,20 +119,15 @@ def read_facts(checkpoint: Path) -> Facts:
         record = record.get("before")
     diagnosis = _diagnosis(checkpoint / DIAGNOSTICS / REPORT)
     processor = read_json(checkpoint / "processor_config.json")
-    weights = read_weights(_weight_files(checkpoint, config), config)
-    parts = _parts(build or {}, config)
     return Facts(
         name=checkpoint.resolve().name,
         config=config,
         adapter=adapter,
         build=build,
         stages=stages,
-        parts=parts,
+        parts=_parts(build or {}, config),
         data=_data(stages),
-        gain=weights.gain,
-        moved=weights.moved,
-        parameters=0 if getattr(config, "quantization_config", None) else weights.parameters,
-        weight_bytes=weights.size,
+        weights=read_weights(_weight_files(checkpoint, config), config),
         image_processor=(processor or {}).get("image_processor") or {},
         has_processor=processor is not None,
         diagnosis=diagnosis,

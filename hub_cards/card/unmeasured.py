@@ -15,7 +15,8 @@ STALE = "The diagnosis was made of other weights: its figures are not this model
 
 def limits(facts: Facts) -> list[str]:
     """Sentences for a person who decides whether to rely on the model."""
-    return [*_training(facts), *_evaluation(facts), *_diagnosis(facts)]
+    unknown = [] if facts.evaluations else ["No evaluation is recorded: how good its answers are is not known."]
+    return [*_training(facts), *unknown, "Bias, safety and made-up answers were not measured.", *_diagnosis(facts)]
 
 
 def _training(facts: Facts) -> list[str]:
@@ -35,8 +36,6 @@ def _training(facts: Facts) -> list[str]:
             f"The training recorded here took {'at most ' if streams else ''}{sum(known):,} rows, that of LLaVA-1.5 "
             f"{LLAVA_ROWS:,}. Expect it to know only what is in them."
         )
-    if streams:
-        found.append("Some of its data were streams, whose rows were not counted.")
     modules = [run(stage).get("modules", []) for stage in facts.stages]
     names = list(dict.fromkeys(module["module"] for stage in modules for module in stage))
     moved = {module["module"] for stage in modules for module in stage if module["trained"]}
@@ -44,20 +43,6 @@ def _training(facts: Facts) -> list[str]:
         moved.add("language model")
     if never := [name for name in names if name not in moved]:
         found.append(f"Not trained in any stage recorded here: {', '.join(never)}.")
-    return found
-
-
-def _evaluation(facts: Facts) -> list[str]:
-    found = []
-    if not facts.evaluations:
-        found.append("No evaluation is recorded: how good its answers are is not known.")
-    for evaluation in facts.evaluations:
-        if evaluation.partial:
-            found.append(
-                f"{evaluation.title} was run in part, on {evaluation.samples:,} of {evaluation.total:,} samples: not "
-                "comparable with results on all of them."
-            )
-    found.append("Bias, safety and made-up answers were not measured.")
     return found
 
 

@@ -17,9 +17,9 @@ from ...checkpoint.files import atomic_write
 from ...checkpoint.loading import loading
 from ...checkpoint.names import CARD
 from ...diagnose.paper import paper_ratios
-from .facts import LLAVA, Facts, Part, read_facts
+from .facts import Facts, Part, read_facts
 from .hand_written import SECTIONS, by_hand, check_replaceable, decode_card, derived_keys, is_ours
-from .markdown import hub_link, link, literal, table, text, yaml_block
+from .markdown import hub_link, link, literal, text, yaml_block
 from .metadata import ORDER, Terms, licence_of, merged, metadata, open_keys, read_front_matter, terms, unlisted
 from .tables import alignment, glance, is_stale, results, visual_tokens
 from .training_tables import data, part_link, title, training
@@ -124,7 +124,6 @@ def render_card(
             title=title,
             yaml_block=yaml_block,
             literal=literal,
-            draw=table,
         )
         ModelCard(rendered)  # the Hub's own reading of it
         warnings = _warnings(facts, follows, by_author, named, adapter)
@@ -172,7 +171,7 @@ def _licensed(facts: Facts, adapter: AdapterBase | None) -> list[Part]:
     found = [*facts.parts, *facts.data]
     if adapter is not None and not facts.parts:
         found.insert(0, Part("base model", adapter.repo_id, adapter.repo_id))
-    if not facts.stages and facts.moved:
+    if not facts.stages and facts.weights.moved:
         found.append(Part("data", "what it was trained on"))
     return found
 
@@ -185,7 +184,7 @@ def _warnings(facts: Facts, follows: Terms, by_author: bool, named: bool, adapte
             f"{' and '.join(missing)} {have} no Hub id in the checkpoint, so the metadata does not name {them}. "
             "Write `base_model:` into the front matter of README.md, if the Hub has them; it is kept."
         )
-    if facts.moved is False and not facts.stages and facts.build and facts.parts[:1] and facts.parts[0].role != LLAVA:
+    if facts.weights.moved is False and not facts.stages and facts.build and not facts.build.get("from_llava"):
         found.append(f"{facts.name} was never trained: its projector is random, so it cannot see yet.")
     if is_stale(facts):
         found.append(

@@ -40,7 +40,6 @@ def test_at_a_glance(full):
         "Context": ["256 tokens"],
         "Trained on": ["stage 1 (align): 500 rows; stage 2 (tune): 60 rows"],
         "POPE": ["accuracy 0.81 ± 0.02 (blank image 0.50, commonest answer 0.51)"],
-        "Norm of visual tokens": ["1.02 × that of text embeddings (baseline 37.0 ×)"],
         "Licence": ["apache-2.0"],
     }
 
@@ -70,15 +69,10 @@ def test_training(full):
     both = {
         "Trained": "projector, norm",
         "Frozen": "vision tower, language model",
-        "Parameters trained": "98 of 1.70 k",
         "Learning rate, peak": "projector 0.001, norm 0.002",
-        "Schedule": "cosine, 1 step of warm-up",
         "Steps": "32",
         "Rows a step: a device × processes × accumulated": "16 (4 × 2 × 2)",
-        "Rows of at most": "2,048 tokens",
-        "Optimizer": "adamw_torch_fused, weight decay 0",
         "Precision": "weights float32, computed in bfloat16",
-        "Seed": "42",
         "Hardware": "2 × NVIDIA H200, x86_64 Linux",
         "Software": "torch 2.13.0, normalign_llava 0.1.0",
         "Commit of the code": "d" * 40,
@@ -134,7 +128,7 @@ def test_streams(full):
     assert rows(render_card(full).text)["Trained on"] == [
         "stage 1 (align): 500 rows; stage 2 (tune): up to 512 rows, streams among them"
     ]
-    assert "at most 1,012 rows" in limits(full)[1] and "streams" in limits(full)[2]
+    assert "at most 1,012 rows" in limits(full)[1]
     made.edit(full / "training.json", run=None)
     assert rows(render_card(full).text)["Trained on"] == ["stage 1 (align): 500 rows"]
 
