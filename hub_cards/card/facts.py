@@ -65,7 +65,6 @@ class Facts:
         stages: The `training.json` of each stage in order; options and versions may be empty.
         parts: Vision encoder and language model, or the LLaVA checkpoint that had both.
         data: The training data sets, each once.
-        image_processor: Of `processor_config.json`.
         diagnosis: `diagnostics/report.json`.
         figures: Figures of the diagnosis whose files exist and that show no sample of the data.
         evaluations: The folder `evaluation`.
@@ -79,7 +78,6 @@ class Facts:
     parts: list[Part]
     data: list[Part]
     weights: Weights
-    image_processor: dict[str, Any]
     has_processor: bool
     diagnosis: dict[str, Any] | None
     figures: list[dict[str, str]]
@@ -118,7 +116,6 @@ def read_facts(checkpoint: Path) -> Facts:
         stages.insert(0, {"options": {}, "versions": {}, **record})
         record = record.get("before")
     diagnosis = _diagnosis(checkpoint / DIAGNOSTICS / REPORT)
-    processor = read_json(checkpoint / "processor_config.json")
     return Facts(
         name=checkpoint.resolve().name,
         config=config,
@@ -128,8 +125,7 @@ def read_facts(checkpoint: Path) -> Facts:
         parts=_parts(build or {}, config),
         data=_data(stages),
         weights=read_weights(_weight_files(checkpoint, config), config),
-        image_processor=(processor or {}).get("image_processor") or {},
-        has_processor=processor is not None,
+        has_processor=(checkpoint / "processor_config.json").is_file(),
         diagnosis=diagnosis,
         figures=_figures(checkpoint / DIAGNOSTICS, diagnosis),
         evaluations=read_evaluations(checkpoint),

@@ -16,8 +16,7 @@ from .training_tables import DASH, count, part_link, run, title, trained_rows
 
 def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
     """The summary at the top of the card: name and value."""
-    tokens, size = visual_tokens(facts), image_size(facts)
-    image = " in ".join(each for each in (size, tokens and f"{tokens:,} visual tokens") if each)
+    tokens = visual_tokens(facts)
     config = facts.config
     context = config and getattr(config.text_config, "max_position_embeddings", None)
     dtype = config and config.dtype and str(config.dtype).removeprefix("torch.")
@@ -27,7 +26,7 @@ def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
     rows = [
         *((part.role.capitalize(), part_link(part)) for part in facts.parts),
         ("Weights", weights if facts.weights.size else None),
-        ("An image is", image),
+        ("An image is", tokens and f"{tokens:,} visual tokens"),
         ("Context", context and f"{context:,} tokens"),
         (
             "Trained on",
@@ -100,17 +99,6 @@ def visual_tokens(facts: Facts) -> int | None:
     if facts.config is not None:
         return facts.config.image_seq_length
     return run(facts.stages[-1]).get("tokens_per_image") if facts.stages else None
-
-
-def image_size(facts: Facts) -> str | None:
-    """The size that images are resized or cropped to."""
-    processor = facts.image_processor
-    size = (processor.get("crop_size") if processor.get("do_center_crop") else None) or processor.get("size")
-    if isinstance(size, int) and size == processor.get("crop_size"):  # one number means a square
-        size = {"width": size, "height": size}
-    if not isinstance(size, dict) or not {"width", "height"} <= size.keys():
-        return None
-    return f"{size['width']} × {size['height']} pixels"
 
 
 def _headline(evaluation: Evaluation) -> str | None:

@@ -4,7 +4,7 @@
 
 from .facts import Facts
 from .tables import is_stale
-from .training_tables import has_streams, rows_seen, run, steps_taken, steps_text, title
+from .training_tables import has_streams, rows_seen
 
 
 LLAVA_ROWS = 1_223_000
@@ -26,9 +26,6 @@ def _training(facts: Facts) -> list[str]:
     seeds = dict.fromkeys(str(stage["options"]["seed"]) for stage in facts.stages if "seed" in stage["options"])
     seed = f", seed {', '.join(seeds)}" if seeds else ""
     found.append(f"This is one training run{seed}: how much another run would differ was not measured.")
-    for stage in facts.stages:
-        if steps_taken(stage) not in (None, run(stage).get("steps")):
-            found.append(f"Stopped before its end: {title(facts, stage)}, after {steps_text(stage)} steps.")
     rows, streams = [rows_seen(stage) for stage in facts.stages], any(map(has_streams, facts.stages))
     known = [each for each in rows if each is not None]
     if len(known) == len(rows) and sum(known) < LLAVA_ROWS / 10:
@@ -36,13 +33,6 @@ def _training(facts: Facts) -> list[str]:
             f"The training recorded here took {'at most ' if streams else ''}{sum(known):,} rows, that of LLaVA-1.5 "
             f"{LLAVA_ROWS:,}. Expect it to know only what is in them."
         )
-    modules = [run(stage).get("modules", []) for stage in facts.stages]
-    names = list(dict.fromkeys(module["module"] for stage in modules for module in stage))
-    moved = {module["module"] for stage in modules for module in stage if module["trained"]}
-    if "adapters" in moved:
-        moved.add("language model")
-    if never := [name for name in names if name not in moved]:
-        found.append(f"Not trained in any stage recorded here: {', '.join(never)}.")
     return found
 
 

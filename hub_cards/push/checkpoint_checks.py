@@ -32,11 +32,7 @@ _SAVE_AGAIN = "Load the checkpoint with this package and save it to another fold
 def check_checkpoint(folder: Path) -> None:
     """Refuses a checkpoint that would not load elsewhere, or whose norm is neither aligned nor trained.
 
-    Checked of a model: model type, architecture and `auto_map` in `config.json`; both code files, identical to this
-    package's; every tensor, by name and shape; gain and bias finite and in float32; the gain N_text / sqrt(d) of the
-    stored embeddings (1 with `projector_gain_init="one"`), or trained; a processor that writes as many placeholders
-    as there are features; a chat template that takes an image. Of weights only headers, embeddings and norm are
-    read. Of an adapter: that its weights are finite.
+    Of weights only headers, embeddings and norm are read; of an adapter all, for values that are not finite.
 
     Raises:
         ValueError: The message lists every fault with its remedy.

@@ -5,6 +5,7 @@
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -93,7 +94,10 @@ def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
     """
     folder = folder.resolve()
     chosen = _weights(folder)
-    report, figures = _report(folder / DIAGNOSTICS / REPORT)
+    report: bytes | None = None
+    figures: list[str] = []
+    with suppress(OSError, ValueError):
+        report, figures = public_report((folder / DIAGNOSTICS / REPORT).read_text("utf-8"))
     chosen |= {f"{DIAGNOSTICS}/{name}" for name in figures}
     files: dict[str, bytes | Path] = {}
     excluded = {}
@@ -166,13 +170,6 @@ def _weights(folder: Path) -> set[str]:
             "the model and save it again."
         )
     return {*found, *(shards_of(folder) if found == [INDEX] else ())}
-
-
-def _report(file: Path) -> tuple[bytes | None, list[str]]:
-    try:
-        return public_report(file.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None, []
 
 
 def _listed(folder: Path) -> list[Path]:

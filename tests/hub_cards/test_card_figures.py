@@ -36,7 +36,7 @@ def test_at_a_glance(full):
             f"([ccccccc](https://huggingface.co/google/encoder/tree/{'c' * 40}))"
         ],
         "Language model": ["[Qwen/decoder](https://huggingface.co/Qwen/decoder)"],
-        "An image is": ["16 × 16 pixels in 4 visual tokens"],
+        "An image is": ["4 visual tokens"],
         "Context": ["256 tokens"],
         "Trained on": ["stage 1 (align): 500 rows; stage 2 (tune): 60 rows"],
         "POPE": ["accuracy 0.81 ± 0.02 (blank image 0.50, commonest answer 0.51)"],
@@ -104,10 +104,8 @@ def test_a_run_that_was_cut_short(full):
     made.edit(full / "training.json", before=None, run=made.run(steps=3), steps_done=1)
     table = rows(section(render_card(full), "Training"))
     assert table["Steps"] == ["1 of 3"] and table["Rows trained on"] == ["16 rows"]
-    assert "Stopped before its end: tune, after 1 of 3 steps." in limits(full)
     made.edit(full / "training.json", steps_done=3)
     assert rows(section(render_card(full), "Training"))["Steps"] == ["3"]
-    assert not [sentence for sentence in limits(full) if "before its end" in sentence]
 
 
 def test_a_checkpoint_in_the_middle_of_training(tmp_path):
@@ -142,12 +140,9 @@ def test_limits(full):
     run = ["one training run, seed 42", "took 560 rows, that of LLaVA-1.5 1,223,000"]
     measured = ["Bias, safety", "64 samples of easy-VQA, held out, in bfloat16"]
     left_out = "Not measured: Visual embedding tables: this model has none."
-    assert_limits(*run, "Not trained in any stage recorded here: vision tower, language model.", *measured, left_out)
-    adapters = {"module": "adapters", "parameters": 5, "trained": 5, "learning_rate": 1e-4, "dtypes": ["float32"]}
-    modules = [*made.run()["modules"], adapters]
-    made.edit(full / "training.json", run={**made.run(), "modules": modules})
+    assert_limits(*run, *measured, left_out)
     made.measured(full, baseline=None)
-    assert_limits(*run, "Not trained in any stage recorded here: vision tower.", *measured, "No baseline", left_out)
+    assert_limits(*run, *measured, "No baseline", left_out)
 
 
 @pytest.mark.parametrize(
