@@ -11,7 +11,7 @@ from typing import Any
 from ...checkpoint.find import check_folder, is_hub_id
 from ...checkpoint.loading import loading
 from ...checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUILD_RECORD, INDEX, TRAINING_RECORD, WEIGHTS
-from ...checkpoint.untrusted import check_files, check_inside, shards
+from ...checkpoint.untrusted import check_files, check_inside, json_object, shards
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
 from ...evaluate.results import Evaluation, read_evaluations
@@ -58,16 +58,12 @@ class Facts:
     """Everything that a card is rendered from; None or empty if the folder does not record it.
 
     Attributes:
-        name: The folder's.
         config: None for an adapter.
         adapter: `adapter_config.json` of an adapter.
-        build: `build.json`.
         stages: The `training.json` of each stage in order; options and versions may be empty.
         parts: Vision encoder and language model, or the LLaVA checkpoint that had both.
         data: The training data sets, each once.
-        diagnosis: `diagnostics/report.json`.
         figures: Figures of the diagnosis whose files exist and that show no sample of the data.
-        evaluations: The folder `evaluation`.
     """
 
     name: str
@@ -134,15 +130,7 @@ def read_facts(checkpoint: Path) -> Facts:
 
 def read_json(file: Path) -> dict[str, Any] | None:
     """The JSON object in `file`, None if it does not exist. Raises ValueError if it holds anything else."""
-    if not file.is_file():
-        return None
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read: {error}. Fix or remove it.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is not a JSON object. Fix or remove it.")
-    return content
+    return json_object(file.read_bytes(), str(file)) if file.is_file() else None
 
 
 def hub_id(name: str | None) -> str | None:

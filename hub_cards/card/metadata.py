@@ -34,7 +34,9 @@ class Terms:
 
 def terms(parts: Sequence[Part]) -> Terms:
     """The licence of a model that is made of `parts`, data included."""
-    if unknown := [part.name for part in parts if not _is_known(part.licence)] or ([] if parts else ["its parts"]):
+    # Two licences called "other" may differ, so one without a name is not known.
+    vague = (None, Licence("other"), Licence("unknown"))
+    if unknown := [part.name for part in parts if part.licence in vague] or ([] if parts else ["its parts"]):
         missing = ", ".join(dict.fromkeys(unknown))
         return Terms(
             {},
@@ -126,11 +128,6 @@ def read_front_matter(card: str) -> dict[str, Any]:
         raise ValueError(f"The front matter of README.md cannot be read: {error}. Fix it.") from error
 
 
-def _is_known(licence: Licence | None) -> bool:
-    """Whether it names its conditions: two licences called "other" may differ."""
-    return licence is not None and (licence.license not in ("other", "unknown") or licence.license_name is not None)
-
-
 def _bases(facts: Facts, base: str | None) -> tuple[list[str], str | None]:
     """Base models on the Hub, and the relation of this model to them."""
     if facts.adapter is not None:
@@ -153,9 +150,3 @@ def _languages(facts: Facts) -> list[str] | None:
                 return None  # an incomplete list would mislead
             found += [language] if isinstance(language, str) else language
     return list(dict.fromkeys(found)) or None
-
-
-def licence_of(content: dict[str, Any]) -> Licence | None:
-    """The licence stated in front matter."""
-    stated = content.get("license")
-    return stated and Licence(str(stated), content.get("license_name"), content.get("license_link"))

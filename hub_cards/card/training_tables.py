@@ -24,7 +24,6 @@ def training(facts: Facts) -> Markup:
         ("Steps", steps_text),
         ("Rows a step: a device × processes × accumulated", _batch),
         ("Rows trained on", trained_rows),
-        ("Precision", _precision),
         ("Hardware", _hardware),
         ("Time", lambda stage: duration(stage.get("seconds"))),
         ("Software", lambda stage: ", ".join(f"{name} {version}" for name, version in stage["versions"].items())),
@@ -148,19 +147,6 @@ def _batch(stage: dict[str, Any]) -> str | None:
         return None
     factors = f"{batch['per_device']} × {batch['processes']} × {batch['accumulation']}"
     return f"{batch['rows']:,} ({factors})"
-
-
-def _precision(stage: dict[str, Any]) -> str | None:
-    dtypes = list(dict.fromkeys(dtype for each in run(stage).get("modules", ()) for dtype in each["dtypes"]))
-    autocast, quantization = run(stage).get("autocast"), stage.get("quantization") or {}
-    bits = "4-bit" if quantization.get("load_in_4bit") else "8-bit" if quantization.get("load_in_8bit") else None
-    kind = quantization.get("bnb_4bit_quant_type", "") if bits == "4-bit" else ""
-    parts = [
-        f"weights {', '.join(dtypes)}" if dtypes else None,
-        f"computed in {autocast}" if autocast else None,
-        f"frozen layers {bits} {kind}".rstrip() if bits else None,
-    ]
-    return ", ".join(part for part in parts if part)
 
 
 def _hardware(stage: dict[str, Any]) -> str | None:

@@ -17,10 +17,10 @@ from ...checkpoint.files import atomic_write
 from ...checkpoint.loading import loading
 from ...checkpoint.names import CARD
 from ...diagnose.paper import paper_ratios
-from .facts import Facts, Part, read_facts
+from .facts import Facts, Licence, Part, read_facts
 from .hand_written import SECTIONS, by_hand, check_replaceable, decode_card, derived_keys, is_ours
 from .markdown import hub_link, link, literal, text, yaml_block
-from .metadata import ORDER, Terms, licence_of, merged, metadata, open_keys, read_front_matter, terms, unlisted
+from .metadata import ORDER, Terms, merged, metadata, open_keys, read_front_matter, terms, unlisted
 from .tables import alignment, glance, is_stale, results, visual_tokens
 from .training_tables import data, part_link, title, training
 from .unmeasured import limits
@@ -84,7 +84,8 @@ def render_card(
         derived = metadata(facts, adapter.repo_id if adapter else None, follows)
         to_author = open_keys(facts, follows)
         content = merged(derived, [(read_front_matter(card), derived_keys(card)) for card in earlier], to_author)
-        stated = licence_of(content)
+        names = (content.get(key) for key in ("license_name", "license_link"))
+        stated = Licence(str(content["license"]), *names) if content.get("license") else None
         by_author = stated is not None and content.get("license") != derived.get("license")
         named = content.get("base_model") != derived.get("base_model")
         environment = Environment(

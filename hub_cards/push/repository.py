@@ -74,11 +74,6 @@ class Pushed:
     pull_request: str | None = None
 
     @property
-    def url(self) -> str:
-        """Page of the repository."""
-        return self.repository.url
-
-    @property
     def changed(self) -> bool:
         """Whether there is a new commit."""
         return self.commit != self.repository.commit

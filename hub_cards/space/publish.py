@@ -51,7 +51,7 @@ def push_space(pushed: Pushed, notify: Callable[[str], object]) -> str:
     try:
         existing = check_space(model.api, model.repo_id)
         stale = [path for path in existing.files if path.startswith("demo/") and path not in files]
-        page = push(existing, files, stale, private=model.private, notify=notify).url
+        page = push(existing, files, stale, private=model.private, notify=notify).repository.url
     except (ValueError, OSError) as error:
         raise OSError(
             f"The model is published, at {pushed.commit} of {model.repo_id}; its Space {name} is not. {error}"

@@ -72,7 +72,6 @@ def test_training(full):
         "Learning rate, peak": "projector 0.001, norm 0.002",
         "Steps": "32",
         "Rows a step: a device × processes × accumulated": "16 (4 × 2 × 2)",
-        "Precision": "weights float32, computed in bfloat16",
         "Hardware": "2 × NVIDIA H200, x86_64 Linux",
         "Software": "torch 2.13.0, normalign_llava 0.1.0",
         "Commit of the code": "d" * 40,
