@@ -46,12 +46,10 @@ class Found:
     """What is known of a folder or Hub id before its weights are loaded.
 
     Attributes:
-        kind: The kind of model.
         name: Folder or Hub id, without the folders above it.
         source: Folder, file or Hub id to load it from.
         revision: The commit of a Hub id; all its files are read at this one.
-        processor: Of a vision-language model.
-        image_processor: Of a vision encoder.
+        processor, image_processor: Of a vision-language model; of a vision encoder.
         cls: Class that loads it; None for a language model, of which only the embedding tensor is read.
         config: Configuration; None for a single file or a GGUF folder.
         remote: Whether it runs code from the checkpoint.

@@ -46,9 +46,6 @@ class Evaluation:
     """The results of one task, and how they were obtained.
 
     Attributes:
-        task: Short name.
-        title: Full name.
-        metrics: The results.
         samples, total: How many samples were evaluated, of how many. Fewer than all, or none, is a partial run.
         protocol: Prompt, decoding and scoring, one sentence each.
         date: ISO 8601.

@@ -22,11 +22,6 @@ JOURNAL = "journal.json"
 class Journal:
     """Settings and finished steps of a run, kept in its folder's `JOURNAL`.
 
-    Args:
-        output: Folder of the run.
-        settings: The run's settings, a dataclass.
-        console: Where each step is announced.
-
     Attributes:
         bf16: Whether this run multiplies in bfloat16; decided once, so that a resumed run does the same.
         seconds: Seconds of each finished step, without those before an interruption.

@@ -101,7 +101,9 @@ class DepthProbe:
             found["cosine"] = [layer[place][0] for layer in cosines]
             if _have_directions(found, kind):
                 for name, values in found.items():
-                    curves[name][kind] = _curve(values)
+                    # The update of a layer that changes nothing has no direction.
+                    known = [(math.nan, math.nan) if each is None else (each.mean, each.std) for each in values]
+                    curves[name][kind] = Curve([mean for mean, _ in known], [std for _, std in known])
         # The last layer prepares the prediction rather than the next layer's input, and is left out.
         rotation = curves["rotation"]
         rotated = {kind: sum(rotation[kind].mean[:-1]) for kind in ("visual", "text") if kind in rotation}
@@ -185,11 +187,3 @@ def _have_directions(found: dict[str, list[Moments | None]], kind: str) -> bool:
                 f"({name}). Check that the projector's weights were trained and loaded."
             )
     return True
-
-
-def _curve(values: list[Moments | None]) -> Curve:
-    # The update of a layer that changes nothing has no direction.
-    return Curve(
-        [math.nan if value is None else value.mean for value in values],
-        [math.nan if value is None else value.std for value in values],
-    )

@@ -24,13 +24,7 @@ NORMS: dict[str | None, str] = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"
 
 @dataclass(frozen=True)
 class Table:
-    """A table as the template draws it; the first cell of a row is its header.
-
-    Attributes:
-        caption: What it shows.
-        columns: Heads of the columns, the row headers' included.
-        rows: What was measured.
-    """
+    """A table as the template draws it; the first cell of a row is its header, for which `columns` has a head too."""
 
     caption: str
     columns: Row
@@ -76,7 +70,8 @@ def depth_tables(models: Models) -> list[Table]:
                 continue
             norm, final = depth.norm[kind].mean, depth.final_norm.get(kind)
             curves = (depth.cosine, depth.rotation, depth.update_norm, depth.update_angle)
-            cosine, rotation, size, angle = (_mean(curve[kind].mean[:-1]) for curve in curves)
+            means = [curve[kind].mean[:-1] for curve in curves]
+            cosine, rotation, size, angle = (fmean(values) if values else None for values in means)
             norms = [number(value) for value in (norm[0], norm[-1], final.mean if final else None)]
             label = f"{kind}, {name}" if len(models) > 1 else kind
             rows.append([label, *norms, number(cosine), _degrees(rotation), number(size), _degrees(angle)])
@@ -120,10 +115,6 @@ def _known(rows: list[Row]) -> list[Row]:
 
 def _spread(moments: Moments | None) -> str:
     return f"{number(moments.mean)} ± {number(moments.std)}" if moments else "–"
-
-
-def _mean(values: list[float]) -> float | None:
-    return fmean(values) if values else None
 
 
 def _degrees(angle: float | None) -> str:

@@ -69,12 +69,9 @@ def _sections(models: list[Report], drawings: Sequence[Drawing], folder: Path) -
     sections = []
     for id, (title, subject, tables_of) in SECTIONS.items():
         tables = [table for table in tables_of(models) if table.rows] if tables_of else []
-        images = [_image(drawing, folder) for drawing in drawings if drawing.section == id]
+        drawn = [drawing for drawing in drawings if drawing.section == id]
+        encoded = [b64encode((folder / drawing.file).read_bytes()).decode() for drawing in drawn]
+        images = list(zip(drawn, encoded, strict=True))
         if tables or images:
             sections.append({"id": id, "title": title, "subject": subject, "tables": tables, "images": images})
     return sections
-
-
-def _image(drawing: Drawing, folder: Path) -> dict[str, str]:
-    source = f"data:image/png;base64,{b64encode((folder / drawing.file).read_bytes()).decode()}"
-    return {"title": drawing.title, "caption": drawing.caption, "source": source}

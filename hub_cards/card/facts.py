@@ -3,7 +3,6 @@
 """The records of a checkpoint folder: the only source of its card."""
 
 import json
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +111,7 @@ def read_facts(checkpoint: Path) -> Facts:
         stages.insert(0, {"options": {}, "versions": {}, **record})
         record = record.get("before")
     diagnosis = _diagnosis(checkpoint / DIAGNOSTICS / REPORT)
+    figures = diagnosis["figures"] if diagnosis else []
     return Facts(
         name=checkpoint.resolve().name,
         config=config,
@@ -123,7 +123,7 @@ def read_facts(checkpoint: Path) -> Facts:
         weights=read_weights(_weight_files(checkpoint, config), config),
         has_processor=(checkpoint / "processor_config.json").is_file(),
         diagnosis=diagnosis,
-        figures=_figures(checkpoint / DIAGNOSTICS, diagnosis),
+        figures=[each for each in figures if (checkpoint / DIAGNOSTICS / each["file"]).is_file()],
         evaluations=read_evaluations(checkpoint),
     )
 
@@ -183,12 +183,3 @@ def _diagnosis(file: Path) -> dict[str, Any] | None:
         return json.loads(public_report(file.read_text("utf-8"))[0])
     except ValueError as error:
         raise ValueError(f"{file}: {error}. Diagnose again, or remove it.") from error
-
-
-def _figures(folder: Path, diagnosis: dict[str, Any] | None) -> list[dict[str, str]]:
-    """Figures whose files exist. A name with a folder in it was not written by us."""
-    return [
-        figure
-        for figure in (diagnosis or {}).get("figures", [])
-        if re.fullmatch(r"\w[\w.-]*\.png", figure["file"]) and (folder / figure["file"]).is_file()
-    ]

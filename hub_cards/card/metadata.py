@@ -12,7 +12,6 @@ from huggingface_hub import ModelCard, ModelCardData
 from .facts import LLAVA, Facts, Licence, Part
 
 
-TASK = "image-text-to-text"
 TAGS = ["normalign-llava", "llava", "vision-language-model", "custom_code"]
 ADAPTER_TAGS = ["lora"]
 PERMISSIVE = ("mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
@@ -63,31 +62,20 @@ def terms(parts: Sequence[Part]) -> Terms:
 
 
 def metadata(facts: Facts, base: str | None, parts_terms: Terms) -> dict[str, Any]:
-    """The front matter that can be derived from `facts`.
-
-    Args:
-        base: Hub id of an adapter's base.
-        parts_terms: From [`terms`].
-    """
+    """The front matter that can be derived from `facts`, the Hub id of an adapter's base, and [`terms`]."""
     models, relation = _bases(facts, base)
     datasets = list(dict.fromkeys(part.hub_id for part in facts.data if part.hub_id))
     data = ModelCardData(
         **parts_terms.metadata,
         language=_languages(facts),
         library_name="transformers" if facts.adapter is None else "peft",
-        pipeline_tag=TASK,
+        pipeline_tag="image-text-to-text",
         base_model=models or None,
         base_model_relation=relation,
         datasets=datasets or None,
         tags=[*TAGS, *(ADAPTER_TAGS if (facts.adapter or {}).get("peft_type") == "LORA" else [])],
     )
     return data.to_dict()
-
-
-def open_keys(facts: Facts, parts_terms: Terms) -> list[str]:
-    """Keys that we can only partly infer; the author's value wins."""
-    groups = {"license": bool(parts_terms.warning), "base_model": bool(unlisted(facts))}
-    return [key for key in ORDER for group, is_open in groups.items() if is_open and key.startswith(group)]
 
 
 def unlisted(facts: Facts) -> list[str]:
@@ -105,7 +93,7 @@ def merged(
     Args:
         derived: From [`metadata`].
         kept: Front matter of earlier cards, the preferred one first, each with the keys that were derived in it.
-        open_to_author: From [`open_keys`]: here the author's value wins.
+        open_to_author: Keys that can only partly be inferred: here the author's value wins.
     """
     result = dict(derived)
     for earlier, derived_then in kept:

@@ -15,25 +15,22 @@ STALE = "The diagnosis was made of other weights: its figures are not this model
 
 def limits(facts: Facts) -> list[str]:
     """Sentences for a person who decides whether to rely on the model."""
-    unknown = [] if facts.evaluations else ["No evaluation is recorded: how good its answers are is not known."]
-    return [*_training(facts), *unknown, "Bias, safety and made-up answers were not measured.", *_diagnosis(facts)]
-
-
-def _training(facts: Facts) -> list[str]:
-    if not facts.stages:
-        return []
     found = []
-    seeds = dict.fromkeys(str(stage["options"]["seed"]) for stage in facts.stages if "seed" in stage["options"])
-    seed = f", seed {', '.join(seeds)}" if seeds else ""
-    found.append(f"This is one training run{seed}: how much another run would differ was not measured.")
-    rows, streams = [rows_seen(stage) for stage in facts.stages], any(map(has_streams, facts.stages))
+    if facts.stages:
+        seeds = dict.fromkeys(str(stage["options"]["seed"]) for stage in facts.stages if "seed" in stage["options"])
+        seed = f", seed {', '.join(seeds)}" if seeds else ""
+        found.append(f"This is one training run{seed}: how much another run would differ was not measured.")
+    rows = [rows_seen(stage) for stage in facts.stages]
     known = [each for each in rows if each is not None]
-    if len(known) == len(rows) and sum(known) < LLAVA_ROWS / 10:
+    if known and len(known) == len(rows) and sum(known) < LLAVA_ROWS / 10:
+        at_most = "at most " if any(map(has_streams, facts.stages)) else ""
         found.append(
-            f"The training recorded here took {'at most ' if streams else ''}{sum(known):,} rows, that of LLaVA-1.5 "
-            f"{LLAVA_ROWS:,}. Expect it to know only what is in them."
+            f"The training recorded here took {at_most}{sum(known):,} rows, that of LLaVA-1.5 {LLAVA_ROWS:,}. Expect "
+            "it to know only what is in them."
         )
-    return found
+    if not facts.evaluations:
+        found.append("No evaluation is recorded: how good its answers are is not known.")
+    return [*found, "Bias, safety and made-up answers were not measured.", *_diagnosis(facts)]
 
 
 def _diagnosis(facts: Facts) -> list[str]:

@@ -18,7 +18,6 @@ from ...checkpoint.opening import Checkpoint, check_processor
 from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, initial_gain
-from ..card.facts import read_json
 from .source import CODE, PACKAGE, shards_of
 
 
@@ -115,30 +114,18 @@ def _norm_faults(folder: Path, model: PreTrainedModel, norm: dict[str, Tensor]) 
         aligned = 1.0 if config.projector_gain_init == "one" else embedding_statistics(str(folder), top=0).gain
     except ValueError as error:
         return [f"the embeddings cannot be measured: {error}"]
-    starts, trainings = [aligned], _trainings(folder)
-    if trainings and config.text_embedding_norm:
+    starts = [aligned]
+    if config.text_embedding_norm and (folder / TRAINING_RECORD).exists():
         # Training may have changed the embeddings but not the norm.
         starts.append(initial_gain(config, config.text_embedding_norm))
-    # The first step of training moves the elements of a gain apart. Not every trainer leaves a record.
-    untrained = bool(trainings) and not any(trainings)
-    trained = not untrained and len(gain.unique()) > 1
-    if trained or any(bool(((gain - start).abs() <= TOLERANCE * start).all()) for start in starts):
+    # The first step of training moves the elements of a gain apart.
+    if len(gain.unique()) > 1 or any(bool(((gain - start).abs() <= TOLERANCE * start).all()) for start in starts):
         return []
     should = "1" if config.projector_gain_init == "one" else f"N_text / sqrt(d) of the embeddings, {aligned:.6g}"
-    why = f"its learning rate in {TRAINING_RECORD} was 0" if untrained else "all its elements are the same"
     return [
         f"{_NORM}weight: the gain, {gain.double().mean().item():.6g} on average, is not aligned: {should}. Nor was it "
-        f"trained: {why}. Load the model, call align_projector_norm() and save it."
+        "trained: all its elements are the same. Load the model, call align_projector_norm() and save it."
     ]
-
-
-def _trainings(folder: Path) -> list[bool]:
-    """For each training run of the checkpoint, the last one first: was the norm trained? True if not recorded."""
-    trained, record = [], read_json(folder / TRAINING_RECORD)
-    while record:
-        trained.append(record.get("learning_rates", {"norm": 1.0}).get("norm", 0.0) > 0.0)
-        record = record.get("before")
-    return trained
 
 
 def _processor_faults(folder: Path, model: PreTrainedModel) -> list[str]:
