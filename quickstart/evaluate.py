@@ -28,7 +28,7 @@ OURS, BASELINE = "quickstart", "quickstart-no-norm"
 """Names of the models in the reports."""
 
 
-def ask(checkpoint: Path, *, limit: int | None = None, bf16: bool = False) -> dict[str, dict[str, float]]:
+def ask(checkpoint: Path, *, limit: int | None = None, bf16: bool = False) -> dict[str, Any]:
     """Asks a checkpoint the held-out questions, unless it was asked before, and keeps the results in its folder.
     With `limit`, it is asked the first so many questions about easy-VQA's images and about emoji.
 
