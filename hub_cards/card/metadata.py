@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from .facts import LLAVA, Facts, Licence, Part
+from .facts import LLAVA, Facts, Part
 
 
 TAGS = ["normalign-llava", "llava", "vision-language-model", "custom_code"]
@@ -33,9 +33,10 @@ class Terms:
 
 def terms(parts: Sequence[Part]) -> Terms:
     """The licence of a model that is made of `parts`, data included."""
+    known = list(dict.fromkeys(part.licence for part in parts if part.licence is not None))
     # Two licences called "other" may differ, so one without a name is not known.
-    vague = (None, Licence("other"), Licence("unknown"))
-    if unknown := [part.name for part in parts if part.licence in vague] or ([] if parts else ["its parts"]):
+    vague = [each for each in known if each.license in ("other", "unknown") and each.license_name is None]
+    if unknown := [part.name for part in parts if part.licence in (None, *vague)] or ([] if parts else ["its parts"]):
         missing = ", ".join(dict.fromkeys(unknown))
         return Terms(
             {},
@@ -43,7 +44,6 @@ def terms(parts: Sequence[Part]) -> Terms:
             f"No licence in the metadata, since that of {missing} is not recorded. Write `license:` into the front "
             "matter of README.md; it is kept.",
         )
-    known = list(dict.fromkeys(part.licence for part in parts if part.licence is not None))
     if len(known) == 1:
         metadata = {key: value for key, value in asdict(known[0]).items() if value is not None}
         return Terms(metadata, f"All parts are under {known[0]}, and so is the whole.")
