@@ -223,9 +223,18 @@ def _written(folder: Path) -> set[str]:
 
 
 def _names(found: list[Found], *given: str | None) -> list[str]:
-    """The given names, or those of the models; if they are equal, that of the second with "(baseline)"."""
+    """The given names, or those of the models; told apart by the folder above, or "(baseline)", if they are equal."""
     names = [name or each.name for each, name in zip(found, given, strict=False)]
+    if len(set(names)) < len(names):
+        names = [name or _longer_name(each) for each, name in zip(found, given, strict=False)]
     return names if len(set(names)) == len(names) else [names[0], f"{names[1]} (baseline)"]
+
+
+def _longer_name(found: Found) -> str:
+    """With the folder above, such as baseline/model, unless that is the home folder: it has a person's name."""
+    path = Path(found.source).resolve()
+    above = path.parent.name
+    return f"{above}/{found.name}" if path.exists() and above and path.parent != Path.home().resolve() else found.name
 
 
 def _json(content: dict[str, Any]) -> str:

@@ -54,5 +54,4 @@ class Journal:
         self.write()
 
     def write(self) -> None:
-        """Writes the file."""
         write_json(self.path, {"settings": self.settings, "bf16": self.bf16, "seconds": self.seconds})

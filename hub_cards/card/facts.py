@@ -40,9 +40,7 @@ class Part:
 
     Attributes:
         role: "vision encoder", "language model", [`LLAVA`], "base model" or "data".
-        name: A Hub id, or a folder's name.
-        hub_id, revision: Its Hub id and commit, if known.
-        licence: None if not recorded.
+        hub_id, revision: Its Hub id and commit, if known; `name` may be a folder's.
     """
 
     role: str

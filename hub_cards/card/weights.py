@@ -25,13 +25,12 @@ class Gain:
 
 @dataclass(frozen=True)
 class Weights:
-    """Facts about safetensors files.
+    """Facts about safetensors files, whose `size` is in bytes.
 
     Attributes:
         gain: None without the norm.
         moved: Whether the norm differs from a newly built one; None if unknown.
         parameters: Their count; 0 if quantized, as the weights are packed.
-        size: Of the files, in bytes.
     """
 
     gain: Gain | None

@@ -276,11 +276,15 @@ def test_errors_come_before_weights_are_read_and_write_nothing(root, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"trained"}
 
 
-def test_two_models_of_one_name_are_told_apart(root, tmp_path):
-    folder = root / "ours" / "language"
-    same = diagnose(str(folder), against=str(folder), output=tmp_path / "same")
-    assert (same.report.model, same.against.model) == ("language", "language (baseline)")
-    assert (same.report.embeddings.model, same.against.embeddings.model) == ("language", "language (baseline)")
+def test_a_home_folder_does_not_name_its_owner(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "somebody"))
+    for folder in (tmp_path / "somebody", tmp_path / "base"):
+        shutil.copytree(root / "ours" / "language", folder / "model")
+    done = diagnose(str(tmp_path / "somebody" / "model"), against=str(tmp_path / "base" / "model"))
+    assert (done.report.model, done.against.model) == ("model", "base/model")
+    assert (done.report.embeddings.model, done.against.embeddings.model) == ("model", "base/model")
+    same = diagnose(str(tmp_path / "somebody" / "model"), against=str(tmp_path / "somebody" / "model"))
+    assert (same.report.model, same.against.model) == ("model", "model (baseline)")
 
 
 # ---------------------------------------------------------------------------------------------------- docs/report.md
