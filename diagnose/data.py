@@ -72,7 +72,13 @@ def load_samples(data: str | None, count: int, *, seed: int = 0, image_folder: s
         raise ValueError(f"The number of samples is {count}; it must be at least 1.")
     rng = random.Random(seed)
     if data is None:
-        return Samples(BUILT_IN, _take(BUILT_IN, _built_in(rng), count))
+        questions = held_out(per_kind=100, emoji_count=40)
+        rng.shuffle(questions)
+        drawn = (
+            Sample(f"{each.kind} ({each.image.name})", each.text, {"path": str(each.image), "bytes": None})
+            for each in questions
+        )
+        return Samples(BUILT_IN, _take(BUILT_IN, drawn, count))
     if data in BENCHMARKS or data == PAPER:
         names = list(BENCHMARKS) if data == PAPER else [data]
         parts = [count // len(names) + (number < count % len(names)) for number in range(len(names))]
@@ -155,15 +161,6 @@ def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Ten
     if tokens > limit:
         raise ValueError(f"its {tokens:,} tokens are more than the {limit:,} that the tokenizer allows. Leave it out.")
     return {name: value for name, value in inputs.items() if name != "labels"}  # PaliGemma's makes labels too
-
-
-def _built_in(rng: random.Random) -> list[Sample]:
-    questions = held_out(per_kind=100, emoji_count=40)
-    rng.shuffle(questions)
-    return [
-        Sample(f"{question.kind} ({question.image.name})", question.text, {"path": str(question.image), "bytes": None})
-        for question in questions
-    ]
 
 
 def _draw(source: DataSource, label: str, limit: int, count: int, rng: random.Random) -> list[Sample]:

@@ -81,17 +81,6 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
     return found
 
 
-def attention_spread(report: Report, name: str) -> tuple[float, float | None] | None:
-    """Mean over questions and layers of the field `name` of `Attention`, and its standard error over questions.
-
-    The error is None for a single question; the result is None if no question has the field.
-    """
-    means = [fmean(curve) for each in report.attention if (curve := getattr(each, name)) is not None]
-    if not means:
-        return None
-    return fmean(means), stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
-
-
 def _disparity(report: Report) -> Checked:
     encoder, text = report.interface.encoder_output, report.interface.vocabulary
     if encoder is None or text is None:
@@ -148,11 +137,13 @@ def _update_angle(report: Report) -> Checked:
 def _bottom(report: Report) -> Checked:
     if has_norm(report):
         return "does not apply", "The claim is about models without the norm."
-    if (spread := attention_spread(report, "bottom_bias")) is None:
+    biases = [fmean(each.bottom_bias) for each in report.attention if each.bottom_bias is not None]
+    if not biases:
         return None
-    bias = with_error(*spread, digits=3)
-    sentence = f"The bottom third gets {bias} × what even attention would give it ({_questions(report)})."
-    return _above(spread[0], EQUAL, spread[1]), sentence
+    bias, error = fmean(biases), _standard_error(biases)
+    shown = with_error(bias, error, digits=3)
+    sentence = f"The bottom third gets {shown} × what even attention would give it ({_questions(report)})."
+    return _above(bias, EQUAL, error), sentence
 
 
 def _remedy_norms(report: Report, against: Report) -> Checked:
@@ -178,9 +169,12 @@ def _remedy_focus(report: Report, against: Report) -> Checked:
         return None
     new, old = (fmean(fmean(each.entropy) for each in model) for model in zip(*pairs, strict=True))
     fallen = [fmean(before.entropy) - fmean(now.entropy) for now, before in pairs]
-    error = stdev(fallen) / math.sqrt(len(fallen)) if len(fallen) > 1 else None
     sentence = f"Entropy {number(new, 3)}, {number(old, 3)} without it; 1 is even ({_questions(report)})."
-    return _above(fmean(fallen), NO_CHANGE_ENTROPY, error), sentence
+    return _above(fmean(fallen), NO_CHANGE_ENTROPY, _standard_error(fallen)), sentence
+
+
+def _standard_error(values: list[float]) -> float | None:
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def _questions(report: Report) -> str:

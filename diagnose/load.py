@@ -46,12 +46,10 @@ class Found:
     """What is known of a folder or Hub id before its weights are loaded.
 
     Attributes:
-        kind: The kind of model.
         name: Folder or Hub id, without the folders above it.
         source: Folder, file or Hub id to load it from.
         revision: The commit of a Hub id; all its files are read at this one.
-        processor: Of a vision-language model.
-        image_processor: Of a vision encoder.
+        processor, image_processor: Of a vision-language model; of a vision encoder.
         cls: Class that loads it; None for a language model, of which only the embedding tensor is read.
         config: Configuration; None for a single file or a GGUF folder.
         remote: Whether it runs code from the checkpoint.
@@ -87,7 +85,16 @@ def find(model: str, revision: str | None = None, *, trust_remote_code: bool = F
     name = path.resolve().name if path.exists() else model
     if path.is_file() or path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf")):
         return Found("language model", name, source)
-    stored = _stored_config(source, revision)
+    try:
+        stored = check_files(source, revision)
+    except OSError as error:
+        raise ValueError(f"The configuration of {source} cannot be read: {error}") from error
+    if not stored and find_adapter_config_file(source, revision=revision):
+        raise ValueError(
+            f"{source} is an adapter. Merge it first (`normalign merge {source} --output DIR`), then diagnose DIR."
+        )
+    if not stored:
+        raise ValueError(f"{source} has no config.json, so it is not a model of transformers.")
     known = stored.get("model_type") in CONFIG_MAPPING
     remote = {} if known else stored.get("auto_map", {})
     if remote and not trust_remote_code:
@@ -154,21 +161,6 @@ def _processor_class(config: PreTrainedConfig) -> Any:
     attributes = [name for name in cls.get_attributes() if name != "video_processor"]
     changed = {"__module__": cls.__module__, "get_attributes": staticmethod(lambda: attributes)}
     return type(cls.__name__, (cls,), changed)
-
-
-def _stored_config(source: str, revision: str | None) -> dict[str, Any]:
-    """`config.json` as it is stored."""
-    try:
-        stored = check_files(source, revision)
-    except OSError as error:
-        raise ValueError(f"The configuration of {source} cannot be read: {error}") from error
-    if stored:
-        return stored
-    if find_adapter_config_file(source, revision=revision):
-        raise ValueError(
-            f"{source} is an adapter. Merge it first (`normalign merge {source} --output DIR`), then diagnose DIR."
-        )
-    raise ValueError(f"{source} has no config.json, so it is not a model of transformers.")
 
 
 def _kind(name: str, config: PreTrainedConfig) -> tuple[Kind, Any, PreTrainedConfig]:

@@ -13,14 +13,7 @@ REPORT, PAGE = "report.json", "report.html"
 """Files in the folder that a diagnosis writes: the numbers and the page."""
 
 KINDS = ("visual", "text", "special", "newline", "indicator")
-"""The kinds of token; padding is none of them.
-
-- `visual`: features of an image, at the image token's positions.
-- `text`: all other attended tokens.
-- `special`: the tokenizer's special tokens, and the boundary tokens that the configuration names.
-- `newline`: rows at image positions that are the learned end of a row of patches (LLaVA-NeXT, LLaVA-OneVision).
-- `indicator`: Ovis' visual indicators, before and after an image.
-"""
+"""The kinds of token, as docs/report.md describes them; padding is none."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +70,8 @@ class Depth:
     is a layer's output minus its own input. `norm` and `log_norm` have a value for each state, the others one for each
     layer. Angles are in radians (eqs. 8, 13); that of an update of size 0 is NaN.
 
-    `cosine` is that of state l - 1 and state l (figures 2, 3, 4b). Models that add features between layers (Qwen3-VL)
-    change a state after the layer that made it; for all others this is the cosine of a layer's input and output. The
-    exponential of a mean logarithm is the geometric mean, which a few tokens of huge norm (attention sinks) affect
-    little. `asymmetry` leaves the last layer out; its standard error is from its spread over batches.
+    `cosine` is that of state l - 1 and state l (figures 2, 3, 4b), also where features are added to a state between
+    layers (Qwen3-VL). `asymmetry` leaves the last layer out; its standard error is from its spread over batches.
     """
 
     norm: dict[str, Curve]

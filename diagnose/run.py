@@ -23,7 +23,7 @@ from ..checkpoint.files import replaced_folder
 from ..data.rows.questions import Sample
 from ..errors import Console, check_installed, escaped
 from .data import Samples, batches, image_batches, load_samples
-from .figures.draw import draw
+from .figures import draw
 from .findings import findings
 from .load import Found, find, load
 from .measure.attention import attention_maps
@@ -103,7 +103,9 @@ def diagnose(
     found = [find(each, trust_remote_code=trust_remote_code) for each in (model, against) if each is not None]
     if data is not None and all(each.kind == "language model" for each in found):
         raise ValueError(f"{found[0].name} is a language model alone, which takes no images. Leave {data!r} out.")
-    folder = _folder(model, output)
+    path = Path(model).expanduser()
+    beneath = (path if path.is_dir() else path.parent) / FOLDER if path.exists() else Path(FOLDER, model)
+    folder = (beneath if output is None else Path(output).expanduser()).resolve()
     with replaced_folder(folder, _written) as staging:
         drawn = None
         if any(each.kind != "language model" for each in found):
@@ -207,15 +209,6 @@ def shown_image(processor: ProcessorMixin, inputs: dict[str, Tensor], image: Ima
         return image
     shown = pixels[0].float() * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
     return Image.fromarray((shown * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
-
-
-def _folder(model: str, output: str | Path | None) -> Path:
-    if output is not None:
-        return Path(output).expanduser().resolve()
-    path = Path(model).expanduser()
-    if path.exists():
-        return (path if path.is_dir() else path.parent).resolve() / FOLDER
-    return Path(FOLDER).resolve() / model
 
 
 def _written(folder: Path) -> set[str]:

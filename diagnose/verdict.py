@@ -96,25 +96,19 @@ def change(new: float, old: float) -> str:
 def _first(report: Report) -> str:
     ratio = entry_ratio(report)
     if ratio is None:
-        return _one_part(report)
+        text, encoder = report.interface.vocabulary, report.interface.encoder_output
+        if text is not None:
+            norm = f"{number(text.mean, 3)} ± {number(text.std, 3)}"
+            return f"Text embeddings enter the language model with a norm of {norm}; there are no visual tokens."
+        if encoder is not None and report.interface.visual is None:
+            norm = f"{number(encoder.mean, 3)} ± {number(encoder.std, 3)}"
+            return f"The encoder's tokens have a norm of {norm}; there is no text."
+        return "The norms of visual tokens and of text were not both measured."
     enter = f"Visual tokens enter the decoder at {number(ratio, 2)} × the norm of text"
     if asymmetry(report) is None:
         return f"{enter}; their rotation could not be compared with that of text."
     over = f"mean over layers 1 to {layers(report) - 1}"
     return f"{enter} and rotate {asymmetry_with_error(report)} × as much as text in each layer ({over})."
-
-
-def _one_part(report: Report) -> str:
-    interface = report.interface
-    if interface.visual is not None:
-        return f"Visual tokens enter with a norm of {number(interface.visual.mean, 3)}; that of text was not measured."
-    if (text := interface.vocabulary) is not None:
-        norm = f"{number(text.mean, 3)} ± {number(text.std, 3)}"
-        return f"Text embeddings enter the language model with a norm of {norm}; there are no visual tokens."
-    if (encoder := interface.encoder_output) is not None:
-        norm = f"{number(encoder.mean, 3)} ± {number(encoder.std, 3)}"
-        return f"The encoder's tokens have a norm of {norm}; there is no text."
-    return "Neither visual tokens nor text were measured."
 
 
 def _second(report: Report) -> str:
@@ -134,16 +128,10 @@ def _second(report: Report) -> str:
         finding = "This is the problem the paper describes: visual tokens are larger than text"
     else:
         finding = "This is half of the problem the paper describes: visual tokens are larger than text"
-    return f"{finding}." if rotation is None else f"{finding}, and the visual tokens rotate {_how_much(report)}."
-
-
-def _how_much(report: Report) -> str:
-    rotation = asymmetry(report)
-    assert report.depth is not None and rotation is not None
-    if same_rotation(report):
-        return "as much as text" + (", within two standard errors" if report.depth.asymmetry_error else "")
-    less = "less" if rotation < 1 else "more"
-    return f"{'slightly ' if is_equal(rotation, EQUAL_ROTATION) else ''}{less} than text"
+    if rotation is None:
+        return f"{finding}."
+    rotate = "as much as" if same_rotation(report) else "less than" if rotation < 1 else "more than"
+    return f"{finding}, and the visual tokens rotate {rotate} text."
 
 
 def _compared(report: Report, against: Report) -> str:

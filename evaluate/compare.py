@@ -121,7 +121,24 @@ def compare(arms: Sequence[Arm]) -> list[Difference]:
         order = sorted(shared)
         table = {arm.name: np.array([[run[task][key] for key in order] for run in arm.runs]) for arm in arms}
         asked = {arm.name: len(set.intersection(*(set(run[task]) for run in arm.runs))) for arm in arms}
-        found += [_difference(task, arm.name, first.name, asked, table[arm.name], table[first.name]) for arm in others]
+        reference = table[first.name]
+        for arm in others:
+            scores = table[arm.name]
+            binary = len(scores) == len(reference) == 1 and set(np.unique([scores, reference])) <= {0.0, 1.0}
+            found.append(
+                Difference(
+                    task,
+                    arm.name,
+                    first.name,
+                    questions=len(order),
+                    asked=asked,
+                    score=float(scores.mean()),
+                    reference=float(reference.mean()),
+                    over_questions=over_questions(scores.mean(0), reference.mean(0)),
+                    over_seeds=over_seeds(scores.mean(1), reference.mean(1)),
+                    mcnemar=mcnemar(scores[0], reference[0]) if binary else None,
+                )
+            )
     return found
 
 
@@ -194,25 +211,6 @@ def over_seeds(scores: np.ndarray, reference: np.ndarray) -> Interval | None:
     low, high = test.confidence_interval(CONFIDENCE)
     value = float(scores.mean() - reference.mean())
     return (value, value) if math.isnan(low) else (float(low), float(high))  # all runs differ alike
-
-
-def _difference(
-    task: str, arm: str, against: str, asked: dict[str, int], scores: np.ndarray, reference: np.ndarray
-) -> Difference:
-    """Of scores `(runs, questions)`."""
-    binary = len(scores) == len(reference) == 1 and set(np.unique([scores, reference])) <= {0.0, 1.0}
-    return Difference(
-        task,
-        arm,
-        against,
-        questions=scores.shape[1],
-        asked=asked,
-        score=float(scores.mean()),
-        reference=float(reference.mean()),
-        over_questions=over_questions(scores.mean(0), reference.mean(0)),
-        over_seeds=over_seeds(scores.mean(1), reference.mean(1)),
-        mcnemar=mcnemar(scores[0], reference[0]) if binary else None,
-    )
 
 
 def _run(folder: Path, left_out: dict[str, str]) -> dict[str, Scores]:

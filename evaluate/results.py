@@ -46,9 +46,6 @@ class Evaluation:
     """The results of one task, and how they were obtained.
 
     Attributes:
-        task: Short name.
-        title: Full name.
-        metrics: The results.
         samples, total: How many samples were evaluated, of how many. Fewer than all, or none, is a partial run.
         protocol: Prompt, decoding and scoring, one sentence each.
         date: ISO 8601.
@@ -118,17 +115,12 @@ def _evaluation(content: dict[str, Any]) -> Evaluation:
     if unknown := content.keys() - {each.name for each in fields(Evaluation)}:
         raise ValueError(f"unknown fields {', '.join(sorted(unknown))}")
     evaluation = Evaluation(**{**content, "metrics": [Metric(**metric) for metric in content["metrics"]]})
-    sizes: list[tuple[str, Any]] = [("samples", evaluation.samples), ("total of samples", evaluation.total)]
-    values = []
+    values: list[tuple[str, Any]] = [("samples", evaluation.samples), ("total of samples", evaluation.total)]
     for metric in evaluation.metrics:
         name = metric.name
-        sizes += [(f"samples of {name}", metric.samples or 0), (f"standard error of {name}", metric.stderr or 0)]
-        values += [(name, metric.value), *((f"{other} of {name}", at) for other, at in metric.references.items())]
-    for name, value in sizes + values:
+        values += [(name, metric.value), (f"standard error of {name}", metric.stderr or 0)]
+        values += [(f"{other} of {name}", value) for other, value in metric.references.items()]
+    for name, value in values:
         if type(value) not in (int, float) or not math.isfinite(value):
             raise ValueError(f"in {evaluation.task}, {name} is {value!r}, not a finite number")
-    if negative := [name for name, value in sizes if value < 0]:
-        raise ValueError(f"in {evaluation.task}, {', '.join(negative)} is below 0")
-    if evaluation.samples > evaluation.total:
-        raise ValueError(f"in {evaluation.task}, {evaluation.samples} samples are more than there are")
     return evaluation

@@ -21,13 +21,7 @@ from .results import FOLDER, SUMMARY, Evaluation, read_evaluations, weights_hash
 
 @dataclass
 class Evaluated:
-    """What [`evaluate`] returns.
-
-    Attributes:
-        file: The summary.
-        results: The tasks that were asked for and are finished.
-        failed: Why the others are not, by name.
-    """
+    """The file of the summary, the results of the tasks asked for, and why others could not be run, by name."""
 
     file: Path
     results: list[Evaluation] = field(default_factory=list)

@@ -60,7 +60,7 @@ def draw_images(answered: Sequence[tuple[Question, str]], output: Path, columns:
 
 
 def print_results(console: Console, results: dict[str, Any], output: Path, pages: Sequence[Path]) -> None:
-    """Prints accuracy by kind with its controls, the time of each step, and the verdicts."""
+    """Prints accuracy by kind with its controls, the time taken, and the verdicts."""
     table = Table(title="Held-out accuracy", title_justify="left")
     table.add_column("kind")
     before, after, baseline = results["before"], results["after"], results["baseline"]
@@ -77,12 +77,6 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
         cells = columns.values()
         table.add_row(kind, str(results["count"][kind]), *(f"{cell[kind]:.2f}" for cell in cells))
     console.print(table)
-    times = Table(title="Time", title_justify="left")
-    times.add_column("step")
-    times.add_column("seconds", justify="right")
-    for name, seconds in results["seconds"].items():
-        times.add_row(name, f"{seconds:.0f}")
-    console.print(times)
     total = sum(seconds for name, seconds in results["seconds"].items() if name != "fetch")
     console.print(f"All but fetching took {total:.0f} seconds, and {results['peak_rss_gib']:.1f} GiB of memory.")
     same = "the same answers" if results["reloaded_answers_identical"] else "[red]other answers"

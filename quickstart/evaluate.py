@@ -28,7 +28,7 @@ OURS, BASELINE = "quickstart", "quickstart-no-norm"
 """Names of the models in the reports."""
 
 
-def ask(checkpoint: Path, *, limit: int | None = None, bf16: bool = False) -> dict[str, dict[str, float]]:
+def ask(checkpoint: Path, *, limit: int | None = None, bf16: bool = False) -> dict[str, Any]:
     """Asks a checkpoint the held-out questions, unless it was asked before, and keeps the results in its folder.
     With `limit`, it is asked the first so many questions about easy-VQA's images and about emoji.
 
@@ -44,11 +44,6 @@ def ask(checkpoint: Path, *, limit: int | None = None, bf16: bool = False) -> di
         done = evaluate(str(checkpoint), tasks=(EASY_VQA, NAMES), limit=limit, batch_size=BATCH_SIZE, dtype="float32")
     for task, reason in done.failed.items():
         raise RuntimeError(f"{task} could not be run: {reason}")
-    return read_scores(checkpoint)
-
-
-def read_scores(checkpoint: Path) -> dict[str, Any]:
-    """What [`ask`] returned for a checkpoint."""
     found = {(each.task, metric.name): metric for each in read_evaluations(checkpoint) for metric in each.metrics}
     metrics = {kind: found[key] for kind, key in METRICS.items()}
     return {

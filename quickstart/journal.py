@@ -22,11 +22,6 @@ JOURNAL = "journal.json"
 class Journal:
     """Settings and finished steps of a run, kept in its folder's `JOURNAL`.
 
-    Args:
-        output: Folder of the run.
-        settings: The run's settings, a dataclass.
-        console: Where each step is announced.
-
     Attributes:
         bf16: Whether this run multiplies in bfloat16; decided once, so that a resumed run does the same.
         seconds: Seconds of each finished step, without those before an interruption.
@@ -59,5 +54,4 @@ class Journal:
         self.write()
 
     def write(self) -> None:
-        """Writes the file."""
         write_json(self.path, {"settings": self.settings, "bf16": self.bf16, "seconds": self.seconds})

@@ -145,7 +145,10 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
     with journal.step("evaluate after"):
         after = ask(model, limit=settings.asked, bf16=bf16)
     with journal.step("reload"):
-        shown = first_of_each_kind(held_out(100, settings.emoji_count, cache=cache), settings.shown_per_kind)
+        questions = held_out(100, settings.emoji_count, cache=cache)
+        kinds = dict.fromkeys(question.kind for question in questions)
+        of_kinds = [[question for question in questions if question.kind == kind] for kind in kinds]
+        shown = [question for of_kind in of_kinds for question in of_kind[: settings.shown_per_kind]]
         here, elsewhere = reload_elsewhere(model, shown, output / "shown")
         draw_images(list(zip(shown, here, strict=True)), output / "images.png")
 
@@ -206,14 +209,6 @@ def write_data(output: Path, settings: Settings, cache: Path) -> None:
     with finished_folder(output) as folder:
         rows.select(range(first)).save_to_disk(folder / "stage1")
         rows.select(range(first, first + second)).save_to_disk(folder / "stage2")
-
-
-def first_of_each_kind(questions: list[Question], count: int) -> list[Question]:
-    """The first `count` questions of each kind."""
-    kinds: dict[str, list[Question]] = {}
-    for question in questions:
-        kinds.setdefault(question.kind, []).append(question)
-    return [question for of_kind in kinds.values() for question in of_kind[:count]]
 
 
 def reload_elsewhere(checkpoint: Path, questions: list[Question], folder: Path) -> tuple[list[str], list[str]]:

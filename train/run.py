@@ -133,7 +133,7 @@ def _train(
     trainer.save_state()
     if args.push_to_hub:
         pushed = trainer.push_to_hub()  # which saves first
-        console.print(f"Pushed to {pushed.url}, commit {pushed.commit}." if pushed else "")
+        console.print(f"Pushed to {pushed.repository.url}, commit {pushed.commit}." if pushed else "")
     else:
         trainer.save_model()
     console.print(*render_dropped(dropped), sep="\n")

@@ -1,3 +1,34 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The figures of a report, as PNG."""
+
+from pathlib import Path
+
+from ..report import Drawing, Report
+from .attention import attention_figures
+from .depth import depth_figures, predicted
+from .dynamics import dynamics, training
+from .interface import embeddings, interface
+from .style import DPI, Sketch, shown
+
+
+def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
+    """Draws everything that the reports hold into the folder `output`, a baseline on the same axes.
+
+    The images that attention is drawn on are read from that folder. The figures are in reading order.
+    """
+    models = shown(report, against)
+    deep = [model for model in models if model.report.depth is not None]
+    sketches: list[Sketch | None] = [
+        interface(models),
+        *depth_figures(deep),
+        embeddings(models),
+        dynamics(models),
+        training(models),
+        *attention_figures(models, output),
+        predicted(deep) if deep else None,
+    ]
+    drawn = [sketch for sketch in sketches if sketch is not None]
+    for sketch in drawn:
+        sketch.figure.savefig(output / sketch.drawing.file, format="png", dpi=DPI)
+    return [sketch.drawing for sketch in drawn]

@@ -138,15 +138,10 @@ def _positions(parts: Parts, inputs: Mapping[str, Any], special_ids: Iterable[in
     kinds = token_kinds(ids, inputs.get("attention_mask"), config, boundary_ids(config) | set(special_ids))
     visual, text = (kinds[KINDS.index(kind)].nonzero().flatten().cpu() for kind in ("visual", "text"))
     if not len(visual):
-        raise ValueError(
-            f"The sequence has no visual token: no id is config.image_token_id, {parts.image_token}. Put the image "
-            "token into the prompt, as the processor does."
-        )
+        raise ValueError(f"The sequence has no visual token, id {parts.image_token} (config.image_token_id).")
     asking = text[text > visual[-1]]
     if not len(asking):
-        raise ValueError(
-            "No text comes after the image, only special tokens or padding. Put the question after the image."
-        )
+        raise ValueError("No text comes after the image. Put the question after it.")
     return visual, asking
 
 

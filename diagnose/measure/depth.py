@@ -101,11 +101,16 @@ class DepthProbe:
             found["cosine"] = [layer[place][0] for layer in cosines]
             if _have_directions(found, kind):
                 for name, values in found.items():
-                    curves[name][kind] = _curve(values)
+                    # The update of a layer that changes nothing has no direction.
+                    known = [(math.nan, math.nan) if each is None else (each.mean, each.std) for each in values]
+                    curves[name][kind] = Curve([mean for mean, _ in known], [std for _, std in known])
+        # The last layer prepares the prediction rather than the next layer's input, and is left out.
+        rotation = curves["rotation"]
+        rotated = {kind: sum(rotation[kind].mean[:-1]) for kind in ("visual", "text") if kind in rotation}
         ratios = self._ratios.result()
         return Depth(
             final_norm={kind: each[0] for kind, each in zip(KINDS, final, strict=True) if each[0] is not None},
-            asymmetry=_asymmetry(curves["rotation"]),
+            asymmetry=rotated["visual"] / rotated["text"] if len(rotated) == 2 and rotated["text"] else None,
             asymmetry_error=ratios.std / math.sqrt(ratios.count - 1) if ratios and ratios.count > 1 else None,
             **curves,
         )
@@ -182,18 +187,3 @@ def _have_directions(found: dict[str, list[Moments | None]], kind: str) -> bool:
                 f"({name}). Check that the projector's weights were trained and loaded."
             )
     return True
-
-
-def _curve(values: list[Moments | None]) -> Curve:
-    # The update of a layer that changes nothing has no direction.
-    return Curve(
-        [math.nan if value is None else value.mean for value in values],
-        [math.nan if value is None else value.std for value in values],
-    )
-
-
-def _asymmetry(rotation: dict[str, Curve]) -> float | None:
-    # The last layer prepares the prediction rather than the next layer's input, and is left out.
-    if not {"visual", "text"} <= rotation.keys() or len(rotation["text"].mean) < 2:
-        return None
-    return sum(rotation["visual"].mean[:-1]) / sum(rotation["text"].mean[:-1])

@@ -61,17 +61,11 @@ def probe_language(
     )
     config = known_config(str(path.parent if path.is_file() else path if path.exists() else model), revision)
     left_out = [
-        "Visual tokens, the projector and the ratio of visual to text norms were not measured: a language model alone "
-        "has none of them.",
-        "Norms and rotation in depth, and attention, were not measured: only the token embeddings were read.",
+        "Visual tokens, the projector and the ratio of norms: a language model alone has none of them.",
+        "Norms and rotation in depth, and attention: only the token embeddings were read.",
     ]
     if statistics.model_type is None:
-        left_out.append(
-            "It was assumed that the decoder does not scale embeddings: there is no configuration that transformers "
-            "knows."
-        )
-    if table.top and all(token.text is None for token in table.top):
-        left_out.append("Texts of the tokens of largest norm: no tokenizer was found.")
+        left_out.append("Any scale of embeddings in the decoder: transformers knows no configuration; 1 is assumed.")
     return Report(
         model=table.model,
         model_type=statistics.model_type or "unknown",

@@ -74,9 +74,5 @@ def _rows(name: str, output: object, mask: Tensor | None) -> Tensor:
     """Output rows `(rows, d)` that are not padding."""
     rows = getattr(output, "last_hidden_state", None)
     if not isinstance(rows, Tensor) or rows.dim() not in (2, 3):
-        shape = f" of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else ""
-        raise ValueError(
-            f"{name} has {'a' if shape else 'no'} last_hidden_state{shape}; a vision transformer's has shape "
-            "(batch, tokens, d) or (tokens, d)."
-        )
+        raise ValueError(f"{name} has no last_hidden_state of shape (batch, tokens, d) or (tokens, d).")
     return rows.flatten(0, -2) if mask is None else rows[mask.bool()]

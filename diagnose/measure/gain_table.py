@@ -32,7 +32,11 @@ def gain_of(model: PreTrainedModel) -> Gain | None:
     norm = model.base_model.multi_modal_projector.norm
     if isinstance(norm, nn.Identity):
         return None
-    start = _start(model)
+    n_text = model.config.text_embedding_norm  # of the initial embeddings
+    if n_text is None:
+        scale_text, scale_all = embedding_scales(model.config.text_config)
+        n_text = scale_text * scale_all * embedding_table_of(model, name="", top=0).mean
+    start = initial_gain(model.config, n_text)
     with align_module_device(norm), _gathered(*norm.parameters()) as (gain, *rest):
         # Rounded as the gain is, so that a gain that never moved has distance 0.
         stored = torch.tensor(start, dtype=gain.dtype).double()
@@ -46,12 +50,3 @@ def gain_of(model: PreTrainedModel) -> Gain | None:
         distance=(gain - stored).norm().item(),
         bias_distance=None if bias is None else bias.norm().item(),
     )
-
-
-def _start(model: PreTrainedModel) -> float:
-    """The initial value of the gain (eq. 11), from the configuration."""
-    n_text = model.config.text_embedding_norm  # of the initial embeddings
-    if n_text is None:
-        scale_text, scale_all = embedding_scales(model.config.text_config)
-        n_text = scale_text * scale_all * embedding_table_of(model, name="", top=0).mean
-    return initial_gain(model.config, n_text)

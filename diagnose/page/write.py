@@ -10,18 +10,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..findings import findings
-from ..paper import paper_ratios
 from ..report import PAGE, Drawing, Report
-from ..verdict import asymmetry, entry_ratio, number, verdict
-from .tables import (
-    attention_tables,
-    depth_tables,
-    embedding_tables,
-    gain_tables,
-    interface_tables,
-    model_table,
-    theory_tables,
-)
+from ..verdict import verdict
+from .tables import depth_tables, gain_tables, interface_tables, model_table
 
 
 SECTIONS = {
@@ -31,15 +22,11 @@ SECTIONS = {
         interface_tables,
     ),
     "depth": ("In depth", "What the decoder's layers do to visual and to text tokens (RQ3, section 3).", depth_tables),
-    "embeddings": (
-        "Embedding matrices",
-        "The language models' text embeddings, as stored (appendix C).",
-        embedding_tables,
-    ),
+    "embeddings": ("Embedding matrices", "The language models' text embeddings, as stored (appendix C).", None),
     "gain": ("Gain", "The norm after the projector, and what training changed (section 5.3).", gain_tables),
     "dynamics": ("Training dynamics", "Inter-layer cosines recorded during training (appendix F).", None),
-    "attention": ("Attention", "Where the text after an image looks in it (appendix G).", attention_tables),
-    "theory": ("Theory", "What the norms predict of the rotation (section 3.1).", theory_tables),
+    "attention": ("Attention", "Where the text after an image looks in it (appendix G).", None),
+    "theory": ("Theory", "What the norms predict of the rotation (section 3.1).", None),
 }
 """`Drawing.section`: the section's title, subject and tables, in reading order."""
 
@@ -68,7 +55,6 @@ def write_page(
         report=report,
         against=against,
         verdict=verdict(report, against),
-        measures=_measures(report, against),
         findings=claims,
         sections=_sections(models, drawings, folder),
         left_out=list(dict.fromkeys(sentence for model in reversed(models) for sentence in model.left_out)),
@@ -83,26 +69,9 @@ def _sections(models: list[Report], drawings: Sequence[Drawing], folder: Path) -
     sections = []
     for id, (title, subject, tables_of) in SECTIONS.items():
         tables = [table for table in tables_of(models) if table.rows] if tables_of else []
-        images = [_image(drawing, folder) for drawing in drawings if drawing.section == id]
+        drawn = [drawing for drawing in drawings if drawing.section == id]
+        encoded = [b64encode((folder / drawing.file).read_bytes()).decode() for drawing in drawn]
+        images = list(zip(drawn, encoded, strict=True))
         if tables or images:
             sections.append({"id": id, "title": title, "subject": subject, "tables": tables, "images": images})
     return sections
-
-
-def _image(drawing: Drawing, folder: Path) -> dict[str, str]:
-    source = f"data:image/png;base64,{b64encode((folder / drawing.file).read_bytes()).decode()}"
-    return {"title": drawing.title, "caption": drawing.caption, "source": source}
-
-
-def _measures(report: Report, against: Report | None) -> list[dict[str, Any]]:
-    """The numbers in large type: the model's, the baseline's, and the range in the paper."""
-    low, high = (number(limit(paper_ratios().values()), 2) for limit in (min, max))
-    measures = []
-    for title, ratio, paper in (
-        ("Norm of visual tokens / norm of text", entry_ratio, f"the paper's models {low} to {high}"),
-        ("Rotation of visual tokens / rotation of text", asymmetry, None),
-    ):
-        if (value := ratio(report)) is not None:
-            baseline = number(ratio(against), 3) if against else None
-            measures.append({"title": title, "value": number(value, 3), "baseline": baseline, "paper": paper})
-    return measures

@@ -3,7 +3,6 @@
 """The records of a checkpoint folder: the only source of its card."""
 
 import json
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 from ...checkpoint.find import check_folder, is_hub_id
 from ...checkpoint.loading import loading
 from ...checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUILD_RECORD, INDEX, TRAINING_RECORD, WEIGHTS
-from ...checkpoint.untrusted import check_files, check_inside, shards
+from ...checkpoint.untrusted import check_files, check_inside, json_object, shards
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
 from ...evaluate.results import Evaluation, read_evaluations
 from ..push.source import DIAGNOSTICS, public_report
-from .weights import Gain, read_weights
+from .weights import Weights, read_weights
 
 
 LLAVA = "LLaVA checkpoint"
@@ -41,9 +40,7 @@ class Part:
 
     Attributes:
         role: "vision encoder", "language model", [`LLAVA`], "base model" or "data".
-        name: A Hub id, or a folder's name.
-        hub_id, revision: Its Hub id and commit, if known.
-        licence: None if not recorded.
+        hub_id, revision: Its Hub id and commit, if known; `name` may be a folder's.
     """
 
     role: str
@@ -58,20 +55,12 @@ class Facts:
     """Everything that a card is rendered from; None or empty if the folder does not record it.
 
     Attributes:
-        name: The folder's.
         config: None for an adapter.
         adapter: `adapter_config.json` of an adapter.
-        build: `build.json`.
         stages: The `training.json` of each stage in order; options and versions may be empty.
         parts: Vision encoder and language model, or the LLaVA checkpoint that had both.
         data: The training data sets, each once.
-        gain: None without the norm.
-        moved: Whether the weights show that the norm was trained; see [`Weights`].
-        parameters, weight_bytes: Of the safetensors files; 0 parameters if quantized, as the weights are packed.
-        image_processor: Of `processor_config.json`.
-        diagnosis: `diagnostics/report.json`.
         figures: Figures of the diagnosis whose files exist and that show no sample of the data.
-        evaluations: The folder `evaluation`.
     """
 
     name: str
@@ -81,11 +70,7 @@ class Facts:
     stages: list[dict[str, Any]]
     parts: list[Part]
     data: list[Part]
-    gain: Gain | None
-    moved: bool | None
-    parameters: int
-    weight_bytes: int
-    image_processor: dict[str, Any]
+    weights: Weights
     has_processor: bool
     diagnosis: dict[str, Any] | None
     figures: list[dict[str, str]]
@@ -124,40 +109,26 @@ def read_facts(checkpoint: Path) -> Facts:
         stages.insert(0, {"options": {}, "versions": {}, **record})
         record = record.get("before")
     diagnosis = _diagnosis(checkpoint / DIAGNOSTICS / REPORT)
-    processor = read_json(checkpoint / "processor_config.json")
-    weights = read_weights(_weight_files(checkpoint, config), config)
-    parts = _parts(build or {}, config)
+    figures = diagnosis["figures"] if diagnosis else []
     return Facts(
         name=checkpoint.resolve().name,
         config=config,
         adapter=adapter,
         build=build,
         stages=stages,
-        parts=parts,
+        parts=_parts(build or {}, config),
         data=_data(stages),
-        gain=weights.gain,
-        moved=weights.moved,
-        parameters=0 if getattr(config, "quantization_config", None) else weights.parameters,
-        weight_bytes=weights.size,
-        image_processor=(processor or {}).get("image_processor") or {},
-        has_processor=processor is not None,
+        weights=read_weights(_weight_files(checkpoint, config), config),
+        has_processor=(checkpoint / "processor_config.json").is_file(),
         diagnosis=diagnosis,
-        figures=_figures(checkpoint / DIAGNOSTICS, diagnosis),
+        figures=[each for each in figures if (checkpoint / DIAGNOSTICS / each["file"]).is_file()],
         evaluations=read_evaluations(checkpoint),
     )
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
     """The JSON object in `file`, None if it does not exist. Raises ValueError if it holds anything else."""
-    if not file.is_file():
-        return None
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read: {error}. Fix or remove it.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is not a JSON object. Fix or remove it.")
-    return content
+    return json_object(file.read_bytes(), str(file)) if file.is_file() else None
 
 
 def hub_id(name: str | None) -> str | None:
@@ -210,12 +181,3 @@ def _diagnosis(file: Path) -> dict[str, Any] | None:
         return json.loads(public_report(file.read_text("utf-8"))[0])
     except ValueError as error:
         raise ValueError(f"{file}: {error}. Diagnose again, or remove it.") from error
-
-
-def _figures(folder: Path, diagnosis: dict[str, Any] | None) -> list[dict[str, str]]:
-    """Figures whose files exist. A name with a folder in it was not written by us."""
-    return [
-        figure
-        for figure in (diagnosis or {}).get("figures", [])
-        if re.fullmatch(r"\w[\w.-]*\.png", figure["file"]) and (folder / figure["file"]).is_file()
-    ]

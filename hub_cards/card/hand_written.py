@@ -36,12 +36,7 @@ def decode_card(card: bytes, where: str) -> str:
 def by_hand(card: str, where: str = "README.md") -> dict[str, str]:
     """The parts of a card that were written by hand, by name, byte for byte.
 
-    Args:
-        card: The text.
-        where: The card's name in errors.
-
-    Raises:
-        ValueError: A part has no end, comes twice, or has a name other than those of [`SECTIONS`].
+    Raises ValueError, which names `where`, if a part has no end, comes twice, or is none of [`SECTIONS`].
     """
     found: dict[str, str] = {}
     position = 0

@@ -58,7 +58,9 @@ def yaml_block(content: dict[str, Any]) -> Markup:
 
 
 def table(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Markup:
-    """A table. Columns of numbers are aligned to the right; a number and its error stay on one line."""
+    """A table, or nothing without rows. Numbers are aligned to the right, each with its error on one line."""
+    if not rows:
+        return Markup()
     cells = [[text(cell).replace(" ± ", "\xa0±\xa0") for cell in line] for line in (columns, *rows)]
     figures = [all(re.match(r"[\d–−-]", line[column]) for line in cells[1:]) for column in range(len(columns))]
     cells.insert(1, [Markup("---:" if each else "---") for each in figures])

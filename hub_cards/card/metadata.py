@@ -9,10 +9,9 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from .facts import LLAVA, Facts, Licence, Part
+from .facts import LLAVA, Facts, Part
 
 
-TASK = "image-text-to-text"
 TAGS = ["normalign-llava", "llava", "vision-language-model", "custom_code"]
 ADAPTER_TAGS = ["lora"]
 PERMISSIVE = ("mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
@@ -34,7 +33,10 @@ class Terms:
 
 def terms(parts: Sequence[Part]) -> Terms:
     """The licence of a model that is made of `parts`, data included."""
-    if unknown := [part.name for part in parts if not _is_known(part.licence)] or ([] if parts else ["its parts"]):
+    known = list(dict.fromkeys(part.licence for part in parts if part.licence is not None))
+    # Two licences called "other" may differ, so one without a name is not known.
+    vague = [each for each in known if each.license in ("other", "unknown") and each.license_name is None]
+    if unknown := [part.name for part in parts if part.licence in (None, *vague)] or ([] if parts else ["its parts"]):
         missing = ", ".join(dict.fromkeys(unknown))
         return Terms(
             {},
@@ -42,7 +44,6 @@ def terms(parts: Sequence[Part]) -> Terms:
             f"No licence in the metadata, since that of {missing} is not recorded. Write `license:` into the front "
             "matter of README.md; it is kept.",
         )
-    known = list(dict.fromkeys(part.licence for part in parts if part.licence is not None))
     if len(known) == 1:
         metadata = {key: value for key, value in asdict(known[0]).items() if value is not None}
         return Terms(metadata, f"All parts are under {known[0]}, and so is the whole.")
@@ -61,31 +62,20 @@ def terms(parts: Sequence[Part]) -> Terms:
 
 
 def metadata(facts: Facts, base: str | None, parts_terms: Terms) -> dict[str, Any]:
-    """The front matter that can be derived from `facts`.
-
-    Args:
-        base: Hub id of an adapter's base.
-        parts_terms: From [`terms`].
-    """
+    """The front matter that can be derived from `facts`, the Hub id of an adapter's base, and [`terms`]."""
     models, relation = _bases(facts, base)
     datasets = list(dict.fromkeys(part.hub_id for part in facts.data if part.hub_id))
     data = ModelCardData(
         **parts_terms.metadata,
         language=_languages(facts),
         library_name="transformers" if facts.adapter is None else "peft",
-        pipeline_tag=TASK,
+        pipeline_tag="image-text-to-text",
         base_model=models or None,
         base_model_relation=relation,
         datasets=datasets or None,
         tags=[*TAGS, *(ADAPTER_TAGS if (facts.adapter or {}).get("peft_type") == "LORA" else [])],
     )
     return data.to_dict()
-
-
-def open_keys(facts: Facts, parts_terms: Terms) -> list[str]:
-    """Keys that we can only partly infer; the author's value wins."""
-    groups = {"license": bool(parts_terms.warning), "base_model": bool(unlisted(facts))}
-    return [key for key in ORDER for group, is_open in groups.items() if is_open and key.startswith(group)]
 
 
 def unlisted(facts: Facts) -> list[str]:
@@ -103,7 +93,7 @@ def merged(
     Args:
         derived: From [`metadata`].
         kept: Front matter of earlier cards, the preferred one first, each with the keys that were derived in it.
-        open_to_author: From [`open_keys`]: here the author's value wins.
+        open_to_author: Keys that can only partly be inferred: here the author's value wins.
     """
     result = dict(derived)
     for earlier, derived_then in kept:
@@ -124,11 +114,6 @@ def read_front_matter(card: str) -> dict[str, Any]:
         return ModelCard(card).data.to_dict()
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"The front matter of README.md cannot be read: {error}. Fix it.") from error
-
-
-def _is_known(licence: Licence | None) -> bool:
-    """Whether it names its conditions: two licences called "other" may differ."""
-    return licence is not None and (licence.license not in ("other", "unknown") or licence.license_name is not None)
 
 
 def _bases(facts: Facts, base: str | None) -> tuple[list[str], str | None]:
@@ -153,9 +138,3 @@ def _languages(facts: Facts) -> list[str] | None:
                 return None  # an incomplete list would mislead
             found += [language] if isinstance(language, str) else language
     return list(dict.fromkeys(found)) or None
-
-
-def licence_of(content: dict[str, Any]) -> Licence | None:
-    """The licence stated in front matter."""
-    stated = content.get("license")
-    return stated and Licence(str(stated), content.get("license_name"), content.get("license_link"))

@@ -5,42 +5,42 @@
 import math
 from typing import Any
 
+from markupsafe import Markup
+
 from ...diagnose.verdict import number, with_error
 from ...evaluate.results import Evaluation, Metric
 from .facts import Facts
-from .markdown import text
-from .training_tables import DASH, Table, count, part_link, run, title, trained_rows
+from .markdown import table, text
+from .training_tables import DASH, count, part_link, run, title, trained_rows
 
 
 def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
     """The summary at the top of the card: name and value."""
-    tokens, size = visual_tokens(facts), image_size(facts)
-    image = " in ".join(each for each in (size, tokens and f"{tokens:,} visual tokens") if each)
+    tokens = visual_tokens(facts)
     config = facts.config
     context = config and getattr(config.text_config, "max_position_embeddings", None)
     dtype = config and config.dtype and str(config.dtype).removeprefix("torch.")
-    weights = f"{facts.weight_bytes / 1e9:.2f} GB"
-    if facts.parameters:
-        weights = f"{count(facts.parameters)} parameters, {weights}" + (f" in {dtype}" if dtype else "")
+    weights = f"{facts.weights.size / 1e9:.2f} GB"
+    if facts.weights.parameters:
+        weights = f"{count(facts.weights.parameters)} parameters, {weights}" + (f" in {dtype}" if dtype else "")
     rows = [
         *((part.role.capitalize(), part_link(part)) for part in facts.parts),
-        ("Weights", weights if facts.weight_bytes else None),
-        ("An image is", image),
+        ("Weights", weights if facts.weights.size else None),
+        ("An image is", tokens and f"{tokens:,} visual tokens"),
         ("Context", context and f"{context:,} tokens"),
         (
             "Trained on",
             "; ".join(f"{title(facts, stage)}: {rows}" for stage in facts.stages if (rows := trained_rows(stage))),
         ),
         *((text(evaluation.title), _headline(evaluation)) for evaluation in facts.evaluations),
-        ("Norm of visual tokens", _ratio(facts)),
         ("Licence", licence),
     ]
     return [(name, value) for name, value in rows if value]
 
 
-def alignment(facts: Facts) -> Table:
+def alignment(facts: Facts) -> Markup:
     """The measurements of norm and rotation, of this model and of the baseline if there is one."""
-    reports, gain = _reports(facts), facts.gain
+    reports, gain = _reports(facts), facts.weights.gain
     columns = [[facts.setting("text_embedding_norm"), *((gain.start, gain.now, gain.bias) if gain else [None] * 3)]]
     for baseline in reports[1:]:
         existing = baseline.get("gain") or {}
@@ -66,7 +66,7 @@ def alignment(facts: Facts) -> Table:
     if reports:
         rows += [[name, *(value(report) for report in reports)] for name, value in measured]
     titles = ["", "this model", *(f"baseline: {report['model']}" for report in reports[1:])]
-    return Table(titles, [row for row in rows if set(row[1:]) != {DASH}])
+    return table(titles, [row for row in rows if set(row[1:]) != {DASH}])
 
 
 def is_stale(facts: Facts) -> bool:
@@ -75,10 +75,11 @@ def is_stale(facts: Facts) -> bool:
     norm, measured = facts.setting("projector_norm"), (report.get("gain") or {}).get("mean_abs")
     if None not in (norm, report.get("norm")) and norm != report["norm"]:
         return True
-    return facts.gain is not None and measured is not None and not math.isclose(facts.gain.now, measured, rel_tol=0.01)
+    gain = facts.weights.gain
+    return gain is not None and measured is not None and not math.isclose(gain.now, measured, rel_tol=0.01)
 
 
-def results(evaluation: Evaluation) -> Table:
+def results(evaluation: Evaluation) -> Markup:
     """The results of one task, with their references."""
     references = list(dict.fromkeys(name for metric in evaluation.metrics for name in metric.references))
     names = list(dict.fromkeys(metric.name for metric in evaluation.metrics))
@@ -90,7 +91,7 @@ def results(evaluation: Evaluation) -> Table:
         value = _value(metric, evaluation)
         rows.append([subset, *([metric.name] if len(names) > 1 else []), value, *beside, samples])
     columns = ["metric", "this model"] if len(names) > 1 else names
-    return Table(["", *columns, *references, "n"], rows)
+    return table(["", *columns, *references, "n"], rows)
 
 
 def visual_tokens(facts: Facts) -> int | None:
@@ -98,17 +99,6 @@ def visual_tokens(facts: Facts) -> int | None:
     if facts.config is not None:
         return facts.config.image_seq_length
     return run(facts.stages[-1]).get("tokens_per_image") if facts.stages else None
-
-
-def image_size(facts: Facts) -> str | None:
-    """The size that images are resized or cropped to."""
-    processor = facts.image_processor
-    size = (processor.get("crop_size") if processor.get("do_center_crop") else None) or processor.get("size")
-    if isinstance(size, int) and size == processor.get("crop_size"):  # one number means a square
-        size = {"width": size, "height": size}
-    if not isinstance(size, dict) or not {"width", "height"} <= size.keys():
-        return None
-    return f"{size['width']} × {size['height']} pixels"
 
 
 def _headline(evaluation: Evaluation) -> str | None:
@@ -134,14 +124,6 @@ def _figure(value: float | None, evaluation: Evaluation) -> str:
     if errors:
         return f"{value:,.{max(0, -math.floor(math.log10(min(errors))))}f}".replace("-", "−")
     return f"{value:.3f}".replace("-", "−") if abs(value) <= 1 else number(value, 4)
-
-
-def _ratio(facts: Facts) -> str | None:
-    ratios = [report["interface"].get("ratio") for report in _reports(facts)]
-    if not ratios or ratios[0] is None:
-        return None
-    ratio = f"{number(ratios[0], 3)} × that of text embeddings"
-    return ratio + (f" (baseline {number(ratios[1], 3)} ×)" if len(ratios) > 1 and ratios[1] is not None else "")
 
 
 def _reports(facts: Facts) -> list[dict[str, Any]]:

@@ -2,42 +2,28 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The tables of a card about training. Rows without any known figure are left out."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from markupsafe import Markup
 
 from ...diagnose.verdict import number
 from .facts import Facts, Part
-from .markdown import hub_link
+from .markdown import hub_link, table
 
 
 DASH = "–"
 
 
-@dataclass(frozen=True)
-class Table:
-    """Column titles, and rows of as many cells; the first column is text, the others are aligned to the right."""
-
-    columns: list[str]
-    rows: list[list[Any]]
-
-
-def training(facts: Facts) -> Table:
-    """How it was trained, one column for each stage."""
+def training(facts: Facts) -> Markup:
+    """How it was trained, one column for each stage; empty if nothing is recorded. Options are in the recipe below."""
     rows = []
     for name, value in (
         ("Trained", lambda stage: _modules(stage, trained=True)),
         ("Frozen", lambda stage: _modules(stage, trained=False)),
-        ("Parameters trained", _parameters),
         ("Learning rate, peak", _rates),
-        ("Schedule", _schedule),
         ("Steps", steps_text),
         ("Rows a step: a device × processes × accumulated", _batch),
         ("Rows trained on", trained_rows),
-        ("Rows of at most", lambda stage: (longest := stage["options"].get("max_length")) and f"{longest:,} tokens"),
-        ("Optimizer", _optimizer),
-        ("Precision", _precision),
-        ("Seed", lambda stage: stage["options"].get("seed")),
         ("Hardware", _hardware),
         ("Time", lambda stage: duration(stage.get("seconds"))),
         ("Software", lambda stage: ", ".join(f"{name} {version}" for name, version in stage["versions"].items())),
@@ -46,11 +32,11 @@ def training(facts: Facts) -> Table:
         cells = [value(stage) for stage in facts.stages]
         if any(cell not in (None, "") for cell in cells):
             rows.append([name, *(DASH if cell in (None, "") else cell for cell in cells)])
-    return Table(["", *(title(facts, stage) for stage in facts.stages)], rows)
+    return table(["", *(title(facts, stage) for stage in facts.stages)], rows)
 
 
-def data(facts: Facts) -> Table:
-    """How many rows of each data set were found, left out and used."""
+def data(facts: Facts) -> Markup:
+    """How many rows of each data set were found, left out and used; empty if nothing is recorded."""
     columns = ["data set", "stage", "used for", "rows found", "bad", "too long", "chosen", "images", "median tokens"]
     parts = {part.name: part_link(part) for part in facts.data}
     rows = []
@@ -66,7 +52,7 @@ def data(facts: Facts) -> Table:
                     *(DASH if each is None else f"{each:,.0f}" for each in numbers),
                 ]
             )
-    return Table(columns, rows)
+    return table(columns, rows)
 
 
 def part_link(part: Part) -> str:
@@ -147,12 +133,6 @@ def _modules(stage: dict[str, Any], *, trained: bool) -> str:
     return ", ".join(each["module"] for each in modules if bool(each["trained"]) == trained)
 
 
-def _parameters(stage: dict[str, Any]) -> str | None:
-    modules: Sequence[dict[str, Any]] = run(stage).get("modules", ())
-    total = sum(each["parameters"] for each in modules)
-    return f"{count(sum(each['trained'] for each in modules))} of {count(total)}" if modules else None
-
-
 def _rates(stage: dict[str, Any]) -> str:
     modules = run(stage).get("modules", ())
     rates = {each["module"]: each["learning_rate"] for each in modules if each["trained"]}
@@ -161,35 +141,12 @@ def _rates(stage: dict[str, Any]) -> str:
     return ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
 
 
-def _schedule(stage: dict[str, Any]) -> str | None:
-    schedule, warmup = run(stage).get("schedule"), run(stage).get("warmup_steps")
-    return schedule and schedule + (f", {warmup:,} {'step' if warmup == 1 else 'steps'} of warm-up" if warmup else "")
-
-
 def _batch(stage: dict[str, Any]) -> str | None:
     batch = run(stage).get("batch")
     if not batch:
         return None
     factors = f"{batch['per_device']} × {batch['processes']} × {batch['accumulation']}"
     return f"{batch['rows']:,} ({factors})"
-
-
-def _optimizer(stage: dict[str, Any]) -> str | None:
-    optimizer, decay = run(stage).get("optimizer"), stage["options"].get("weight_decay")
-    return optimizer and optimizer + (f", weight decay {decay:g}" if decay is not None else "")
-
-
-def _precision(stage: dict[str, Any]) -> str | None:
-    dtypes = list(dict.fromkeys(dtype for each in run(stage).get("modules", ()) for dtype in each["dtypes"]))
-    autocast, quantization = run(stage).get("autocast"), stage.get("quantization") or {}
-    bits = "4-bit" if quantization.get("load_in_4bit") else "8-bit" if quantization.get("load_in_8bit") else None
-    kind = quantization.get("bnb_4bit_quant_type", "") if bits == "4-bit" else ""
-    parts = [
-        f"weights {', '.join(dtypes)}" if dtypes else None,
-        f"computed in {autocast}" if autocast else None,
-        f"frozen layers {bits} {kind}".rstrip() if bits else None,
-    ]
-    return ", ".join(part for part in parts if part)
 
 
 def _hardware(stage: dict[str, Any]) -> str | None:

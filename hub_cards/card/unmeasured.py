@@ -4,7 +4,7 @@
 
 from .facts import Facts
 from .tables import is_stale
-from .training_tables import has_streams, rows_seen, run, steps_taken, steps_text, title
+from .training_tables import has_streams, rows_seen
 
 
 LLAVA_ROWS = 1_223_000
@@ -15,50 +15,22 @@ STALE = "The diagnosis was made of other weights: its figures are not this model
 
 def limits(facts: Facts) -> list[str]:
     """Sentences for a person who decides whether to rely on the model."""
-    return [*_training(facts), *_evaluation(facts), *_diagnosis(facts)]
-
-
-def _training(facts: Facts) -> list[str]:
-    if not facts.stages:
-        return []
     found = []
-    seeds = dict.fromkeys(str(stage["options"]["seed"]) for stage in facts.stages if "seed" in stage["options"])
-    seed = f", seed {', '.join(seeds)}" if seeds else ""
-    found.append(f"This is one training run{seed}: how much another run would differ was not measured.")
-    for stage in facts.stages:
-        if steps_taken(stage) not in (None, run(stage).get("steps")):
-            found.append(f"Stopped before its end: {title(facts, stage)}, after {steps_text(stage)} steps.")
-    rows, streams = [rows_seen(stage) for stage in facts.stages], any(map(has_streams, facts.stages))
+    if facts.stages:
+        seeds = dict.fromkeys(str(stage["options"]["seed"]) for stage in facts.stages if "seed" in stage["options"])
+        seed = f", seed {', '.join(seeds)}" if seeds else ""
+        found.append(f"This is one training run{seed}: how much another run would differ was not measured.")
+    rows = [rows_seen(stage) for stage in facts.stages]
     known = [each for each in rows if each is not None]
-    if len(known) == len(rows) and sum(known) < LLAVA_ROWS / 10:
+    if known and len(known) == len(rows) and sum(known) < LLAVA_ROWS / 10:
+        at_most = "at most " if any(map(has_streams, facts.stages)) else ""
         found.append(
-            f"The training recorded here took {'at most ' if streams else ''}{sum(known):,} rows, that of LLaVA-1.5 "
-            f"{LLAVA_ROWS:,}. Expect it to know only what is in them."
+            f"The training recorded here took {at_most}{sum(known):,} rows, that of LLaVA-1.5 {LLAVA_ROWS:,}. Expect "
+            "it to know only what is in them."
         )
-    if streams:
-        found.append("Some of its data were streams, whose rows were not counted.")
-    modules = [run(stage).get("modules", []) for stage in facts.stages]
-    names = list(dict.fromkeys(module["module"] for stage in modules for module in stage))
-    moved = {module["module"] for stage in modules for module in stage if module["trained"]}
-    if "adapters" in moved:
-        moved.add("language model")
-    if never := [name for name in names if name not in moved]:
-        found.append(f"Not trained in any stage recorded here: {', '.join(never)}.")
-    return found
-
-
-def _evaluation(facts: Facts) -> list[str]:
-    found = []
     if not facts.evaluations:
         found.append("No evaluation is recorded: how good its answers are is not known.")
-    for evaluation in facts.evaluations:
-        if evaluation.partial:
-            found.append(
-                f"{evaluation.title} was run in part, on {evaluation.samples:,} of {evaluation.total:,} samples: not "
-                "comparable with results on all of them."
-            )
-    found.append("Bias, safety and made-up answers were not measured.")
-    return found
+    return [*found, "Bias, safety and made-up answers were not measured.", *_diagnosis(facts)]
 
 
 def _diagnosis(facts: Facts) -> list[str]:

@@ -25,13 +25,12 @@ class Gain:
 
 @dataclass(frozen=True)
 class Weights:
-    """Facts about safetensors files.
+    """Facts about safetensors files, whose `size` is in bytes.
 
     Attributes:
         gain: None without the norm.
         moved: Whether the norm differs from a newly built one; None if unknown.
-        parameters: Their count.
-        size: Of the files, in bytes.
+        parameters: Their count; 0 if quantized, as the weights are packed.
     """
 
     gain: Gain | None
@@ -58,6 +57,8 @@ def read_weights(files: Iterable[Path], config: NormAlignLlavaConfig | None) -> 
                         norm[name.rpartition(".")[2]] = file.get_tensor(name).double()
         except SafetensorError as error:
             raise ValueError(f"{path} cannot be read: {error}. Was it cut short? Copy it again.") from error
+    if getattr(config, "quantization_config", None):
+        parameters = 0
     if "weight" not in norm:
         return Weights(None, None, parameters, size)
     gain, bias = norm["weight"], norm.get("bias")

@@ -17,10 +17,10 @@ from ...checkpoint.files import atomic_write
 from ...checkpoint.loading import loading
 from ...checkpoint.names import CARD
 from ...diagnose.paper import paper_ratios
-from .facts import LLAVA, Facts, Part, read_facts
+from .facts import Facts, Licence, Part, read_facts
 from .hand_written import SECTIONS, by_hand, check_replaceable, decode_card, derived_keys, is_ours
-from .markdown import hub_link, link, literal, table, text, yaml_block
-from .metadata import ORDER, Terms, licence_of, merged, metadata, open_keys, read_front_matter, terms, unlisted
+from .markdown import hub_link, link, literal, text, yaml_block
+from .metadata import ORDER, Terms, merged, metadata, read_front_matter, terms, unlisted
 from .tables import alignment, glance, is_stale, results, visual_tokens
 from .training_tables import data, part_link, title, training
 from .unmeasured import limits
@@ -79,12 +79,18 @@ def render_card(
         name = " ".join((repo_id or facts.name).rpartition("/")[2].split())
         if facts.adapter is not None and adapter is None and facts.started_from:
             adapter = AdapterBase(facts.started_from, facts.stages[-1].get("model_revision") or "main")
-        licensed = _licensed(facts, adapter)
+        licensed = [*facts.parts, *facts.data]  # everything whose licence bears on the model's
+        if adapter is not None and not facts.parts:
+            licensed.insert(0, Part("base model", adapter.repo_id, adapter.repo_id))
+        if not facts.stages and facts.weights.moved:
+            licensed.append(Part("data", "what it was trained on"))
         follows = terms(licensed)
         derived = metadata(facts, adapter.repo_id if adapter else None, follows)
-        to_author = open_keys(facts, follows)
+        partly = [("license", follows.warning), ("base_model", unlisted(facts))]
+        to_author = [key for key in ORDER for group, is_open in partly if is_open and key.startswith(group)]
         content = merged(derived, [(read_front_matter(card), derived_keys(card)) for card in earlier], to_author)
-        stated = licence_of(content)
+        names = (content.get(key) for key in ("license_name", "license_link"))
+        stated = Licence(str(content["license"]), *names) if content.get("license") else None
         by_author = stated is not None and content.get("license") != derived.get("license")
         named = content.get("base_model") != derived.get("base_model")
         environment = Environment(
@@ -124,7 +130,6 @@ def render_card(
             title=title,
             yaml_block=yaml_block,
             literal=literal,
-            draw=table,
         )
         ModelCard(rendered)  # the Hub's own reading of it
         warnings = _warnings(facts, follows, by_author, named, adapter)
@@ -137,13 +142,9 @@ def render_card(
 def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = False) -> Card:
     """Writes `README.md` into a checkpoint folder.
 
-    Args:
-        checkpoint: Folder of a checkpoint or an adapter.
-        repo_id: Where it will be published.
-        replace: Replace a `README.md` that this package did not write.
-
     Raises:
-        ValueError: There is such a file and `replace` is not set, or as for [`render_card`]. Nothing is written.
+        ValueError: There is a `README.md` that this package did not write and `replace` is not set, or as for
+            [`render_card`]. Nothing is written.
         OSError: The folder cannot be written; the earlier card remains.
     """
     earlier = card_in(checkpoint)
@@ -167,16 +168,6 @@ def card_in(folder: Path) -> str | None:
     return decode_card(file.read_bytes(), str(folder)) if file.is_file() else None
 
 
-def _licensed(facts: Facts, adapter: AdapterBase | None) -> list[Part]:
-    """Everything whose licence bears on the model's."""
-    found = [*facts.parts, *facts.data]
-    if adapter is not None and not facts.parts:
-        found.insert(0, Part("base model", adapter.repo_id, adapter.repo_id))
-    if not facts.stages and facts.moved:
-        found.append(Part("data", "what it was trained on"))
-    return found
-
-
 def _warnings(facts: Facts, follows: Terms, by_author: bool, named: bool, adapter: AdapterBase | None) -> list[str]:
     found = [follows.warning] if follows.warning and not by_author else []
     if (missing := unlisted(facts)) and not named:
@@ -185,7 +176,7 @@ def _warnings(facts: Facts, follows: Terms, by_author: bool, named: bool, adapte
             f"{' and '.join(missing)} {have} no Hub id in the checkpoint, so the metadata does not name {them}. "
             "Write `base_model:` into the front matter of README.md, if the Hub has them; it is kept."
         )
-    if facts.moved is False and not facts.stages and facts.build and facts.parts[:1] and facts.parts[0].role != LLAVA:
+    if facts.weights.moved is False and not facts.stages and facts.build and not facts.build.get("from_llava"):
         found.append(f"{facts.name} was never trained: its projector is random, so it cannot see yet.")
     if is_stale(facts):
         found.append(

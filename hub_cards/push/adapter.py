@@ -3,9 +3,6 @@
 """Publishing an adapter folder: merged into its base, or as an adapter whose base is pinned to a commit."""
 
 import json
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +18,6 @@ from .source import CODE, PACKAGE
 
 
 REMEDY = "Publish the base first, and name it: --base user/name. Or publish the merged model, without --adapter."
-
-
-@contextmanager
-def merged(adapter: Path, base: str | None) -> Iterator[Path]:
-    """The folder of an adapter merged into its base, while the block runs.
-
-    Raises:
-        ValueError: It cannot be merged.
-        OSError: The base cannot be read, or there is no room for the merged model.
-    """
-    from ...assembly.merge import merge_adapter
-
-    with tempfile.TemporaryDirectory(prefix="normalign-merged-") as folder:
-        target = Path(folder) / adapter.resolve().name
-        try:
-            merge_adapter(adapter, target, base=base)
-        except OSError as error:
-            raise OSError(
-                f"The adapter could not be merged in {tempfile.gettempdir()}: {error} Nothing was sent. If there is "
-                "no room, set TMPDIR to a folder that has."
-            ) from error
-        yield target
 
 
 def recorded_base(adapter: Path) -> AdapterBase | None:

@@ -18,7 +18,6 @@ from ...checkpoint.opening import check_processor, open_checkpoint
 from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, initial_gain
-from ..card.facts import read_json
 from .source import CODE, PACKAGE, shards_of
 
 
@@ -32,11 +31,7 @@ _SAVE_AGAIN = "Load the checkpoint with this package and save it to another fold
 def check_checkpoint(folder: Path) -> None:
     """Refuses a checkpoint that would not load elsewhere, or whose norm is neither aligned nor trained.
 
-    Checked of a model: model type, architecture and `auto_map` in `config.json`; both code files, identical to this
-    package's; every tensor, by name and shape; gain and bias finite and in float32; the gain N_text / sqrt(d) of the
-    stored embeddings (1 with `projector_gain_init="one"`), or trained; a processor that writes as many placeholders
-    as there are features; a chat template that takes an image. Of weights only headers, embeddings and norm are
-    read. Of an adapter: that its weights are finite.
+    Of weights only headers, embeddings and norm are read; of an adapter all, for values that are not finite.
 
     Raises:
         ValueError: The message lists every fault with its remedy.
@@ -119,30 +114,18 @@ def _norm_faults(folder: Path, model: PreTrainedModel, norm: dict[str, Tensor]) 
         aligned = 1.0 if config.projector_gain_init == "one" else embedding_statistics(str(folder), top=0).gain
     except ValueError as error:
         return [f"the embeddings cannot be measured: {error}"]
-    starts, trainings = [aligned], _trainings(folder)
-    if trainings and config.text_embedding_norm:
+    starts = [aligned]
+    if config.text_embedding_norm and (folder / TRAINING_RECORD).exists():
         # Training may have changed the embeddings but not the norm.
         starts.append(initial_gain(config, config.text_embedding_norm))
-    # The first step of training moves the elements of a gain apart. Not every trainer leaves a record.
-    untrained = bool(trainings) and not any(trainings)
-    trained = not untrained and len(gain.unique()) > 1
-    if trained or any(bool(((gain - start).abs() <= TOLERANCE * start).all()) for start in starts):
+    # The first step of training moves the elements of a gain apart.
+    if len(gain.unique()) > 1 or any(bool(((gain - start).abs() <= TOLERANCE * start).all()) for start in starts):
         return []
     should = "1" if config.projector_gain_init == "one" else f"N_text / sqrt(d) of the embeddings, {aligned:.6g}"
-    why = f"its learning rate in {TRAINING_RECORD} was 0" if untrained else "all its elements are the same"
     return [
         f"{_NORM}weight: the gain, {gain.double().mean().item():.6g} on average, is not aligned: {should}. Nor was it "
-        f"trained: {why}. Load the model, call align_projector_norm() and save it."
+        "trained: all its elements are the same. Load the model, call align_projector_norm() and save it."
     ]
-
-
-def _trainings(folder: Path) -> list[bool]:
-    """For each training run of the checkpoint, the last one first: was the norm trained? True if not recorded."""
-    trained, record = [], read_json(folder / TRAINING_RECORD)
-    while record:
-        trained.append(record.get("learning_rates", {"norm": 1.0}).get("norm", 0.0) > 0.0)
-        record = record.get("before")
-    return trained
 
 
 def _processor_faults(folder: Path, model: PreTrainedModel) -> list[str]:

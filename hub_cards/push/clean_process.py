@@ -20,7 +20,7 @@ from typing import Any
 TOLERANCE = 1e-5
 """How far logits of the same weights may differ, as a share of the largest."""
 
-MAX_NEW_TOKENS, LOGITS = 8, 32
+LOGITS = 32
 QUESTION = "What is in the image?"
 _PACKAGE = "normalign_llava"
 _OF_THIS_MACHINE = ("TOKEN", "CACHE", "OFFLINE")
@@ -32,23 +32,15 @@ class Answer:
     """The answer of a checkpoint to a fixed image and question.
 
     Attributes:
-        model: Class of the model.
-        dtype: Of the weights, as loaded by default.
-        weights: SHA-256 of all parameters and buffers.
+        weights: SHA-256 of all parameters and buffers, with names, shapes and precision as loaded by default.
         input_ids: The prompt.
-        features: Count of the encoder's features, and of the image tokens in the prompt.
         logits: The 32 logits of largest magnitude after the prompt, largest first.
-        generated: Greedily generated tokens, at most 8.
         answers: To the further conversations.
     """
 
-    model: str
-    dtype: str
     weights: str
     input_ids: list[int]
-    features: int
     logits: list[float]
-    generated: list[int]
     answers: list[str] = field(default_factory=list)
 
 
@@ -115,7 +107,7 @@ def difference(before: Answer, after: Answer) -> str | None:
     old, new = asdict(before), asdict(after)
     differences = [
         f"{name}: {str(old[name])[:80]} before, {str(new[name])[:80]} after"
-        for name in ("model", "dtype", "weights", "input_ids", "features", "generated")
+        for name in ("weights", "input_ids")
         if old[name] != new[name]
     ]
     apart = max((abs(one - other) for one, other in zip(before.logits, after.logits, strict=False)), default=0.0)
@@ -198,15 +190,10 @@ def _answer(model, processor, asked: list[list[dict[str, Any]]]) -> Answer:
             f"the processor writes {placeholders} image tokens, and the encoder gives {features} features"
         )
     largest = logits[logits.abs().topk(min(LOGITS, len(logits))).indices]
-    tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
     return Answer(
-        model=type(model).__name__,
-        dtype=str(model.dtype).removeprefix("torch."),
         weights=_digest(model),
         input_ids=inputs["input_ids"][0].tolist(),
-        features=features,
         logits=largest.tolist(),
-        generated=tokens[0, inputs["input_ids"].shape[1] :].tolist(),
         answers=answer_each(model, processor, asked),
     )
 

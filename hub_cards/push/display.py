@@ -39,7 +39,7 @@ def summary(done: Publication) -> str:
     repository, commit = pushed.repository, pushed.commit
     sent = f"{len(done.source.files)} files in one commit" if pushed.changed else "nothing changed"
     lines = [f"Sent to {repository.repo_id}: {sent}; removed: {', '.join(pushed.deleted) or 'nothing'}."]
-    page = pushed.url if repository.branch == "main" else f"{pushed.url}/tree/{repository.branch}"
+    page = repository.url if repository.branch == "main" else f"{repository.url}/tree/{repository.branch}"
     lines += [f"Commit: {commit}"]
     lines += [f"Pull request: {pushed.pull_request}"] if pushed.pull_request else [f"Repository: {page}"]
     lines += [f"Space: {done.space}"] if done.space else []

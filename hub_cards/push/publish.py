@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from huggingface_hub import HfApi, ModelCard
 
@@ -18,7 +19,7 @@ from ...checkpoint.names import ADAPTER_CONFIG, CARD
 from ..card.hand_written import check_replaceable
 from ..card.write import AdapterBase, card_in, render_card
 from ..space.publish import check_space, push_space
-from .adapter import merged, pinned_base, published_config
+from .adapter import pinned_base, published_config
 from .checkpoint_checks import check_checkpoint
 from .clean_process import Answer, ask_clean_process, difference
 from .leaks import check_private
@@ -31,9 +32,7 @@ class Publication:
     """What was published, or by a dry run would be.
 
     Attributes:
-        source: The files.
         pushed: The commit; None for a dry run.
-        is_adapter: Whether it is published as an adapter.
         space: Page of the Space, if one was published.
     """
 
@@ -111,7 +110,11 @@ def publish(
         if as_adapter:
             pinned = pinned_base(checkpoint, base, ask_hub=not dry_run)
         elif is_adapter:
-            folder = temporary.enter_context(merged(checkpoint, base))
+            from ...assembly.merge import merge_adapter
+
+            merged = temporary.enter_context(TemporaryDirectory(prefix="normalign-merged-"))
+            folder = Path(merged, checkpoint.resolve().name)
+            merge_adapter(checkpoint, folder, base=base)
         check_checkpoint(folder)
         source = prepare(folder, repository, pinned, notify=notify)
         if not dry_run:

@@ -26,13 +26,9 @@ class Repository:
     """A branch of a repository, as it was when somebody looked.
 
     Attributes:
-        api: The client, with its token.
         kind: "model" or "space".
         commit: The head of the branch, that of `main` if there is no such branch; None if there is no repository.
-        has_branch: Whether the branch exists.
-        private, gated: Whether the repository is.
-        files: Paths at `commit`.
-        card: Its `README.md`.
+        files, card: Paths at `commit`, and the text of its `README.md`.
     """
 
     api: HfApi
@@ -72,11 +68,6 @@ class Pushed:
     commit: str
     deleted: list[str]
     pull_request: str | None = None
-
-    @property
-    def url(self) -> str:
-        """Page of the repository."""
-        return self.repository.url
 
     @property
     def changed(self) -> bool:
@@ -215,7 +206,6 @@ def push(
 
 
 def _created(repository: Repository, private: bool | None) -> Repository:
-    """The repository with the branch."""
     api, repo_id, kind, branch = repository.api, repository.repo_id, repository.kind, repository.branch
     if repository.commit is None:
         api.create_repo(repo_id, repo_type=kind, private=private, space_sdk="gradio" if kind == "space" else None)

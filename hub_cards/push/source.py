@@ -5,6 +5,7 @@
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -60,6 +61,7 @@ _EXCLUDED = {
     **{f"*{suffix}": "a pickle" for suffix in PICKLES},
     ".*": "hidden",
 }
+_FIGURE = r"\w[\w.-]*\.png"  # a name with a folder in it was not written by us
 _SHOWS_A_SAMPLE = r"(attention|(baseline_)?image)_\d+\.png"
 _IN_MEMORY = 10 * 2**20
 
@@ -69,7 +71,6 @@ class PublishSource:
     """What is published of a folder.
 
     Attributes:
-        folder: The folder of a checkpoint or an adapter.
         files: Path in the repository -> content; of weights, and of what is too large for memory, the file.
         sizes: Path in the repository -> bytes.
         excluded: Path in the folder -> why it is not sent. The path of a whole folder ends in "/".
@@ -93,7 +94,10 @@ def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
     """
     folder = folder.resolve()
     chosen = _weights(folder)
-    report, figures = _report(folder / DIAGNOSTICS / REPORT)
+    report: bytes | None = None
+    figures: list[str] = []
+    with suppress(OSError, ValueError):
+        report, figures = public_report((folder / DIAGNOSTICS / REPORT).read_text("utf-8"))
     chosen |= {f"{DIAGNOSTICS}/{name}" for name in figures}
     files: dict[str, bytes | Path] = {}
     excluded = {}
@@ -133,7 +137,7 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
         for report in filter(None, (content["report"], content["against"])):
             report["attention"] = [{**each, "question": "", "image": None, "maps": []} for each in report["attention"]]
         names = [drawing["file"] for drawing in content["figures"]]
-        names = [name for name in names if name.endswith(".png") and not re.fullmatch(_SHOWS_A_SAMPLE, name)]
+        names = [name for name in names if re.fullmatch(_FIGURE, name) and not re.fullmatch(_SHOWS_A_SAMPLE, name)]
         content["figures"] = [drawing for drawing in content["figures"] if drawing["file"] in names]
         content["provenance"].pop("first question", None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -166,13 +170,6 @@ def _weights(folder: Path) -> set[str]:
             "the model and save it again."
         )
     return {*found, *(shards_of(folder) if found == [INDEX] else ())}
-
-
-def _report(file: Path) -> tuple[bytes | None, list[str]]:
-    try:
-        return public_report(file.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None, []
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -2,19 +2,43 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Publishing the demo of a published model, as a Space."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 from huggingface_hub import HfApi
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..push.repository import Pushed, Repository, find_repository, push
-from . import space_files
 
+
+GRADIO_VERSION = "6.31.0"
+"""What a Space installs; the one that the tests run."""
 
 OF_THE_HUB = {".gitattributes", "README.md"}
 """The files that the Hub creates a Space with."""
 
 SETTINGS = "space.json"
 """A file that every Space of this package has, and hardly another."""
+
+_FOLDER = Path(__file__).parent
+
+
+def space_files(repo_id: str, revision: str, title: str) -> dict[str, bytes]:
+    """Path -> content of all files in the repository of a Space, which loads the model from the commit `revision`."""
+    environment = Environment(loader=FileSystemLoader(_FOLDER), undefined=StrictUndefined, keep_trailing_newline=True)
+    card = environment.get_template("README.md.jinja").render(
+        repo_id=repo_id, revision=revision, title=title, gradio=GRADIO_VERSION
+    )
+    demo = {f"demo/{path.name}": path.read_bytes() for path in sorted((_FOLDER / "demo").glob("*.py"))}
+    settings = {"model": repo_id, "revision": revision, "title": title}
+    return {
+        "README.md": card.encode(),
+        "app.py": (_FOLDER / "app.py").read_bytes(),
+        **demo,
+        "requirements.txt": (_FOLDER / "requirements.txt").read_bytes(),
+        "space.json": (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode(),
+    }
 
 
 def space_of(repo_id: str) -> str:
@@ -51,7 +75,7 @@ def push_space(pushed: Pushed, notify: Callable[[str], object]) -> str:
     try:
         existing = check_space(model.api, model.repo_id)
         stale = [path for path in existing.files if path.startswith("demo/") and path not in files]
-        page = push(existing, files, stale, private=model.private, notify=notify).url
+        page = push(existing, files, stale, private=model.private, notify=notify).repository.url
     except (ValueError, OSError) as error:
         raise OSError(
             f"The model is published, at {pushed.commit} of {model.repo_id}; its Space {name} is not. {error}"

@@ -155,5 +155,5 @@ def test_what_is_assumed_of_a_bare_weight_file_is_said(tmp_path):
         assert (report.model, report.model_type, report.dtype) == (model.name, "unknown", "unknown")
         assert report.interface.vocabulary == report.interface.vocabulary_raw
         assert isinstance(report.interface.vocabulary, Moments) and report.interface.scale == 1.0
-        assert len(report.left_out) == 4 and "no tokenizer" in report.left_out[3]
+        assert len(report.left_out) == 3 and "1 is assumed" in report.left_out[2]
         assert_same(report.embeddings, reference(weight, model.name, top=2))

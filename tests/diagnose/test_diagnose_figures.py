@@ -11,9 +11,9 @@ import pytest
 from diagnosed import attention_of, depth_of, diagnosed
 from PIL import Image
 
+from normalign_llava.diagnose.figures import draw
 from normalign_llava.diagnose.figures.attention import attention_figures
 from normalign_llava.diagnose.figures.depth import cosine, norms, predicted, rotation, updates
-from normalign_llava.diagnose.figures.draw import draw
 from normalign_llava.diagnose.figures.dynamics import dynamics, training
 from normalign_llava.diagnose.figures.interface import embeddings, interface
 from normalign_llava.diagnose.figures.style import shown

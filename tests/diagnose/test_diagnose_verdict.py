@@ -45,10 +45,10 @@ def test_numbers_have_significant_digits(value, digits, written):
         (1.0, 0.5, None, "1.0 × .* rotate 0.50 ×", "not the problem .* rotate less than text"),
         (0.42, 1.9, None, "0.42 × .* rotate 1.9 ×", "opposite of the problem .* rotate more than text"),
         (46.0, 1.1, None, "46 × .* rotate 1.1 ×", "half of the problem .* rotate as much as text"),
-        (37.0, 0.945, 0.004, "rotate 0.945 ± 0.004 ×", "is the problem .* slightly less"),
+        (37.0, 0.945, 0.004, "rotate 0.945 ± 0.004 ×", "is the problem .* rotate less than text"),
         (37.0, 0.945, 0.04, "rotate 0.94 ± 0.04 ×", "half of the problem .* as much as text"),
-        (37.0, 0.8, 0.2, "rotate 0.8 ± 0.2 ×", "half of the problem .* as much as text, within two standard errors"),
-        (1.0, 1.03, 0.01, "rotate 1.03 ± 0.01 ×", "not the problem .* slightly more than text"),
+        (37.0, 0.8, 0.2, "rotate 0.8 ± 0.2 ×", "half of the problem .* as much as text"),
+        (1.0, 1.03, 0.01, "rotate 1.03 ± 0.01 ×", "not the problem .* rotate more than text"),
     ],
 )
 def test_one_model(ratio, asymmetry, error, first, second):
@@ -62,7 +62,7 @@ def test_without_depth():
         first, second = verdict(report)
         assert "37 × the norm of text; their rotation could not be compared" in first and "not known" in second
     assert verdict(diagnosed(1.0, depth=None))[1].endswith("equal to within a factor of 1.25.")
-    assert verdict(Report("x", "x", "float32", 8))[0] == "Neither visual tokens nor text were measured."
+    assert "were not both measured" in verdict(Report("x", "x", "float32", 8))[0]
 
 
 def test_parts_alone():

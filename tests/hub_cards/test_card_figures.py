@@ -36,11 +36,10 @@ def test_at_a_glance(full):
             f"([ccccccc](https://huggingface.co/google/encoder/tree/{'c' * 40}))"
         ],
         "Language model": ["[Qwen/decoder](https://huggingface.co/Qwen/decoder)"],
-        "An image is": ["16 × 16 pixels in 4 visual tokens"],
+        "An image is": ["4 visual tokens"],
         "Context": ["256 tokens"],
         "Trained on": ["stage 1 (align): 500 rows; stage 2 (tune): 60 rows"],
         "POPE": ["accuracy 0.81 ± 0.02 (blank image 0.50, commonest answer 0.51)"],
-        "Norm of visual tokens": ["1.02 × that of text embeddings (baseline 37.0 ×)"],
         "Licence": ["apache-2.0"],
     }
 
@@ -70,15 +69,9 @@ def test_training(full):
     both = {
         "Trained": "projector, norm",
         "Frozen": "vision tower, language model",
-        "Parameters trained": "98 of 1.70 k",
         "Learning rate, peak": "projector 0.001, norm 0.002",
-        "Schedule": "cosine, 1 step of warm-up",
         "Steps": "32",
         "Rows a step: a device × processes × accumulated": "16 (4 × 2 × 2)",
-        "Rows of at most": "2,048 tokens",
-        "Optimizer": "adamw_torch_fused, weight decay 0",
-        "Precision": "weights float32, computed in bfloat16",
-        "Seed": "42",
         "Hardware": "2 × NVIDIA H200, x86_64 Linux",
         "Software": "torch 2.13.0, normalign_llava 0.1.0",
         "Commit of the code": "d" * 40,
@@ -110,10 +103,8 @@ def test_a_run_that_was_cut_short(full):
     made.edit(full / "training.json", before=None, run=made.run(steps=3), steps_done=1)
     table = rows(section(render_card(full), "Training"))
     assert table["Steps"] == ["1 of 3"] and table["Rows trained on"] == ["16 rows"]
-    assert "Stopped before its end: tune, after 1 of 3 steps." in limits(full)
     made.edit(full / "training.json", steps_done=3)
     assert rows(section(render_card(full), "Training"))["Steps"] == ["3"]
-    assert not [sentence for sentence in limits(full) if "before its end" in sentence]
 
 
 def test_a_checkpoint_in_the_middle_of_training(tmp_path):
@@ -134,7 +125,7 @@ def test_streams(full):
     assert rows(render_card(full).text)["Trained on"] == [
         "stage 1 (align): 500 rows; stage 2 (tune): up to 512 rows, streams among them"
     ]
-    assert "at most 1,012 rows" in limits(full)[1] and "streams" in limits(full)[2]
+    assert "at most 1,012 rows" in limits(full)[1]
     made.edit(full / "training.json", run=None)
     assert rows(render_card(full).text)["Trained on"] == ["stage 1 (align): 500 rows"]
 
@@ -148,12 +139,9 @@ def test_limits(full):
     run = ["one training run, seed 42", "took 560 rows, that of LLaVA-1.5 1,223,000"]
     measured = ["Bias, safety", "64 samples of easy-VQA, held out, in bfloat16"]
     left_out = "Not measured: Visual embedding tables: this model has none."
-    assert_limits(*run, "Not trained in any stage recorded here: vision tower, language model.", *measured, left_out)
-    adapters = {"module": "adapters", "parameters": 5, "trained": 5, "learning_rate": 1e-4, "dtypes": ["float32"]}
-    modules = [*made.run()["modules"], adapters]
-    made.edit(full / "training.json", run={**made.run(), "modules": modules})
+    assert_limits(*run, *measured, left_out)
     made.measured(full, baseline=None)
-    assert_limits(*run, "Not trained in any stage recorded here: vision tower.", *measured, "No baseline", left_out)
+    assert_limits(*run, *measured, "No baseline", left_out)
 
 
 @pytest.mark.parametrize(

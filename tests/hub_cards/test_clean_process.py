@@ -46,12 +46,8 @@ def test_a_clean_process_gets_what_the_package_gives(checkpoint, answer):
     inputs = processor(images=image, text=text, return_tensors="pt")
     with torch.no_grad():
         logits = model(**inputs).logits[0, -1].double()
-    assert answer.model == "NormAlignLlavaForConditionalGeneration" and answer.dtype == "float32"
     assert answer.input_ids == inputs["input_ids"][0].tolist()
-    assert answer.features == 4
     torch.testing.assert_close(torch.tensor(answer.logits).abs(), logits.abs().float().sort(descending=True)[0][:32])
-    expected = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert answer.generated == expected.tolist()
 
 
 def test_a_private_repository_is_read_with_its_token_alone(checkpoint, answer, monkeypatch):
@@ -97,7 +93,7 @@ def test_a_damaged_checkpoint_is_an_error_that_says_why(checkpoint, tmp_path):
     assert str(error.value).startswith(f"{folder} does not work in a process without this package:")
 
 
-ANSWER = Answer("Model", "float32", "abc", [1, 2], 1, [4.0, -3.0], [7, 8])
+ANSWER = Answer("abc", [1, 2], [4.0, -3.0])
 
 
 @pytest.mark.parametrize(
@@ -105,8 +101,10 @@ ANSWER = Answer("Model", "float32", "abc", [1, 2], 1, [4.0, -3.0], [7, 8])
     [
         ({"logits": [4.00003, -3.0]}, None),
         ({"logits": [4.0001, -3.0]}, "logits: up to 0.0001 apart, of at most 4"),
-        ({"generated": [7, 9]}, r"generated: \[7, 8\] before, \[7, 9\] after"),
-        ({"dtype": "bfloat16", "features": 2}, "dtype: .*; features: 1 before, 2 after"),
+        (
+            {"weights": "abd", "input_ids": [1]},
+            r"weights: abc before, abd after; input_ids: \[1, 2\] before, \[1\] after",
+        ),
     ],
 )
 def test_differences_are_told_in_a_sentence(changed, told):

@@ -44,8 +44,8 @@ def gain_of(folder):
     return load_file(folder / "model.safetensors")[GAIN]
 
 
-def trained(folder, rate=1e-3, **record):
-    (folder / "training.json").write_text(json.dumps({"learning_rates": {"norm": rate}, **record}))
+def trained(folder):
+    (folder / "training.json").write_text("{}")
 
 
 def faults(folder):
@@ -117,13 +117,6 @@ def test_a_trained_gain_is_told_from_one_that_was_never_set(folder):
     check_checkpoint(folder)  # by a trainer that leaves no record
     trained(folder)
     check_checkpoint(folder)
-    trained(folder, rate=0.0, before={"learning_rates": {"norm": 1e-3}, "before": None})
-    check_checkpoint(folder)
-    (folder / "training.json").write_text("{}")  # of a trainer that was given no record
-    check_checkpoint(folder)
-    trained(folder, rate=0.0, before=None)
-    assert_only_fault(folder, "not aligned", "its learning rate in training.json was 0")
-    trained(folder)
     put(folder, **{GAIN: torch.ones_like(gain)})
     assert_only_fault(folder, "not aligned", "all its elements are the same")
 
@@ -132,10 +125,10 @@ def test_embeddings_may_be_trained_away_from_a_norm_that_is_not(folder):
     name = "model.language_model.embed_tokens.weight"
     put(folder, **{name: load_file(folder / "model.safetensors")[name] * 1.2})
     assert_only_fault(folder, "not aligned")
-    trained(folder, rate=0.0)
+    trained(folder)
     check_checkpoint(folder)
     put(folder, **{GAIN: torch.ones(WIDTH)})
-    assert_only_fault(folder, "not aligned", "its learning rate in training.json was 0")
+    assert_only_fault(folder, "not aligned", "all its elements are the same")
 
 
 def test_gain_and_bias_are_finite_and_float32(folder):

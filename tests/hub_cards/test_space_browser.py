@@ -64,7 +64,7 @@ def _one_question(driver, folder, image):
     assert len(seen) > 3  # it came in pieces
     heat, chart = until(lambda: driver.figure("heat")), driver.figure("chart")
     assert heat["alt"].startswith("Mean over layers") and heat["width"] > 900
-    assert "Visual tokens: from" in chart["alt"] and chart["width"] > 900
+    assert "norm of visual and text tokens" in chart["alt"] and chart["width"] > 900
     assert "Norm on entry" in driver.numbers()
     driver.choose_layer(2)
     layer = until(lambda: (found := driver.figure("heat")) and found["alt"].startswith("Layer 2") and found)

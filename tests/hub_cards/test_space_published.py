@@ -16,7 +16,7 @@ from huggingface_hub import SpaceCard
 from packaging.requirements import Requirement
 from paths import ROOT
 
-from normalign_llava.hub_cards.space import GRADIO_VERSION, space_files
+from normalign_llava.hub_cards.space.publish import GRADIO_VERSION, space_files
 
 
 pytestmark = pytest.mark.slow

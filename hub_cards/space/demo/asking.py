@@ -11,7 +11,7 @@ from typing import Any
 import gradio as gr
 from torch import Tensor
 
-from .figures import describe_norms, draw_norms, show_layer, summary
+from .figures import draw_norms, show_layer, summary
 from .images import Refused, open_image, uploaded
 from .measuring import Meter
 from .model import stream
@@ -38,7 +38,7 @@ class Asker:
             answer = self._decode(ids) or "(The answer is empty.)"
             yield answer, *keep
             measured = self._meter.measure(inputs, ids)
-            chart = gr.Image(draw_norms(measured), alt_text=describe_norms(measured))
+            chart = gr.Image(draw_norms(measured), alt_text="Mean L2 norm of visual and text tokens by layer.")
             yield answer, summary(measured), show_layer(measured, layer), chart, measured
         except Refused as error:
             raise gr.Error(html.escape(str(error)), print_exception=False) from None

@@ -23,8 +23,7 @@ def show_layer(measured: Measured | None, layer: int) -> Any:
     if measured is None:
         return gr.skip()
     title, shares = attention(measured, layer)
-    where = "" if shares is None else f". {describe_map(measured, shares)}"
-    return gr.Image(draw_map(measured, title, shares), alt_text=f"{title}{where}.")
+    return gr.Image(draw_map(measured, title, shares), alt_text=f"{title}.")
 
 
 def attention(measured: Measured, layer: int) -> tuple[str, np.ndarray | None]:
@@ -43,16 +42,6 @@ def attention(measured: Measured, layer: int) -> tuple[str, np.ndarray | None]:
         f"{f'Layer {layer}' if layer else 'Mean over layers'}: {falls:.1%} of the text's attention is on the image",
         shares,
     )
-
-
-def describe_map(measured: Measured, shares: np.ndarray) -> str:
-    """Where the map of `shares` is strongest, in words."""
-    place, share = int(shares.argmax()), f"{shares.max():.1%} of it"
-    if measured.grid is None:
-        return f"Strongest on visual token {place + 1} of {len(shares)}, with {share}"
-    row, column = divmod(place, measured.grid[1])
-    rows, columns = measured.grid
-    return f"Strongest in row {row + 1} of {rows}, column {column + 1} of {columns}, with {share}"
 
 
 def draw_map(measured: Measured, title: str, shares: np.ndarray | None) -> Image.Image:
@@ -105,13 +94,6 @@ def draw_norms(measured: Measured) -> Image.Image:
     axes.set_title("visual and text tokens, logarithmic axis", fontsize=10, loc="left")
     axes.legend(fontsize=9, frameon=False)
     return _image(figure)
-
-
-def describe_norms(measured: Measured) -> str:
-    """The chart of norms in words."""
-    ends = {kind: f"from {_number(norms[0])} on entry to {_number(norms[-1])} after the last layer"
-            for kind, norms in measured.norms.items()}  # fmt: skip
-    return f"Mean L2 norm by layer. Visual tokens: {ends['visual']}. Text tokens: {ends['text']}."
 
 
 def summary(measured: Measured) -> str:
