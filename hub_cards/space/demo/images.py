@@ -5,6 +5,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gradio.utils import get_upload_folder
 from PIL import Image, ImageDraw, ImageFile, ImageOps
 
@@ -64,16 +65,29 @@ def open_image(path: Path) -> Image.Image:
         ) from error
 
 
+# As in data/images.py, word for word: a Space has nothing of the package but this folder.
 def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
     """Decodes an opened image into RGB: turned as its EXIF data say, on white where it is transparent.
 
+    White is the largest number of as many bits, an even number from 8 up, as the brightest grey needs: 12 bits in a
+    file of 16 keep their brightness. Of colours of 16 bits Pillow gives the higher byte alone.
+
     Raises:
-        ValueError: Its greys are numbers of more than 8 bits, of which Pillow makes white.
+        ValueError: Its pixels are negative or floating-point numbers, or colours that leave the higher byte empty.
     """
-    if opened.mode == "F" or opened.mode.startswith("I"):
-        raise ValueError("more than 8 bits")
+    deep = ";16" in str(opened.tile)
     ImageOps.exif_transpose(opened, in_place=True)
     image: Image.Image = opened
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers of unknown range; save it with 8 bits")
+    if image.mode.startswith("I"):  # Pillow makes all above 255 white
+        values = np.asarray(image)
+        if values.min() < 0:
+            raise ValueError(f"its pixels go down to {values.min()}; save it with 8 bits")
+        bits = int(values.max()).bit_length()
+        image = Image.fromarray((values >> max(0, bits + bits % 2 - 8)).astype(np.uint8))
+    elif deep and np.asarray(image.convert("RGB")).max() < 64:
+        raise ValueError("its colours have 16 bits, and use 14 at most; save it with 8 bits")
     if image.has_transparency_data:
         layer = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
