@@ -14,11 +14,10 @@ import pytest
 import train_data
 import training
 from documented import documented
-from transformers import TrainerCallback, TrainerState
 
 from normalign_llava.train.callbacks.depth_probe import CosineProbe
 from normalign_llava.train.callbacks.measurements import PARTS
-from normalign_llava.train.callbacks.progress import COLUMNS, Bars, ProgressLines
+from normalign_llava.train.callbacks.progress import COLUMNS
 
 
 pytestmark = pytest.mark.slow
@@ -62,46 +61,6 @@ def test_a_line_for_each_logged_step_says_what_was_logged(tmp_path, checkpoint):
             assert text == f"{entry[key]:{form}}"
     assert row.split()[-1] == "0:00:00"
     assert re.fullmatch(r"4 steps in \d:\d\d:\d\d, mean loss [\d.]+", last)
-
-
-def test_bars_are_shown_on_a_terminal_alone(tmp_path, checkpoint):
-    for hidden in (False, True):
-        trainers = []
-        shown(lambda: trainers.append(run(tmp_path, checkpoint, disable_tqdm=hidden)))  # noqa: B023
-        assert any(isinstance(each, Bars) for each in trainers[0].callback_handler.callbacks) != hidden
-        out, err = shown(trainers[0].train)
-        assert ("4/4 [" in err) != hidden and "{'" not in out + err
-    assert not any(isinstance(each, Bars) for each in run(tmp_path, checkpoint).callback_handler.callbacks)
-
-
-class Stop(TrainerCallback):
-    """Ends the run after a step."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == 4
-
-
-def test_a_resumed_run_counts_from_where_it_was_resumed(tmp_path, checkpoint):
-    options = dict(max_steps=6, save_strategy="steps", save_steps=2, eval_strategy="no")
-    shown(run(tmp_path, checkpoint, [Stop()], **options).train)
-    for step, expected in ((4, ["step", "6/6", "2"]), (6, ["Nothing"])):
-        resumed = run(tmp_path, checkpoint, **options)
-        out, _ = shown(lambda: resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}")))  # noqa: B023
-        assert [row.split()[0] for row in out.splitlines()] == expected
-
-
-def test_no_value_makes_a_line_longer_than_80_columns(capsys):
-    keys = [key for key, _, _ in COLUMNS.values()]
-    lines, state = ProgressLines(), TrainerState(max_steps=1234567, is_world_process_zero=True)
-    lines.on_train_begin(None, state, None)
-    lines.on_step_begin(None, state, None)
-    state.global_step = 1234567
-    for value in (1.23456e-7, 123456.7, 0.000123456, float("nan"), float("inf")):
-        lines.on_log(None, state, None, logs={**dict.fromkeys(keys, value), "clip/share": 1.0})
-        *_, row = capsys.readouterr().out.splitlines()
-        assert len(row) <= 80 and row.split()[1:3] == [f"{value:.4g}", f"{value:.3g}"]
-    lines.on_log(None, state, None, logs={"loss": 1.0})
-    assert capsys.readouterr().out.split() == ["1234567/1234567", "1", "-", "-", "-", "-", "-", "0:00:00"]
 
 
 def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):

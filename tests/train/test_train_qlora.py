@@ -32,7 +32,7 @@ def test_what_is_quantized_and_what_is_left_alone(tmp_path, checkpoint):
     assert (quantization.bnb_4bit_quant_type, quantization.bnb_4bit_use_double_quant) == ("nf4", True)
 
 
-@pytest.mark.parametrize("base", [dict(load_in_4bit=True), dict(load_in_8bit=True), {}])
+@pytest.mark.parametrize("base", [dict(load_in_4bit=True), dict(load_in_8bit=True)])
 def test_gain_and_bias_are_float32_with_float32_optimizer_state_and_adapter_file(tmp_path, checkpoint, base):
     options = {**QLORA, "load_in_4bit": False, **base}
     trainer = training.trainer(tmp_path, checkpoint, save_strategy="steps", save_steps=2, **options)

@@ -102,11 +102,6 @@ def test_a_stage_decides_in_python_as_well(tmp_path):
         assert getattr(plain, name) == getattr(stock, name)
 
 
-def test_steps_of_a_measuring_probe_are_numbers_however_they_are_written(tmp_path):
-    for steps in (5, "5", ["5"]):
-        assert options(tmp_path, probe_steps=steps)[1].probe_steps == [5]
-
-
 def test_an_unknown_key_and_an_unknown_recipe_are_named(tmp_path):
     with pytest.raises(ValueError, match="no option --learing_rate 1. Did you mean --learning_rate?"):
         options(tmp_path, learing_rate=1)
