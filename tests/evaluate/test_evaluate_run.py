@@ -218,6 +218,7 @@ def test_the_precision_that_the_machine_decides_is_one_of_the_settings(room, tmp
         assert run(room, tmp_path, "tiny_choice", model=language).results[0].settings["dtype"] == dtype
 
 
+@pytest.mark.nightly
 def test_the_harness_s_own_command_of_the_page_gives_the_same_answers(room, tmp_path):
     (line,) = (line for line in (DOCS / "evaluate.md").read_text().splitlines() if line.startswith("lm_eval run"))
     given = {"my-model": str(room / "model"), "$TASKS": str(room / "tasks"), "--tasks pope": "--tasks tiny_colours"}
@@ -242,8 +243,3 @@ def test_unknown_names_are_refused_with_the_nearest(room, tmp_path):
         run(room, tmp_path, "tiny_colors")
     with pytest.raises(ValueError, match="There is no suite 'papers'"):
         run(room, tmp_path, suites=["papers"])
-    with pytest.raises(ValueError, match="Name a suite"):
-        run(room, tmp_path)
-    vision = parts.vision(tmp_path / "vision", "clip")
-    with pytest.raises(ValueError, match="is a vision encoder"):
-        run(room, tmp_path, "tiny_choice", model=vision)

@@ -10,7 +10,6 @@ import train_data
 import training
 from disk import small_disk
 
-from normalign_llava.hub_cards.push.clean_process import ask_clean_process
 from normalign_llava.train.run import main
 
 
@@ -89,12 +88,3 @@ def test_a_disk_that_is_full_while_merging(publish, hub, adapter, tmp_path):
         assert not list(disk.iterdir())
     assert status == 1 and str(disk) in shown and "TMPDIR" in shown and "No space left" in shown
     assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
-
-
-def test_a_disk_without_room_for_what_is_loaded(base, tmp_path, monkeypatch):
-    with small_disk(tmp_path / "disk", "size=100k") as disk:
-        monkeypatch.setattr("tempfile.tempdir", str(disk))
-        (disk / "full").write_bytes(bytes(90_000))
-        with pytest.raises(OSError, match=f"{disk} has no room to load {base}. Set TMPDIR"):
-            ask_clean_process(base)
-        assert [path.name for path in disk.iterdir()] == ["full"]

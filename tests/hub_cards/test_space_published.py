@@ -77,8 +77,6 @@ def test_only_a_space_of_ours_or_an_empty_one_is_taken(hub, prepared):
     card = b"---\nsdk: docker\n---\n"
     others = {
         "gradio": {"app.py": b"print()"},
-        "docker": {"README.md": card, "Dockerfile": b"FROM scratch"},
-        "static": {"README.md": card, "index.html": b"<p>"},
         "notes": {"notes.txt": b"mine"},
     }
     for name, files in others.items():
