@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,17 +30,6 @@ pytestmark = pytest.mark.slow
 
 
 COLOURS = ["red", "green", "blue", "red", "blue"]
-KILL_ONCE = """
-import os, signal
-from pathlib import Path
-
-def documents(split):
-    marker = Path(__file__).with_name("killed")
-    if not marker.exists():
-        marker.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return split
-"""
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +72,8 @@ def room(tmp_path_factory):
     }
     no_file = {"data_files": {"test": str(folder / "missing.parquet")}}
     missing = {**choosing, "task": "tiny_missing", "dataset_kwargs": no_file}
-    for task in (looking, choosing, missing, {**choosing, "task": "tiny_killed"}):
+    for task in (looking, choosing, missing):
         (tasks / f"{task['task']}.yaml").write_text(yaml.safe_dump(task))
-    (tasks / "killing.py").write_text(KILL_ONCE)
-    with (tasks / "tiny_killed.yaml").open("a") as file:
-        file.write("process_docs: !function killing.documents\n")
     scripted_tasks.write_task(tasks, "pope", [{"answer": "yes", "category": "random"}])  # without its question
     return folder
 
@@ -180,19 +165,6 @@ def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
     run(room, tmp_path, "tiny_choice")
     with pytest.raises(ValueError, match="has whole results of tiny_choice, .* Name another --output"):
         run(room, tmp_path, "tiny_choice", limit=2)
-
-
-def test_after_a_kill_the_rest_is_run(room, tmp_path):
-    command = words(room, tmp_path, "tiny_choice", "tiny_killed")
-    killed = subprocess.run([sys.executable, "-m", "normalign_llava", *command], capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert "tiny_choice (1 of 2)" in killed.stderr and "tiny_killed (2 of 2)" in killed.stderr
-    (before,) = read_evaluations(tmp_path)
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    assert "tiny_choice: done before" in done.output and "tiny_killed (1 of 1)" in done.output
-    after, rest = read_evaluations(tmp_path)
-    assert after == before and (rest.task, rest.samples) == ("tiny_killed", 5)
 
 
 def test_tasks_that_cannot_be_run_are_named_and_the_others_are_run(room, tmp_path):

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import tiny_parts as parts
 import torch
 from datasets import Dataset
@@ -102,14 +101,6 @@ def make_trainer(
         callbacks=[*([measurements] if measure else []), *callbacks],
         measurements=measurements,
     )
-
-
-def tensorboard(folder):
-    """What a run in a folder has written for TensorBoard."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(next(folder.glob("runs/*"))))
-    events.Reload()
-    return events
 
 
 def logs(trainer) -> list[dict]:

@@ -1,7 +1,6 @@
 """What a card makes of records that are odd, old or wrong, and of folders that do not fit together."""
 
 import json
-import os
 from pathlib import Path
 
 import card_folder as made
@@ -131,14 +130,3 @@ def test_an_arm_that_was_not_trained(tmp_path):
     card = render_card(tmp_path / "built")
     assert "How it was trained is not recorded here." in card.text
     assert rows(section(card, "Licence"))["data"] == ["what it was trained on", "not recorded"]
-
-
-def test_a_reader_sees_the_old_card_or_the_new_one(full):
-    """Never half of one: the file is another when it is written again, and a reader of the old one has all of it."""
-    text = write_card(full).text
-    before = (full / "README.md").stat().st_ino
-    with open(full / "README.md") as reader:
-        made.evaluated(full, samples=10)
-        assert write_card(full).text != text and reader.read() == text
-    assert (full / "README.md").stat().st_ino != before
-    assert not [name for name in os.listdir(full) if name.startswith(".README")]

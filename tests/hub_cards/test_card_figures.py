@@ -3,6 +3,7 @@
 import json
 
 import card_folder as made
+import pytest
 from card_folder import listed, rows, section
 from diagnosed import diagnosed
 

@@ -12,7 +12,7 @@ from transformers import Gemma2Config, MistralConfig
 from normalign_llava.diagnose.measure.attention import attention_maps
 from normalign_llava.diagnose.measure.positions import boundary_ids, tokenizer_ids
 from normalign_llava.hub_cards.space import demo
-from normalign_llava.hub_cards.space.demo.figures import attention, draw_map, summary
+from normalign_llava.hub_cards.space.demo.figures import attention, describe_map, draw_map, summary
 from normalign_llava.hub_cards.space.demo.measuring import Measured, Meter
 from normalign_llava.hub_cards.space.demo.model import stream
 

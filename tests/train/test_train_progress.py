@@ -2,8 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What a person sees of a run, with and without a terminal, and what is documented of what is logged."""
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -23,34 +21,18 @@ from normalign_llava.train.callbacks.progress import COLUMNS
 pytestmark = pytest.mark.slow
 
 
-class Terminal(io.StringIO):
-    """What is written to a terminal."""
-
-    def isatty(self):
-        return True
-
-
-def shown(work) -> tuple[str, str]:
-    """What `work` writes to standard output, which is no terminal, and to standard error, which is one."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(Terminal()) as err:
-        work()
-    return out.getvalue(), err.getvalue()
-
-
-def run(folder, checkpoint, callbacks=(), **options):
+def run(folder, checkpoint, **options):
     given = dict(max_steps=4, logging_steps=2, eval_strategy="steps", eval_steps=2, disable_tqdm=False)
-    trainer = training.trainer(folder, checkpoint, held_out=training.rows(4), **{**given, **options})
-    for callback in callbacks:
-        trainer.add_callback(callback)
-    return trainer
+    return training.trainer(folder, checkpoint, held_out=training.rows(4), **{**given, **options})
 
 
-def test_a_line_for_each_logged_step_says_what_was_logged(tmp_path, checkpoint):
+def test_a_line_for_each_logged_step_says_what_was_logged(tmp_path, checkpoint, capsys):
     trainer = run(tmp_path, checkpoint)
-    out, _ = shown(trainer.train)
+    capsys.readouterr()
+    trainer.train()
     logged = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
     held_out = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    first, *rest, last = out.splitlines()
+    first, *rest, last = capsys.readouterr().out.splitlines()
     assert first.split() == ["step", *COLUMNS, "left"]
     assert [row.split()[0] for row in rest] == ["2/4", "2/4", "4/4", "4/4"]
     for row, loss in zip(rest[1::2], held_out, strict=True):

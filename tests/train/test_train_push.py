@@ -45,7 +45,7 @@ if job := push_checkpoint(Path(folder), repository, **given):
 """
 
 FAULT = """
-import os, shutil, signal, subprocess, sys
+import os, shutil, signal, sys
 from pathlib import Path
 
 moment, fault, disk = sys.argv.pop(1), sys.argv.pop(1), Path(sys.argv.pop(1))
@@ -60,9 +60,6 @@ def strike(event, arguments):
     struck.append(event)
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "cannot be written":
-        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        return
     (disk / "filler").mkdir()
     try:
         for number in range(10**5):
@@ -193,7 +190,7 @@ def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, run, tmp_path):
 
 @pytest.mark.parametrize(
     ("moment", "fault"),
-    [("before", "cannot be written"), ("while staging", "full"), ("while sending", "killed"), ("after", "full")],
+    [("before", "full"), ("while staging", "full"), ("while sending", "killed"), ("after", "full")],
 )
 def test_a_fault_of_the_disk_while_pushing_changes_no_checkpoint(hub, prepared, parts, tmp_path, moment, fault):
     token = hub.token("ann")

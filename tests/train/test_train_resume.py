@@ -169,15 +169,6 @@ def test_two_runs_do_not_share_a_folder(prepared, tmp_path, parts):
     assert (out / "model.safetensors").exists() and not list(out.glob(".*"))
 
 
-def test_a_folder_made_for_a_run_that_is_refused_is_gone(tmp_path, parts):
-    with pytest.raises(ValueError, match="image_folder"):
-        main([str(recipe(tmp_path / "run", parts, image_folder="nowhere")), "--output_dir", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="The --output_dir .*file cannot be written to"):
-        main([str(tmp_path / "run" / "recipe.yaml"), "--output_dir", str(tmp_path / "file")])
-
-
 def test_a_run_resumed_at_its_end_takes_no_further_step(tmp_path, parts):
     quantized = dict(use_peft=True, load_in_4bit=True, dtype="bfloat16", bf16=True)
     file = recipe(tmp_path / "run", parts, lr_scheduler_type="constant", max_steps=2, **quantized)

@@ -162,14 +162,6 @@ def test_a_mixture_follows_from_its_seed(processor, tmp_path):
     assert one == again != other and Counter(a[0] for a in one) == Counter(a[0] for a in other) == {"a": 8, "b": 30}
 
 
-def test_fractions_are_checked(processor, tmp_path):
-    listed = sources(tmp_path, {"a": 3, "b": 2}, a=0.5, b=None)
-    with pytest.raises(ValueError, match=r"has a fraction above 0, or none has one; got \[0.5, None\]"):
-        mixture(processor, listed)
-    with pytest.raises(ValueError, match=r"got \[0.5, 0.0\]"):
-        mixture(processor, [listed[0], {**listed[1], "fraction": 0.0}])
-
-
 # ----------------------------------------------------------------------------------------------------------- held out
 def test_held_out_rows(processor, tmp_path):
     path = sources(tmp_path, {"a": 20})[0]["path"]

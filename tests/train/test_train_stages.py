@@ -58,16 +58,6 @@ def test_under_tune_adapters_have_learning_rates_of_their_own(tmp_path):
     assert {origin for _, origin in args.explained_learning_rates(use_peft=False).values()} == {"stage align"}
 
 
-def test_adapters_leave_a_tower_without_learning_rate_frozen(tmp_path):
-    for words in (["--use_peft"], ["--use_peft", "true"], ["--use-peft", "yes"], ["--use_peft=1"]):
-        assert options(tmp_path, "--stage", "tune", *words)[1].learning_rates(use_peft=True)["vision"] == 0
-    assert options(tmp_path, use_peft=True)[1].learning_rates(use_peft=True)["vision"] == 0
-    assert (
-        options(tmp_path, "--vision_learning_rate", "1e-6", use_peft=True)[1].learning_rates(use_peft=True)["vision"]
-        == 1e-6
-    )
-
-
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
@@ -168,10 +158,6 @@ def test_precision_follows_the_machine_unless_it_is_given(tmp_path, monkeypatch,
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", name)
         _, args, _ = parse(words)
         assert (args.bf16, args.fp16, args.mixed_precision) == (name == "bf16", name == "fp16", name)
-
-
-def test_without_an_accelerator_the_cpu_trains(tmp_path):
-    assert NormAlignConfig(str(tmp_path)).use_cpu == (not torch.accelerator.is_available())
 
 
 @pytest.mark.parametrize("schedule", WITHOUT_WARMUP)

@@ -163,23 +163,6 @@ def test_what_adapters_by_plain_trl_train(tmp_path, checkpoint, targets, saved, 
     assert len(others) > 4 if saved == ["norm"] else not others
 
 
-def test_gradients_of_tower_and_projector_are_larger_by_the_compensation(tmp_path, checkpoint):
-    gradients = []
-    for compensate in (True, False):
-        model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype="float32")
-        norm = model.model.multi_modal_projector.norm
-        norm.compensate = compensate
-        trainer = make("sft", model, tmp_path)
-        batch = trainer.data_collator([trainer.train_dataset[number] for number in range(4)])
-        trainer.compute_loss(model, batch).backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if module_of(n) in ("vision", "projector")})
-    factor = 1 / norm.weight.abs().mean().item()
-    assert factor > 4
-    for name, gradient in gradients[1].items():
-        if gradient is not None:
-            torch.testing.assert_close(gradients[0][name], factor * gradient, rtol=1e-3, atol=1e-6)
-
-
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.S)
 
@@ -253,34 +236,3 @@ def test_dpo_and_grpo_by_their_recipes_and_sft_by_trl_s_command(tmp_path, checkp
             cls.from_pretrained(str(tmp_path / "my-model-dpo"), trust_remote_code=True)
     done = subprocess.run([sys.executable, "-c", blocks("python")[1]], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-REFERENCE = """
-import sys
-from datasets import load_dataset
-from transformers import AutoModelForImageTextToText
-from trl import DPOConfig, DPOTrainer
-folder, data, output = sys.argv[1:]
-rows = load_dataset("parquet", data_files=data, split="train")
-loaded = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
-for model, told in ((loaded, False), (loaded, True), (folder, True)):
-    args = DPOConfig(output, use_cpu=True, bf16=False, report_to="none", trust_remote_code=told, max_length=None)
-    try:
-        trainer = DPOTrainer(model, args=args, train_dataset=rows)
-    except ValueError as error:
-        assert not told and "trust_remote_code" in str(error), error
-        continue
-    assert told
-    for each in (trainer.model, trainer.ref_model):
-        assert type(each).__module__.startswith("transformers_modules.")
-print("done")
-"""
-
-
-def test_dpo_needs_trust_remote_code_for_the_reference_model(tmp_path, checkpoint):
-    rows(pair).to_parquet(str(tmp_path / "pairs.parquet"))
-    words = [str(checkpoint), str(tmp_path / "pairs.parquet"), str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-c", REFERENCE, *words], capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
-    assert done.stdout.splitlines()[-1:] == ["done"], done.stderr[-3000:]
