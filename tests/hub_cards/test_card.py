@@ -224,18 +224,3 @@ def test_a_model_trained_on_from_the_hub_names_what_it_started_from(full):
 def test_a_merged_model_takes_over_the_authors_tags_and_not_the_adapters(full):
     adapter = render_card(full).text.replace("- custom_code\n", "- custom_code\n- lora\n- mine\n")
     assert data(render_card(full, hub_card=adapter))["tags"] == [*data(render_card(full))["tags"], "mine"]
-
-
-@pytest.mark.parametrize("name", ["training.json", "build.json", "diagnostics/report.json", "evaluation/summary.json"])
-def test_a_damaged_record_is_named(full, name):
-    (full / name).write_text('{"cut')
-    with pytest.raises(ValueError, match=name.rpartition("/")[2]):
-        render_card(full)
-
-
-def test_no_checkpoint_no_card(tmp_path, full):
-    with pytest.raises(ValueError, match="is no folder. Give the folder of a checkpoint"):
-        render_card(tmp_path / "nothing")
-    made.edit(full / "config.json", model_type="llava")
-    with pytest.raises(ValueError, match="'llava'"):
-        render_card(full)

@@ -9,7 +9,6 @@ import tiny
 import tiny_parts as parts
 from card_folder import data, rows, section, tokens
 from safetensors.torch import load_file, save_file
-from transformers import LlavaProcessor
 
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
 from normalign_llava.evaluate.results import Evaluation, Metric
@@ -46,17 +45,7 @@ def test_two_folders_of_one_name_are_two_parts(tmp_path):
 
 
 def test_a_retrofit_is_one_part(tmp_path):
-    llava, stock = tmp_path / "llava", tiny.llava(tied=False)
-    stock.config.image_token_index = 3
-    stock.save_pretrained(llava)
-    LlavaProcessor(
-        image_processor=parts.image_processor("clip"),
-        tokenizer=parts.tokenizer(extra=("<image>",)),
-        patch_size=8,
-        num_additional_image_tokens=1,
-        vision_feature_select_strategy="default",
-        chat_template=parts.CHATML,
-    ).save_pretrained(llava)
+    llava = Path(parts.llava(tmp_path / "llava", tiny.llava(tied=False)))
     (llava / "README.md").write_text("---\nlicense: mit\n---\n")
     retrofit_checkpoint(str(llava), tmp_path / "built")
     card = render_card(tmp_path / "built")

@@ -215,19 +215,14 @@ def turns(row: dict) -> list[dict]:
 
 
 def test_every_option_of_trl_arrives(tmp_path):
-    """Each field of SFTConfig that can be changed by itself, changed."""
     accelerator = {"split_batches": True, "gradient_accumulation_kwargs": {"num_steps": 1}}
     changed = {
-        **dict(use_cpu=True, bf16=False, fp16=False, output_dir=str(tmp_path), hub_token="secret", report_to=["none"]),
-        **dict(eval_strategy="steps", save_strategy="steps", logging_strategy="epoch", lr_scheduler_type="cosine"),
-        **dict(optim="sgd", accelerator_config=accelerator, lr_scheduler_kwargs={"num_cycles": 1}, eos_token="<unk>"),
-        **dict(debug="underflow_overflow", hub_strategy="end", warmup_steps=0.25, logging_steps=0.5, max_length=77),
-        **dict(fsdp_config={"min_num_params": 3}, gradient_checkpointing_kwargs={"use_reentrant": True}, seed=5),
-        **dict(model_init_kwargs={"dtype": "bfloat16"}, loss_type="dft", data_seed=3),
-        **dict(train_sampling_strategy="sequential", pad_to_multiple_of=8, max_grad_norm=7.0, neftune_noise_alpha=1.0),
+        **dict(use_cpu=True, bf16=False, output_dir=str(tmp_path), hub_token="secret", report_to=["none"], seed=5),
+        **dict(eval_strategy="steps", optim="sgd", accelerator_config=accelerator, warmup_steps=0.25, max_length=77),
+        **dict(fsdp_config={"min_num_params": 3}, gradient_checkpointing_kwargs={"use_reentrant": True}),
+        **dict(model_init_kwargs={"dtype": "bfloat16"}, train_sampling_strategy="sequential", pad_to_multiple_of=8),
     }
     given = SFTConfig(**changed)
-    simple = (bool, int, float, str, type(None))
     decided = {
         "assistant_only_loss": True,
         "logging_nan_inf_filter": False,
@@ -241,9 +236,7 @@ def test_every_option_of_trl_arrives(tmp_path):
         assert getattr(ours, field.name) == getattr(given, field.name), field.name
     for name, value in decided.items():
         assert getattr(ours, name) == value
-    for name in ("device", "world_size", "n_gpu", "mixed_precision", "fsdp_plugin_args", "deepspeed_plugin"):
-        assert getattr(ours, name) == getattr(given, name), name
-    assert ours.hub_token == "secret" and sum(isinstance(getattr(given, f.name), simple) for f in theirs) > 100
+    assert ours.hub_token == "secret"
     assert ours.learning_rates(use_peft=False) == dict.fromkeys(("vision", "projector", "norm", "language"), 2e-5)
     assert (
         normalign_config(TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=3e-4), "").learning_rate == 3e-4
@@ -451,10 +444,7 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
         (ValueError, "is of arm 'gwc'. To train it as arm 'unit', give its path", dict(args=dict(arm="unit"))),
         (ValueError, "reads no images. Give a LlavaProcessor", dict(processing_class=processor.tokenizer)),
         (ValueError, "The model names no folder to load its processor from", dict(model=unnamed)),
-        (ValueError, "formatting_func turns rows into text", dict(formatting_func=str)),
         (TypeError, "train_dataset is a list. Give a Dataset, as Dataset.from_list", dict(train_dataset=[plain(1)])),
-        (TypeError, "train_dataset is a NoneType.*by name: train_dataset=ROWS", dict(train_dataset=None)),
-        (ValueError, "global_batch_size 3 is not a multiple", dict(args=dict(global_batch_size=3))),
     ):
         args = options(tmp_path, **given.pop("args", {}))
         with pytest.raises(kind, match=message):

@@ -149,8 +149,3 @@ def test_a_language_model_that_mixes_rows_is_refused_by_its_name(tmp_path, kind,
         return PackedAttentionCheck().on_train_begin(args, None, None, model=model)
     with pytest.raises(ValueError, match=rf"padding_free .* \({kind}\)"):
         PackedAttentionCheck().on_train_begin(args, None, None, model=model)
-
-
-def test_what_pads_is_refused_beside_it(tmp_path, checkpoint):
-    with pytest.raises(ValueError, match="pad_to_multiple_of"):
-        training.arguments(tmp_path, padding_free=True, pad_to_multiple_of=8)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import training
-from measured import build, logs, make_trainer, rows
+from measured import logs, make_trainer, rows
 
 from normalign_llava.train.callbacks.depth_probe import CosineProbe
 from normalign_llava.train.callbacks.measurements import PARTS
@@ -16,11 +16,6 @@ from normalign_llava.train.modules.model import base_model
 
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("parts"))
 
 
 def part_of(name: str) -> str:
@@ -127,8 +122,8 @@ def test_clip_share_counts_the_steps_since_the_last_log(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("arm", ["aligned", "rms", "none"])
 def test_the_size_of_gain_and_bias_and_the_factor_of_compensation(tmp_path, arm):
-    config = {"aligned": {"gradient_compensation": "none"}, "rms": {"projector_norm": "rms_norm"}}
-    trainer = make_trainer(build(tmp_path, config.get(arm, {"projector_norm": "none"})), tmp_path / "run")
+    options = {"norm": "rms_norm"} if arm == "rms" else {"arm": arm}
+    trainer = make_trainer(training.checkpoint(tmp_path, **options), tmp_path / "run")
     trainer.train()
     entry = logs(trainer)[-1]
     shown = {name: value for name, value in entry.items() if name.split("/")[0] in ("gain", "bias", "gwc")}

@@ -2,14 +2,9 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What a person sees of a run, with and without a terminal, and what is documented of what is logged."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-import train_data
 import training
 from documented import documented
 
@@ -54,19 +49,3 @@ def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
         keys |= {key for entry in trainer.state.log_history for key in entry}
     said = documented("The log")
     assert keys == {key.replace("PART", part) for key in said for part in PARTS}
-
-
-def test_a_run_shows_no_foreign_warnings_and_no_wide_lines(tmp_path, checkpoint):
-    train_data.write_json(tmp_path / "data", [train_data.llava("<image>\nwhat?", "red", "red.png") for _ in range(4)])
-    words = ["--stage", "tune", "--model_name_or_path", checkpoint, "--dataset_name", tmp_path / "data" / "data.json"]
-    words += ["--use_peft", "--load_in_4bit", "--dtype", "bfloat16", "--max_steps", 2, "--global_batch_size", 2]
-    words += ["--logging_steps", 1, "--output_dir", tmp_path / "out"]
-    command = [sys.executable, "-m", "normalign_llava", "train", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if str(tmp_path) not in line]  # paths stay whole, to be copied
-    assert max(map(len, lines)) <= 80
-    assert "clipped      left\n 1/2 " in done.stdout
-    for notice in ("Warning", "WARN", "[transformers]", "Failed"):
-        assert notice not in done.stdout + done.stderr
-    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"][0]["norm/visual"] > 0

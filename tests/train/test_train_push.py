@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import train_data
-import training
 from disk import small_disk
 from huggingface_hub import ModelCard
 
@@ -73,15 +72,6 @@ MOMENTS = {
     "before": "tempfile.mkdtemp", "while staging": "os.link", "while sending": "socket.connect",
     "after": "shutil.rmtree",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parts")
-    training.checkpoint(folder)
-    rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i * 7 % 13}", "red.png") for i in range(12)]
-    train_data.write_json(folder / "data", rows)
-    return folder
 
 
 @pytest.fixture

@@ -17,19 +17,6 @@ from normalign_llava.train.run import main
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parts")
-    training.checkpoint(folder)
-    colours = ("red", "green", "blue")
-    rows = [
-        train_data.llava(f"<image>\nwhat is {i}?", f"it is {i * 7 % 13}", f"{colours[i % 3]}.png") for i in range(12)
-    ]
-    (folder / "data").mkdir()
-    train_data.write_json(folder / "data", rows)
-    return folder
-
-
 def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path, parts, capsys):
     output = main([training.recipe(tmp_path, parts, stage="align"), "--seed", "5"])
     shown = " ".join(capsys.readouterr().out.split())

@@ -7,7 +7,8 @@ import json
 
 import pytest
 import torch
-from measured import build, make_trainer
+import training
+from measured import make_trainer
 from measured import rows as training_rows
 from PIL import Image
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """With a head of its own: a tied one makes an untrained model repeat its last token."""
-    return build(tmp_path_factory.mktemp("parts"), tied=False, seed=5)
+    return training.checkpoint(tmp_path_factory.mktemp("parts"), tied=False, seed=5)
 
 
 def png(colour: str) -> bytes:

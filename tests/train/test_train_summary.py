@@ -4,7 +4,8 @@
 
 import pytest
 import torch
-from measured import build, make_trainer
+import training
+from measured import make_trainer
 from transformers import BitsAndBytesConfig, TrainerCallback
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -20,14 +21,9 @@ RATES = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("parts"))
-
-
-@pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """Wide enough for bitsandbytes to keep states in 8 bits, and for 4-bit layers of several blocks."""
-    return build(tmp_path_factory.mktemp("wide"), hidden_size=128, intermediate_size=192, head_dim=64)
+    return training.checkpoint(tmp_path_factory.mktemp("wide"), hidden_size=128, intermediate_size=192, head_dim=64)
 
 
 def table(model, rates=RATES):

@@ -13,7 +13,7 @@ import torch
 import training
 from datasets import Dataset
 from paths import ROOT
-from peft import AutoPeftModel, AutoPeftModelForCausalLM, LoraConfig
+from peft import AutoPeftModel, AutoPeftModelForCausalLM
 from PIL import Image
 from training import moved, weights
 from transformers import AutoProcessor, LlavaConfig, LlavaForConditionalGeneration
@@ -140,27 +140,6 @@ def test_without_the_norm_each_trainer_ends_as_stock_llava(tmp_path, kind):
     assert ends[0].keys() == ends[1].keys() and any(not torch.equal(ends[0][name], start[name]) for name in start)
     for name, value in ends[0].items():
         assert torch.equal(value, ends[1][name]), name
-
-
-@pytest.mark.parametrize(
-    ("targets", "saved", "tower", "norm"),
-    [
-        ("all-linear", ["norm"], True, True),
-        (LANGUAGE_ONLY, ["multi_modal_projector"], False, True),
-    ],
-)
-def test_what_adapters_by_plain_trl_train(tmp_path, checkpoint, targets, saved, tower, norm):
-    adapters = LoraConfig(r=2, target_modules=targets, modules_to_save=saved)
-    trainer = make("sft", str(checkpoint), tmp_path, peft_config=adapters)
-    trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
-    assert any("vision_tower" in name and ".lora_" in name for name in trained) == tower
-    assert any("multi_modal_projector" in name and ".lora_" in name for name in trained) == (
-        "multi_modal_projector" not in (saved or ()) and tower
-    )
-    gain = [name for name in trained if module_of(name) == "norm"]
-    assert len(gain) == (2 if norm else 0)
-    others = {name for name in trained if "modules_to_save" in name and "multi_modal_projector" not in name}
-    assert len(others) > 4 if saved == ["norm"] else not others
 
 
 def blocks(language: str) -> list[str]:
