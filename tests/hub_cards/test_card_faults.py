@@ -20,15 +20,6 @@ def evaluated(folder, *metrics, samples=50, total=50, **changes):
     Evaluation(**{**evaluation, "protocol": [], **changes}).write(folder)
 
 
-def names(folder, **of_parts):
-    """Names the parts in `config.json` as transformers does, and in no `build.json`."""
-    (folder / "build.json").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    for part, name in of_parts.items():
-        config[part]["_name_or_path"] = name
-    made.edit(folder / "config.json", **config)
-
-
 def test_two_folders_of_one_name_are_two_parts(tmp_path):
     vision, language = parts.vision(tmp_path / "v" / "model"), parts.language(tmp_path / "l" / "model")
     Path(vision, "README.md").write_text("---\nlicense: mit\n---\n")
@@ -56,7 +47,11 @@ def test_a_retrofit_is_one_part(tmp_path):
 
 
 def test_names_in_the_configuration_may_be_paths(folder, tmp_path):
-    names(folder, vision_config="outputs/vision", text_config=str(tmp_path))
+    (folder / "build.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["_name_or_path"] = "outputs/vision"  # as transformers names a part
+    config["text_config"]["_name_or_path"] = str(tmp_path)
+    made.edit(folder / "config.json", **config)
     card = render_card(folder)
     assert "base_model" not in data(card) and "huggingface.co/outputs" not in card.text
     assert rows(section(card, "Licence"))["vision encoder"] == ["outputs/vision", "not recorded"]

@@ -8,7 +8,6 @@ import shutil
 import pytest
 import train_data
 import training
-from disk import small_disk
 
 from normalign_llava.train.run import main
 
@@ -80,11 +79,3 @@ def test_as_an_adapter_with_its_base_pinned(publish, hub, base, adapter, tmp_pat
     assert not {"model.safetensors", "optimizer.pt"} & set(repository.head().files)
     assert served.commit in repository.read("README.md").decode()
     assert f'as its card says, with revision = "{repository.commit}"' in shown
-
-
-def test_a_disk_that_is_full_while_merging(publish, hub, adapter, tmp_path):
-    with small_disk(tmp_path / "disk", "size=64k") as disk:
-        status, shown = publish(adapter, TMPDIR=str(disk))
-        assert not list(disk.iterdir())
-    assert status == 1 and str(disk) in shown and "TMPDIR" in shown and "No space left" in shown
-    assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]

@@ -165,9 +165,9 @@ def test_several_gpus_in_one_process_are_refused_before_anything_is_read(tmp_pat
 
 
 def test_the_command_line_and_python_end_with_the_same_weights_and_record(tmp_path, checkpoint):
-    data = [train_data.llava(f"<image>\nwhat is {i}?", COLOURS[i % 3], f"{COLOURS[i % 3]}.png") for i in range(8)]
-    (tmp_path / "data").mkdir()
+    data = [train_data.llava(f"<image>\nwhat is {i}?", COLOURS[i % 4], f"{COLOURS[i % 4]}.png") for i in range(8)]
     file = train_data.write_json(tmp_path / "data", data)
+    train_data.images(tmp_path / "data", "white.png")
     shared = dict(stage="tune", global_batch_size=4, max_steps=3, learning_rate=1e-3, seed=3)
     words = [f"--{name}={value}" for name, value in {**SHORT, **shared}.items()]
     for name, more, adapters in (
@@ -184,11 +184,10 @@ def test_the_command_line_and_python_end_with_the_same_weights_and_record(tmp_pa
                 f"--output_dir={tmp_path / name}-cli",
             ]
         )
-        python = [{"images": [Image.open(tmp_path / "data" / row["image"])], "messages": turns(row)} for row in data]
         trainer = NormAlignTrainer(
             str(checkpoint),
             options(tmp_path / f"{name}-python", **shared, **more),
-            train_dataset=Dataset.from_list(python),
+            train_dataset=rows(),
             peft_config=adapters,
         )
         trainer.train()
@@ -203,15 +202,6 @@ def test_the_command_line_and_python_end_with_the_same_weights_and_record(tmp_pa
         assert records[1]["options"]["model_name_or_path"] == "model"
         assert [records[i]["data"][0]["used"] for i in range(2)] == [8, 8]
         assert "8 rows" in (python / "README.md").read_text()
-
-
-def turns(row: dict) -> list[dict]:
-    question, answer = (turn["value"] for turn in row["conversations"])
-    content = [{"type": "image"}, {"type": "text", "text": question.removeprefix("<image>\n")}]
-    return [
-        {"role": "user", "content": content},
-        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
-    ]
 
 
 def test_every_option_of_trl_arrives(tmp_path):

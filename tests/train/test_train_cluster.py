@@ -62,20 +62,6 @@ def test_bytes_moved_follow_from_the_shapes(shape):
         assert cells[3:] == [f"{ddp / GIGA:.2f}", f"{fsdp / GIGA:.1f}", f"{zero / GIGA:.1f}"], (stage, count)
 
 
-def test_the_plan_for_scaling_is_the_same_count_with_one_pass():
-    sizes = parameters("7b")
-    gathered = sum(
-        2 * size if ".layers." in name or "projector.norm." in name else size for name, size in sizes.items()
-    )
-    head = "| nodes of 8 GPUs | 1 | 2 | 4 | 8 |"
-    (_, *batches), (_, *moved) = table(PAGE, head)
-    for nodes, batch, figure in zip((1, 2, 4, 8), batches, moved, strict=True):
-        count = 8 * nodes
-        assert int(batch.split(",")[0]) == 4 * count
-        assert figure == f"{(count - 1) / count * 2 * (gathered + sum(sizes.values())) / GIGA:.1f}"
-    assert batches[2] == f"{STAGES['tune']['global_batch_size']}, the recipe's"
-
-
 @pytest.mark.nightly
 def test_the_job_file_trains_on_one_node_with_two_processes_and_resumes(tmp_path):
     training.checkpoint(tmp_path)

@@ -10,7 +10,6 @@ import training
 from documented import PAGE, page_from_fields
 from trl import SFTConfig
 
-from normalign_llava.train import run
 from normalign_llava.train.batches.collator import ConversationCollator
 from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
 from normalign_llava.train.options.fields import REFUSED, TrainingOptions
@@ -87,20 +86,6 @@ def test_other_options_that_would_do_nothing_are_refused_where_they_are_read(tmp
         with pytest.raises(ValueError, match=f"{name} needs adapters.*Add --use_peft"):
             ModelArguments(model_name_or_path="model", **{name: True})
         assert getattr(ModelArguments(model_name_or_path="model", use_peft=True, **{name: True}), name)
-
-
-@pytest.mark.parametrize(
-    ("tracker", "message"),
-    [
-        ("tensorbord", "tensorbord is not supported, only .*tensorboard"),
-        ("comet_ml", "report_to names comet_ml, which cannot be used: .*pip install comet-ml"),
-    ],
-)
-def test_a_tracker_that_is_not_there_is_refused_before_anything_is_loaded(tmp_path, tracker, message):
-    words = ["--model_name_or_path", str(tmp_path / "nothing"), "--dataset_name", "nothing", "--bf16", "false"]
-    with pytest.raises(ValueError, match=message):
-        run.main([*words, "--output_dir", str(tmp_path / "out"), "--report_to", tracker])
-    assert config(tmp_path, report_to=["tensorboard"]).report_to == ["tensorboard"]
 
 
 def test_rows_are_padded_to_a_multiple_and_labels_with_them(tmp_path, checkpoint):

@@ -185,16 +185,10 @@ def test_a_resumed_packed_stream_is_bitwise_the_uninterrupted_one(tmp_path, chec
     [
         ({"tokens_per_device": 512, "per_device_train_batch_size": None}, "Add packing"),
         ({"tokens_per_device": 512, "packing": True}, "Set global_batch_size"),
-        ({"packing": True, "neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"padding_free": True, "neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"packing": True, "average_tokens_across_devices": False}, "average_tokens_across_devices"),
         ({"packing": True, "accelerator_config": {"use_seedable_sampler": False}}, "use_seedable_sampler"),
         ({"packing": True, "pad_to_multiple_of": 8}, "pad_to_multiple_of"),
-        (
-            {"packing": True, "packing_strategy": "wrapped"},
-            "packing_strategy cannot be used here: packing here divides",
-        ),
-        ({"packing": True, "eval_packing": True}, "eval_packing cannot be used here"),
         ({"packing": True, "train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
     ],
 )

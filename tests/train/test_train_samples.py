@@ -99,11 +99,3 @@ def by_hand(trainer, number: int) -> str:
         said.append(logits[0, -1].argmax().item())
         ids = torch.cat([ids, torch.tensor([said[-1:]])], dim=1)
     return processor.tokenizer.decode(said, skip_special_tokens=True).strip()
-
-
-def test_an_image_that_is_too_large_is_refused_before_training(tmp_path):
-    path = tmp_path / "large.png"
-    Image.new("RGB", (40, 40)).save(path)
-    row = {"images": [{"path": str(path), "bytes": None}], "messages": ROWS[0]["messages"]}
-    with pytest.raises(ValueError, match="large.png"):
-        SampleCallback([row], 8, 1000)
