@@ -90,7 +90,7 @@ def test_models_are_compared_on_the_questions_that_all_were_asked(tmp_path):
     assert f"pope acc: {sentence}" in " ".join(shown.output.split())
 
 
-def test_a_task_without_a_score_for_each_question_is_left_out_and_named(tmp_path):
+def test_a_task_without_a_score_for_each_question_is_named(tmp_path):
     one, other = (evaluated(tmp_path / name, answers(0.5, 1)) for name in ("a=b,c", "d"))
     Evaluation("mine", "mine", [Metric("f1", 0.5)], 9, 9, []).write(tmp_path / "d")
     shown = CliRunner().invoke(app, ["compare", one, other, "--output", str(tmp_path)], env={"COLUMNS": "120"})

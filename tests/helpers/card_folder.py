@@ -24,6 +24,7 @@ from normalign_llava.evaluate.results import Evaluation, Metric
 
 SECRET = "Who is the person in the image?"
 """A question of the data, which no card may show."""
+NO_NORM = diagnosed(model="no-norm")
 
 
 def bare(root: Path, **kwargs) -> Path:
@@ -106,7 +107,7 @@ def normed(folder: Path, gain: float, bias: float = 0.0) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def measured(folder: Path, baseline: Report | None = diagnosed(model="no-norm")) -> None:
+def measured(folder: Path, baseline: Report | None = NO_NORM) -> None:
     """A diagnosis with a baseline, and its figures; one of them shows samples of the data."""
     gain = load_file(folder / "model.safetensors")["model.multi_modal_projector.norm.weight"].abs().mean().item()
     found = Gain(2.2812, gain, 0.0152, 0.0197, 0.8765, 0.4321)

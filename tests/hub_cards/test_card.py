@@ -122,7 +122,7 @@ def test_what_the_author_wrote_is_kept_byte_for_byte(full):
         ("mine\n", "theirs\n", "theirs\n"),
     ],
 )
-def test_the_text_on_the_hub_is_kept_and_the_folder_s_where_it_has_none(full, here, there, expected):
+def test_the_text_on_the_hub_is_kept_if_it_has_one(full, here, there, expected):
     text = render_card(full).text
     hub_card = text.replace("notes -->\n", f"notes -->\n{there}")
     (full / "README.md").write_text(text.replace("notes -->\n", f"notes -->\n{here}"))

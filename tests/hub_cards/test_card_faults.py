@@ -58,7 +58,7 @@ def test_names_in_the_configuration_may_be_paths(folder, tmp_path):
     assert str(tmp_path) not in card.text and rows(section(card, "Licence"))["language model"][0] == tmp_path.name
 
 
-def test_a_base_that_the_author_names_is_kept_while_a_part_is_not_on_the_hub(folder):
+def test_a_base_that_the_author_names_is_kept(folder):
     made.edit(folder / "build.json", vision="google/encoder")
     card = write_card(folder)
     assert data(card)["base_model"] == ["google/encoder"] and "`base_model:`" in " ".join(card.warnings)

@@ -38,7 +38,7 @@ def test_a_fault_leaves_the_branch_and_the_next_run_sends_the_rest(publish, hub,
     assert not received or hub.received.total() == received, "what was uploaded was sent again"
 
 
-def test_a_lost_answer_is_told_and_the_next_run_makes_no_second_commit(publish, hub, folder):
+def test_after_a_lost_answer_the_next_run_makes_no_second_commit(publish, hub, folder):
     hub.fault("lost", COMMIT)
     status, shown = publish(folder, "--no-verify")
     assert status == 1 and f"has moved since, to {hub.repository('ann/m').commit}" in shown and "by ann" in shown

@@ -126,7 +126,7 @@ def check_published(hub, token):
     assert not [blob for blob in repository.blobs.values() if token.encode() in blob.read()]
 
 
-def test_every_commit_of_a_run_is_a_whole_repository_that_a_stranger_loads(hub, run, prepared, tmp_path, parts):
+def test_every_commit_of_a_run_is_a_repository_that_loads(hub, run, prepared, tmp_path, parts):
     token = hub.token("ann")
     card = render_card(parts / "model").text.replace(HEAD + END, f"{HEAD}Ask Ann.\n{END}")
     stale = {"model-00001-of-00002.safetensors": b"x" * 9, "model.safetensors.index.json": b"{}"}
@@ -212,7 +212,7 @@ def test_a_full_disk_while_pushing_stops_no_training(hub, run, tmp_path):
     check_published(hub, token)
 
 
-def test_what_a_killed_push_has_left_is_removed_when_the_run_is_resumed(hub, run, tmp_path):
+def test_a_resumed_run_removes_what_a_killed_push_has_left(hub, run, tmp_path):
     token, out = hub.token("ann"), tmp_path / "out"
     done = run(token, (MOMENTS["while staging"], "killed", out))
     assert done.returncode == -signal.SIGKILL and missing_from(out / "checkpoint-1", 1) == []
@@ -233,7 +233,7 @@ def test_a_repository_of_someone_else_is_refused_before_training(hub, run, tmp_p
     assert not list((tmp_path / "out").glob("checkpoint-*")) and not commits(hub)
 
 
-def test_the_last_checkpoint_is_pushed_to_resume_from_where_it_is_asked_for(hub, run, tmp_path):
+def test_the_last_checkpoint_is_pushed_and_can_be_resumed_from(hub, run, tmp_path):
     token = hub.token("ann")
     hub.create(REPO, files={f"last-checkpoint/rng_state_{rank}.pth": b"of a run on two processes" for rank in (0, 1)})
     options = {"hub_strategy": "checkpoint", "hub_revision": "trial", "save_strategy": "steps", "save_steps": 2}
@@ -256,7 +256,7 @@ def test_the_last_checkpoint_is_pushed_to_resume_from_where_it_is_asked_for(hub,
     assert json.loads((tmp_path / "resumed" / "trainer_state.json").read_text())["global_step"] == 3
 
 
-def test_an_adapter_names_a_base_that_is_on_the_hub_by_its_commit(hub, run, tmp_path, parts):
+def test_an_adapter_names_its_base_on_the_hub_by_its_commit(hub, run, tmp_path, parts):
     token = hub.token("ann")
     base = hub.serve("bea/base", parts / "model")
     red = {"bytes": train_data.image_bytes("red"), "path": "red.png"}
@@ -282,7 +282,7 @@ def test_an_adapter_names_a_base_that_is_on_the_hub_by_its_commit(hub, run, tmp_
     assert answer.features
 
 
-def test_an_adapter_of_a_local_folder_is_pushed_with_a_warning_without_its_path(hub, run, prepared, tmp_path, parts):
+def test_an_adapter_of_a_local_folder_is_pushed_without_its_path(hub, run, prepared, tmp_path, parts):
     token = hub.token("ann")
     done = run(token, use_peft=True, save_steps=2, hub_strategy="checkpoint")
     assert done.returncode == 0, done.stderr

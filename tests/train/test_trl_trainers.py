@@ -42,7 +42,6 @@ COLOURS = ("red", "green", "blue", "white")
 SHORT = {**training.SHORT, "per_device_train_batch_size": 4}
 ON_TINY = [f"--{name}={value}" for name, value in {**SHORT, "dtype": "float32", "save_strategy": "steps"}.items()]
 ON_TINY += ["--gradient_accumulation_steps=1"]
-LANGUAGE_ONLY = r".*\.language_model\..*_proj"
 
 
 def image(number: int) -> Image.Image:
