@@ -95,15 +95,6 @@ def test_what_begins_like_markup_is_text(full, start):
     assert shown.count(" ".join(start.split())) == 2
 
 
-@pytest.mark.parametrize("block, error", [("1: x", "must be strings"), ("a: [", "cannot be read")])
-def test_front_matter_that_is_none_is_named(folder, block, error):
-    text = write_card(folder).text
-    body = text.partition("---\n")[2].partition("---\n")
-    (folder / "README.md").write_text(f"---\n{block}\n---\n{body[2]}")
-    with pytest.raises(ValueError, match=f"(?s)README.md.*{error}|{error}.*README.md"):
-        write_card(folder)
-
-
 def test_an_arm_that_was_not_trained(tmp_path):
     vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
     build_checkpoint(vision, language, tmp_path / "built", arm="unit")

@@ -25,13 +25,6 @@ def edit(repository, **files):
     return repository.advance("main", head.files | stored, "Edit by hand", "ann", parent=head.oid)
 
 
-def break_weights(folder):
-    """In a way that only loading them shows."""
-    weights = load_file(folder / "model.safetensors")
-    weights["model.multi_modal_projector.linear_1.weight"][0] = float("nan")
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
 def test_a_model_is_published_whole_and_loads_from_its_commit(publish, hub, folder, tmp_path):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     status, shown = publish(folder, "--private", "--space", TMPDIR=str(tmp_path))
@@ -127,7 +120,9 @@ def test_a_dry_run_asks_nobody_and_loads_the_folder(publish, hub, folder):
     status, shown = publish(folder, "--dry-run", token=" ")
     assert status == 0 and "optimizer.pt" in shown and "It passed the checks." in shown, shown
     assert hub.requests == []
-    break_weights(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.multi_modal_projector.linear_1.weight"][0] = float("nan")  # which only loading shows
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     status, shown = publish(folder, "--dry-run")
     assert status == 1 and "does not work in a process without this package" in shown
 

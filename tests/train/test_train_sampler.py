@@ -81,15 +81,11 @@ def prepared(index):
     return prepare_data_loader(loader, num_processes=2, process_index=index, put_on_device=False)
 
 
-def epoch(loader) -> list:
-    return [batch.tolist() for batch in loader]
-
-
 @pytest.mark.parametrize("index", [0, 1])
 def test_two_processes_share_an_optimizer_step(index):
     """Of each group of 8 rows, 2 processes with 2 rows in a batch get 2 batches each."""
     loader = prepared(index)
-    found = [epoch(loader) for _ in range(2)]
+    found = [[batch.tolist() for batch in loader] for _ in range(2)]
     expected = sampler(rows=40)
     for number in range(2):
         expected.set_epoch(number)
@@ -97,7 +93,7 @@ def test_two_processes_share_an_optimizer_step(index):
         assert found[number] == [order[start : start + 2] for start in range(2 * index, 40, 4)]
     resumed = prepared(index)
     resumed.set_epoch(1)
-    assert epoch(skip_first_batches(resumed, 3)) == found[1][3:]
+    assert [batch.tolist() for batch in skip_first_batches(resumed, 3)] == found[1][3:]
 
 
 # ----------------------------------------------------------------------------------------------------------- mixtures
