@@ -72,7 +72,7 @@ def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path)
     assert len(answered) == 5 and choice.metrics[0].value == right / 5
     (raw,) = (tmp_path / "evaluation" / "tiny_choosing").glob("results_*.json")
     assert json.loads(raw.read_text())["results"]["tiny_choosing"]["acc,none"] == right / 5
-    assert render(done).row_count == 2
+    assert render(done).row_count == 3
 
 
 def test_results_on_a_data_set_of_this_machine_can_be_published(room, tmp_path):

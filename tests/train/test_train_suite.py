@@ -95,7 +95,6 @@ def test_a_suite_is_evaluated_once_with_held_out_rows(room, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eval_suite": "tiny_lookin"}, "no task 'tiny_lookin'. Did you mean tiny_looking.*suites are paper"),
         ({"eval_suite": "mmbench_en_dev"}, "a limit would cut them"),
         ({"eval_suite": "pope"}, "eval_suite: pope cannot be loaded.*lmms-lab-encoder/POPE"),  # no connection here
     ],
