@@ -49,6 +49,8 @@ def test_a_person_asks_about_a_image(tmp_path):
 
 def _messages(driver):
     insist(lambda: driver.ask("what is it?"), lambda: "There is no image yet" in driver.messages())
+    close = "document.querySelectorAll('[data-testid=toast-close]').forEach(each => each.click())"
+    until(lambda: driver.browser.execute_script(close) or not driver.messages())
     assert driver.answer() == "" and driver.figure("heat") is None
     return driver.requests()
 
@@ -75,7 +77,10 @@ def _one_question(driver, folder, image):
 def _on_a_phone(browser, url):
     page = load(browser, url, 390)
     driver = Driver(browser)
-    insist(lambda: browser.find_element(By.CSS_SELECTOR, "button.gallery-item").click(), driver.has_image)
+    insist(
+        lambda: until(lambda: browser.find_elements(By.CSS_SELECTOR, "button.gallery-item"))[0].click(),
+        driver.has_image,
+    )
     driver.ask("what color is the circle?")
     until(lambda: driver.figure("chart"))
     assert (page.inner_width, page.scroll_width) == (390, 390)
