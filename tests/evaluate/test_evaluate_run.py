@@ -2,18 +2,17 @@
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import scripted_tasks
+import suite_tasks
 import tiny_parts as parts
 import torch
 import training
 import yaml
-from datasets import Dataset, Features, Image, Value
 from paths import DOCS
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -30,65 +29,17 @@ from normalign_llava.hub_cards.push.source import choose_files
 pytestmark = pytest.mark.slow
 
 
-COLOURS = ["red", "green", "blue", "red", "blue"]
-KILL_ONCE = """
-import os, signal
-from pathlib import Path
-
-def documents(split):
-    marker = Path(__file__).with_name("killed")
-    if not marker.exists():
-        marker.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return split
-"""
-
-
 @pytest.fixture(scope="module")
 def room(tmp_path_factory):
     """A checkpoint, and a folder with tasks: one with images, one of likelihoods, and several that do not end well."""
     folder = tmp_path_factory.mktemp("room")
     training.checkpoint(folder)
-    rows = [
-        {"image": {"bytes": training.image(number), "path": None}, "question": "what colour?", "answer": colour}
-        for number, colour in enumerate(COLOURS)
-    ]
-    features = Features({"image": Image(), "question": Value("string"), "answer": Value("string")})
-    Dataset.from_list(rows, features=features).to_parquet(folder / "rows.parquet")
     tasks = folder / "tasks"
-    tasks.mkdir()
-    shared = {
-        "dataset_path": "parquet",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.parquet")}},
-        "test_split": "test",
-        "metadata": {"version": 3},
-    }
-    looking = {
-        **shared,
-        "task": "tiny_colours",
-        "output_type": "generate_until",
-        "doc_to_image": ["image"],
-        "doc_to_text": "<image>\n{{question}}",
-        "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": 4},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
-    choosing = {
-        **shared,
-        "task": "tiny_choice",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": ["red", "green", "blue"],
-        "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
+    suite_tasks.write(tasks)
     no_file = {"data_files": {"test": str(folder / "missing.parquet")}}
+    choosing = yaml.safe_load((tasks / "tiny_choosing.yaml").read_text())
     missing = {**choosing, "task": "tiny_missing", "dataset_kwargs": no_file}
-    for task in (looking, choosing, missing, {**choosing, "task": "tiny_killed"}):
-        (tasks / f"{task['task']}.yaml").write_text(yaml.safe_dump(task))
-    (tasks / "killing.py").write_text(KILL_ONCE)
-    with (tasks / "tiny_killed.yaml").open("a") as file:
-        file.write("process_docs: !function killing.documents\n")
+    (tasks / "tiny_missing.yaml").write_text(yaml.safe_dump(missing))
     scripted_tasks.write_task(tasks, "pope", [{"answer": "yes", "category": "random"}])  # without its question
     return folder
 
@@ -105,35 +56,35 @@ def run(room, output, *tasks, model=None, **options):
 
 
 def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path):
-    done = run(room, tmp_path, "tiny_colours", "tiny_choice", batch_size=2)
+    done = run(room, tmp_path, "tiny_looking", "tiny_choosing", batch_size=2)
     assert not done.failed and done.file == tmp_path / "evaluation" / "summary.json"
     choice, colours = read_evaluations(tmp_path)
     assert [colours, choice] == done.results
     assert (colours.samples, colours.total, colours.partial) == (5, 5, False)
     assert colours.weights == weights_hash(room / "model") and colours.settings["batch_size"] == 2
-    assert colours.versions["tiny_colours"] == "3" and "lm_eval" in colours.versions
+    assert colours.versions["tiny_looking"] == "3" and "lm_eval" in colours.versions
     assert any("max_gen_toks" in sentence for sentence in colours.protocol)
-    assert "<image>\\nwhat colour?" in colours.protocol[-1]
-    assert choice.protocol[-1] == 'The first prompt is "what colour?"'
-    (samples,) = (tmp_path / "evaluation" / "tiny_choice").glob("samples_tiny_choice_*.jsonl")
+    assert "<image>what is in 0?" in colours.protocol[-1]
+    assert choice.protocol[-1] == 'The first prompt is "what is in 0?"'
+    (samples,) = (tmp_path / "evaluation" / "tiny_choosing").glob("samples_tiny_choosing_*.jsonl")
     answered = [json.loads(line) for line in samples.read_text().splitlines()]
     right = sum(sample["acc"] for sample in answered)
     assert len(answered) == 5 and choice.metrics[0].value == right / 5
-    (raw,) = (tmp_path / "evaluation" / "tiny_choice").glob("results_*.json")
-    assert json.loads(raw.read_text())["results"]["tiny_choice"]["acc,none"] == right / 5
-    assert render(done).row_count == 2
+    (raw,) = (tmp_path / "evaluation" / "tiny_choosing").glob("results_*.json")
+    assert json.loads(raw.read_text())["results"]["tiny_choosing"]["acc,none"] == right / 5
+    assert render(done).row_count == 3
 
 
 def test_results_on_a_data_set_of_this_machine_can_be_published(room, tmp_path):
     """The data set's folder is in the task file, as is usual with one's own data."""
     model, own = shutil.copytree(room / "model", tmp_path / "model"), shutil.copytree(room / "tasks", tmp_path / "own")
     (tmp_path / "my-questions").mkdir()
-    shutil.copy(room / "rows.parquet", tmp_path / "my-questions" / "test.parquet")
-    task = yaml.safe_load((own / "tiny_choice.yaml").read_text()) | {"dataset_path": str(tmp_path / "my-questions")}
-    (own / "tiny_choice.yaml").write_text(yaml.safe_dump({**task, "dataset_kwargs": {}}))
-    assert not run(room, model, "tiny_choice", model=model, include_path=own).failed
+    shutil.copy(room / "tasks" / "questions.parquet", tmp_path / "my-questions" / "test.parquet")
+    task = yaml.safe_load((own / "tiny_choosing.yaml").read_text()) | {"dataset_path": str(tmp_path / "my-questions")}
+    (own / "tiny_choosing.yaml").write_text(yaml.safe_dump({**task, "dataset_kwargs": {}}))
+    assert not run(room, model, "tiny_choosing", model=model, include_path=own).failed
     (found,) = read_evaluations(model)
-    assert found.protocol[0] == "lm-evaluation-harness runs its task tiny_choice on my-questions."
+    assert found.protocol[0] == "lm-evaluation-harness runs its task tiny_choosing on my-questions."
     write_card(model)
     sent = choose_files(model, {})
     assert {"README.md", "evaluation/summary.json"} <= sent.files.keys()
@@ -145,7 +96,7 @@ def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_p
     model = shutil.copytree(room / "model", tmp_path / "model")
 
     def skipped(**options):
-        done = run(room, tmp_path / "out", "tiny_choice", **{"include_path": own, "model": model, **options})
+        done = run(room, tmp_path / "out", "tiny_choosing", **{"include_path": own, "model": model, **options})
         return capsys.readouterr().err.count("done before"), done.results[0]
 
     assert not skipped(limit=2)[0] and skipped(limit=2)[0] and not skipped()[0] and skipped()[0]
@@ -162,7 +113,7 @@ def test_a_new_commit_on_the_hub_is_evaluated_anew(hub, prepared, room, tmp_path
     repository = hub.serve("bea/model", room / "model")
 
     def skipped():
-        command = ["evaluate", "bea/model", *words(room, tmp_path, "tiny_choice")[2:]]
+        command = ["evaluate", "bea/model", *words(room, tmp_path, "tiny_choosing")[2:]]
         done = prepared.run(["-m", "normalign_llava", *command])
         assert done.returncode == 0, done.stderr
         assert read_evaluations(tmp_path)[0].weights == f"bea/model@{repository.commit}"
@@ -175,24 +126,11 @@ def test_a_new_commit_on_the_hub_is_evaluated_anew(hub, prepared, room, tmp_path
 
 
 def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
-    done = run(room, tmp_path, "tiny_choice", limit=2)
+    done = run(room, tmp_path, "tiny_choosing", limit=2)
     assert done.results[0].partial and (done.results[0].samples, done.results[0].total) == (2, 5)
-    run(room, tmp_path, "tiny_choice")
-    with pytest.raises(ValueError, match="has whole results of tiny_choice, .* Name another --output"):
-        run(room, tmp_path, "tiny_choice", limit=2)
-
-
-def test_after_a_kill_the_rest_is_run(room, tmp_path):
-    command = words(room, tmp_path, "tiny_choice", "tiny_killed")
-    killed = subprocess.run([sys.executable, "-m", "normalign_llava", *command], capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert "tiny_choice (1 of 2)" in killed.stderr and "tiny_killed (2 of 2)" in killed.stderr
-    (before,) = read_evaluations(tmp_path)
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    assert "tiny_choice: done before" in done.output and "tiny_killed (1 of 1)" in done.output
-    after, rest = read_evaluations(tmp_path)
-    assert after == before and (rest.task, rest.samples) == ("tiny_killed", 5)
+    run(room, tmp_path, "tiny_choosing")
+    with pytest.raises(ValueError, match="has whole results of tiny_choosing, .* Name another --output"):
+        run(room, tmp_path, "tiny_choosing", limit=2)
 
 
 def test_tasks_that_cannot_be_run_are_named_and_the_others_are_run(room, tmp_path):
@@ -201,9 +139,9 @@ def test_tasks_that_cannot_be_run_are_named_and_the_others_are_run(room, tmp_pat
         "mmstar": "Lin-Chen/MMStar",  # on the Hub, which cannot be reached
         "pope": "the data set lmms-lab-encoder/POPE has changed: it has no column question",
     }
-    done = CliRunner().invoke(app, words(room, tmp_path, *reasons, "tiny_choice"))
+    done = CliRunner().invoke(app, words(room, tmp_path, *reasons, "tiny_choosing"))
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)  # no traceback
-    assert [each.task for each in read_evaluations(tmp_path)] == ["tiny_choice"]
+    assert [each.task for each in read_evaluations(tmp_path)] == ["tiny_choosing"]
     said = " ".join(done.output.split())
     for task, reason in reasons.items():
         assert reason in said.split(f"Not evaluated: {task}.")[1]
@@ -215,35 +153,31 @@ def test_the_precision_that_the_machine_decides_is_one_of_the_settings(room, tmp
     AutoModelForCausalLM.from_pretrained(language, dtype=torch.bfloat16).save_pretrained(language)
     for ratio, dtype in ((5.0, "float32"), (0.3, "auto")):
         processor(ratio)
-        assert run(room, tmp_path, "tiny_choice", model=language).results[0].settings["dtype"] == dtype
+        assert run(room, tmp_path, "tiny_choosing", model=language).results[0].settings["dtype"] == dtype
 
 
+@pytest.mark.nightly
 def test_the_harness_s_own_command_of_the_page_gives_the_same_answers(room, tmp_path):
     (line,) = (line for line in (DOCS / "evaluate.md").read_text().splitlines() if line.startswith("lm_eval run"))
-    given = {"my-model": str(room / "model"), "$TASKS": str(room / "tasks"), "--tasks pope": "--tasks tiny_colours"}
+    given = {"my-model": str(room / "model"), "$TASKS": str(room / "tasks"), "--tasks pope": "--tasks tiny_looking"}
     for name, ours in given.items():
         line = line.split("#")[0].replace(name, ours)
     name, *command = line.split()
     command = [str(Path(sys.executable).with_name(name)), *command, "--device", "cpu", "--log_samples"]
     done = subprocess.run([*command, "--output_path", str(tmp_path / "theirs")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    run(room, tmp_path / "ours", "tiny_colours")
+    run(room, tmp_path / "ours", "tiny_looking")
     theirs, ours = (
         [json.loads(text)["resps"] for text in file.read_text().splitlines()]
         for whose in ("theirs", "ours")
-        for file in (tmp_path / whose).rglob("samples_tiny_colours_*.jsonl")
+        for file in (tmp_path / whose).rglob("samples_tiny_looking_*.jsonl")
     )
     assert theirs == ours and len(ours) == 5
     assert (Path(*tasks.__path__) / "pope.yaml").is_file()
 
 
 def test_unknown_names_are_refused_with_the_nearest(room, tmp_path):
-    with pytest.raises(ValueError, match="There is no task 'tiny_colors'. Did you mean tiny_colours?"):
-        run(room, tmp_path, "tiny_colors")
+    with pytest.raises(ValueError, match="There is no task 'tiny_lookin'. Did you mean tiny_looking?"):
+        run(room, tmp_path, "tiny_lookin")
     with pytest.raises(ValueError, match="There is no suite 'papers'"):
         run(room, tmp_path, suites=["papers"])
-    with pytest.raises(ValueError, match="Name a suite"):
-        run(room, tmp_path)
-    vision = parts.vision(tmp_path / "vision", "clip")
-    with pytest.raises(ValueError, match="is a vision encoder"):
-        run(room, tmp_path, "tiny_choice", model=vision)

@@ -148,14 +148,6 @@ def test_scienceqa_without_an_image_asks_in_text(tmp_path):
     assert result["results"]["scienceqa"]["acc,none"] == 1
 
 
-def test_scienceqa_with_two_and_five_choices(tmp_path):
-    rows = [
-        SCIENCEQA | {"choices": ["yes", "no"], "answer": 0},
-        SCIENCEQA | {"choices": [*TEXTS, "a bee"], "answer": 4},
-    ]
-    assert scores(tmp_path, "scienceqa", rows * 2, ["A", "E", "C", "a bee"]) == pytest.approx({"acc": 3 / 4})
-
-
 def test_pope(tmp_path):
     said = {
         # (category, right answer): what the model says
@@ -211,7 +203,7 @@ def test_ocrbench(tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("task", ALL)
+@pytest.mark.parametrize("task", ["mmbench_en_dev", "pope", "ocrbench"])
 def test_columns_that_changed_are_named(task, tmp_path):
     row = (numbered(task, ALL[task], 1)[0] | {"text": "What?"}).copy()
     del row["question"], row["answer"]
@@ -223,7 +215,6 @@ def test_columns_that_changed_are_named(task, tmp_path):
 @pytest.mark.parametrize(
     ("task", "change"),
     [
-        ("pope", {"category": "everyday"}),
         ("pope", {"answer": "maybe"}),
         ("seedbench_2_plus", {"question_image_type": "poster"}),
         ("ocrbench", {"question_type": "Signatures"}),
@@ -235,9 +226,8 @@ def test_values_that_no_score_is_for_are_named(task, change, tmp_path):
         run(tmp_path, task, [ALL[task], ALL[task] | change], Script(["B", "B"]))
 
 
-@pytest.mark.parametrize("task", ["ai2d", "pope"])
-def test_images_are_opened_in_the_formats_of_training_alone(task, tmp_path):
+def test_images_are_opened_in_the_formats_of_training_alone(tmp_path):
     picture().convert("RGB").save(file := io.BytesIO(), "EPS")
-    row = ALL[task] | {"image": {"bytes": file.getvalue(), "path": "cat.jpg"}}
+    row = POPE | {"image": {"bytes": file.getvalue(), "path": "cat.jpg"}}
     with pytest.raises(ValueError, match="cat.jpg: cannot identify image file; it is broken, or not one of PNG"):
-        run(tmp_path, task, [row], Script(["B"]))
+        run(tmp_path, "pope", [row], Script(["B"]))

@@ -128,36 +128,6 @@ def test_fixed_factors_multiply_tokens_and_gradient_in_training_alone(tmp_path):
     assert torch.equal(projector(features), before)
 
 
-def test_the_plan_is_the_one_that_was_decided():
-    plan = read_plan(ROOT / "experiments" / "regime.yaml")
-    runs = plan.runs()
-    assert len(runs) == 69 and {run.seed for run in runs} == {200, 201, 202, 203, 204, 205}
-    assert [*plan.decisions] == ["H1", "H2", "H3", "H4"]
-    for run in runs:
-        first, second = plan.options(run)
-        assert first["lr_scheduler_type"] == second["lr_scheduler_type"] == "constant_with_warmup"
-        assert first["max_steps"] + second["max_steps"] == (600 if run.group == "long" else 160)
-        assert (run.group == "full") == ("use_peft" not in second)
-        if run.group != "rates":
-            assert first["learning_rate"] == second["learning_rate"] == 1e-3
-
-
-@pytest.mark.parametrize(
-    "changed, message",
-    [
-        ({"colour": 1}, "it has colour, which no plan has"),
-        ({"decisions": {"H1": ["tiny/gwc"]}}, r"H1 must name runs, .* \['tiny/gwc'\]"),
-        ({"variant": {"arm": "best"}}, "arm 'best' is none of none, unit, aligned, gwc"),
-        ({"variant": {"arm": "gwc", "enters_at": 1}}, "enters_at is for arm none"),
-    ],
-)
-def test_a_wrong_plan_is_refused(tmp_path, changed, message):
-    plan = {**PLAN, "groups": {"tiny": {**PLAN["groups"]["tiny"], "variants": {"none": None, "gwc": None}}}, **changed}
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
-    with pytest.raises(ValueError, match=f"plan.yaml is no plan of an experiment: {message}"):
-        read_plan(tmp_path / "plan.yaml")
-
-
 def test_differences_are_paired_and_corrected_as_by_hand():
     rng = np.random.default_rng(0)
     values = rng.normal(size=(4, 6))

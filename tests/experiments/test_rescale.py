@@ -9,8 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from rescale import rescale, rescale_encoder, rescale_language_model
 from runs import measure_tokens
-from tiny import vision_config
-from transformers import AutoImageProcessor, CLIPVisionModel, Dinov2Model, LlamaForCausalLM
+from transformers import AutoImageProcessor, Dinov2Model, LlamaForCausalLM
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
 from normalign_llava.fetched.convert import convert_language, convert_vision
@@ -93,8 +92,3 @@ def test_visual_tokens_of_an_untrained_projector_enter_far_above_text(parts, tmp
     assert model.model.multi_modal_projector.norm.weight[0].item() == pytest.approx(0.0167, abs=5e-5)
     first = {key: each["rotation"]["visual"][0] for key, each in found.items()}  # by the first layer, in radians
     assert first["rescaled", "none"] < 0.5 < first["as they are", "none"]
-
-
-def test_other_architectures_are_refused():
-    with pytest.raises(ValueError, match="'clip_vision_model' model; only 'dinov2' can be rescaled"):
-        rescale_encoder(CLIPVisionModel(vision_config("clip")), 2)

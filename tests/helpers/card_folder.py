@@ -24,7 +24,6 @@ from normalign_llava.evaluate.results import Evaluation, Metric
 
 SECRET = "Who is the person in the image?"
 """A question of the data, which no card may show."""
-
 NO_NORM = diagnosed(model="no-norm")
 
 

@@ -46,40 +46,19 @@ class Driver:
         until(lambda: self.browser.find_elements(By.CSS_SELECTOR, "#question textarea"))
 
     def upload(self, file: Path) -> None:
-        """Gives the file as a person does who chooses it, in place of an earlier one."""
-        self._click_all("#image button[aria-label='Remove Image']")
+        """Gives the file as a person does who chooses it."""
         until(lambda: self._field("#image input[type=file]").send_keys(str(file)) or True)
 
     def has_image(self) -> bool:
         """Whether an image has been uploaded and is drawn."""
         return self._decoded("#image img") is not None
 
-    def ask(self, question: str, *, by_key: bool = False) -> None:
-        """Types the question and asks it, with the button or with the Enter key."""
+    def ask(self, question: str) -> None:
+        """Types the question and asks it."""
         field = "#question textarea"
         until(lambda: self._field(field).send_keys(Keys.CONTROL, "a") or True)
         until(lambda: self._field(field).send_keys(Keys.BACKSPACE, question) or True)
-        if by_key:
-            self._field(field).send_keys(Keys.ENTER)
-        else:
-            self._field("#ask").click()
-
-    def take_example(self) -> None:
-        """Takes the first of the examples."""
-        until(lambda: self.browser.find_elements(By.CSS_SELECTOR, "button.gallery-item"))[0].click()
-
-    def stop(self) -> None:
-        """Presses Stop."""
-        self.browser.find_element(By.CSS_SELECTOR, "#stop").click()
-
-    def ended(self) -> bool:
-        """Whether the answer's box no longer says that it is being filled."""
-        return not self.browser.find_elements(By.CSS_SELECTOR, "#answer .generating, #answer .wrap:not(.hide)")
-
-    def choose_layer(self, layer: int) -> None:
-        """Moves the slider from 0 with the arrow key."""
-        slider = self.browser.find_element(By.CSS_SELECTOR, "#layer input[type=range]")
-        slider.send_keys(Keys.ARROW_RIGHT * layer)
+        self._field("#ask").click()
 
     def names(self) -> set[str]:
         """What assistive technology calls the fields and buttons."""
@@ -102,10 +81,6 @@ class Driver:
         """The text of all messages that are shown."""
         return self._read("[data-testid=toast-body]", "innerText")
 
-    def close_messages(self) -> None:
-        """Closes all messages."""
-        until(lambda: self._click_all("[data-testid=toast-close]") or not self.messages())
-
     def requests(self) -> list[str]:
         """Addresses asked for since the last call, data URIs left out."""
         events = [json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance")]
@@ -120,9 +95,6 @@ class Driver:
         # In one step, so that nothing is drawn anew between finding and reading.
         script = "return [...document.querySelectorAll(arguments[0])].map(each => each[arguments[1]]).join('\\n')"
         return self.browser.execute_script(script, selector, what)
-
-    def _click_all(self, selector: str) -> None:
-        self.browser.execute_script("document.querySelectorAll(arguments[0]).forEach(each => each.click())", selector)
 
     def _decoded(self, selector: str) -> dict | None:
         return self.browser.execute_script(

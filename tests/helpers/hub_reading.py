@@ -31,7 +31,7 @@ def info(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: 
         "author": repo_id.split("/")[0],
         "sha": commit.oid,
         "private": repository.private,
-        "gated": repository.gated,
+        "gated": False,
         "disabled": False,
         "createdAt": repository.commits()[-1].date,
         "lastModified": repository.head().date,
@@ -78,8 +78,6 @@ def download(
     hub: "HubServer", request: Request, repo_id: str, revision: str, path: str, kind: str = "model"
 ) -> Answer:
     repository = visible(hub, request, kind, repo_id)
-    if repository.gated and request.account is None:
-        raise Refusal(401, "GatedRepo", f"Access to {kind} {repo_id} is restricted. You must be signed in.")
     commit = repository.resolve(revision)
     if path not in commit.files:
         raise Refusal(404, "EntryNotFound", f"{repo_id} has no {path}", {"X-Repo-Commit": commit.oid})

@@ -63,7 +63,6 @@ class Repository:
     Attributes:
         kind: "model", "dataset" or "space".
         private: Whether only its owner sees it.
-        gated: Whether its files are for people who are signed in (the Hub asks them more).
         folder: Where its first files lie, if they came from a folder.
         branches: Name -> commit, pull requests among them as `refs/pr/1`.
         blobs: Blob id -> content, uploaded content that is in no commit among them.
@@ -73,7 +72,6 @@ class Repository:
         self.repo_id = repo_id
         self.kind = kind
         self.private = private
-        self.gated = False
         self.folder = folder
         self.branches: dict[str, str] = {}
         self.blobs: dict[str, Blob] = {}

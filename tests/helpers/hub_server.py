@@ -59,13 +59,10 @@ class HubServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_port}"
 
-    def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
+    def environment(self, home: Path) -> dict[str, str]:
         """Environment for a client process with `home` as its cache."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING_FACE"))}
-        environment = {**inherited, "HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-        if token is not None:
-            environment["HF_TOKEN"] = token
-        return environment
+        return {**inherited, "HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
 
     def token(self, name: str, role: str = "write", orgs: tuple[str, ...] = ()) -> str:
         """A token of the account `name`, to "read" or to "write" in its own namespace and in those of `orgs`."""

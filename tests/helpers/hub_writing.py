@@ -65,9 +65,8 @@ def batch(hub: "HubServer", request: Request, repo_id: str, kind: str = "model")
     for asked in request.json()["objects"]:
         answered.append({"oid": asked["oid"], "size": asked["size"]})
         if asked["oid"] not in repository.blobs:
-            git = f"{hub.page(kind, repo_id)}.git"
-            upload, verify = f"{git}/lfs/{asked['oid']}", f"{git}/info/lfs/objects/verify"
-            answered[-1]["actions"] = {"upload": {"href": upload}, "verify": {"href": verify}}
+            href = f"{hub.page(kind, repo_id)}.git/lfs/{asked['oid']}"
+            answered[-1]["actions"] = {"upload": {"href": href}}
     return reply({"transfer": "basic", "objects": answered})
 
 
@@ -81,12 +80,6 @@ def upload(hub: "HubServer", request: Request, repo_id: str, sha256: str, kind: 
     repository.blobs[sha256] = Blob(len(request.body), request.body)
     hub.received[sha256] += len(request.body)
     return Answer()
-
-
-def verify(hub: "HubServer", request: Request, repo_id: str, kind: str = "model") -> Answer:
-    asked = request.json()
-    _check_stored(writable(hub, request, kind, repo_id, proposal=True), asked["oid"], asked["size"])
-    return reply({})
 
 
 def commit(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
@@ -160,6 +153,5 @@ WRITING: list[Route] = [
     ("POST", re.compile(f"{REPO}/preupload/{REVISION}"), preupload),
     ("POST", re.compile(f"{LFS}/info/lfs/objects/batch"), batch),
     ("PUT", re.compile(f"{LFS}/lfs/(?P<sha256>[0-9a-f]{{64}})"), upload),
-    ("POST", re.compile(f"{LFS}/info/lfs/objects/verify"), verify),
     ("POST", re.compile(f"{REPO}/commit/{REVISION}"), commit),
 ]

@@ -2,8 +2,6 @@
 
 import copy
 
-import pytest
-import tiny_parts as parts
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -12,25 +10,11 @@ from transformers import AutoProcessor
 from trl import SFTConfig, SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.train.callbacks.measurements import Measurements
 
 
 LINEARS = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 COLOURS = ("red", "green", "blue")
-
-
-def build(folder, config=None, **sizes):
-    """A checkpoint whose projector is of real scale: at these widths the norm's epsilon would show."""
-    vision, language = parts.vision(folder / "vision", "dinov2"), parts.language(folder / "language", **sizes)
-    build_checkpoint(vision, language, folder / "built")
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder / "built", **(config or {}))
-    with torch.no_grad():
-        model.model.multi_modal_projector.linear_1.weight *= 40.0
-        model.model.multi_modal_projector.linear_2.weight *= 40.0
-    model.save_pretrained(folder / "model")
-    AutoProcessor.from_pretrained(folder / "built").save_pretrained(folder / "model")
-    return folder / "model"
 
 
 def rows(count: int, images=True) -> Dataset:
@@ -102,14 +86,6 @@ def make_trainer(
         callbacks=[*([measurements] if measure else []), *callbacks],
         measurements=measurements,
     )
-
-
-def tensorboard(folder):
-    """What a run in a folder has written for TensorBoard."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(next(folder.glob("runs/*"))))
-    events.Reload()
-    return events
 
 
 def logs(trainer) -> list[dict]:

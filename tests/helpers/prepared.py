@@ -80,16 +80,13 @@ class Prepared:
         """`start`, then `wait`."""
         return self.start(words, cwd, **environment).wait()
 
-    def run_ranks(
-        self, words: list, minutes: float = 3, processes: int = 2, **environment: str
-    ) -> list[subprocess.CompletedProcess]:
-        """Runs processes that are told of each other as torchrun tells its own; AssertionError if they hang."""
+    def run_ranks(self, words: list, **environment: str) -> list[subprocess.CompletedProcess]:
+        """Runs two processes that are told of each other as by torchrun; AssertionError if they take three minutes."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
-        size, ranks = str(processes), map(str, range(processes))
-        environment |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ranks = [self.start(words, **environment, RANK=rank, LOCAL_RANK=rank) for rank in ranks]
-        deadline = time.monotonic() + 60 * minutes
+        environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks = [self.start(words, **environment, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
+        deadline = time.monotonic() + 180
         while None in (found := [rank.poll() for rank in ranks]) and not any(found) and time.monotonic() < deadline:
             time.sleep(0.05)
         for rank, status in zip(ranks, found, strict=True):

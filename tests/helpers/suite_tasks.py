@@ -1,4 +1,4 @@
-"""Two tiny tasks to evaluate in training, written into a folder, and the options that ask for them."""
+"""Two tiny tasks, written into a folder, and the options that evaluate them in training."""
 
 import training
 import yaml
@@ -29,12 +29,13 @@ def write(tasks) -> None:
         for i in range(5)
     ]
     features = Features({"image": Image(), "question": Value("string"), "answer": Value("string")})
-    Dataset.from_list(asked, features=features).to_parquet(tasks / "rows.parquet")
+    Dataset.from_list(asked, features=features).to_parquet(tasks / "questions.parquet")
     shared = {
         "dataset_path": "parquet",
-        "dataset_kwargs": {"data_files": {"test": str(tasks / "rows.parquet")}},
+        "dataset_kwargs": {"data_files": {"test": str(tasks / "questions.parquet")}},
         "test_split": "test",
         "doc_to_target": "{{answer}}",
+        "metadata": {"version": 3},
     }
     looking = {
         **shared,

@@ -19,11 +19,6 @@ when, number = sys.argv[1].split(":")
 class Killed(NormAlignTrainer):
     """Ends as on a machine that is taken away."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        if number == "start":
-            signal.raise_signal(signal.Signals[when])
-
     def training_step(self, *args, **kwargs):
         if when.startswith("SIG") and str(self.state.global_step) == number:
             signal.raise_signal(signal.Signals[when])

@@ -14,10 +14,8 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from datasets import IterableDataset
 from torch.distributed.fsdp import FSDPModule
 
-from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.train import run
 from normalign_llava.train.modules.model import projector_norm
 from normalign_llava.train.trainer import NormAlignTrainer
@@ -40,7 +38,7 @@ def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
             PartialState(backend="gloo")
         if mode not in ("one", "ddp"):
             words = [*words, "--accelerator_config", '{"use_configured_state": true}']
-        Watched.breaks, Watched.script = name in ("broken", "bad step"), name == "script"
+        Watched.breaks = name in ("broken", "bad step")
         try:
             run.main(words)
             found = seen(Watched.last)
@@ -52,26 +50,15 @@ def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
 
 
 class Watched(NormAlignTrainer):
-    """What it is trained on is written down; where it `breaks`, the last process meets NaN in step 2.
-
-    In a user's `script`, held-out rows are a stream, training rows are not, and the first process saves alone.
-    """
+    """What it is trained on is written down; where it `breaks`, the last process meets NaN in step 2."""
 
     last: "Watched"
-    breaks = script = False
+    breaks = False
 
     def __init__(self, *args, **kwargs):
-        if self.script:
-            stream = IterableDataset.from_generator(rows_of, features=FEATURES, gen_kwargs={"data": args[4]})
-            args = (*args[:4], stream, *args[5:])
         super().__init__(*args, **kwargs)
         self.batches: list[tuple[int, bool, list]] = []
         Watched.last = self
-
-    def save_state(self):
-        super().save_state()
-        if self.script and self.is_world_process_zero():
-            self.save_model(f"{self.args.output_dir}/alone")
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.batches.append((self.state.global_step, "pixel_values" in inputs, inputs["input_ids"].tolist()))
@@ -83,10 +70,6 @@ class Watched(NormAlignTrainer):
             return super().training_step(model, inputs, num_items_in_batch)
         finally:
             hook.remove()
-
-
-def rows_of(data):
-    yield from data
 
 
 def seen(trainer: Watched) -> dict:

@@ -4,25 +4,16 @@ import json
 
 import card_folder as made
 import pytest
-import train_data
-import training
 from card_folder import listed, rows, section
 from diagnosed import diagnosed
 
 from normalign_llava.evaluate.results import Evaluation, Metric
 from normalign_llava.hub_cards.card.unmeasured import STALE
 from normalign_llava.hub_cards.card.write import render_card
-from normalign_llava.train.run import main
 
 
 def limits(folder):
     return listed(section(render_card(folder), "Limits"))[:-1]  # the last is the same in every card
-
-
-def introduced(folder):
-    """What stands below the name, up to the first that is measured or by hand."""
-    text = render_card(folder).text.partition(f"# {folder.name}\n")[2]
-    return " ".join(text.partition("\n> ")[0].partition("<!--")[0].split())
 
 
 def test_at_a_glance(full):
@@ -107,17 +98,6 @@ def test_a_run_that_was_cut_short(full):
     assert rows(section(render_card(full), "Training"))["Steps"] == ["3"]
 
 
-def test_a_checkpoint_in_the_middle_of_training(tmp_path):
-    training.checkpoint(tmp_path)
-    conversations = [train_data.llava(f"<image>\nand {i}?", f"it is {i}", "red.png") for i in range(8)]
-    train_data.write_json(tmp_path / "data", conversations)
-    options = {"global_batch_size": 2, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
-    output = main([training.recipe(tmp_path, tmp_path, **options)])
-    for folder, steps, took in (output / "checkpoint-1", "1 of 3", "2 rows"), (output, "3", "6 rows"):
-        table = rows(section(render_card(folder), "Training"))
-        assert table["Steps"] == [steps] and table["Rows trained on"] == [took]
-
-
 def test_streams(full):
     record = json.loads((full / "training.json").read_text())
     record["data"].append({"source": "stream", "split": "train", "used": None})
@@ -147,25 +127,14 @@ def test_limits(full):
 @pytest.mark.parametrize(
     "changes, expected",
     [
-        ({}, "its gain starts from N_text / √d. In training, its gradients were compensated for the small gain. "
-             "The method is that of [The Unseen Bias](https://huggingface.co/papers/2512.08374)."),
-        ({"gradient_compensation": "none"}, "√d. Its gradients were not compensated for the gain. The method is that "
-         "of [The Unseen Bias](https://huggingface.co/papers/2512.08374), of which this is an ablation."),
-        ({"gradient_compensation": "none", "projector_gain_init": "one"}, "A LayerNorm with a gain of 1 at the start "
-         "stands after the projector. Its gradients were not compensated for the gain. The method is that of [The "
-         "Unseen Bias](https://huggingface.co/papers/2512.08374), of which this is an ablation."),
-        ({"projector_norm": "none"}, "Between the two stands LLaVA's projector alone, without a norm after it."),
-        ({"text_embedding_norm": None}, "A LayerNorm stands after the projector; what its gain started from is not "
-         "recorded. In training, its gradients were compensated for the small gain. The method is that of [The Unseen "
-         "Bias](https://huggingface.co/papers/2512.08374)."),
+        ({}, "In training, its gradients were compensated for the small gain."),
+        ({"gradient_compensation": "none"}, "Its gradients were not compensated for the gain."),
+        ({"projector_norm": "none"}, "LLaVA's projector alone, without a norm after it."),
     ],
-)  # fmt: skip
+)
 def test_what_the_norm_does(full, changes, expected):
     made.edit(full / "config.json", **changes)
-    made.normed(full, 1.5)  # trained: what held at the start need not hold now
-    said = introduced(full)
-    assert said.endswith(expected)
-    assert ("makes every visual token enter" in said) == ("At the start of training, a LayerNorm" in said)
+    assert expected in " ".join(render_card(full).text.split())
 
 
 def test_a_diagnosis_of_other_weights_is_no_figure_of_this_model(full):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 
@@ -23,13 +23,6 @@ def edit(repository, **files):
     head = repository.head()
     stored = {name: repository.store(name, content) for name, content in files.items()}
     return repository.advance("main", head.files | stored, "Edit by hand", "ann", parent=head.oid)
-
-
-def break_weights(folder):
-    """In a way that only loading them shows."""
-    weights = load_file(folder / "model.safetensors")
-    weights["model.multi_modal_projector.linear_1.weight"][0] = float("nan")
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def test_a_model_is_published_whole_and_loads_from_its_commit(publish, hub, folder, tmp_path):
@@ -109,13 +102,12 @@ def test_what_was_written_by_hand_stays_and_the_rest_is_new(publish, hub, folder
     assert (data.datasets, data.pipeline_tag) == ("ann/data", "image-text-to-text")
 
 
-@pytest.mark.parametrize("author", ["a person", "PEFT", "a person on the Hub"])
-def test_a_card_of_somebody_else_is_replaced_only_on_request(publish, hub, folder, author):
-    text = str(ModelCard.from_template(ModelCardData(library_name="peft"))) if author == "PEFT" else OWN_CARD
-    if author == "a person on the Hub":
-        hub.create("ann/m", files={"README.md": text.encode()})
+@pytest.mark.parametrize("place", ["folder", "Hub"])
+def test_a_card_of_somebody_else_is_replaced_only_on_request(publish, hub, folder, place):
+    if place == "Hub":
+        hub.create("ann/m", files={"README.md": OWN_CARD.encode()})
     else:
-        (folder / "README.md").write_text(text)
+        (folder / "README.md").write_text(OWN_CARD)
     status, shown = publish(folder)
     assert status == 1 and "was not written by this package" in shown and "--replace-card" in shown
     assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
@@ -123,32 +115,16 @@ def test_a_card_of_somebody_else_is_replaced_only_on_request(publish, hub, folde
     assert status == 0 and "What nobody else knows" not in hub.repository("ann/m").read("README.md").decode()
 
 
-def test_a_card_that_the_hub_refuses_stops_before_anything_is_made(publish, hub, folder):
-    assert publish(folder, "--no-verify")[0] == 0
-    card = hub.repository("ann/m").read("README.md").decode()
-    (folder / "README.md").write_text(card.replace("---\n", "---\nlicense: All rights reserved!\n", 1))
-    status, shown = publish(folder, repo_id="ann/other")
-    assert status == 1 and "All rights reserved!" in shown and "front matter" in shown
-    assert list(hub.repositories) == ["ann/m"]
-
-
 def test_a_dry_run_asks_nobody_and_loads_the_folder(publish, hub, folder):
     (folder / "optimizer.pt").write_bytes(b"")
     status, shown = publish(folder, "--dry-run", token=" ")
     assert status == 0 and "optimizer.pt" in shown and "It passed the checks." in shown, shown
     assert hub.requests == []
-    break_weights(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.multi_modal_projector.linear_1.weight"][0] = float("nan")  # which only loading shows
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     status, shown = publish(folder, "--dry-run")
     assert status == 1 and "does not work in a process without this package" in shown
-
-
-def test_without_loading_the_other_checks_are_made(publish, hub, folder):
-    break_weights(folder)
-    status, shown = publish(folder, "--no-verify")
-    assert status == 0 and "ann/m was not loaded" in shown
-    (folder / "modeling_normalign_llava.py").unlink()
-    status, shown = publish(folder, "--no-verify", repo_id="ann/other")
-    assert status == 1 and "cannot be published" in shown
 
 
 def test_a_pull_request_and_a_commit_that_nobody_can_load(publish, hub, folder):
@@ -168,10 +144,7 @@ def test_a_pull_request_and_a_commit_that_nobody_can_load(publish, hub, folder):
     "options, words",
     [
         (["--adapter"], "not an adapter"),
-        (["--base", "ann/base"], "not an adapter"),
         (["--space"], "was not published by this package"),
-        (["--space", "--create-pr"], "leave out --space"),
-        (["--create-pr"], "has no branch main"),
         (["--public"], "is private"),
     ],
 )

@@ -8,9 +8,7 @@ import shutil
 import pytest
 import train_data
 import training
-from disk import small_disk
 
-from normalign_llava.hub_cards.push.clean_process import ask_clean_process
 from normalign_llava.train.run import main
 
 
@@ -81,20 +79,3 @@ def test_as_an_adapter_with_its_base_pinned(publish, hub, base, adapter, tmp_pat
     assert not {"model.safetensors", "optimizer.pt"} & set(repository.head().files)
     assert served.commit in repository.read("README.md").decode()
     assert f'as its card says, with revision = "{repository.commit}"' in shown
-
-
-def test_a_disk_that_is_full_while_merging(publish, hub, adapter, tmp_path):
-    with small_disk(tmp_path / "disk", "size=64k") as disk:
-        status, shown = publish(adapter, TMPDIR=str(disk))
-        assert not list(disk.iterdir())
-    assert status == 1 and str(disk) in shown and "No space left" in shown
-    assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
-
-
-def test_a_disk_without_room_for_what_is_loaded(base, tmp_path, monkeypatch):
-    with small_disk(tmp_path / "disk", "size=100k") as disk:
-        monkeypatch.setattr("tempfile.tempdir", str(disk))
-        (disk / "full").write_bytes(bytes(90_000))
-        with pytest.raises(OSError, match=f"{disk} has no room to load {base}. Set TMPDIR"):
-            ask_clean_process(base)
-        assert [path.name for path in disk.iterdir()] == ["full"]

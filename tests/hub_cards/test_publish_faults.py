@@ -22,7 +22,7 @@ def published(hub, folder, commits):
     return same and len(repository.commits()) == commits
 
 
-@pytest.mark.parametrize("kind, request_", [(403, CREATE), (403, PUT), (500, COMMIT), ("close", COMMIT)])
+@pytest.mark.parametrize("kind, request_", [(403, CREATE), (500, COMMIT), ("close", COMMIT)])
 def test_a_fault_leaves_the_branch_and_the_next_run_sends_the_rest(publish, hub, folder, kind, request_):
     if request_ != CREATE:
         hub.create("ann/m", files={"config.json": b"old"})
@@ -38,7 +38,7 @@ def test_a_fault_leaves_the_branch_and_the_next_run_sends_the_rest(publish, hub,
     assert not received or hub.received.total() == received, "what was uploaded was sent again"
 
 
-def test_a_lost_answer_is_told_and_the_next_run_makes_no_second_commit(publish, hub, folder):
+def test_after_a_lost_answer_the_next_run_makes_no_second_commit(publish, hub, folder):
     hub.fault("lost", COMMIT)
     status, shown = publish(folder, "--no-verify")
     assert status == 1 and f"has moved since, to {hub.repository('ann/m').commit}" in shown and "by ann" in shown
@@ -58,17 +58,9 @@ def test_killed_during_the_upload_and_run_again(start, publish, hub, folder):
     assert publish(folder, "--no-verify")[0] == 0 and published(hub, folder, 3)
 
 
-def test_without_a_connection_the_address_is_named(publish, hub, folder):
-    hub.fault("close", "GET /api/whoami")
-    status, shown = publish(folder)
-    assert status == 1 and hub.url in shown and "Nothing was sent" in shown
-
-
 def test_tokens_that_may_not_publish(publish, hub, folder):
     for token, words in {
         hub.token("ann", role="read"): "may only read",
-        "hf_" + "Unknown" * 5: "(401)",
-        "hf_" + "First" * 5 + " " + "Second" * 5: "holds a space",
         " ": "hf auth login",
         hub.token("bob", orgs=("lab",)): "ann/m belongs to ann",
     }.items():

@@ -4,8 +4,6 @@ import inspect
 import os
 import secrets
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -22,13 +20,12 @@ from PIL import Image
 from normalign_llava.data.rows import images as data_images
 from normalign_llava.hub_cards.space import demo
 from normalign_llava.hub_cards.space.demo import images as demo_images
-from normalign_llava.hub_cards.space.demo.asking import Asker
 
 
 pytestmark = pytest.mark.slow
 
 
-TOKENS = 200
+TOKENS = 80
 QUESTIONS = [("red", "what color is it?"), ("blue", "is there a circle?"), ("green", "what is in the image?")]
 
 
@@ -82,11 +79,7 @@ def test_images_are_read_as_in_training():
 
 def wrong_file(folder, case):
     file = folder / f"{case}.png"
-    if case == "text":
-        file.write_text("no image")
-    elif case == "empty":
-        file.write_bytes(b"")
-    elif case == "EPS":  # for which Pillow would start Ghostscript
+    if case == "EPS":  # for which Pillow would start Ghostscript
         Image.new("RGB", (4, 4)).save(file, "EPS")
     elif case == "scans":
         file.write_bytes(train_data.jpeg_of_scans(51))
@@ -94,16 +87,15 @@ def wrong_file(folder, case):
         space_parts.noise((64, 64)).save(file)
         file.write_bytes(file.read_bytes()[:3000])
     else:
-        size = {"giant": (20000, 20000), "huge": (9000, 9000), "narrow": (1, 300)}[case]
-        Image.new("1", size).save(file)
+        Image.new("1", (20000, 20000) if case == "giant" else (1, 300)).save(file)
     return file
 
 
 def test_wrong_files_get_a_message_and_the_page_goes_on(tmp_path, url, images):
     user = client(url)
     for cases, message in (
-        (("text", "truncated", "empty", "EPS", "scans"), "no image that can be read"),
-        (("giant", "huge", "narrow"), "too large or too narrow"),
+        (("truncated", "EPS", "scans"), "no image that can be read"),
+        (("giant", "narrow"), "too large or too narrow"),
     ):
         for case in cases:
             with pytest.raises(AppError, match=message):
@@ -114,31 +106,14 @@ def test_wrong_files_get_a_message_and_the_page_goes_on(tmp_path, url, images):
 @pytest.mark.parametrize(
     ("image", "question", "message"),
     [
-        (None, "what is it?", "There is no image yet"),
         ("red", " \n", "There is no question yet"),
         ("red", "what " * 200, r"takes 1,0\d\d tokens, and the model reads 512"),
         ("red", "is <image> one?", "holds &lt;image&gt;, which stands for the image"),  # the page shows HTML
     ],
 )
 def test_wrong_questions_get_a_message(url, images, image, question, message):
-    file = None if image is None else handle_file(images[image])
     with pytest.raises(AppError, match=message):
-        client(url).predict(file, question, 0, api_name="/ask")
-
-
-def test_a_failure_of_the_model_is_a_message_and_not_the_end(tmp_path, uploads):
-    entry = {"path": str(space_parts.plain(uploads / "red.png", "red"))}
-    model, processor = demo.load(str(space_parts.checkpoint(tmp_path)))
-    asker = Asker(model, processor, 4)
-    weight = model.lm_head.weight.data
-    model.lm_head.weight.data = weight[:, :-1]
-    with pytest.raises(Exception, match="The model failed: RuntimeError") as failed:
-        list(asker.ask(entry, "what is it?", 0))
-    assert type(failed.value).__name__ == "Error" and "Traceback" not in str(failed.value)
-    with pytest.raises(gr.Error, match="AttributeError: &#x27;int&#x27; object"):  # escaped, as the page shows HTML
-        list(asker.ask(entry, 5, 0))
-    model.lm_head.weight.data = weight
-    assert list(asker.ask(entry, "what is it?", 0))[-1][1].startswith("Norm on entry")
+        client(url).predict(handle_file(images[image]), question, 0, api_name="/ask")
 
 
 def test_users_at_the_same_time_get_their_own_answers(url, checkpoint, images):
@@ -154,22 +129,14 @@ def test_users_at_the_same_time_get_their_own_answers(url, checkpoint, images):
         time.sleep(0.002)
     assert threads == 2  # of three, as many as the limit says
     assert streams >= 2  # two of them were reading parts of their answers while neither had ended
-    results = [job.result() for job in jobs]
-    answers = [result[0] for result in results]
+    answers = [job.result()[0] for job in jobs]
     assert answers == [space_parts.direct_answer(checkpoint, images[c], q, TOKENS) for c, q in QUESTIONS]
     assert len(set(answers)) == 3
 
-    alone = [
-        client(url).predict(handle_file(images[color]), question, 0, api_name="/ask") for color, question in QUESTIONS
-    ]
-    for together, single in zip(results, alone, strict=True):
-        assert together[:2] == single[:2]
-        assert [together[figure]["alt_text"] for figure in (2, 3)] == [single[figure]["alt_text"] for figure in (2, 3)]
-
 
 def test_answers_stream_and_stop_when_told(images, tmp_path):
-    longest, question = 3000, "what color is it?"  # an answer of many seconds, so that there is something to stop
-    folder = space_parts.checkpoint(tmp_path, context=4096)
+    longest, question = 1500, "what color is it?"  # an answer of many seconds, so that there is something to stop
+    folder = space_parts.checkpoint(tmp_path, context=2048)
     begins = space_parts.direct_answer(folder, images["red"], question, 20)
     app = demo.build_app(*demo.load(str(folder)), title="Test", source="", max_new_tokens=longest)
     port = space_parts.free_port()
@@ -264,15 +231,3 @@ def test_a_space_is_answered_under_its_own_name(monkeypatch):
         assert httpx.get(f"http://127.0.0.1:{port}/", headers=name).status_code == 200
     finally:
         app.close()
-
-
-def test_an_example_is_an_image_to_ask_about(url):
-    (examples,) = [each for each in client(url).config["components"] if each["type"] == "dataset"]
-    image, question = examples["props"]["samples"][0]
-    assert '"success":true' in call(url, image, question, 0)
-
-
-def test_who_shows_no_page_imports_no_gradio():
-    modules = ", ".join(f"normalign_llava.hub_cards.{name}" for name in ("space.local", "push.publish", "card.write"))
-    code = f"import sys, {modules}; print(*sorted({{*sys.modules}} & {{'gradio', 'matplotlib'}}))"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "\n"

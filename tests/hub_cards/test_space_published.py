@@ -15,6 +15,7 @@ from hub_server import HubServer
 from huggingface_hub import SpaceCard
 from packaging.requirements import Requirement
 from paths import ROOT
+from remote_code import BLOCK
 
 from normalign_llava.hub_cards.space.publish import GRADIO_VERSION, space_files
 
@@ -24,13 +25,9 @@ pytestmark = pytest.mark.slow
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # Bars the package, and keeps a list of what the process connects to or looks up beyond this computer.
-SITECUSTOMIZE = """
-import sys
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "normalign_llava":
-            raise ModuleNotFoundError("blocked: " + name)
-sys.meta_path.insert(0, Block())
+SITECUSTOMIZE = (
+    BLOCK
+    + """
 open({log!r}, "a").close()
 def watch(event, arguments):
     if event == "socket.getaddrinfo":
@@ -45,6 +42,7 @@ def watch(event, arguments):
             file.write(f"{{event}} {{host}}\\n")
 sys.addaudithook(watch)
 """
+)
 
 # Sends the Space of each model that is named, without the model.
 SEND = f"""
@@ -77,8 +75,6 @@ def test_only_a_space_of_ours_or_an_empty_one_is_taken(hub, prepared):
     card = b"---\nsdk: docker\n---\n"
     others = {
         "gradio": {"app.py": b"print()"},
-        "docker": {"README.md": card, "Dockerfile": b"FROM scratch"},
-        "static": {"README.md": card, "index.html": b"<p>"},
         "notes": {"notes.txt": b"mine"},
     }
     for name, files in others.items():

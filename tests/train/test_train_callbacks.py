@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 import training
-from measured import build, logs, make_trainer, rows
-from transformers import TrainerCallback
+from measured import logs, make_trainer, rows
 
 from normalign_llava.train.callbacks.depth_probe import CosineProbe
 from normalign_llava.train.callbacks.measurements import PARTS
@@ -17,11 +16,6 @@ from normalign_llava.train.modules.model import base_model
 
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("parts"))
 
 
 def part_of(name: str) -> str:
@@ -66,17 +60,12 @@ def test_token_norms_are_those_of_the_decoders_input_over_all_micro_batches(chec
     expected = {f"norm/{kind}": sum(found) / len(found) for kind, found in norms.items()}
     assert abs(expected["norm/visual"] - expected["norm/text"]) > 1e-3
     assert {key: logs(plain)[0][key] for key in expected} == pytest.approx(expected, rel=1e-5)
-    for kwargs in ({"rank": 2}, {"gradient_checkpointing": True}, {"rank": 2, "gradient_checkpointing": True}):
-        other = make_trainer(checkpoint, tmp_path, max_steps=1, **kwargs)
-        other.train()
-        assert {key: logs(other)[0][key] for key in expected} == pytest.approx(expected, rel=1e-5), kwargs
-    half = make_trainer(checkpoint, tmp_path, max_steps=1, bf16=True)
-    half.train()
-    assert {key: logs(half)[0][key] for key in expected} == pytest.approx(expected, rel=1e-2)
+    other = make_trainer(checkpoint, tmp_path, max_steps=1, rank=2, gradient_checkpointing=True)
+    other.train()
+    assert {key: logs(other)[0][key] for key in expected} == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("max_grad_norm", [0.0, 0.1, 1e6])
+@pytest.mark.parametrize("rank, max_grad_norm", [(0, 0.1), (2, 0.0)])
 def test_gradient_norms_are_those_before_clipping(checkpoint, tmp_path, rank, max_grad_norm):
     trainer = make_trainer(checkpoint, tmp_path, rank=rank, max_grad_norm=max_grad_norm, max_steps=1)
     trainer.train()
@@ -100,8 +89,7 @@ def test_gradient_norms_are_those_before_clipping(checkpoint, tmp_path, rank, ma
     assert math.hypot(*found.values()) == pytest.approx(entry["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("sample", [2**16, 50])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank, sample", [(0, 50), (2, 2**16)])
 def test_update_ratios_are_those_of_the_weights(checkpoint, tmp_path, monkeypatch, rank, sample):
     monkeypatch.setattr("normalign_llava.train.callbacks.measurements.SAMPLE", sample)
     trainer = make_trainer(checkpoint, tmp_path, rank=rank, max_steps=1)
@@ -132,10 +120,10 @@ def test_clip_share_counts_the_steps_since_the_last_log(checkpoint, tmp_path):
     assert "clip/share" not in logs(unclipped)[0]
 
 
-@pytest.mark.parametrize("arm", ["gwc", "aligned", "rms", "none"])
+@pytest.mark.parametrize("arm", ["aligned", "rms", "none"])
 def test_the_size_of_gain_and_bias_and_the_factor_of_compensation(tmp_path, arm):
-    config = {"gwc": {}, "aligned": {"gradient_compensation": "none"}, "rms": {"projector_norm": "rms_norm"}}
-    trainer = make_trainer(build(tmp_path, config.get(arm, {"projector_norm": "none"})), tmp_path / "run")
+    options = {"norm": "rms_norm"} if arm == "rms" else {"arm": arm}
+    trainer = make_trainer(training.checkpoint(tmp_path, **options), tmp_path / "run")
     trainer.train()
     entry = logs(trainer)[-1]
     shown = {name: value for name, value in entry.items() if name.split("/")[0] in ("gain", "bias", "gwc")}
@@ -169,30 +157,6 @@ def test_frozen_parts_and_absent_images_have_no_entry(checkpoint, tmp_path):
     assert "norm/visual" not in logs(text)[0] and logs(text)[0]["norm/text"] > 0
 
 
-class HookCount(TrainerCallback):
-    """How many hooks the decoder's first layer and the embeddings carry in the middle of each step."""
-
-    def __init__(self):
-        self.counts = []
-
-    def on_substep_end(self, args, state, control, model=None, **kwargs):
-        language_model = base_model(model).model.language_model
-        self.counts.append(sum(len(m._forward_pre_hooks) for m in language_model.modules()))
-
-
-def test_steps_that_are_not_logged_are_left_alone(checkpoint, tmp_path):
-    hooks = HookCount()
-    trainer = make_trainer(
-        checkpoint, tmp_path, max_steps=5, logging_steps=2, logging_first_step=True, callbacks=[hooks]
-    )
-    trainer.train()
-    assert hooks.counts == [3, 3, 0, 3, 0]
-    assert [entry["step"] for entry in logs(trainer)] == [1, 2, 4]
-    assert all(entry["norm/visual"] > 0 for entry in logs(trainer))
-    language_model = trainer.model.model.language_model
-    assert not any(module._forward_pre_hooks for module in language_model.modules())
-
-
 def test_evaluation_does_not_count(checkpoint, tmp_path):
     entries = []
     for kwargs in ({}, {"eval_strategy": "steps", "eval_steps": 1, "eval_rows": rows(4)}):
@@ -203,12 +167,11 @@ def test_evaluation_does_not_count(checkpoint, tmp_path):
     assert not any("/" in name for entry in trainer.state.log_history if "eval_loss" in entry for name in entry)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_training_is_bitwise_the_same_with_all_that_watches_it(checkpoint, tmp_path, rank):
+def test_training_is_bitwise_the_same_with_all_that_watches_it(checkpoint, tmp_path):
     runs = []
     for measure in (False, True):
         evaluated = dict(eval_strategy="steps", eval_steps=1, eval_rows=rows(2))
-        trainer = make_trainer(checkpoint, tmp_path, rank=rank, measure=measure, dropout=0.3, **evaluated)
+        trainer = make_trainer(checkpoint, tmp_path, rank=2, measure=measure, dropout=0.3, **evaluated)
         if measure:
             batch = trainer.data_collator(list(trainer.train_dataset.select(range(2))))
             trainer.add_callback(CosineProbe((0, 1, 2), batch))

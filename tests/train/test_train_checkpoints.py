@@ -12,26 +12,16 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import tiny_parts as parts
 import torch
-from datasets import Dataset
+import training
 from paths import HELPERS
-from transformers import AutoProcessor, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from transformers import TrainerCallback
 
-from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, writing_checkpoint
 from normalign_llava.train.keeping.resume import resolve_resume
 
 
 pytestmark = pytest.mark.slow
-
-
-class SafeTrainer(SFTTrainer):
-    def _save_checkpoint(self, model, trial):
-        with writing_checkpoint(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", 1):
-            super()._save_checkpoint(model, trial)
 
 
 class LimitFileSize(TrainerCallback):
@@ -45,36 +35,14 @@ class LimitFileSize(TrainerCallback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, resource.RLIM_INFINITY))
 
 
-def make_trainer(untrained, output, cls=SafeTrainer, callbacks=None, **options):
-    options = {"max_steps": 4, "save_steps": 2, **options}
-    arguments = SFTConfig(
-        output_dir=str(output), per_device_train_batch_size=2, logging_steps=1, report_to="none", use_cpu=True,
-        bf16=False, gradient_checkpointing=False, max_length=None, disable_tqdm=True, **options,
-    )  # fmt: skip
-    return cls(
-        model=NormAlignLlavaForConditionalGeneration.from_pretrained(untrained, dtype=torch.float32),
-        args=arguments,
-        train_dataset=Dataset.from_dict({"text": ["the quick brown fox", "jumps over the lazy dog"] * 8}),
-        processing_class=AutoProcessor.from_pretrained(untrained),
-        callbacks=callbacks,
-    )
+SAVED = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
 
 @pytest.fixture(scope="module")
-def untrained(tmp_path_factory):
-    """A tiny checkpoint, and one whose files are large enough to be cut off in the middle."""
-    root = tmp_path_factory.mktemp("parts")
-    vision = parts.vision(root / "vision", "siglip")
-    for name, sizes in {"tiny": {}, "large": dict(hidden_size=256, intermediate_size=2048, head_dim=128)}.items():
-        build_checkpoint(vision, parts.language(root / f"{name}-language", **sizes), root / name)
-    return root
-
-
-@pytest.fixture(scope="module")
-def written(untrained, tmp_path_factory):
+def written(checkpoint, tmp_path_factory):
     """A run with checkpoint-2 and checkpoint-4."""
     root = tmp_path_factory.mktemp("run")
-    make_trainer(untrained / "tiny", root).train()
+    training.trainer(root, checkpoint, **SAVED).train()
     return root
 
 
@@ -161,8 +129,8 @@ def test_which_checkpoint_a_run_resumes_from(run, tmp_path, capsys):
     assert f"Skipped {run / 'checkpoint-4'}" in said and f"Resuming from {run / 'checkpoint-2'}." in said
 
 
-def test_a_checkpoint_of_weights_alone_cannot_be_resumed_from(untrained, tmp_path):
-    make_trainer(untrained / "tiny", tmp_path, max_steps=1, save_steps=1, save_only_model=True).train()
+def test_a_checkpoint_of_weights_alone_cannot_be_resumed_from(checkpoint, tmp_path):
+    training.trainer(tmp_path, checkpoint, **{**SAVED, "max_steps": 1, "save_steps": 1}, save_only_model=True).train()
     for resume in (str(tmp_path / "checkpoint-1"), "last"):
         with pytest.raises(ValueError, match="checkpoint-1.*was it written with save_only_model?"):
             resolve_resume(resume, tmp_path, 1)
@@ -208,24 +176,27 @@ CHILD = """
     import json, resource, sys
     from pathlib import Path
     sys.path[:0] = {tests!r}
-    from test_train_checkpoints import LimitFileSize, make_trainer
-    untrained, output = Path(sys.argv[1]) / "large", Path(sys.argv[2])
+    import training
+    from test_train_checkpoints import SAVED, LimitFileSize
+    large, output = Path(sys.argv[1]), Path(sys.argv[2])
     for number in map(int, sys.argv[3:]):
         try:
-            limit = LimitFileSize(number)
-            make_trainer(untrained, output / str(number), callbacks=[limit], save_total_limit=1).train()
+            trainer = training.trainer(output / str(number), large, save_total_limit=1, **SAVED)
+            trainer.add_callback(LimitFileSize(number))
+            trainer.train()
         except OSError as error:
             print(json.dumps(["limit", number, type(error).__name__, str(error), type(error.__cause__).__name__]))
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 """
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_names_a_remedy(untrained, tmp_path):
-    weights = (untrained / "large" / "model.safetensors").stat().st_size
+def test_a_full_disk_leaves_the_last_checkpoint_and_names_a_remedy(tmp_path):
+    large = training.checkpoint(tmp_path / "large", hidden_size=256, intermediate_size=2048, head_dim=128)
+    weights = (large / "model.safetensors").stat().st_size
     # The first file that cannot be written is text, the weights, or the optimizer's, which is twice as large.
     limits = {300: "OSError", weights // 2: "SafetensorError", weights * 3 // 2: "RuntimeError"}
     source = textwrap.dedent(CHILD).format(tests=[str(HELPERS), str(Path(__file__).parent)])
-    command = [sys.executable, "-c", source, str(untrained), str(tmp_path), *map(str, limits)]
+    command = [sys.executable, "-c", source, str(large), str(tmp_path), *map(str, limits)]
     done = subprocess.run(command, capture_output=True, text=True)  # to pipes, which have no limit
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["limit"')]
     assert [(number, cause) for _, number, _, _, cause in reports] == list(limits.items()), done.stderr

@@ -1,7 +1,6 @@
 """The page on clusters: its figures from the models' shapes, and its job file on one node."""
 
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -63,28 +62,7 @@ def test_bytes_moved_follow_from_the_shapes(shape):
         assert cells[3:] == [f"{ddp / GIGA:.2f}", f"{fsdp / GIGA:.1f}", f"{zero / GIGA:.1f}"], (stage, count)
 
 
-def test_the_plan_for_scaling_is_the_same_count_with_one_pass():
-    sizes = parameters("7b")
-    gathered = sum(
-        2 * size if ".layers." in name or "projector.norm." in name else size for name, size in sizes.items()
-    )
-    head = "| nodes of 8 GPUs | 1 | 2 | 4 | 8 |"
-    (_, *batches), (_, *moved) = table(PAGE, head)
-    for nodes, batch, figure in zip((1, 2, 4, 8), batches, moved, strict=True):
-        count = 8 * nodes
-        assert int(batch.split(",")[0]) == 4 * count
-        assert figure == f"{(count - 1) / count * 2 * (gathered + sum(sizes.values())) / GIGA:.1f}"
-    assert batches[2] == f"{STAGES['tune']['global_batch_size']}, the recipe's"
-
-
-def test_commands_of_the_page_are_marked_as_not_run_and_parse():
-    for block in re.findall(r"```bash\n(.*?)```", PAGE.read_text(), flags=re.S):
-        assert all("# not run" in line for line in block.replace("\\\n", "").splitlines())
-        subprocess.run(["bash", "-n"], input=block, text=True, check=True)
-    subprocess.run(["bash", "-n", JOB], check=True)
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_job_file_trains_on_one_node_with_two_processes_and_resumes(tmp_path):
     training.checkpoint(tmp_path)
     (tmp_path / "data").mkdir()

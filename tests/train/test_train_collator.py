@@ -12,7 +12,6 @@ from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
 from normalign_llava.data.rows.parse import DroppedRows, parse_row
-from normalign_llava.train.batches import collator
 from normalign_llava.train.batches.collator import ConversationCollator
 
 
@@ -130,14 +129,6 @@ def test_batches_with_and_without_images(processor):
     assert (mixed["input_ids"] == processor.image_token_id).sum(1).tolist() == [0, 4, 8]
 
 
-def test_an_image_is_opened_once(processor, tmp_path, monkeypatch):
-    opened = []
-    real = collator.decode_image
-    monkeypatch.setattr(collator, "decode_image", lambda image, limit: (opened.append(1), real(image, limit))[1])
-    ConversationCollator(processor)([row(TWO_TURNS)])
-    assert len(opened) == 2
-
-
 BAD = {
     "truncated": (image_bytes("red", (64, 64))[:60], "truncated"),
     "gigantic": (gigantic_png(), "pixels"),
@@ -182,6 +173,3 @@ def test_a_skipped_row_stays_without_effect(processor, tmp_path):
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert gradients[1].abs().max() > 0
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)
-
-
-# ------------------------------------------------------------------------------------------------------------ workers

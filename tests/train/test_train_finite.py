@@ -4,15 +4,12 @@ import math
 
 import pytest
 import torch
-import train_data
 import training
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.amp import GradScaler
-from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.cli import app
 from normalign_llava.train.keeping.checkpoints import missing_from
 from normalign_llava.train.modules.model import base_model, projector_norm
 
@@ -63,15 +60,13 @@ def gradients_of_the_norm(trainer):
 
 # ------------------------------------------------------------------------------------------------ weights at the start
 @pytest.mark.parametrize(
-    ("weight", "module"),
+    ("weight", "module", "adapters"),
     [
-        ("model.vision_tower.encoder.layers.0.mlp.fc1.weight", "the vision tower's output"),
-        ("model.multi_modal_projector.linear_2.weight", "the projector's output"),
-        ("model.multi_modal_projector.norm.weight", "the norm's output"),
-        ("model.language_model.layers.0.mlp.up_proj.weight", "the language model's output"),
+        ("model.vision_tower.encoder.layers.0.mlp.fc1.weight", "the vision tower's output", False),
+        ("model.multi_modal_projector.norm.weight", "the norm's output", True),
+        ("model.language_model.layers.0.mlp.up_proj.weight", "the language model's output", False),
     ],
 )
-@pytest.mark.parametrize("adapters", [False, True])
 def test_damaged_weights_stop_the_first_step_and_the_module_is_named(make, weight, module, adapters):
     trainer = make(weight, use_peft=adapters)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -80,26 +75,6 @@ def test_damaged_weights_stop_the_first_step_and_the_module_is_named(make, weigh
     assert weight.split(".")[-2] in said and "damaged" in said and "bad_steps" not in said
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
-
-
-def test_the_command_says_one_sentence_and_leaves_nothing(tmp_path, checkpoint):
-    damaged = tmp_path / "damaged"
-    NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).save_pretrained(damaged)
-    for file in checkpoint.iterdir():
-        if file.suffix != ".safetensors":
-            (damaged / file.name).write_bytes(file.read_bytes())
-    weights = {
-        name: torch.full_like(value, math.nan) for name, value in load_file(damaged / "model.safetensors").items()
-    }
-    save_file(weights, damaged / "model.safetensors", metadata={"format": "pt"})
-    data = train_data.write_json(tmp_path, [train_data.llava("<image>\nQ", "A", "red.png")] * 8)
-    options = {"model_name_or_path": damaged, "dataset_name": data, "output_dir": tmp_path / "out", "bf16": False}
-    options |= {"learning_rate": 1e-3, "max_steps": 2, "save_steps": 1, "use_cpu": True, "disable_tqdm": True}
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    done = CliRunner().invoke(app, ["train", *words], env={"COLUMNS": "200"})
-    assert done.exit_code == 1
-    assert "Error: Step 1 has values that are not finite, first in the vision tower's output." in done.output
-    assert not list((tmp_path / "out").rglob("*.safetensors"))
 
 
 # ------------------------------------------------------------------------------------------------------ later, and why
@@ -160,23 +135,13 @@ def test_skipping_every_step_ends(make):
     assert said.startswith("Step 12 has values") and "So had the 9 steps before it." in said
 
 
-@pytest.fixture
-def half(make, monkeypatch):
-    """A trainer in fp16, which accelerate has for GPUs alone; CPUs multiply in it too."""
-
-    def half(*args, scale=2.0**24, **options):
-        trainer = make(*args, save_strategy="no", **options)
-        monkeypatch.setattr(trainer.args, "fp16", True)
-        monkeypatch.setattr(trainer.accelerator, "native_amp", True)
-        monkeypatch.setattr(trainer.accelerator, "scaler", GradScaler("cpu", init_scale=scale))
-        monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp16")
-        return trainer
-
-    return half
-
-
-def test_gradients_that_overflow_in_fp16_are_the_scalers_affair(half):
-    trainer = half(max_steps=16)
+def test_gradients_that_overflow_in_fp16_are_the_scalers_affair(make, monkeypatch):
+    # accelerate has fp16 for GPUs alone; CPUs multiply in it too.
+    trainer = make(save_strategy="no", max_steps=16)
+    monkeypatch.setattr(trainer.args, "fp16", True)
+    monkeypatch.setattr(trainer.accelerator, "native_amp", True)
+    monkeypatch.setattr(trainer.accelerator, "scaler", GradScaler("cpu", init_scale=2.0**24))
+    monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp16")
     gain = projector_norm(trainer.model).weight
     before = gain.detach().clone()
     assert math.isfinite(trainer.train().training_loss)
@@ -185,20 +150,7 @@ def test_gradients_that_overflow_in_fp16_are_the_scalers_affair(half):
     assert trainer.accelerator.scaler.get_scale() < 2.0**24 and not torch.equal(gain, before)
 
 
-def test_a_loss_that_is_not_finite_stops_fp16_too(half):
-    trainer = half("model.multi_modal_projector.linear_2.weight")
-    assert stopped(trainer).startswith("Step 1 has values that are not finite, first in the projector's output.")
-
-
-def test_gradients_that_no_scale_helps_stop_fp16_too(half):
-    trainer = half(max_steps=9, scale=4.0)
-    said = stopped(in_step(trainer, range(2, 9), gradients_of_the_norm(trainer)))
-    assert said.startswith("Step 5 has values that are not finite")
-
-
-def test_bad_values_of_bad_steps_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="bad_steps must be one of 'stop', 'skip', got 'on'"):
-        training.arguments(tmp_path, bad_steps="on")
+def test_bad_steps_are_not_skipped_with_deepspeed(tmp_path):
     zero = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}
     with pytest.raises(ValueError, match="bad_steps cannot be 'skip' with DeepSpeed"):
         training.arguments(tmp_path, bad_steps="skip", deepspeed=zero)

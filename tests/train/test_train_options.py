@@ -4,21 +4,17 @@
 
 import dataclasses
 import importlib.util
-import json
 
 import pytest
-import train_data
 import training
 from documented import PAGE, page_from_fields
 from trl import SFTConfig
 
-from normalign_llava.train import run
 from normalign_llava.train.batches.collator import ConversationCollator
 from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
 from normalign_llava.train.options.fields import REFUSED, TrainingOptions
 from normalign_llava.train.options.parsing import accumulation_steps
 from normalign_llava.train.prepare import normalign_config
-from normalign_llava.train.trainer import NormAlignTrainer
 
 
 def config(folder, **options) -> NormAlignConfig:
@@ -78,23 +74,6 @@ def test_a_deepspeed_configuration_that_contradicts_options_is_refused(tmp_path,
         config(tmp_path, deepspeed=zero, fp16=True)
 
 
-@DEEPSPEED
-def test_zero_3_takes_no_quantized_weights(tmp_path, prepared):
-    zero = tmp_path / "zero.json"
-    zero.write_text(json.dumps({"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}))
-    for file in ("model/config.json", "data/data.json"):  # neither is read
-        (tmp_path / file).parent.mkdir()
-        (tmp_path / file).write_text("")
-    recipe = training.recipe(tmp_path, tmp_path, deepspeed=str(zero), use_peft=True, load_in_4bit=True)
-    done = prepared.run(["-m", "normalign_llava.train", recipe], CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
-    assert "load_in_4bit and load_in_8bit cannot be used with ZeRO-3." in " ".join(done.stderr.split())
-
-
-def test_a_copy_of_the_options_is_not_refused(tmp_path):
-    args = config(tmp_path, stage="tune", eval_strategy="steps", eval_steps=2)
-    assert dataclasses.replace(args, seed=3).seed == 3
-
-
 def test_other_options_that_would_do_nothing_are_refused_where_they_are_read(tmp_path):
     with pytest.raises(ValueError, match="do_eval alone evaluates nothing. Set eval_strategy"):
         config(tmp_path, do_eval=True)
@@ -109,20 +88,6 @@ def test_other_options_that_would_do_nothing_are_refused_where_they_are_read(tmp
         assert getattr(ModelArguments(model_name_or_path="model", use_peft=True, **{name: True}), name)
 
 
-@pytest.mark.parametrize(
-    ("tracker", "message"),
-    [
-        ("tensorbord", "tensorbord is not supported, only .*tensorboard"),
-        ("comet_ml", "report_to names comet_ml, which cannot be used: .*pip install comet-ml"),
-    ],
-)
-def test_a_tracker_that_is_not_there_is_refused_before_anything_is_loaded(tmp_path, tracker, message):
-    words = ["--model_name_or_path", str(tmp_path / "nothing"), "--dataset_name", "nothing", "--bf16", "false"]
-    with pytest.raises(ValueError, match=message):
-        run.main([*words, "--output_dir", str(tmp_path / "out"), "--report_to", tracker])
-    assert config(tmp_path, report_to=["tensorboard"]).report_to == ["tensorboard"]
-
-
 def test_rows_are_padded_to_a_multiple_and_labels_with_them(tmp_path, checkpoint):
     trainer = training.trainer(tmp_path, checkpoint, pad_to_multiple_of=32)
     rows = [trainer.train_dataset[index] for index in range(2)]
@@ -132,26 +97,3 @@ def test_rows_are_padded_to_a_multiple_and_labels_with_them(tmp_path, checkpoint
     assert padded["labels"][:, :length].equal(plain["labels"]) and (padded["labels"][:, length:] == -100).all()
     assert not padded["attention_mask"][:, length:].any()
     trainer.train()
-
-
-class Kept(NormAlignTrainer):
-    """The last trainer that the command made."""
-
-    last: NormAlignTrainer
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        Kept.last = self
-
-
-def test_the_command_passes_on_what_is_for_the_collator_and_for_loading(tmp_path, checkpoint, monkeypatch, caplog):
-    monkeypatch.setattr(run, "NormAlignTrainer", Kept)
-    train_data.write_json(tmp_path / "data", [train_data.llava("<image>\nwhat?", "red", "red.png") for _ in range(4)])
-    words = ["--stage", "align", "--model_name_or_path", checkpoint, "--max_steps", 1, "--global_batch_size", 2]
-    words += ["--dataset_name", tmp_path / "data" / "data.json", "--output_dir", tmp_path / "out", "--bf16", "false"]
-    words += ["--pad_to_multiple_of", 32, "--model_init_kwargs", '{"dtype": "float64"}']
-    output = run.main([str(word) for word in words])
-    batch = Kept.last.data_collator([Kept.last.train_dataset[0]])
-    assert batch["input_ids"].shape[1] % 32 == 0 and not batch["attention_mask"].all()
-    assert json.loads((output / "config.json").read_text())["dtype"] == "float64"
-    assert "ignored" not in caplog.text  # TRL's word for model_init_kwargs

@@ -2,56 +2,32 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What a person sees of a run, with and without a terminal, and what is documented of what is logged."""
 
-import contextlib
-import io
-import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-import train_data
 import training
 from documented import documented
-from transformers import TrainerCallback, TrainerState
 
 from normalign_llava.train.callbacks.depth_probe import CosineProbe
 from normalign_llava.train.callbacks.measurements import PARTS
-from normalign_llava.train.callbacks.progress import COLUMNS, Bars, ProgressLines
+from normalign_llava.train.callbacks.progress import COLUMNS
 
 
 pytestmark = pytest.mark.slow
 
 
-class Terminal(io.StringIO):
-    """What is written to a terminal."""
-
-    def isatty(self):
-        return True
-
-
-def shown(work) -> tuple[str, str]:
-    """What `work` writes to standard output, which is no terminal, and to standard error, which is one."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(Terminal()) as err:
-        work()
-    return out.getvalue(), err.getvalue()
-
-
-def run(folder, checkpoint, callbacks=(), **options):
+def run(folder, checkpoint, **options):
     given = dict(max_steps=4, logging_steps=2, eval_strategy="steps", eval_steps=2, disable_tqdm=False)
-    trainer = training.trainer(folder, checkpoint, held_out=training.rows(4), **{**given, **options})
-    for callback in callbacks:
-        trainer.add_callback(callback)
-    return trainer
+    return training.trainer(folder, checkpoint, held_out=training.rows(4), **{**given, **options})
 
 
-def test_a_line_for_each_logged_step_says_what_was_logged(tmp_path, checkpoint):
+def test_a_line_for_each_logged_step_says_what_was_logged(tmp_path, checkpoint, capsys):
     trainer = run(tmp_path, checkpoint)
-    out, _ = shown(trainer.train)
+    capsys.readouterr()
+    trainer.train()
     logged = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
     held_out = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    first, *rest, last = out.splitlines()
+    first, *rest, last = capsys.readouterr().out.splitlines()
     assert first.split() == ["step", *COLUMNS, "left"]
     assert [row.split()[0] for row in rest] == ["2/4", "2/4", "4/4", "4/4"]
     for row, loss in zip(rest[1::2], held_out, strict=True):
@@ -64,46 +40,6 @@ def test_a_line_for_each_logged_step_says_what_was_logged(tmp_path, checkpoint):
     assert re.fullmatch(r"4 steps in \d:\d\d:\d\d, mean loss [\d.]+", last)
 
 
-def test_bars_are_shown_on_a_terminal_alone(tmp_path, checkpoint):
-    for hidden in (False, True):
-        trainers = []
-        shown(lambda: trainers.append(run(tmp_path, checkpoint, disable_tqdm=hidden)))  # noqa: B023
-        assert any(isinstance(each, Bars) for each in trainers[0].callback_handler.callbacks) != hidden
-        out, err = shown(trainers[0].train)
-        assert ("4/4 [" in err) != hidden and "{'" not in out + err
-    assert not any(isinstance(each, Bars) for each in run(tmp_path, checkpoint).callback_handler.callbacks)
-
-
-class Stop(TrainerCallback):
-    """Ends the run after a step."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == 4
-
-
-def test_a_resumed_run_counts_from_where_it_was_resumed(tmp_path, checkpoint):
-    options = dict(max_steps=6, save_strategy="steps", save_steps=2, eval_strategy="no")
-    shown(run(tmp_path, checkpoint, [Stop()], **options).train)
-    for step, expected in ((4, ["step", "6/6", "2"]), (6, ["Nothing"])):
-        resumed = run(tmp_path, checkpoint, **options)
-        out, _ = shown(lambda: resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}")))  # noqa: B023
-        assert [row.split()[0] for row in out.splitlines()] == expected
-
-
-def test_no_value_makes_a_line_longer_than_80_columns(capsys):
-    keys = [key for key, _, _ in COLUMNS.values()]
-    lines, state = ProgressLines(), TrainerState(max_steps=1234567, is_world_process_zero=True)
-    lines.on_train_begin(None, state, None)
-    lines.on_step_begin(None, state, None)
-    state.global_step = 1234567
-    for value in (1.23456e-7, 123456.7, 0.000123456, float("nan"), float("inf")):
-        lines.on_log(None, state, None, logs={**dict.fromkeys(keys, value), "clip/share": 1.0})
-        *_, row = capsys.readouterr().out.splitlines()
-        assert len(row) <= 80 and row.split()[1:3] == [f"{value:.4g}", f"{value:.3g}"]
-    lines.on_log(None, state, None, logs={"loss": 1.0})
-    assert capsys.readouterr().out.split() == ["1234567/1234567", "1", "-", "-", "-", "-", "-", "0:00:00"]
-
-
 def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
     keys = set()
     for options in ({}, dict(use_peft=True)):
@@ -113,19 +49,3 @@ def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
         keys |= {key for entry in trainer.state.log_history for key in entry}
     said = documented("The log")
     assert keys == {key.replace("PART", part) for key in said for part in PARTS}
-
-
-def test_a_run_shows_no_foreign_warnings_and_no_wide_lines(tmp_path, checkpoint):
-    train_data.write_json(tmp_path / "data", [train_data.llava("<image>\nwhat?", "red", "red.png") for _ in range(4)])
-    words = ["--stage", "tune", "--model_name_or_path", checkpoint, "--dataset_name", tmp_path / "data" / "data.json"]
-    words += ["--use_peft", "--load_in_4bit", "--dtype", "bfloat16", "--max_steps", 2, "--global_batch_size", 2]
-    words += ["--logging_steps", 1, "--output_dir", tmp_path / "out"]
-    command = [sys.executable, "-m", "normalign_llava", "train", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if str(tmp_path) not in line]  # paths stay whole, to be copied
-    assert max(map(len, lines)) <= 80
-    assert "clipped      left\n 1/2 " in done.stdout
-    for notice in ("Warning", "WARN", "[transformers]", "Failed"):
-        assert notice not in done.stdout + done.stderr
-    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"][0]["norm/visual"] > 0

@@ -2,13 +2,8 @@ import pytest
 import torch
 import training
 from safetensors import safe_open
-from transformers import AutoProcessor
-from trl import SFTTrainer, get_peft_config
 
-from normalign_llava.train.batches.collator import ConversationCollator
-from normalign_llava.train.modules.adapter import language_adapter
 from normalign_llava.train.modules.model import base_model, load_model, projector_norm
-from normalign_llava.train.options.arguments import ModelArguments
 
 
 pytestmark = pytest.mark.slow
@@ -32,7 +27,7 @@ def test_what_is_quantized_and_what_is_left_alone(tmp_path, checkpoint):
     assert (quantization.bnb_4bit_quant_type, quantization.bnb_4bit_use_double_quant) == ("nf4", True)
 
 
-@pytest.mark.parametrize("base", [dict(load_in_4bit=True), dict(load_in_8bit=True), {}])
+@pytest.mark.parametrize("base", [dict(load_in_4bit=True), dict(load_in_8bit=True)])
 def test_gain_and_bias_are_float32_with_float32_optimizer_state_and_adapter_file(tmp_path, checkpoint, base):
     options = {**QLORA, "load_in_4bit": False, **base}
     trainer = training.trainer(tmp_path, checkpoint, save_strategy="steps", save_steps=2, **options)
@@ -52,31 +47,14 @@ def test_gain_and_bias_are_float32_with_float32_optimizer_state_and_adapter_file
     assert any(torch.equal(tensor, norm.weight) for tensor in saved.values())
 
 
-def test_gain_and_bias_move_at_2e_6_and_in_stock_trl_do_not(tmp_path, checkpoint):
+def test_gain_and_bias_move_at_2e_6(tmp_path, checkpoint):
     options = dict(learning_rate=2e-6, max_steps=2, lr_scheduler_type="constant")
-    trainer = training.trainer(tmp_path / "ours", checkpoint, **QLORA, **options)
+    trainer = training.trainer(tmp_path, checkpoint, **QLORA, **options)
     before = gain_and_bias(trainer.model)
     trainer.train()
     moved = [(now - then).abs() for now, then in zip(gain_and_bias(trainer.model), before, strict=True)]
     assert (moved[0] > 1e-7).float().mean() > 0.9 and moved[0].max() < 5e-6
     assert (moved[1] > 1e-7).float().mean() > 0.9
-
-    model_args = ModelArguments(model_name_or_path=str(checkpoint), **QLORA)
-    args = training.arguments(tmp_path / "stock", **options)
-    model = training.loaded(checkpoint, args, model_args)
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    stock = SFTTrainer(
-        model=model,
-        args=args,
-        train_dataset=training.rows(),
-        processing_class=processor,
-        data_collator=ConversationCollator(processor),
-        peft_config=language_adapter(get_peft_config(model_args), model, args.learning_rates(use_peft=True)),
-    )
-    gain, _ = gain_and_bias(stock.model)
-    stock.train()
-    assert gain.dtype == torch.bfloat16
-    assert torch.equal(gain_and_bias(stock.model)[0], gain)
 
 
 def test_a_4_bit_step_after_generating_and_evaluating_has_the_same_gradients(tmp_path, checkpoint):

@@ -92,52 +92,29 @@ def assert_same(whole: Path, resumed: Path) -> None:
         assert torch.equal(weights_again[name], value), name
 
 
-@pytest.mark.parametrize(("when", "expected"), [("SIGKILL:5", 4), ("save:4", 2)])
-def test_killed_and_resumed_is_as_if_never_stopped(prepared, tmp_path, parts, capfd, when, expected):
+def test_killed_in_a_save_and_resumed_is_as_if_never_stopped(prepared, tmp_path, parts, capfd):
     file, whole, stopped = recipe(tmp_path / "run", parts), tmp_path / "whole", tmp_path / "stopped"
     main([str(file), "--output_dir", str(whole)])
-    done = prepared.run(killed(when, file, stopped))
+    done = prepared.run(killed("save:4", file, stopped))
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     assert not list(stopped.glob("*model.safetensors"))
 
     capfd.readouterr()
     main([str(file), "--output_dir", str(stopped), "--resume_from_checkpoint"])
     said = " ".join(capfd.readouterr().err.split())
-    assert f"Resuming from {stopped}/checkpoint-{expected}." in said
-    assert ("Skipped" in said) == when.startswith("save")
+    assert f"Resuming from {stopped}/checkpoint-2." in said and "Skipped" in said
     assert_same(whole, stopped)
 
 
-@pytest.mark.parametrize(
-    ("when", "status", "checkpoint"),
-    [("SIGTERM:5", 143, 4), ("SIGINT:5", 130, 4), ("SIGTERM:1", 143, None), ("SIGINT:start", 130, None)],
-)
-def test_a_stopped_run_says_what_is_lost_and_how_to_resume(prepared, tmp_path, parts, when, status, checkpoint):
+def test_a_stopped_run_says_what_is_lost_and_how_to_resume(prepared, tmp_path, parts):
     file, stopped = recipe(tmp_path / "run", parts), tmp_path / "stop ped"
-    done = prepared.run(killed(when, file, stopped))
+    done = prepared.run(killed("SIGTERM:5", file, stopped))
     said = done.stderr.splitlines()[-1]
-    assert done.returncode == status and said.startswith("Stopped. "), done.stderr
-    if when.endswith("start"):
-        assert said == "Stopped. Nothing was trained." and not stopped.exists()
-    elif checkpoint is None:
-        assert "Step 1 was done" in said and "no complete checkpoint, so it is lost. Start again" in said
-        assert not (stopped / ".train.lock").exists()
-        main([str(file), "--output_dir", str(stopped), "--max_steps", "2"])
-    else:
-        advice = said[said.index("--resume") : said.index(". What was done")]
-        assert "Step 5 was done" in said and advice.endswith(f"'{stopped / f'checkpoint-{checkpoint}'}'")
-        main([str(file), "--output_dir", str(stopped), "--max_steps", "6", *shlex.split(advice)])
-        assert json.loads((stopped / "trainer_state.json").read_text())["global_step"] == 6
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "model.safetensors"])
-def test_a_file_that_was_cut_off_is_named_before_resuming(tmp_path, parts, name):
-    file, output = recipe(tmp_path / "run", parts, max_steps=2), tmp_path / "out"
-    main([str(file), "--output_dir", str(output)])
-    damaged = output / "checkpoint-2" / name
-    damaged.write_bytes(damaged.read_bytes()[:100])
-    with pytest.raises(ValueError, match=f"checkpoint-2, which was saved whole but lacks the end of {name}"):
-        main([str(file), "--output_dir", str(output), "--resume_from_checkpoint", "--max_steps", "3"])
+    assert done.returncode == 143 and said.startswith("Stopped. Step 5 was done"), done.stderr
+    advice = said[said.index("--resume") : said.index(". What was done")]
+    assert advice.endswith(f"'{stopped / 'checkpoint-4'}'")
+    main([str(file), "--output_dir", str(stopped), "--max_steps", "6", *shlex.split(advice)])
+    assert json.loads((stopped / "trainer_state.json").read_text())["global_step"] == 6
 
 
 def test_a_resumed_run_keeps_the_precision_that_it_began_with(tmp_path, parts, processor):
@@ -154,11 +131,8 @@ def test_a_resumed_run_keeps_the_precision_that_it_began_with(tmp_path, parts, p
 
 
 CASES = {
-    "with a process that reads data": dict(dataloader_num_workers=1),
-    "adapters with dropout": dict(use_peft=True, lora_dropout=0.3),
-    "4 bits": dict(use_peft=True, load_in_4bit=True, dtype="bfloat16", bf16=True),
+    "4 bits": dict(use_peft=True, lora_dropout=0.3, load_in_4bit=True, dtype="bfloat16", bf16=True),
     "grouped by length, into a second epoch": dict(train_sampling_strategy="group_by_length"),
-    "streamed through a shuffle buffer": dict(dataset_streaming=True, shuffle_buffer_size=5),
     "streamed mixture": dict(dataset_streaming=True, shuffle_buffer_size=5, datasets=("first", "second")),
 }
 
@@ -190,61 +164,26 @@ def test_two_runs_do_not_share_a_folder(prepared, tmp_path, parts):
         with pytest.raises(ValueError, match=f"^Another run is {whose}.*choose another output folder.$"):
             main([str(file), "--output_dir", str(out), *more])
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-    for damaged in ("", "[1]", "{}"):
-        (out / ".train.json").write_text(damaged)
-        with pytest.raises(ValueError, match=f"^Another run is writing to {out}.* is not known. Wait"):
-            main([str(file), "--output_dir", str(out)])
     (tmp_path / "out-go-on").touch()
     assert first.wait().returncode == 0
     assert (out / "model.safetensors").exists() and not list(out.glob(".*"))
 
 
-def test_a_folder_made_for_a_run_that_is_refused_is_gone(tmp_path, parts):
-    with pytest.raises(ValueError, match="image_folder"):
-        main([str(recipe(tmp_path / "run", parts, image_folder="nowhere")), "--output_dir", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="The --output_dir .*file cannot be written to"):
-        main([str(tmp_path / "run" / "recipe.yaml"), "--output_dir", str(tmp_path / "file")])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(max_steps=-1, num_train_epochs=1),
-        dict(max_steps=2, use_peft=True, load_in_4bit=True, dtype="bfloat16", bf16=True),
-    ],
-)
-def test_a_run_resumed_at_its_end_takes_no_further_step(tmp_path, parts, options):
-    file = recipe(tmp_path / "run", parts, lr_scheduler_type="constant", **options)
+def test_a_run_resumed_at_its_end_takes_no_further_step(tmp_path, parts):
+    quantized = dict(use_peft=True, load_in_4bit=True, dtype="bfloat16", bf16=True)
+    file = recipe(tmp_path / "run", parts, lr_scheduler_type="constant", max_steps=2, **quantized)
     output = main([str(file), "--output_dir", str(tmp_path / "out")])
     names = {path.name for path in output.iterdir()}
-    last = max(json.loads(path.read_text())["global_step"] for path in output.glob("checkpoint-*/trainer_state.json"))
     for path in output.iterdir():
         if path.is_file():
             path.unlink()  # as if killed before the result was written
     main([str(file), "--output_dir", str(output), "--resume_from_checkpoint"])
     assert {path.name for path in output.iterdir()} == names and "README.md" in names
-    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == last
-    weights, again = (
-        load_file(next(path.glob("*model.safetensors"))) for path in (output / f"checkpoint-{last}", output)
-    )
+    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 2
+    weights, again = (load_file(next(path.glob("*model.safetensors"))) for path in (output / "checkpoint-2", output))
     assert weights.keys() == again.keys() and all(torch.equal(value, again[name]) for name, value in weights.items())
     with pytest.raises(ValueError, match="learning_rates"):
         main([str(file), "--output_dir", str(output), "--resume_from_checkpoint", "--learning_rate", "1e-4"])
-
-
-def test_a_run_resumed_at_its_end_loads_the_best_model(tmp_path, parts):
-    best = dict(eval_strategy="steps", eval_steps=2, test_split_size=0.3, sample_count=0, load_best_model_at_end=True)
-    worst = dict(metric_for_best_model="loss", greater_is_better=True)  # so that it is not the last
-    file = recipe(tmp_path / "run", parts, max_steps=4, **best, **worst)
-    output = main([str(file), "--output_dir", str(tmp_path / "out")])
-    weights = load_file(output / "model.safetensors")
-    (output / "model.safetensors").unlink()
-    main([str(file), "--output_dir", str(output), "--resume_from_checkpoint"])
-    again, last = (load_file(folder / "model.safetensors") for folder in (output, output / "checkpoint-4"))
-    assert all(torch.equal(value, again[name]) for name, value in weights.items())
-    assert any(not torch.equal(value, again[name]) for name, value in last.items())
 
 
 @pytest.fixture(scope="module")
@@ -273,8 +212,13 @@ def test_a_run_is_not_resumed_as_another(stopped_early, parts, changed, named):
         main([str(file), "--output_dir", str(out), "--resume_from_checkpoint", *changed])
 
 
-def test_a_resumed_run_may_change_what_does_not_change_its_steps(stopped_early):
+def test_a_resumed_run_may_change_what_does_not_change_its_steps(stopped_early, tmp_path):
     file, out = stopped_early
+    for name in ("optimizer.pt", "rng_state.pth", "model.safetensors"):
+        cut_off = shutil.copytree(out, tmp_path / name) / "checkpoint-2" / name
+        cut_off.write_bytes(cut_off.read_bytes()[:100])
+        with pytest.raises(ValueError, match=f"checkpoint-2, which was saved whole but lacks the end of {name}"):
+            main([str(file), "--output_dir", str(tmp_path / name), "--resume_from_checkpoint"])
     with pytest.raises(ValueError, match="holds an earlier run or a model.*--resume_from_checkpoint"):
         main([str(file), "--output_dir", str(out)])
     main([str(file), "--output_dir", str(out), "--resume_from_checkpoint", "--save_steps", "1"])

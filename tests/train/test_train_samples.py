@@ -7,7 +7,8 @@ import json
 
 import pytest
 import torch
-from measured import build, make_trainer, tensorboard
+import training
+from measured import make_trainer
 from measured import rows as training_rows
 from PIL import Image
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """With a head of its own: a tied one makes an untrained model repeat its last token."""
-    return build(tmp_path_factory.mktemp("parts"), tied=False, seed=5)
+    return training.checkpoint(tmp_path_factory.mktemp("parts"), tied=False, seed=5)
 
 
 def png(colour: str) -> bytes:
@@ -52,21 +53,12 @@ ROWS = [
 ]
 
 
-def evaluated(checkpoint, folder, **kwargs):
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_rows": training_rows(2), "max_steps": 4}
-    settings["learning_rate"] = 1e-3
-    return make_trainer(checkpoint, folder, **{**settings, **kwargs})
-
-
-def with_samples(checkpoint, folder, **kwargs):
-    trainer = evaluated(checkpoint, folder, **kwargs)
+def test_answers_are_those_of_greedy_decoding_and_lie_in_the_runs_folder(checkpoint, tmp_path):
+    trainer = make_trainer(
+        checkpoint, tmp_path, rank=2, gradient_checkpointing=True, eval_strategy="steps", eval_steps=2,
+        eval_rows=training_rows(2), max_steps=4, learning_rate=1e-3,
+    )  # fmt: skip
     trainer.add_callback(SampleCallback(ROWS, 8, 1000, trainer.callback_handler.callbacks))
-    return trainer
-
-
-@pytest.mark.parametrize("kwargs", [{}, {"rank": 2, "gradient_checkpointing": True}])
-def test_answers_are_those_of_greedy_decoding_and_lie_in_the_runs_folder(checkpoint, tmp_path, kwargs):
-    trainer = with_samples(checkpoint, tmp_path, **kwargs)
     with torch.no_grad():  # what was said before is to matter to an untrained model
         for name, parameter in trainer.model.named_parameters():
             parameter *= 30 if "v_proj" in name and "lora" not in name else 1
@@ -107,33 +99,3 @@ def by_hand(trainer, number: int) -> str:
         said.append(logits[0, -1].argmax().item())
         ids = torch.cat([ids, torch.tensor([said[-1:]])], dim=1)
     return processor.tokenizer.decode(said, skip_special_tokens=True).strip()
-
-
-def test_a_step_is_answered_once_and_a_run_without_examples_writes_nothing(checkpoint, tmp_path):
-    trainer = with_samples(checkpoint, tmp_path, max_steps=2)
-    trainer.train()
-    written = (tmp_path / "samples" / "step-2.json").stat().st_mtime_ns
-    trainer.evaluate()
-    assert (tmp_path / "samples" / "step-2.json").stat().st_mtime_ns == written
-    none = make_trainer(
-        checkpoint, tmp_path / "none", eval_rows=training_rows(2), callbacks=[SampleCallback([], 8, 99)]
-    )
-    none.evaluate()
-    assert not (tmp_path / "none" / "samples").exists()
-
-
-def test_an_image_that_is_too_large_is_refused_before_training(tmp_path):
-    path = tmp_path / "large.png"
-    Image.new("RGB", (40, 40)).save(path)
-    row = {"images": [{"path": str(path), "bytes": None}], "messages": ROWS[0]["messages"]}
-    with pytest.raises(ValueError, match="large.png"):
-        SampleCallback([row], 8, 1000)
-
-
-def test_texts_reach_tensorboard(checkpoint, tmp_path):
-    trainer = with_samples(checkpoint, tmp_path, report_to="tensorboard")
-    trainer.train()
-    events = tensorboard(tmp_path)
-    texts = events.Tensors("samples/text/text_summary")
-    assert [text.step for text in texts] == [2, 4]
-    assert all(part in texts[-1].tensor_proto.string_val[0].decode() for part in ("which colour", "**truth** blue"))

@@ -6,12 +6,7 @@ import tiny
 import torch
 import training
 from training import moved, weights
-from transformers import (
-    FalconConfig,
-    GPT2Config,
-    MixtralConfig,
-    OPTConfig,
-)
+from transformers import FalconConfig, GPT2Config, MixtralConfig
 from trl import SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -148,17 +143,11 @@ def test_a_frozen_module_has_no_dropout_and_a_trained_one_has(tmp_path, checkpoi
     assert torch.equal(*text) == (frozen == "language")
 
 
-NAMED = dict(hidden_size=tiny.WIDTH, num_hidden_layers=2, num_attention_heads=2)
-
-
-@pytest.mark.parametrize(
-    "cls, sizes",
-    [(FalconConfig, NAMED), (OPTConfig, {**NAMED, "ffn_dim": 48, "word_embed_proj_dim": tiny.WIDTH})],
-)
-def test_a_frozen_decoder_whose_layers_call_dropout_is_checkpointed_without_it(cls, sizes):
+def test_a_frozen_decoder_whose_layers_call_dropout_is_checkpointed_without_it():
     """They call `dropout(..., training=self.training)` in the layer that is in training mode for its checkpoint."""
-    dropout = {name: 0.5 for name in cls().to_dict() if "drop" in name and name != "layerdrop"}
-    model = tiny.model(text=cls(vocab_size=tiny.VOCABULARY, **sizes, **dropout), tied=False)
+    dropout = {name: 0.5 for name in FalconConfig().to_dict() if "drop" in name}
+    sizes = dict(hidden_size=tiny.WIDTH, num_hidden_layers=2, num_attention_heads=2)
+    model = tiny.model(text=FalconConfig(vocab_size=tiny.VOCABULARY, **sizes, **dropout), tied=False)
     decoder = model.model.language_model.requires_grad_(False)
     runs, embeddings = [], torch.randn(1, 9, tiny.WIDTH, requires_grad=True)
     projections = [module for module in decoder.modules() if isinstance(module, torch.nn.Linear)]
@@ -185,9 +174,8 @@ def test_a_frozen_decoder_whose_layers_call_dropout_is_checkpointed_without_it(c
     assert not torch.equal(run()[0], run()[0])
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_under_adapters_and_gradient_checkpointing_a_frozen_tower_carries_no_gradient(tmp_path, checkpoint, quantized):
-    options = dict(load_in_4bit=True, dtype="float32") if quantized else {}
+def test_under_adapters_and_gradient_checkpointing_a_frozen_tower_carries_no_gradient(tmp_path, checkpoint):
+    options = dict(load_in_4bit=True, dtype="float32")
     trainer = training.trainer(tmp_path, checkpoint, use_peft=True, gradient_checkpointing=True, **options)
     wanted = []
     model = base_model(trainer.model)
@@ -235,8 +223,7 @@ def test_with_a_learning_rate_the_tower_is_saved_whole_beside_adapters(tmp_path,
     assert all(torch.equal(value, merged.state_dict()[name]) for name, value in trained.state_dict().items())
 
 
-@pytest.mark.parametrize("base", [dict(load_in_4bit=True), dict(load_in_8bit=True), {}], ids=["4", "8", "16"])
-@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("base, bf16", [(dict(load_in_4bit=True), True), ({}, False)], ids=["4", "16"])
 def test_what_is_trained_with_adapters_is_float32_and_moves(tmp_path, checkpoint, base, bf16):
     options = dict(use_peft=True, dtype="bfloat16", bf16=bf16, learning_rate=2e-6, vision_learning_rate=2e-6, **base)
     trainer = training.trainer(tmp_path, checkpoint, **options, lr_scheduler_type="constant")
@@ -262,17 +249,6 @@ def test_what_is_trained_with_adapters_is_float32_and_moves(tmp_path, checkpoint
             assert share > 0.5, (name, share)
 
 
-def test_label_smoothing_and_compilation_with_adapters_train(tmp_path, checkpoint):
-    training.trainer(tmp_path / "smooth", checkpoint, label_smoothing_factor=0.1).train()
-    losses = []
-    shared = dict(use_peft=True, lora_dropout=0.0)
-    for options in ({}, dict(torch_compile=True, torch_compile_backend="eager")):
-        trainer = training.trainer(tmp_path / str(len(losses)), checkpoint, **shared, **options)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
 def test_language_models_of_experts_and_of_convolutions_as_linear_layers_train(tmp_path):
     sizes = dict(num_local_experts=2, num_experts_per_tok=1)
     experts = training.checkpoint(tmp_path / "experts", cls=MixtralConfig, **sizes)
@@ -283,29 +259,9 @@ def test_language_models_of_experts_and_of_convolutions_as_linear_layers_train(t
     assert any("c_attn.lora_A" in name for name, _ in trainer.model.named_parameters())
 
 
-@pytest.mark.parametrize("drop_last, steps", [(False, 6), (True, 5)])
-def test_the_steps_that_are_announced_are_those_of_the_run(checkpoint, tmp_path, drop_last, steps):
+def test_the_steps_that_are_announced_are_those_of_the_run(checkpoint, tmp_path):
     rows = training.rows(13)
-    options = dict(max_steps=-1, num_train_epochs=1.5, global_batch_size=4, dataloader_drop_last=drop_last)
+    options = dict(max_steps=-1, num_train_epochs=1.5, global_batch_size=4, dataloader_drop_last=True)
     trainer = training.trainer(tmp_path, checkpoint, rows, **options)
     trainer.train()
-    assert trainer.facts["steps"] == trainer.state.max_steps == trainer.state.global_step == steps
-
-
-@pytest.mark.parametrize("options", [{}, {"use_peft": True, "lora_r": 2, "lora_dropout": 0.0}])
-def test_the_loss_over_the_answers_alone_is_that_over_all_positions(tmp_path, checkpoint, options):
-    trainer = training.trainer(tmp_path, checkpoint, training.rows(3, images=lambda number: number), **options)
-    batch = trainer.data_collator(list(trainer.train_dataset))
-    found = []
-    for trainer.only_answers in (True, False):
-        loss = trainer.compute_loss(trainer.model, dict(batch))
-        loss.backward()
-        gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
-        trainer.model.zero_grad()
-        found.append((loss.detach(), gradients))
-    (alone, expected), (everywhere, gradients) = found
-    torch.testing.assert_close(alone, everywhere, rtol=1e-6, atol=0)
-    assert gradients.keys() == expected.keys()
-    least = 1e-3 * max(gradient.norm() for gradient in expected.values())
-    for name, gradient in expected.items():
-        assert (gradients[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), least), name
+    assert trainer.facts["steps"] == trainer.state.max_steps == trainer.state.global_step == 5
