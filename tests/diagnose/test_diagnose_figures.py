@@ -12,7 +12,7 @@ from diagnosed import attention_of, depth_of, diagnosed
 from PIL import Image
 
 from normalign_llava.diagnose.figures.attention import attention_figures
-from normalign_llava.diagnose.figures.depth import cosine, norms, predicted, rotation, updates
+from normalign_llava.diagnose.figures.depth import cosine, norms, rotation, updates
 from normalign_llava.diagnose.figures.draw import draw
 from normalign_llava.diagnose.figures.dynamics import dynamics, training
 from normalign_llava.diagnose.figures.interface import embeddings, interface
@@ -64,10 +64,9 @@ def line(axes, label):
     return found.get_ydata()
 
 
-@pytest.mark.parametrize(("layers", "compared"), [(2, False), (30, True)])
-def test_everything_is_drawn(images, layers, compared):
-    baseline = asking("baseline", layers, 30.0) if compared else None
-    drawings = draw(asking("ours", layers, 1.0), baseline, images)
+def test_everything_is_drawn(images):
+    ours, baseline = asking("ours", 30, 1.0), asking("baseline", 30, 30.0)
+    drawings = draw(ours, baseline, images)
     expected = ["interface", "norms", "cosine", "rotation", "updates", "embeddings", "dynamics"]
     assert names(drawings) == [*expected, "attention_1", "attention_2", "attention_depth", "predicted"]
     assert {path.name for path in images.iterdir()} == {drawing.file for drawing in drawings} | {"image.png"}
@@ -76,7 +75,7 @@ def test_everything_is_drawn(images, layers, compared):
             assert np.asarray(image.convert("L")).std() > 10
     (images / "image.png").unlink()
     with pytest.raises(OSError, match="image.png"):
-        draw(asking("ours", layers, 1.0), None, images)
+        draw(ours, None, images)
 
 
 def test_only_what_was_measured_is_drawn(tmp_path):
@@ -108,25 +107,6 @@ def test_layers_show_the_reports_numbers():
     np.testing.assert_allclose(line(angle, "visual, same (baseline)"), np.degrees(1.7))
     finals = [each.get_ydata()[0] for each in norms(models).figure.axes[0].lines if each.get_linestyle() == "None"]
     assert finals == [55.5] * 4
-
-
-@pytest.mark.parametrize(("ratio", "scale"), [(2.0, "linear"), (900.0, "log")])
-def test_scales_follow_the_range(ratio, scale):
-    depth = depth_of({"visual": ratio, "text": 1.0}, 4)
-    axes = norms(shown(part("ours", depth=replace(depth, final_norm={})), None)).figure.axes[0]
-    assert axes.get_yscale() == scale
-    ends = [float(band.get_paths()[0].vertices[:, 1].min()) for band in axes.collections]
-    bottom = axes.get_ylim()[0]
-    assert 0 < bottom < min(ends) if scale == "log" else bottom == 0
-
-
-def test_predicted_beside_measured():
-    report = diagnosed(20.0, layers=4)  # its updates have one size and angle for both
-    (axes,) = predicted(shown(report, None)).figure.axes
-    for kind in ("visual", "text"):
-        expected = np.degrees(report.depth.rotation[kind].mean)
-        np.testing.assert_allclose(line(axes, f"{kind}, predicted"), expected, rtol=1e-9)
-        np.testing.assert_allclose(line(axes, f"{kind}, measured"), expected, rtol=1e-9)
 
 
 def test_interface_shows_mean_and_deviation():
