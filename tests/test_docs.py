@@ -141,12 +141,6 @@ def run_page(page: Path, world, done: set[str]) -> None:
         run(["-c", GIVEN.get(page.name, "") + snippet], world)
 
 
-def test_readme_is_short():
-    readme = (ROOT / "README.md").read_text()
-    assert len(readme.split()) <= 700 and readme.count("![") == 1
-    assert [len(snippet.splitlines()) <= 11 for snippet in blocks(ROOT / "README.md", "python")] == [True]
-
-
 def test_readme_and_the_pages_on_training_and_publishing_run(world, server):
     done: set[str] = set()
     for page in (ROOT / "README.md", DOCS / "train.md", DOCS / "publish.md"):
