@@ -249,10 +249,3 @@ def test_full_tuning_resumes_from_the_trained_weights(tmp_path):
     moved = [name for name, value in trained.items() if not torch.equal(initial[name], value)]
     assert f"{NORM}.weight" in moved and "model.language_model.layers.0.mlp.up_proj.weight" in moved
     assert all(torch.equal(loaded[name], value) for name, value in trained.items())
-
-
-def test_a_config_read_from_a_llava_folder_is_ours(tmp_path):
-    tiny.llava().config.save_pretrained(tmp_path)
-    config = NormAlignLlavaConfig.from_pretrained(tmp_path)
-    config.save_pretrained(tmp_path / "saved")
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "normalign_llava"

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from chat_families import CONVERSATIONS, END_OF_TURN, SMOLLM2, TEMPLATES, WEATHER, chat, outcome, parts, render
-from PIL import Image
 
 from normalign_llava.assembly.chat_template import multimodal_chat_template
 
@@ -37,30 +36,6 @@ def test_white_space_before_the_first_statement_is_kept(head):
 
 
 # ------------------------------------------------------------------------------------------------------------ images
-def test_smollm2_with_images_written_out():
-    messages = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "Compare "},
-                {"type": "image"},
-                {"type": "text", "text": " with "},
-                {"type": "image", "image": Image.new("RGB", (2, 2))},
-                {"type": "text", "text": "."},
-            ],
-        },
-        {"role": "assistant", "content": [{"type": "text", "text": "They are equal."}]},
-        {"role": "user", "content": "Sure?"},
-    ]
-    assert render(multimodal_chat_template(SMOLLM2).template, messages, add_generation_prompt=True) == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nCompare <image> with <image>.<|im_end|>\n"
-        "<|im_start|>assistant\nThey are equal.<|im_end|>\n"
-        "<|im_start|>user\nSure?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
 @pytest.mark.parametrize("name", [*END_OF_TURN, "cohere", "lfm2", "glm4moe", "deepseekv3", "gptoss", "gemma4"])
 def test_image_parts_become_the_image_token_in_every_family(name):
     template = multimodal_chat_template(TEMPLATES[name], image_token="<|image's|>").template

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import tiny_parts
 from huggingface_hub import constants
-from train_data import assistant, inside, llava, mixed_rows, user
+from train_data import assistant, llava, mixed_rows, user
 
 from normalign_llava.data.rows.images import ImageRules
 from normalign_llava.data.rows.parse import DroppedRow, DroppedRows, control_tokens, parse_row
@@ -58,14 +58,6 @@ def test_llava_json_of_every_kind():
 )
 def test_a_line_break_on_either_side_of_the_marker_alone_is_lost(text, parts):
     assert shape(llava(text, "yes", "a.png"))[0] == ("user", parts)
-
-
-def test_parquet_with_images_inside():
-    row = parse_row({**llava("<image>\nQ", "A"), "image": inside("red")})
-    assert row["images"] == [{"path": None, "bytes": inside("red")["bytes"]}]
-    assert parse_row({**llava("Q", "A"), "image": None, "images": []})["images"] == []
-    many = {**llava("<image><image>Q", "A"), "images": [inside("red"), inside("blue")]}
-    assert [image["bytes"] for image in parse_row(many)["images"]] == [inside(c)["bytes"] for c in ("red", "blue")]
 
 
 def test_trl_messages_of_every_kind():

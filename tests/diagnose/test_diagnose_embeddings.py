@@ -9,7 +9,6 @@ import tiny
 import tiny_parts as parts
 import torch
 import vlm_families
-from accelerate import cpu_offload
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -87,15 +86,6 @@ def test_tokens_are_decoded_and_spare_rows_have_no_text(tmp_path):
     assert (expected.top[0].id, expected.top[0].text) == (115, None) and all(token.text for token in expected.top[1:])
     assert_same(probe_language(folder).embeddings, expected)
     assert_same(embedding_table_of(model, tokenizer, name="language"), expected)
-
-
-def test_offloaded_embeddings():
-    model = stretch(tiny.model())
-    expected = reference(model.get_input_embeddings().weight, "m", excluded={tiny.IMAGE})
-    cpu_offload(model, execution_device=torch.device("cpu"))
-    assert model.get_input_embeddings().weight.is_meta
-    assert_same(embedding_table_of(model, name="m"), expected)
-    assert model.get_input_embeddings().weight.is_meta
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "4-bit"])

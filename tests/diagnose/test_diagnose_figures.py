@@ -14,7 +14,7 @@ from PIL import Image
 from normalign_llava.diagnose.figures.attention import attention_figures
 from normalign_llava.diagnose.figures.depth import cosine, norms, rotation, updates
 from normalign_llava.diagnose.figures.draw import draw
-from normalign_llava.diagnose.figures.dynamics import dynamics, training
+from normalign_llava.diagnose.figures.dynamics import training
 from normalign_llava.diagnose.figures.interface import embeddings, interface
 from normalign_llava.diagnose.figures.style import shown
 from normalign_llava.diagnose.report import EmbeddingTable, Interface, Moments, Report, TopToken
@@ -129,14 +129,6 @@ def test_embeddings_and_their_texts():
     texts = [label.get_text() for label in right.get_yticklabels()]
     assert texts[:3] == ["'áveis'", r"'>();\n\n'", r"'\u662f'"]
     assert texts[3:] == [r"'\$x\$'", "'<|vision_start|>'", "#5", r"'\x00'", r"'\\'"]
-
-
-def test_training_dynamics():
-    report, plain = diagnosed(layers=4), diagnosed(layers=4, dynamics=[])
-    visual, text = dynamics(shown(report, plain)).figure.axes[:2]
-    assert [tuple(each.get_ydata()) for each in visual.lines] == [tuple(s.visual) for s in report.dynamics]
-    assert [tuple(each.get_ydata()) for each in text.lines] == [tuple(s.text) for s in report.dynamics]
-    assert dynamics(shown(plain, None)) is None
 
 
 def test_what_training_logged():

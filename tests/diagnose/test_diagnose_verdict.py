@@ -36,14 +36,6 @@ def test_one_model(ratio, asymmetry, error, first, second):
     assert re.search(first, sentences[0]) and re.search(second, sentences[1])
 
 
-def test_parts_alone():
-    encoder = verdict(part(encoder_output=Moments(71.78, 13.97, 729)))
-    assert "a norm of 71.8 ± 14.0; there is no text" in encoder[0] and "together with a language model" in encoder[1]
-    text = part(vocabulary=Moments(0.8, 0.18, 1000), vocabulary_raw=Moments(0.8, 0.18, 1000))
-    assert "a norm of 0.800 ± 0.180; there are no visual tokens" in verdict(text)[0]
-    assert "N_text / sqrt(d) = 0.0333" in verdict(text)[1]  # 0.8 / 24
-
-
 @pytest.mark.parametrize(
     "ratio, asymmetry, norms, rotations",
     [

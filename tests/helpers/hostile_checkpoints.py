@@ -269,8 +269,5 @@ BROKEN: dict[str, Spoil] = {
 WORDS: dict[str, Spoil] = {
     "escapes in model_type": config(model_type=f"evil{ESCAPE}[bold red]"),
     "escapes in a key": config(**{f"evil{ESCAPE}[/]": 1}),
-    "escapes in a tensor's name": tensors(
-        lambda found: {f"evil{ESCAPE}[/]": each for each in [next(iter(found.values())).clone()]}
-    ),
 }
 KINDS = {**CODE, **ELSEWHERE, **LARGE, **BROKEN, **WORDS}
