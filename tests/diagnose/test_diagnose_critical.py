@@ -108,7 +108,6 @@ def test_a_language_model_alone_and_in_a_vlm_measure_the_same(tmp_path):
 
 def test_the_command(tmp_path):
     tiny_parts.language(tmp_path / "language")
-    tiny_parts.vision(tmp_path / "vision")
     run = CliRunner().invoke
     language = str(tmp_path / "language")
     found = json.loads(run(app, ["gain", language, "--critical", "--json"]).stdout)
@@ -116,5 +115,3 @@ def test_the_command(tmp_path):
     assert found["n_text"] == updates.n_text
     assert found["critical"]["norms"] == {"0.9": updates.critical_norm(0.9), "0.5": updates.critical_norm(0.5)}
     assert "0.5 of text's rotation" in run(app, ["gain", language, "--critical"]).stdout
-    refused = run(app, ["gain", str(tmp_path / "vision"), "--critical"])
-    assert refused.exit_code == 1 and "has no token embedding" in refused.stderr

@@ -8,7 +8,6 @@ from test_quickstart_run import SHORT
 
 from normalign_llava.quickstart.journal import Journal
 from normalign_llava.quickstart.run import run_quickstart
-from normalign_llava.train.keeping.lock import only_run
 
 
 @pytest.fixture
@@ -40,8 +39,3 @@ def test_only_unfinished_folders_of_its_own_are_removed_from_an_earlier_run(tmp_
     with pytest.raises(OSError, match="cache"):
         run_quickstart(output, SHORT)
     assert not any(folder.exists() for folder in unfinished) and all(folder.exists() for folder in own)
-
-
-def test_two_quickstarts_in_one_folder_are_refused(tmp_path, no_archives):
-    with only_run(tmp_path / "run"), pytest.raises(ValueError, match="Another run is writing to .*run"):
-        run_quickstart(tmp_path / "run", SHORT)
