@@ -11,10 +11,9 @@ FOLDER = ROOT / "benchmarks"
 SMALLEST = {
     "norm": ["--tokens", "8", "--widths", "32", "64", "--rounds", "2", "--no-compile"],
     "generate": ["--shape", "tiny", "--text", "2", "--tokens", "2", "--rounds", "2", "--bf16"],
-    "startup": ["--rounds", "2", "--layers", "1", "--shape", "135m"],
     "probe": ["--batches", "1", "--rounds", "2"],
 }
-"""Without step.py and packing.py, whose shortest runs take minutes."""
+"""Without startup.py, step.py and packing.py, whose shortest runs take longest."""
 
 
 @pytest.fixture(scope="module")

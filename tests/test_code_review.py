@@ -25,7 +25,6 @@ OPENS = {
     "setattr",
     "delattr",
 }
-
 REACHES = {"load", "save", "load_file", "save_file", "cached_file", "hf_hub_download", "system", "run", "urlopen"}
 
 

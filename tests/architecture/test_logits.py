@@ -68,8 +68,6 @@ def test_logits_loss_and_sampling_on_text_are_the_language_models(family):
         # The vocabulary has grown, by rows that the language model does not have.
         loss = torch.nn.functional.cross_entropy(got.logits[0, :-1], IDS[0, 1:])
         torch.testing.assert_close(got.loss, loss)
-        as_tuple = ours(input_ids=IDS, labels=IDS, return_dict=False)
-        assert torch.equal(as_tuple[0], got.loss) and torch.equal(as_tuple[1], got.logits)
         torch.testing.assert_close(ours(IDS, logits_to_keep=1).logits[:, -1], got.logits[:, -1])
     torch.manual_seed(0)
     new = list(range(rows, ours.config.text_config.vocab_size))
@@ -80,6 +78,7 @@ def test_logits_loss_and_sampling_on_text_are_the_language_models(family):
     torch.testing.assert_close(torch.cat(made.logits)[:, :rows], again, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "granite"], indirect=True)
 def test_trls_loss_in_training_is_that_of_the_served_model(family, tmp_path):
     _, checkpoint = family
     processor = AutoProcessor.from_pretrained(checkpoint)
@@ -89,13 +88,8 @@ def test_trls_loss_in_training_is_that_of_the_served_model(family, tmp_path):
         output_dir=str(tmp_path), max_length=None, per_device_train_batch_size=2, report_to="none", use_cpu=True,
         bf16=False, gradient_checkpointing=False,
     )  # fmt: skip
-    rows = [
-        {
-            "images": [IMAGE],
-            "messages": [{"role": "user", "content": "what"}, {"role": "assistant", "content": "a kite"}],
-        }
-    ] * 2
-    data = Dataset.from_list(rows)
+    turns = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "a kite"}]
+    data = Dataset.from_list([{"images": [IMAGE], "messages": turns}] * 2)
     trainer = SFTTrainer(model.eval(), args=arguments, train_dataset=data, processing_class=processor)
     batch = next(iter(trainer.get_train_dataloader()))
     with torch.no_grad():
@@ -104,10 +98,9 @@ def test_trls_loss_in_training_is_that_of_the_served_model(family, tmp_path):
     torch.testing.assert_close(trained, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot compile the text part of Gemma 2 or Granite here")
-@pytest.mark.parametrize("name", ["gemma2", "granite"])
-def test_compiled_and_with_another_vocabulary_logits_stay_what_they_are(name):
-    cls, extra = FAMILIES[name]
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot compile the text part of Gemma 2 here")
+def test_compiled_and_with_another_vocabulary_logits_stay_what_they_are():
+    cls, extra = FAMILIES["gemma2"]
     model = tiny.model(text=tiny.text_config(cls=cls, **extra))
     batch = tiny.inputs()
     with torch.no_grad():

@@ -8,11 +8,7 @@ import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
 
-from normalign_llava.modeling_normalign_llava import (
-    GlobalWeightCompensatedLayerNorm,
-    GlobalWeightCompensatedRMSNorm,
-    gain_magnitude,
-)
+from normalign_llava.modeling_normalign_llava import GlobalWeightCompensatedLayerNorm, GlobalWeightCompensatedRMSNorm
 
 
 NORMS = [GlobalWeightCompensatedLayerNorm, GlobalWeightCompensatedRMSNorm]
@@ -57,7 +53,7 @@ def assert_as_in_hook_form(norm, x, upstream):
 
 
 @pytest.mark.parametrize("cls", NORMS)
-@pytest.mark.parametrize("d", [1, 8, 576, 3584])
+@pytest.mark.parametrize("d", [1, 576])
 @pytest.mark.parametrize("gain", [1e-5, 0.0134, 7.0])
 @pytest.mark.parametrize("mixed_signs", [False, True])
 def test_gradients_equal_the_hook_form_in_float64(cls, d, gain, mixed_signs):
@@ -68,7 +64,7 @@ def test_gradients_equal_the_hook_form_in_float64(cls, d, gain, mixed_signs):
 
 
 @pytest.mark.parametrize("cls", NORMS)
-@pytest.mark.parametrize("shape", [(5, 16), (2, 5, 16), (2, 3, 5, 16), (0, 16), (2, 0, 16), (16,)])
+@pytest.mark.parametrize("shape", [(5, 16), (2, 3, 5, 16), (2, 0, 16), (16,)])
 def test_any_number_of_leading_dimensions(cls, shape):
     torch.manual_seed(0)
     norm = make_norm(cls, 16)
@@ -153,33 +149,13 @@ def test_without_compensation_gradients_are_torchs_exactly(cls):
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-@pytest.mark.parametrize("cls", NORMS)
-def test_gradcheck_without_compensation_and_the_documented_factor_with_it(cls):
-    torch.manual_seed(0)
-    norm = make_norm(cls, 6, gain=0.05, compensate=False)
-    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(norm, (x,))
-    (numerical,) = torch.autograd.functional.jacobian(norm, (x,))
-    norm.compensate = True
-    (compensated,) = torch.autograd.functional.jacobian(norm, (x,))
-    factor = 1.0 / norm.weight.abs().mean().item()
-    torch.testing.assert_close(compensated, numerical * factor, rtol=1e-6, atol=1e-9)
-
-
-def test_gain_magnitude_stops_at_the_floor():
-    gain = torch.tensor([0.02, -0.04])
-    assert gain_magnitude(gain, 1e-3).item() == pytest.approx(0.03)
-    assert gain_magnitude(gain * 1e-4, 1e-3).item() == pytest.approx(1e-3)
-
-
-@pytest.mark.parametrize("cls", NORMS)
-@pytest.mark.parametrize("compensate, backend", [(True, "aot_eager"), (False, "aot_eager"), (True, "inductor")])
-def test_compiles_into_one_graph(cls, compensate, backend):
+@pytest.mark.parametrize("cls, backend", zip(NORMS, ("inductor", "aot_eager"), strict=True))
+def test_compiles_into_one_graph(cls, backend):
     if backend == "inductor" and shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("inductor needs a C++ compiler")
     torch._dynamo.reset()
     torch.manual_seed(0)
-    norm = make_norm(cls, 24, dtype=torch.float32, compensate=compensate)
+    norm = make_norm(cls, 24, dtype=torch.float32)
     x, upstream = torch.randn(5, 24), torch.randn(5, 24)
     compiled = torch.compile(norm, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(x), norm(x))

@@ -89,13 +89,6 @@ def test_answers_are_those_of_generate(folder, url):
     assert answers[1] != answers[2]  # the images arrive
 
 
-def test_a_streamed_answer_is_that_of_generate(folder, url):
-    chunks = [*ask(url, request("what is it", IMAGES[0]), stream=True)]
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert text == generate(folder / "my-model", "what is it", IMAGES[0])[0]
-    assert len(chunks) > 3
-
-
 def test_the_page_s_client_is_answered(folder, url):
     (snippet,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     code = snippet.replace("http://localhost:8000", url)

@@ -2,22 +2,9 @@
 
 import numpy as np
 import pytest
-from chat_families import (
-    CONVERSATIONS,
-    END_OF_TURN,
-    SMOLLM2,
-    TEMPLATES,
-    WEATHER,
-    chat,
-    outcome,
-    parts,
-    render,
-)
-from PIL import Image
+from chat_families import CONVERSATIONS, END_OF_TURN, SMOLLM2, TEMPLATES, WEATHER, chat, outcome, parts, render
 
-from normalign_llava.assembly.chat_template import (
-    multimodal_chat_template,
-)
+from normalign_llava.assembly.chat_template import multimodal_chat_template
 
 
 # -------------------------------------------------------------------------------------------------------------- text
@@ -31,7 +18,7 @@ def test_text_only_conversations_render_as_under_the_models_own_template(name):
                 assert outcome(template, messages, **kwargs) == outcome(TEMPLATES[name], messages, **kwargs), messages
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "smolvlm", "idefics3", "llava_next", "llava_1_5"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "llava_1_5"])
 def test_templates_that_read_lists_of_text_go_on_reading_them_their_way(name):
     messages = parts(chat(" Hello ", "Hi ", "How are you?"))
     messages[2]["content"] *= 2
@@ -49,30 +36,6 @@ def test_white_space_before_the_first_statement_is_kept(head):
 
 
 # ------------------------------------------------------------------------------------------------------------ images
-def test_smollm2_with_images_written_out():
-    messages = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "Compare "},
-                {"type": "image"},
-                {"type": "text", "text": " with "},
-                {"type": "image", "image": Image.new("RGB", (2, 2))},
-                {"type": "text", "text": "."},
-            ],
-        },
-        {"role": "assistant", "content": [{"type": "text", "text": "They are equal."}]},
-        {"role": "user", "content": "Sure?"},
-    ]
-    assert render(multimodal_chat_template(SMOLLM2).template, messages, add_generation_prompt=True) == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nCompare <image> with <image>.<|im_end|>\n"
-        "<|im_start|>assistant\nThey are equal.<|im_end|>\n"
-        "<|im_start|>user\nSure?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-
-
 @pytest.mark.parametrize("name", [*END_OF_TURN, "cohere", "lfm2", "glm4moe", "deepseekv3", "gptoss", "gemma4"])
 def test_image_parts_become_the_image_token_in_every_family(name):
     template = multimodal_chat_template(TEMPLATES[name], image_token="<|image's|>").template
@@ -91,9 +54,3 @@ def test_templates_that_print_the_image_token_keep_their_own_layout(name):
         TEMPLATES[name], messages, add_generation_prompt=True
     )
     assert "preamble" not in new.source
-
-
-def test_a_final_message_in_parts_can_be_continued():
-    template = multimodal_chat_template(SMOLLM2).template
-    text = render(template, parts(chat("What?", "It is a"), {"type": "image"}), continue_final_message=True)
-    assert text.endswith("<image>What?<|im_end|>\n<|im_start|>assistant\nIt is a")

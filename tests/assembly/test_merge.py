@@ -86,7 +86,7 @@ def norm_of(folder):
     return {name.rpartition(".")[2]: value for name, value in load_file(file).items() if NORM in name}
 
 
-@pytest.mark.parametrize("kind, base", [("LoRA", "tied"), ("LoRA", "untied"), ("DoRA", "untied"), ("rsLoRA", "tied")])
+@pytest.mark.parametrize("kind, base", [("LoRA", "tied"), ("DoRA", "untied"), ("rsLoRA", "tied")])
 def test_the_checkpoint_is_adapter_plus_base(bases, tmp_path, kind, base):
     kwargs = {"LoRA": {}, "DoRA": {"use_dora": True}, "rsLoRA": {"use_rslora": True}}[kind]
     trained = make_adapter(bases[base], tmp_path / "adapter", **kwargs)
@@ -148,9 +148,7 @@ def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):
     assert AutoProcessor.from_pretrained(tmp_path / "again").chat_template == "{{ 'trained' }}"
 
 
-@pytest.mark.parametrize(
-    "base, adapter, double", [("tied", {}, True), ("bfloat16", {}, False), ("bfloat16", {"use_dora": True}, True)]
-)
+@pytest.mark.parametrize("base, adapter, double", [("bfloat16", {}, False), ("tied", {"use_dora": True}, True)])
 def test_a_4_bit_base_is_dequantized_in_float32_and_merged(bases, tmp_path, base, adapter, double):
     quantization = {**NF4, "bnb_4bit_use_double_quant": double, "bnb_4bit_compute_dtype": "float32"}
     trained = make_adapter(bases[base], tmp_path / "adapter", quantization=quantization, **adapter)
@@ -169,14 +167,7 @@ def test_a_4_bit_base_is_dequantized_in_float32_and_merged(bases, tmp_path, base
     assert (logits(load(tmp_path / "wrong"), bases["tied"]) - expected).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(
-    "kind, settings",
-    [
-        ("nf4-double", NF4),
-        ("fp4", dict(load_in_4bit=True, bnb_4bit_quant_type="fp4")),
-        ("none", None),
-    ],
-)
+@pytest.mark.parametrize("kind, settings", [("nf4-double", NF4), ("none", None)])
 def test_an_adapter_that_trl_alone_trained_is_merged(bases, tmp_path, kind, settings):
     adapter, settings = tmp_path / "adapter", settings and BitsAndBytesConfig(**settings)
 
@@ -204,8 +195,6 @@ def test_an_adapter_that_trl_alone_trained_is_merged(bases, tmp_path, kind, sett
     expected = logits(PeftModel.from_pretrained(base(), adapter).eval(), bases["tied"])  # without training's autocast
     with pytest.raises(ValueError, match="does not say whether its base was quantized.*--base-quantization KIND"):
         merge_adapter(adapter, tmp_path / "merged")
-    with pytest.raises(ValueError, match="must be one of none, nf4, .*, got '4bit'"):
-        merge_adapter(adapter, tmp_path / "merged", base_quantization="4bit")
     assert not (tmp_path / "merged").exists()
     report = merge_adapter(adapter, tmp_path / "merged", base_quantization=kind)
     assert report.quantization == (settings and f"4-bit {kind.split('-')[0]}")
@@ -213,25 +202,6 @@ def test_an_adapter_that_trl_alone_trained_is_merged(bases, tmp_path, kind, sett
     if settings:
         merge_adapter(adapter, tmp_path / "wrong", base_quantization="none")
         assert (logits(load(tmp_path / "wrong"), bases["tied"]) - expected).abs().max() > 1e-2
-
-
-def test_merged_weights_are_the_dequantized_ones_plus_the_product(bases, tmp_path):
-    functional = pytest.importorskip("bitsandbytes").functional
-    quantization = {**NF4, "bnb_4bit_compute_dtype": "bfloat16"}
-    make_adapter(bases["tied"], tmp_path / "adapter", quantization=quantization)
-    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
-    before, after = (load_file(folder / "model.safetensors") for folder in (bases["tied"], tmp_path / "merged"))
-    lora = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    layers = [name.removesuffix(".lora_A.weight") for name in lora if name.endswith("lora_A.weight")]
-    assert len(layers) == 14
-    for layer in layers:
-        name = layer.removeprefix("base_model.model.") + ".weight"
-        loaded = before[name].bfloat16()  # training loaded it so
-        packed, state = functional.quantize_4bit(loaded, quant_type="nf4", compress_statistics=True)
-        state.dtype = torch.float32
-        product = lora[f"{layer}.lora_B.weight"].double() @ lora[f"{layer}.lora_A.weight"].double()
-        reference = functional.dequantize_4bit(packed, state).double() + 8 / 4 * product
-        torch.testing.assert_close(after[name].double(), reference, rtol=0, atol=1e-6)
 
 
 def test_an_8_bit_base_is_dequantized_and_merged(bases, tmp_path):
@@ -277,7 +247,6 @@ def damage(adapter, change):
 Q_PROJ = "base_model.model.model.language_model.layers.1.self_attn.q_proj"
 REFUSED = {
     "a missing tensor": (lambda t: t.pop(f"{Q_PROJ}.lora_B.weight"), r"q_proj.lora_B.weight is missing"),
-    "one too many": (lambda t: t.update({"base_model.model.extra": torch.ones(2)}), r"model.extra has no place"),
     "another shape": (
         lambda t: t.update({f"{Q_PROJ}.lora_A.weight": torch.ones(4, 7)}),
         r"q_proj.lora_A.weight has shape \[4, 7\], not \[4, 64\]",
@@ -328,28 +297,7 @@ def test_what_is_no_adapter_is_refused(bases, tmp_path):
     os.truncate(weights, weights.stat().st_size // 2)
     with pytest.raises(ValueError, match="adapter_model.safetensors cannot be read"):
         merge_adapter(tmp_path / "adapter", tmp_path / "merged")
-    with pytest.raises(ValueError, match="dtype must be one of"):
-        merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype="int8")
     make_adapter(bases["tied"], tmp_path / "adapter")
     with pytest.raises(ValueError, match="exists and is not an empty folder"):
         merge_adapter(tmp_path / "adapter", tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-5"]
-
-
-LIMITED = """
-import resource, sys
-from normalign_llava.train.batches.collator import ConversationCollator
-from normalign_llava.assembly.merge import merge_adapter
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    merge_adapter(sys.argv[1], sys.argv[2])
-except OSError as error:
-    print(error)
-"""
-
-
-def test_a_full_disk_leaves_nothing_and_says_so(prepared, bases, tmp_path):
-    make_adapter(bases["tied"], tmp_path / "adapter")
-    done = prepared.run(["-c", LIMITED, tmp_path / "adapter", tmp_path / "merged"])
-    assert "merged could not be written: File too large. Nothing of it is left." in done.stdout, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]

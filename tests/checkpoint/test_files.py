@@ -38,8 +38,7 @@ app()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, status", [("SIGTERM", 143), ("SIGINT", 130)])
-@pytest.mark.parametrize("command", ["build", "diagnose"])
+@pytest.mark.parametrize("command, number, status", [("build", "SIGTERM", 143), ("diagnose", "SIGINT", 130)])
 def test_a_command_that_is_stopped_leaves_no_unfinished_folder(prepared, tmp_path, command, number, status):
     language = parts.language(tmp_path / "language")
     given = ["--vision", parts.vision(tmp_path / "vision"), "--language", language]
@@ -48,18 +47,6 @@ def test_a_command_that_is_stopped_leaves_no_unfinished_folder(prepared, tmp_pat
     done = prepared.run(["-c", STOPPED, number, command, *words])
     assert done.returncode == status and done.stderr.splitlines()[-1].startswith("Stopped."), done.stderr
     assert {path.name for path in tmp_path.iterdir()} == before
-
-
-def test_a_folder_is_replaced_only_when_the_block_ends(tmp_path):
-    target = tmp_path / "target"
-    for text in ("one", "two"):
-        with replaced_folder(target, lambda folder: ["file"]) as staging:
-            (staging / "file").write_text(text)
-            assert target.exists() == (text == "two")
-        assert (target / "file").read_text() == text
-    with pytest.raises(KeyboardInterrupt), replaced_folder(target, lambda folder: ["file"]):
-        raise KeyboardInterrupt
-    assert (target / "file").read_text() == "two" and list(tmp_path.iterdir()) == [target]
 
 
 def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path):
@@ -71,13 +58,3 @@ def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path):
     with replaced_folder(tmp_path / "out", lambda folder: []) as staging:
         (staging / "file").write_text("new")
     assert {path.name for path in tmp_path.iterdir()} == {"out", own.name, other.name}
-
-
-def test_a_block_that_fails_leaves_what_was_there(tmp_path):
-    target = tmp_path / "out"
-    target.mkdir()
-    (target / "file").write_text("old")
-    with pytest.raises(RuntimeError), replaced_folder(target, lambda folder: ["file"]) as staging:
-        (staging / "file").write_text("new")
-        raise RuntimeError
-    assert (target / "file").read_text() == "old" and list(tmp_path.iterdir()) == [target]

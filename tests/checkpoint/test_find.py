@@ -1,9 +1,7 @@
 """A model that is not there is said at once, and what a folder lacks is named."""
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from functools import partial
@@ -14,10 +12,7 @@ import tiny_parts as parts
 import train_data
 import training
 from hub_server import HubServer
-from typer.testing import CliRunner
 
-from normalign_llava import build_checkpoint
-from normalign_llava.cli import app
 from normalign_llava.train.run import main as train
 
 
@@ -42,14 +37,6 @@ def asked(names, environment):
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parts")
-    vision, language = parts.vision(folder / "vision"), parts.language(folder / "language")
-    build_checkpoint(vision, language, folder / "model")
-    return folder
 
 
 def test_the_hub_is_asked_once_and_only_of_what_may_be_there(tmp_path):
@@ -148,24 +135,3 @@ def resolve_and_move(repository, resolve, revision):
         stored = {"config.json": repository.store("config.json", json.dumps(settings).encode())}
         repository.advance("main", commit.files | stored, "Other settings", "bea", parent=commit.oid)
     return commit
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "build --vision {vision} --language {folder} --output new",
-        "train --model_name_or_path {folder} --dataset_name rows.json --output_dir new --stage align --use_cpu",
-        "diagnose {folder}",
-    ],
-)
-def test_a_folder_without_a_tokenizer_is_named(folders, tmp_path, monkeypatch, command):
-    folder = tmp_path / "silent"
-    shutil.copytree(folders / ("language" if command.startswith("build") else "model"), folder)
-    for file in folder.glob("tokenizer*"):
-        os.remove(file)
-    (tmp_path / "rows.json").write_text('[{"image": "a.png", "text": "A red kite."}]')
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, command.format(folder="silent", vision=folders / "vision").split())
-    assert done.exit_code == 1
-    kind = "tokenizer" if command.startswith("build") else "processor"
-    assert f"Error: The {kind} of silent cannot be loaded: " in done.stderr and "save_pretrained" in done.stderr

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlavaConfig
 
-from normalign_llava import half_precision_pays
 from normalign_llava.checkpoint.precision import dtype_to_load, seconds_file
 
 
@@ -29,12 +28,6 @@ def test_processes_that_start_together_measure_once_and_agree_with_what_is_remem
     for name, value in (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("ATEN_CPU_CAPABILITY", "avx2")):
         monkeypatch.setenv(name, value)
         assert seconds_file() != file
-
-
-@pytest.mark.parametrize(("ratio", "pays"), [(0.3, True), (0.6, False), (5.0, False)])
-def test_what_is_remembered_decides(processor, ratio, pays):
-    processor(ratio)
-    assert half_precision_pays(device="cpu") == half_precision_pays(torch.float16, "cpu") == pays
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs every checkpoint in its own precision")

@@ -57,12 +57,9 @@ def test_parts_of_the_hub_are_named_with_commit_and_licence(hub, prepared, tmp_p
     ("card", "licence"),
     [
         ("---\nlicense: mit\nlicense_link: LICENSE\n---\n", ("mit", None, None)),
-        ("---\nlicense: [apache-2.0]\n---\n", ("apache-2.0", None, None)),
         ("---\nlicense: [mit, cc0-1.0]\n---\n", ("other", "mit, cc0-1.0", None)),
         ("---\nlicense: other\nlicense_link: https://a.b/c\n---\n", ("other", None, "https://a.b/c")),
-        ("---\nlanguage: en\n---\n", None),
         ("---\nlicense: [: \n---\n", None),
-        ("---\n- a list\n---\n", None),
         ("no metadata", None),
         (None, None),
     ],

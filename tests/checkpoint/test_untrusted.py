@@ -247,7 +247,6 @@ REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
     "part, step, count",
     [
         ("normalizer", REPLACE, 5),
-        ("normalizer", {**REPLACE, "pattern": {"Regex": ""}, "content": "a"}, 12),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}, 2),
         ("pre_tokenizer", {"type": "ByteLevel"}, 40),
         ("decoder", REPLACE, 3),
@@ -291,9 +290,8 @@ def test_training_from_a_broken_checkpoint_ends_in_a_sentence(commands, kind):
 
 
 @pytest.mark.parametrize("command", ["gain", "card", "merge", "diagnose", "demo", "publish"])
-@pytest.mark.parametrize("kind", ["configuration, nested deeply", "list for text_config", "list for model_type"])
-def test_other_commands_say_it_in_a_sentence_too(commands, command, kind):
-    commands.spoil(kind)
+def test_other_commands_say_it_in_a_sentence_too(commands, command):
+    commands.spoil("list for text_config")
     assert str(commands.folder) in commands.error(command)
 
 
@@ -304,28 +302,12 @@ def test_gain_of_weights_whose_header_or_index_is_broken(commands, kind):
 
 
 @pytest.mark.parametrize(
-    "file, content",
-    [
-        ("training.json", '{"a": ' + hostile.DEEP + "}"),
-        ("training.json", '{"options": [1], "data": {"x": 1}, "before": "a", "learning_rates": "x"}'),
-        ("diagnostics/report.json", hostile.DEEP),
-        ("evaluation/summary.json", hostile.DEEP),
-    ],
-)
-def test_a_card_of_broken_records(commands, file, content):
-    (commands.folder / file).parent.mkdir(exist_ok=True)
-    (commands.folder / file).write_text(content)
-    assert file in commands.error("card")
-
-
-@pytest.mark.parametrize(
     "file, content, words",
     [
         ("adapter_config.json", {"base_model_name_or_path": [1]}, "base_model_name_or_path"),
         ("adapter_config.json", {"alora_invocation_tokens": [1]}, "aLoRA"),
         ("training.json", hostile.DEEP, "training.json is nested too deeply"),
         ("training.json", {"quantization": "nf4"}, "quantization in .*training.json"),
-        ("training.json", {"quantization": None, "config_changes": [1]}, "config_changes in .*training.json"),
         ("training.json", {"quantization": None, "config_changes": {"dtype": "x"}}, "config_changes in"),
     ],
 )

@@ -34,11 +34,6 @@ def pixels(image: dict) -> np.ndarray:
 
 
 # ------------------------------------------------------------------------------------------------------------- modes
-@pytest.mark.parametrize("form", ["PNG", "GIF", "BMP", "TIFF", "WEBP"])
-def test_formats(form):
-    assert abs(pixels({"path": None, "bytes": image_bytes((200, 30, 60), form=form)}) - (200.0, 30, 60)).max() < 8
-
-
 def test_what_is_transparent_becomes_white():
     for layer in ([255, 0, 0, 0], [0, 0, 255, 255], [255, 0, 0, 51]):
         expected = [round(c * layer[3] / 255 + 255 - layer[3]) for c in layer[:3]]
@@ -82,7 +77,7 @@ def noise(width: int, height: int, mode="RGB") -> Image.Image:
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
 
 
-@pytest.mark.parametrize(("form", "mode"), [("JPEG", "RGB"), ("JPEG", "CMYK"), ("BMP", "RGB"), ("BMP", "P")])
+@pytest.mark.parametrize(("form", "mode"), [("JPEG", "CMYK"), ("BMP", "P")])
 def test_a_gigantic_image_is_made_smaller(form, mode):
     image = noise(4096, 4400, mode)
     opened = decode_image(saved(image, form, quality=95), 4096 * 4400)
@@ -103,14 +98,11 @@ def test_exif_turns_the_image():
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
 WHOLE = saved(NOISE)["bytes"]
 BAD = {
-    "empty": (b"", "cannot identify image file"),
     "text": (b"<html>404</html>", "cannot identify image file"),
     "truncated PNG": (WHOLE[: len(WHOLE) // 2], "truncated"),
-    "truncated JPEG": (saved(NOISE, "JPEG")["bytes"][:1000], "truncated"),
     "broken PNG": (WHOLE[:60] + bytes(100) + WHOLE[160:], "broken|decoder|CRC|truncated|error"),
     "gigantic": (gigantic_png(), "4225000000 pixels"),
     "over our limit": (gigantic_png(1001, 1000), r"1001 x 1000 pixels; from 1 to 1,000,000 are allowed"),
-    "no width": (gigantic_png(0, 5), "cannot identify|0 x 5 pixels"),
     "of many scans": (jpeg_of_scans(51), "a JPEG of 51 scans; 50 are allowed"),
     "floats": (saved(Image.new("F", (2, 2), 0.5), "TIFF")["bytes"], "floating-point .* save it with 8 bits"),
     "negative": (saved(Image.new("I", (2, 2), -5), "TIFF")["bytes"], "down to -5; save it with 8 bits"),

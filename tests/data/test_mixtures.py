@@ -6,15 +6,12 @@ from itertools import islice
 import datasets
 import numpy as np
 import pytest
-import torch
 import train_data
-from datasets import Dataset, DatasetDict, IterableDataset
-from PIL import Image as PILImage
-from train_data import arguments, assistant, gigantic_png, images, inside, llava, mixed_rows, user, write_json
+from train_data import arguments, gigantic_png, images, inside, llava, mixed_rows, write_json
 
 from normalign_llava.data.rows.parse import FEATURES, DroppedRows
 from normalign_llava.data.sources.arguments import DataArguments
-from normalign_llava.data.sources.mixtures import load_data, prepare_rows
+from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.train.batches.collator import ConversationCollator
 
 
@@ -67,9 +64,8 @@ MIXED = ["green", "Hello!", "blue", "blue", "One two three four five six seven."
 
 
 # ------------------------------------------------------------------------------------------------------------- forms
-@pytest.mark.parametrize("name", ["data.json", "data.JSONL"])
-def test_llava_json_with_mixed_ids_and_rows_without_images(load, tmp_path, name):
-    path = write_json(tmp_path / "llava", mixed_rows(), name)
+def test_llava_json_with_mixed_ids_and_rows_without_images(load, tmp_path):
+    path = write_json(tmp_path / "llava", mixed_rows(), "data.JSONL")
     rows = both(load, path)
     assert answers(rows) == MIXED
     assert [row["image_count"] for row in rows] == [1, 0, 2, 1, 0]
@@ -87,13 +83,6 @@ def test_a_folder_with_json_and_images_and_splits_by_name(load, tmp_path):
     assert answers(load(own, with_eval=True, eval_dataset_name=own).eval) == MIXED[:1]
 
 
-def test_the_image_folder_can_be_elsewhere(load, tmp_path):
-    path = write_json(tmp_path / "here", mixed_rows())
-    images(tmp_path / "there", "red.png", "green.png", "blue.png", "sub/blue.png")
-    rows = both(load, path, image_folder=str(tmp_path / "there"))
-    assert rows[0]["images"][0]["path"] == str(tmp_path / "there/green.png")
-
-
 NEXT = [
     {**llava("<image>\nQ", "one"), "image": inside("red")},
     llava("Q", "two"),
@@ -107,27 +96,6 @@ def test_an_image_inside_is_not_taken_from_a_file_of_its_name(load, tmp_path, mo
     (tmp_path / "work" / "red.png").write_bytes(train_data.image_bytes("lime"))
     monkeypatch.chdir(tmp_path / "work")
     assert both(load, file)[0]["images"][0]["bytes"] == inside("red")["bytes"]
-
-
-def test_saved_data_sets(load, tmp_path):
-    data = train_data.parquet_data(NEXT)
-    DatasetDict({"train": data, "test": data.select([1])}).save_to_disk(str(tmp_path / "both"))
-    data.save_to_disk(str(tmp_path / "one"))
-    assert both(load, tmp_path / "both") and both(load, tmp_path / "one")
-    assert answers(load(tmp_path / "both", with_eval=True).eval) == ["two"]
-    assert answers(load(tmp_path / "both", with_eval=True, eval_dataset_name=str(tmp_path / "one")).eval)[2] == "three"
-    with pytest.raises(ValueError, match="both, split 'other', cannot be read: it has the splits train, test"):
-        load(tmp_path / "both", dataset_train_split="other")
-
-
-def test_an_image_folder_that_datasets_reads(load, tmp_path_factory):
-    tmp_path = tmp_path_factory.mktemp("folder")  # `datasets` takes a folder with "test" in its path for a test split
-    images(tmp_path, "red.png", "blue.png")
-    lines = [{"file_name": f"{c}.png", "messages": [user("Q"), assistant(c)], "prompt": None} for c in ("red", "blue")]
-    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    rows = both(load, tmp_path)
-    assert answers(rows) == ["red", "blue"]
-    assert [row["images"][0]["path"] for row in rows] == [str(tmp_path / f"{c}.png") for c in ("red", "blue")]
 
 
 # ----------------------------------------------------------------------------------------------------------- lengths
@@ -221,8 +189,6 @@ def test_check_images_decodes_every_image_first(load, tmp_path):
     with pytest.raises(ValueError, match=r"row 0: .*green.png: .*pixels(.|\n)*row 2: .*blue.png: .*truncated"):
         load(path, check_images=True)
     assert [row.row for row in load(path, check_images=True, bad_rows="skip").report.sources[0].dropped] == [0, 2]
-    marked = write_json(tmp_path / "data[", mixed_rows(), "v2].json")  # markup to rich
-    assert len(load(marked, check_images=True).train) == 5
     inside_bad = [NEXT[0], {**NEXT[2], "image": {"bytes": b"no image", "path": "x.png"}}]
     file = train_data.write_parquet(tmp_path / "p" / "data.parquet", inside_bad)
     with pytest.raises(ValueError, match="row 1: an image inside the data: cannot identify"):
@@ -235,30 +201,6 @@ def test_a_line_that_is_no_json_is_a_bad_row(load, tmp_path):
     with pytest.raises(ValueError, match=r"row 0: the line is not valid JSON, .*: b'{broken(.|\n)*row 1: "):
         load(path)
     assert answers(both(load, path, bad_rows="skip")) == MIXED
-
-
-@pytest.mark.parametrize(
-    "name, options, message",
-    [
-        ("none.parquet", {}, "There is no data file .*none.parquet"),
-        ("data.json", {"dataset_train_split": "other"}, "data.json is one file, and has no split 'other'"),
-        ("data.json", {"image_folder": "nowhere"}, "There is no image folder nowhere. Set image_folder"),
-    ],
-)
-def test_errors_that_name_the_data_set(load, tmp_path, name, options, message):
-    write_json(tmp_path, mixed_rows())
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path / name, **options)
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [("{", "not valid JSON: .*line 1"), ('{"rows": []}', "must be a JSON list of rows, got dict"), ("[]", "no rows")],
-)
-def test_errors_that_name_a_file_without_rows(load, tmp_path, content, message):
-    (tmp_path / "data.json").write_text(content)
-    with pytest.raises(ValueError, match=f"data.json .*{message}"):
-        load(tmp_path / "data.json")
 
 
 # ------------------------------------------------------------------------------------------------ mixed and held out
@@ -283,9 +225,8 @@ def test_a_streamed_mixture_never_ends_and_keeps_its_shares(load, tmp_path):
         assert abs(len(rows) - expected) < 49  # four standard deviations
 
 
-@pytest.mark.parametrize("fraction", [None, 0.5])
-def test_a_streamed_source_that_gives_no_row_is_named_alone(load, tmp_path, fraction):
-    listed = sources(tmp_path, fraction, a=2, empty=0, dropped=1)
+def test_a_streamed_source_that_gives_no_row_is_named_alone(load, tmp_path):
+    listed = sources(tmp_path, 0.5, a=2, empty=0, dropped=1)
     write_json(tmp_path / "dropped", [llava("Q", "")])
     for source in listed[1:]:
         stream = load(None, datasets=[listed[0], source], bad_rows="skip", dataset_streaming=True).train
@@ -318,30 +259,3 @@ def test_images_of_held_out_rows_are_decoded_first(load, tmp_path):
         assert held.valid == len(data.eval) and held.bad == held.found - held.valid > 0
         assert all(int(answer) % 2 == 0 for answer in answers(data.eval))
     assert [row.row for row in dropped.read()] == list(range(1, 20, 2))
-
-
-# ------------------------------------------------------------------------------------------------- rows made in Python
-def made_in_python(colours) -> list[dict]:
-    """TRL's rows with decoded images."""
-    return [
-        {"images": [PILImage.new("RGB", (20, 20), c)], "messages": [user(f"Q {c}"), assistant(c)]} for c in colours
-    ]
-
-
-def test_rows_made_in_python_become_what_files_become(processor, tmp_path):
-    colours = ("red", "blue", "lime")
-    rows = made_in_python(colours)
-    Dataset.from_list(rows).to_parquet(str(tmp_path / "rows.parquet"))
-    expected = load_data(arguments(tmp_path / "rows.parquet"), processor, max_length=None, seed=0, with_eval=False)
-    in_memory, report = prepare_rows(Dataset.from_list(rows), processor)
-    made = IterableDataset.from_generator(made_in_python, gen_kwargs={"colours": colours})
-    stream, _ = prepare_rows(made, processor)
-    kept = [{**row, "source": "train_dataset"} for row in expected.train]
-    assert list(in_memory) == kept == list(stream) and len(kept) == 3
-    assert prepare_rows(stream, processor)[0] is stream
-    same, again = prepare_rows(in_memory, processor)
-    assert same is in_memory and (again.valid, again.images, again.longest) == (3, 3, report.longest)
-    batch = ConversationCollator(processor)([in_memory[2]])
-    assert torch.equal(batch["pixel_values"], ConversationCollator(processor)([list(stream)[2]])["pixel_values"])
-    red, *_ = batch["pixel_values"][0, :, 0, 0].tolist()
-    assert red == pytest.approx((0 - 0.48145466) / 0.26862954, abs=1e-4)  # CLIP's normalization of lime

@@ -8,7 +8,7 @@ import tiny_parts
 import torch
 import train_data
 import training
-from datasets import Dataset, DatasetDict, Features, Image, Value
+from datasets import Dataset, Features, Image, Value
 from train_data import image_bytes, inside
 from transformers import AutoProcessor, PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -74,19 +74,6 @@ def test_the_seed_decides_which_are_drawn(tmp_path):
         assert sample.name == f"rows.parquet, row {row} ({COLOURS[row % 6]}.png)"
 
 
-def test_a_data_set_saved_to_disk_and_its_splits(tmp_path):
-    train = Dataset.from_list([{"image": inside("red"), "question": "train?"}], features=IMAGES)
-    test = Dataset.from_list([{"image": inside("blue"), "question": "test?"}], features=IMAGES)
-    train.save_to_disk(tmp_path / "one")
-    DatasetDict(train=train, test=test).save_to_disk(tmp_path / "two")
-    assert drawn(load_samples(str(tmp_path / "one"), 1)) == {"one, row 0 (red.png)": "train?"}
-    assert drawn(load_samples(str(tmp_path / "two"), 1)) == {"two, row 0 (red.png)": "train?"}
-    found = load_samples(f"{tmp_path / 'two'}:test", 1)
-    assert found.name == "two:test" and drawn(found) == {"two, row 0 (blue.png)": "test?"}
-    with pytest.raises(ValueError, match="'validation', cannot be read: it has the splits train, test"):
-        load_samples(f"{tmp_path / 'two'}:validation", 1)
-
-
 def test_a_row_gives_its_first_image_and_question(tmp_path):
     rows = [
         {"messages": [{"role": "system", "content": "no"}, {"role": "user", "content": "<image>First?<image>"}]},
@@ -110,20 +97,6 @@ def test_bad_data_are_named_before_any_work(tmp_path):
         load_samples(str(folder), 3)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"img": "red.png", "question": "?"}, r"what looks like an image is not read: column img \(1 rows\)"),
-        ({"image": "/etc/x.png", "question": "?"}, r"row 0 \(x.png\) cannot .*/etc/x.png leaves image_folder"),
-        ({"image": "red.png", "question": " "}, r"row 0 \(red.png\) has no question"),
-    ],
-)
-def test_bad_rows_are_named(row, message, tmp_path):
-    path = train_data.write_json(tmp_path / "json", [row])
-    with pytest.raises(ValueError, match=message):
-        load_samples(str(path), 1)
-
-
 @pytest.mark.usefixtures("archives")
 def test_the_built_in_images(caplog):
     found = load_samples(None, 40)
@@ -138,7 +111,7 @@ def test_the_built_in_images(caplog):
 CLIENT = """
 import json
 from normalign_llava.diagnose.data import load_samples
-found = [load_samples(name, 7) for name in ("user/tiny", "user/tiny:other:test", "paper", "paper")]
+found = [load_samples("paper", 7) for _ in range(2)]
 print(json.dumps([[each.name, [[sample.name, sample.question] for sample in each.samples]] for each in found]))
 """
 
@@ -157,16 +130,10 @@ def hub_data(folder: Path, name: str, files: dict[str, list], configs: list) -> 
 
 
 @pytest.mark.slow
-def test_the_hub_and_the_benchmarks_of_the_paper(hub, prepared, tmp_path):
+def test_the_benchmarks_of_the_paper(hub, prepared, tmp_path):
     numbered = [{"question": f"{i}?"} for i in range(9)]
     choices = [{**row, "hint": "nan", "A": "yes", "B": "no", "C": "nan", "D": "nan"} for row in numbered]
     repositories = {
-        "user/tiny": hub_data(
-            tmp_path,
-            "tiny",
-            {"a-train.parquet": numbered, "b-test.parquet": numbered[:2]},
-            [("default", {"train": "a-*"}), ("other", {"test": "b-*"})],
-        ),
         "lmms-lab/MMBench": hub_data(
             tmp_path,
             "mmbench",
@@ -180,12 +147,7 @@ def test_the_hub_and_the_benchmarks_of_the_paper(hub, prepared, tmp_path):
         hub.serve(name, folder, kind="dataset")
     client = prepared.run(["-c", CLIENT])
     assert client.returncode == 0, client.stderr
-    tiny, other, paper, again = json.loads(client.stdout.splitlines()[-1])
-    assert tiny[0] == "user/tiny" and len(tiny[1]) == 7
-    for name, question in tiny[1]:
-        row = int(question.rstrip("?"))
-        assert name == f"user/tiny, row {row} ({COLOURS[row % 6]}.png)"
-    assert other[0] == "user/tiny:other:test" and sorted(row[1] for row in other[1]) == ["0?", "1?"]
+    paper, again = json.loads(client.stdout.splitlines()[-1])
     assert paper == again and paper[0] == "paper"
     sources = [name.split(",")[0] for name, _ in paper[1]]
     assert sources == ["lmms-lab/MMBench"] * 3 + ["lmms-lab/POPE"] * 2 + ["Lin-Chen/MMStar"] * 2
@@ -226,17 +188,6 @@ def test_batches_are_what_the_chat_template_says_padded_on_the_left(checkpoint):
         assert torch.allclose(model(**made[0]).logits[1, -1], alone, atol=1e-4)
 
 
-def test_a_processor_without_a_chat_template(checkpoint):
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    processor.chat_template = None
-    (made,) = batches(processor, samples("What?", "Which one?"), 2)
-    texts = [
-        processor.decode(ids[mask.bool()]) for ids, mask in zip(made["input_ids"], made["attention_mask"], strict=True)
-    ]
-    assert texts == ["<image>" * 4 + "\nWhat?", "<image>" * 4 + "\nWhich one?"]
-    assert made["pixel_values"].shape == (2, 3, 16, 16) and not made["attention_mask"][0, 0]
-
-
 def test_the_processor_of_paligemma():
     tokenizer = tiny_parts.tokenizer(chat_template=None)
     tokenizer.pad_token = None
@@ -257,6 +208,3 @@ def test_errors_of_the_processor_name_the_sample(checkpoint):
     processor.tokenizer.model_max_length = 60
     with pytest.raises(ValueError, match="fails for row 2: its 1.. tokens are more than the 60"):
         list(batches(processor, samples("Fine?", "Fine?", "Too long? " * 12), 3))
-    processor.chat_template, processor.image_token = None, None
-    with pytest.raises(ValueError, match="LlavaProcessor has neither"):
-        list(batches(processor, samples("Fine?"), 1))

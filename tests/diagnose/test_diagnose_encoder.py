@@ -7,8 +7,6 @@ import torch
 from PIL import Image
 from transformers import (
     AutoModel,
-    ResNetConfig,
-    ResNetModel,
     Siglip2Config,
     Siglip2Model,
     Siglip2VisionConfig,
@@ -114,13 +112,3 @@ def test_the_encoder_of_kimi_whose_images_lie_one_after_the_other(tmp_path):
     assert report.interface.encoder_output.count == 28 and report.samples == 3
     assert report.interface.encoder_output.mean == pytest.approx(row_norms(torch.cat(rows)).mean(), rel=1e-6)
     assert report.interface.encoder_output.std == pytest.approx(row_norms(torch.cat(rows)).std(), rel=1e-6)
-
-
-def test_errors_name_the_model_and_what_is_wrong():
-    clip = tiny_parts.ENCODERS["clip"]().train()
-    with pytest.raises(ValueError, match="broken gives NaN"):
-        probe_encoder(clip, [{"pixel_values": torch.full((1, 3, 16, 16), torch.nan)}], name="broken")
-    assert clip.training
-    convolutional = ResNetModel(ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1]))
-    with pytest.raises(ValueError, match=r"resnet has no last_hidden_state of shape \(batch"):
-        probe_encoder(convolutional, [{"pixel_values": torch.randn(1, 3, 32, 32)}])

@@ -13,8 +13,8 @@ from PIL import Image
 
 from normalign_llava.diagnose.figures import draw
 from normalign_llava.diagnose.figures.attention import attention_figures
-from normalign_llava.diagnose.figures.depth import cosine, norms, predicted, rotation, updates
-from normalign_llava.diagnose.figures.dynamics import dynamics, training
+from normalign_llava.diagnose.figures.depth import cosine, norms, rotation, updates
+from normalign_llava.diagnose.figures.dynamics import training
 from normalign_llava.diagnose.figures.interface import embeddings, interface
 from normalign_llava.diagnose.figures.style import shown
 from normalign_llava.diagnose.report import EmbeddingTable, Interface, Moments, Report, TopToken
@@ -64,10 +64,9 @@ def line(axes, label):
     return found.get_ydata()
 
 
-@pytest.mark.parametrize(("layers", "compared"), [(2, False), (30, True)])
-def test_everything_is_drawn(images, layers, compared):
-    baseline = asking("baseline", layers, 30.0) if compared else None
-    drawings = draw(asking("ours", layers, 1.0), baseline, images)
+def test_everything_is_drawn(images):
+    ours, baseline = asking("ours", 30, 1.0), asking("baseline", 30, 30.0)
+    drawings = draw(ours, baseline, images)
     expected = ["interface", "norms", "cosine", "rotation", "updates", "embeddings", "dynamics"]
     assert names(drawings) == [*expected, "attention_1", "attention_2", "attention_depth", "predicted"]
     assert {path.name for path in images.iterdir()} == {drawing.file for drawing in drawings} | {"image.png"}
@@ -76,7 +75,7 @@ def test_everything_is_drawn(images, layers, compared):
             assert np.asarray(image.convert("L")).std() > 10
     (images / "image.png").unlink()
     with pytest.raises(OSError, match="image.png"):
-        draw(asking("ours", layers, 1.0), None, images)
+        draw(ours, None, images)
 
 
 def test_only_what_was_measured_is_drawn(tmp_path):
@@ -110,25 +109,6 @@ def test_layers_show_the_reports_numbers():
     assert finals == [55.5] * 4
 
 
-@pytest.mark.parametrize(("ratio", "scale"), [(2.0, "linear"), (900.0, "log")])
-def test_scales_follow_the_range(ratio, scale):
-    depth = depth_of({"visual": ratio, "text": 1.0}, 4)
-    axes = norms(shown(part("ours", depth=replace(depth, final_norm={})), None)).figure.axes[0]
-    assert axes.get_yscale() == scale
-    ends = [float(band.get_paths()[0].vertices[:, 1].min()) for band in axes.collections]
-    bottom = axes.get_ylim()[0]
-    assert 0 < bottom < min(ends) if scale == "log" else bottom == 0
-
-
-def test_predicted_beside_measured():
-    report = diagnosed(20.0, layers=4)  # its updates have one size and angle for both
-    (axes,) = predicted(shown(report, None)).figure.axes
-    for kind in ("visual", "text"):
-        expected = np.degrees(report.depth.rotation[kind].mean)
-        np.testing.assert_allclose(line(axes, f"{kind}, predicted"), expected, rtol=1e-9)
-        np.testing.assert_allclose(line(axes, f"{kind}, measured"), expected, rtol=1e-9)
-
-
 def test_interface_shows_mean_and_deviation():
     (axes,) = interface(shown(diagnosed(37.0), None)).figure.axes
     rows = [label.get_text() for label in axes.get_yticklabels()]
@@ -149,14 +129,6 @@ def test_embeddings_and_their_texts():
     texts = [label.get_text() for label in right.get_yticklabels()]
     assert texts[:3] == ["'áveis'", r"'>();\n\n'", r"'\u662f'"]
     assert texts[3:] == [r"'\$x\$'", "'<|vision_start|>'", "#5", r"'\x00'", r"'\\'"]
-
-
-def test_training_dynamics():
-    report, plain = diagnosed(layers=4), diagnosed(layers=4, dynamics=[])
-    visual, text = dynamics(shown(report, plain)).figure.axes[:2]
-    assert [tuple(each.get_ydata()) for each in visual.lines] == [tuple(s.visual) for s in report.dynamics]
-    assert [tuple(each.get_ydata()) for each in text.lines] == [tuple(s.text) for s in report.dynamics]
-    assert dynamics(shown(plain, None)) is None
 
 
 def test_what_training_logged():

@@ -12,10 +12,17 @@ from accelerate import cpu_offload
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
-from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaForCausalLM,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 from vlm_batches import END, IMAGE, INDICATORS, START, WORDS
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.diagnose.measure.families import find_parts
 from normalign_llava.diagnose.measure.probe import probe
 from normalign_llava.diagnose.report import Moments
 
@@ -55,10 +62,20 @@ def test_every_number_equals_the_reference(family):
     assert alone[0].asymmetry_error is None
 
 
+PROJECTORS = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"), "visual.merger"),
+    **dict.fromkeys(("idefics3", "smolvlm"), "connector"),
+    "ovis2": "visual_embeddings_table",
+    "kimi_k25": "mm_projector",
+}
+
+
 @pytest.mark.parametrize("family", vlm_families.FAMILIES)
 def test_interface_equals_what_the_family_itself_returns(family):
     model, batch = vlm_families.make(family)
-    found = probe(model, [batch], tokenizer=tokenizer()).interface
+    report = probe(model, [batch], tokenizer=tokenizer())
+    found = report.interface
+    assert report.projector == f"model.{PROJECTORS.get(family, 'multi_modal_projector')}"
     takes = {name: value for name, value in batch.items() if name.startswith(("pixel", "image_"))}
     with torch.no_grad():
         features = model.get_image_features(**takes, return_dict=True)
@@ -105,9 +122,8 @@ def test_visual_vocabulary_takes_the_place_of_the_projectors_input():
     assert found.projector_output.count == found.visual.count
 
 
-@pytest.mark.parametrize("family", ["normalign_llava", "qwen2_5_vl"])
-def test_the_model_is_left_as_it_was_found(family):
-    model, batch = vlm_families.make(family)
+def test_the_model_is_left_as_it_was_found():
+    model, batch = vlm_families.make("qwen2_5_vl")
     model.train()
     model.model.get_decoder().layers[0].eval()
     modes = [module.training for module in model.modules()]
@@ -233,8 +249,6 @@ def test_rows_that_are_more_than_scaled_have_no_n_text():
 @pytest.mark.parametrize(
     ("batches_of", "message"),
     [
-        (lambda batch: [], "no batch"),
-        (lambda batch: [{"pixel_values": batch["pixel_values"]}], "input_ids.*pixel_values"),
         (lambda batch: batch, "Give a list of batches"),
         (lambda batch: [{**batch, "pixel_values_videos": batch["pixel_values"]}], "pixel_values_videos"),
         (lambda batch: [{"input_ids": torch.tensor([[1, 5, 6]])}], "visual token.*97"),
@@ -244,6 +258,27 @@ def test_batches_that_cannot_be_measured_are_refused(batches_of, message):
     model, batch = vlm_families.make("llava")
     with pytest.raises(ValueError, match=message):
         probe(model, batches_of(batch))
+
+
+def mllama():
+    """Llama 3.2 Vision: its decoder sees images by cross-attention, so no token of the sequence stands for one."""
+    sizes = dict(num_attention_heads=2, num_key_value_heads=1, pad_token_id=0, vocab_size=tiny.VOCABULARY)
+    text = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, cross_attention_layers=[1], **sizes)
+    vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_global_layers=1, attention_heads=2)
+    return MllamaForConditionalGeneration(MllamaConfig(vision_config=vision, text_config=text))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (mllama, "Not found: get_image_features. .*cross-attention"),
+        (lambda: LlamaForCausalLM(tiny.text_config()), "Not found: config.image_token_id, get_image_features"),
+        (lambda: torch.nn.Linear(2, 2), "not a model of transformers"),
+    ],
+)
+def test_models_without_visual_tokens_are_refused(model, message):
+    with pytest.raises(ValueError, match=message):
+        find_parts(model())
 
 
 def test_models_that_cannot_be_measured_are_refused():

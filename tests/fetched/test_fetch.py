@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -188,17 +187,6 @@ def test_another_checksum_is_an_error_that_names_both(registry, part, tmp_path, 
     for said in (WHEEL, "0" * 64, hashlib.sha256(wheel).hexdigest()):
         assert said in str(error.value)
     assert kept(tmp_path) == ([WHEEL] if put_by_hand else [])
-
-
-def test_offline_says_which_client_failed_and_where_to_put_the_file(part, tmp_path, monkeypatch, registry):
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{port}/simple")
-    with pytest.raises(FetchError) as error:
-        fetch(part, tmp_path)
-    for said in ("tiny-part 1.0", "pip could not fetch it", str(tmp_path / "archives"), "pip download --no-deps"):
-        assert said in str(error.value)
 
 
 def test_an_archive_put_by_hand_needs_no_client(part, tmp_path, wheel, monkeypatch):

@@ -88,13 +88,13 @@ def reference_n_text(weight, excluded=(IMAGE,)) -> float:
     return sum(norms) / len(norms)
 
 
-def inputs(images=1, text=5, batch=1, seed=0, tokens_per_image=4):
-    """Prompts with `images` images each: ids, mask and pixel values."""
+def inputs(images=1, text=5, batch=1, seed=0):
+    """Prompts with `images` images of 4 tokens each: ids, mask and pixel values."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(batch):
         words = torch.randint(3, 90, (text,), generator=generator).tolist()
-        rows.append([1, *([IMAGE] * (tokens_per_image * images)), *words])
+        rows.append([1, *([IMAGE] * (4 * images)), *words])
     ids = torch.tensor(rows)
     result = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if images:

@@ -80,7 +80,7 @@ def tokenizer(chat_template=CHATML, extra=()):
     return made
 
 
-def llava(folder, model, chat_template=CHATML):
+def llava(folder, model):
     """A LLaVA checkpoint with the weights of `model`, whose image token is set."""
     model.config.image_token_index = 3
     model.save_pretrained(folder)
@@ -92,7 +92,7 @@ def llava(folder, model, chat_template=CHATML):
         patch_size=8,
         num_additional_image_tokens=1,
         vision_feature_select_strategy="default",
-        chat_template=chat_template,
+        chat_template=CHATML,
     ).save_pretrained(folder)
     return str(folder)
 

@@ -43,10 +43,10 @@ def pixels(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 100))
 
 
-def square(tokens: int, side: int = PIXELS, boundaries: bool = False, seed: int = 0) -> dict[str, Tensor]:
+def square(tokens: int, boundaries: bool = False, seed: int = 0) -> dict[str, Tensor]:
     """One square image per sequence, as many tokens for each."""
     batch = sequences(image(tokens, boundaries), image(tokens, boundaries), seed)
-    return {**batch, "pixel_values": pixels(2, 3, side, side, seed=seed)}
+    return {**batch, "pixel_values": pixels(2, 3, PIXELS, PIXELS, seed=seed)}
 
 
 def tiled(seed: int = 0) -> dict[str, Tensor]:
@@ -95,18 +95,3 @@ def listed(seed: int = 0) -> dict[str, Tensor]:
     images[1, 1], mask[1, 1] = 0.0, 0
     mask[1, 0, :, PIXELS // 2 :] = 0
     return {**batch, "pixel_values": images, "pixel_attention_mask": mask}
-
-
-def cross(seed: int = 0) -> dict[str, Tensor]:
-    """Images of one tile and of two beside each other for Mllama; no tokens but one mark in each stand for them."""
-    batch = sequences([IMAGE], [IMAGE], seed)
-    tiles = pixels(2, 1, 2, 3, PIXELS, PIXELS, seed=seed)
-    tiles[0, 0, 1] = 0.0
-    length = batch["input_ids"].shape[1]
-    return {
-        **batch,
-        "pixel_values": tiles,
-        "aspect_ratio_ids": torch.tensor([[1], [2]]),
-        "aspect_ratio_mask": torch.tensor([[[1, 0]], [[1, 1]]]),
-        "cross_attention_mask": torch.tensor([[1, 0], [1, 1]])[:, None, None].repeat(1, length, 1, 1),
-    }

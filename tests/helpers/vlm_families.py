@@ -17,8 +17,6 @@ from transformers import (
     GemmaConfig,
     GraniteConfig,
     LlamaConfig,
-    MllamaConfig,
-    MllamaForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -49,19 +47,6 @@ def make(name: str, seed: int = 0) -> Made:
     if name == "normalign_llava":
         model.align_projector_norm()
     return model.eval(), batch
-
-
-def mllama(seed: int = 0) -> Made:
-    """Llama 3.2 Vision: its decoder sees images by cross-attention, so no token of the sequence stands for one."""
-    torch.manual_seed(seed)
-    vision = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_global_layers=1, attention_heads=2)
-    vision |= dict(image_size=16, patch_size=8, max_num_tiles=2, supported_aspect_ratios=[[1, 1], [1, 2]])
-    config = MllamaConfig(
-        vision_config={**vision, "intermediate_layers_indices": [0], "vision_output_dim": 32},
-        text_config={**_SIZES, **_HEADS, **_SPECIAL, "cross_attention_layers": [1]},
-        image_token_index=batches.IMAGE,
-    )
-    return MllamaForConditionalGeneration(config).eval(), batches.cross(seed)
 
 
 def _rescale(model: PreTrainedModel) -> None:

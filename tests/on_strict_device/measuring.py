@@ -34,7 +34,7 @@ def same(found, expected):
         assert found == expected
 
 
-@pytest.mark.parametrize("family", ["normalign_llava", "llava_next", "qwen3_vl", "ovis2", "gemma3"])
+@pytest.mark.parametrize("family", ["normalign_llava", "qwen3_vl", "ovis2"])
 def test_probe(family):
     model, batch = vlm_families.make(family)
     expected = probe(model, [batch]).to_dict()

@@ -54,7 +54,6 @@ TIMED = ("runtime", "per_second")
 @pytest.mark.parametrize(
     ("options", "only_answers"),
     [
-        ({}, False),
         ({"padding_free": True, "gradient_accumulation_steps": 2}, False),
         ({"use_peft": True, "lora_r": 2, "padding_free": True, "gradient_checkpointing": True}, False),
         ({"train_sampling_strategy": "sequential", "arm": "none"}, True),  # the first batch has no images

@@ -8,8 +8,6 @@ from test_quickstart_run import SHORT
 
 from normalign_llava.quickstart.journal import Journal
 from normalign_llava.quickstart.run import run_quickstart
-from normalign_llava.train.keeping.lock import only_run
-from normalign_llava.train.options.arguments import NormAlignConfig
 
 
 @pytest.fixture
@@ -20,7 +18,7 @@ def no_archives(monkeypatch, tmp_path):
     monkeypatch.setenv("NORMALIGN_CACHE", str(cache))
 
 
-@pytest.mark.parametrize("name", [".git/HEAD", ".ssh/id_rsa", "notes.txt", "journal.json"])
+@pytest.mark.parametrize("name", [".git/HEAD", "journal.json"])
 def test_a_folder_with_anything_else_in_it_is_refused(tmp_path, no_archives, name):
     output = tmp_path / "mine"
     (output / name).parent.mkdir(parents=True)
@@ -41,15 +39,3 @@ def test_only_unfinished_folders_of_its_own_are_removed_from_an_earlier_run(tmp_
     with pytest.raises(OSError, match="cache"):
         run_quickstart(output, SHORT)
     assert not any(folder.exists() for folder in unfinished) and all(folder.exists() for folder in own)
-
-
-def test_two_quickstarts_in_one_folder_are_refused(tmp_path, no_archives):
-    with only_run(tmp_path / "run"), pytest.raises(ValueError, match="Another run is writing to .*run"):
-        run_quickstart(tmp_path / "run", SHORT)
-
-
-def test_several_gpus_in_one_process_are_refused_first(tmp_path, no_archives, monkeypatch):
-    monkeypatch.setattr(NormAlignConfig, "n_gpu", 2)
-    with pytest.raises(ValueError, match="This process sees 2 GPUs.*CUDA_VISIBLE_DEVICES=0"):
-        run_quickstart(tmp_path / "run", SHORT)
-    assert not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.fetched.easy_vqa import FEATURES, png
-from normalign_llava.quickstart.train import rows_of, stage, train_stage, words
+from normalign_llava.quickstart.train import stage, train_stage, words
 from normalign_llava.train.run import main
 
 
@@ -45,15 +45,6 @@ def row(number):
     answer = [{"type": "text", "text": colour}]
     messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
     return {"images": [{"bytes": png(Image.new("RGB", (16, 16), colour))}], "messages": messages}
-
-
-def test_a_stage_is_its_recipe_with_changes():
-    recipe = stage("quickstart-align")
-    assert recipe["stage"] == "align" and rows_of(recipe) == 160
-    assert stage("quickstart-align", max_steps=3) == {**recipe, "max_steps": 3}
-    assert rows_of(stage("quickstart-tune")) == 1760
-    with pytest.raises(ValueError, match="no recipe of that name"):
-        stage("quickstart-rest")
 
 
 def test_a_stage_that_was_killed_while_its_result_was_moved_is_finished(untrained, data, tmp_path):
