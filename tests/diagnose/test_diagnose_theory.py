@@ -36,8 +36,8 @@ def simulation() -> dict:
     return SCRIPT["simulate"]()
 
 
-@pytest.mark.parametrize("angle", [0.0, 0.4, 3.0])
-@pytest.mark.parametrize("norm", [0.5, 40.0])
+@pytest.mark.parametrize("angle", [0.0, 0.4, math.pi / 2, 2.0, 3.0])
+@pytest.mark.parametrize("norm", [0.5, 2.0, 40.0])
 def test_rotation_is_the_angle_between_a_state_and_its_successor(norm, angle):
     update = 3.0  # larger than two of the norms: at obtuse angles the tangent's denominator is negative
     state = norm * unit(randn(7))
@@ -90,8 +90,8 @@ def test_predicted_rotation_differs_where_updates_differ_by_modality():
 # The simulation
 
 
-@pytest.mark.parametrize("theta", [0.3, 2.6])
-@pytest.mark.parametrize("omegas", [(0.1, 0.9), (2.0, 0.3)])
+@pytest.mark.parametrize("theta", [0.0, 0.3, 1.2, math.pi / 2, 2.6])
+@pytest.mark.parametrize("omegas", [(0.1, 0.9), (0.5, 0.5), (2.0, 0.3)])
 def test_theorem_1_is_exact_when_every_pair_of_directions_is_counted(theta, omegas):
     # In three dimensions the directions lie on two circles; even points on them give such means to the last digit.
     visual, third = torch.eye(3, dtype=torch.float64)[[0, 2]]
@@ -121,6 +121,15 @@ def test_theorem_1_holds_in_every_dimension_for_independent_directions_alone(sim
         assert abs(row["simulated"] - row["exact"]) < 4 * row["standard_error"] + 1e-12
 
 
+def test_lemma_1_needs_a_fixed_product_of_tangents(simulation):
+    lemma = simulation["lemma"]
+    assert lemma["product_fixed"] == sorted(lemma["product_fixed"], reverse=True)
+    assert lemma["text_fixed"] == sorted(lemma["text_fixed"])  # as when visual norms are aligned to text's
+    assert lemma["product_fixed"][0] == pytest.approx(lemma["text_fixed"][0]) == pytest.approx(1 / 1.09)
+    before, after = rotation_angle(37.0, 0.3, 1.5), rotation_angle(1.0, 0.3, 1.5)
+    assert retention_factor(after, after) < retention_factor(before, after)
+
+
 def test_lag_grows_layer_by_layer_and_is_largest_for_the_aligned_pair(simulation):
     lag = simulation["lag"]
     angles = [lag["angle"][case] for case in ("balanced", "imbalanced", "aligned")]
@@ -131,3 +140,38 @@ def test_lag_grows_layer_by_layer_and_is_largest_for_the_aligned_pair(simulation
         # Updates at right angles: each cosine is a norm over the next, so their product over the layers telescopes.
         kept = math.prod(norm / math.hypot(norm, 0.3 * math.sqrt(24)) for norm in norms)
         assert lag["angle"][case][-1] == pytest.approx(math.acos(kept * math.cos(math.pi / 6)))
+
+
+def test_trace_bound_falls_with_the_cosine_of_the_lag(simulation):
+    trace = simulation["trace"]
+    assert trace["bound"] == pytest.approx([math.cos(delta) for delta in trace["delta"]], abs=0.01)
+    assert trace["attained"] == pytest.approx(trace["bound"], rel=1e-9)
+    assert all(r < bound for r, bound in zip(trace["random"], trace["bound"], strict=True))
+    assert trace["same_turn"] == pytest.approx([1.0] * 9)
+    covariance = randn(6, 6)
+    best = SCRIPT["best_projection"](covariance)
+    assert torch.linalg.matrix_norm(best, 2).item() == pytest.approx(1.0)
+    assert (best @ covariance).trace().item() == pytest.approx(SCRIPT["trace_bound"](covariance), rel=1e-12)
+
+
+def test_attention_spreads_with_the_lag_unless_a_sink_scores_higher(simulation):
+    attention = simulation["attention"]
+    assert attention["predicted_snr"][0] == 8.0 and abs(attention["noise"]) < 0.01
+    assert attention["snr"] == pytest.approx(attention["predicted_snr"], abs=0.03)
+    # At the very end unrelated keys, by chance, score as high as the related one.
+    assert attention["entropy"][:9] == sorted(attention["entropy"][:9]) and attention["entropy"][-1] > 0.9
+    assert attention["share"] == sorted(attention["share"], reverse=True)
+
+    entropy = SCRIPT["attention_entropy"]
+    scores = randn(3, 5)
+    shares = scores.exp() / scores.exp().sum(-1, keepdim=True)
+    assert torch.allclose(entropy(scores), -(shares * shares.log()).sum(-1) / math.log(5))
+    with_sink = [
+        entropy(torch.tensor([signal, 6.0, 0.0, 0.0, 0.0])).item() for signal in (9.0, 8.0, 7.0, 6.0, 4.0, 2.0)
+    ]
+    assert with_sink[:3] == sorted(with_sink[:3]) and with_sink[3:] == sorted(with_sink[3:], reverse=True)
+
+
+def test_the_figure_is_drawn(simulation, tmp_path):
+    SCRIPT["draw"](simulation, tmp_path / "theory.png")
+    assert (tmp_path / "theory.png").stat().st_size > 10**5
