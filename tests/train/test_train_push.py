@@ -44,7 +44,7 @@ if job := push_checkpoint(Path(folder), repository, **given):
 """
 
 FAULT = """
-import os, shutil, signal, sys
+import os, shutil, signal, subprocess, sys
 from pathlib import Path
 
 moment, fault, disk = sys.argv.pop(1), sys.argv.pop(1), Path(sys.argv.pop(1))
@@ -59,6 +59,9 @@ def strike(event, arguments):
     struck.append(event)
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "cannot be written":
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        return
     (disk / "filler").mkdir()
     try:
         for number in range(10**5):
@@ -178,10 +181,8 @@ def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, run, tmp_path):
     assert (tmp_path / "again" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("moment", "fault"),
-    [("before", "full"), ("while staging", "full"), ("while sending", "killed"), ("after", "full")],
-)
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("fault", ["killed", "full", "cannot be written"])
 def test_a_fault_of_the_disk_while_pushing_changes_no_checkpoint(hub, prepared, parts, tmp_path, moment, fault):
     token = hub.token("ann")
     hub.create(REPO)
