@@ -8,7 +8,7 @@ import pytest
 from paths import ROOT
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def test_recipes_on_a_tiny_model_and_a_script_that_fails(monkeypatch, tmp_path):

@@ -57,8 +57,9 @@ def checkpoint(request, tmp_path_factory):
         processor.save_pretrained(ours)
         return ours
     template = AutoProcessor.from_pretrained(ours).chat_template
-    stock = parts.llava(folder / "llava", tiny.heeding(tiny.llava(tied=False)), template)
+    stock = parts.llava(folder / "llava", tiny.heeding(tiny.llava(tied=False)))
     processor = AutoProcessor.from_pretrained(stock)
+    processor.chat_template = template
     processor.tokenizer.eos_token = "T"  # another end than the model's
     processor.save_pretrained(stock)
     return stock

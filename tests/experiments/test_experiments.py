@@ -25,6 +25,7 @@ from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.fetched.easy_vqa import training_data
 
 
+LORA = ("use_peft", "lora_r", "lora_dropout", "lora_target_modules")
 SHORT = {
     "max_steps": 20,
     "global_batch_size": 2,
@@ -46,7 +47,7 @@ PLAN = {
             "seeds": [5],
             "variants": {
                 "none": {"arm": "none", "enters_at": 1},
-                "gwc": {"gradient": 1.002, "stage2": {"use_peft": None, "lora_r": None, "lora_target_modules": None}},
+                "gwc": {"gradient": 1.002, "stage2": dict.fromkeys(LORA)},
                 "wild": {"stage2": {"learning_rate": 1e39, "warmup_steps": 0}},
             },
         }

@@ -55,7 +55,10 @@ TIMED = ("runtime", "per_second")
     ("options", "only_answers"),
     [
         ({"padding_free": True, "gradient_accumulation_steps": 2}, False),
-        ({"use_peft": True, "lora_r": 2, "padding_free": True, "gradient_checkpointing": True}, False),
+        (
+            {"use_peft": True, "lora_r": 2, "lora_dropout": 0.0, "padding_free": True, "gradient_checkpointing": True},
+            False,
+        ),
         ({"train_sampling_strategy": "sequential", "arm": "none"}, True),  # the first batch has no images
     ],
 )
@@ -72,7 +75,6 @@ def test_training_steps_with_all_callbacks(trainer, options, only_answers):
             eval_steps=1,
             optim="sgd",
             learning_rate=0.1,
-            lora_dropout=0.0,
             **options,
         )
         assert run.only_answers == (device == "cpu")
