@@ -111,7 +111,9 @@ def prepare(
     if report is None:
         need_images = args.stage == "align" or not rates["language"]
         train, held_out, report = checked_datasets(train, held_out, collator, args.max_length, need_images)
-    check_stream(isinstance(train, IterableDataset), args)
+    check_stream(streams := isinstance(train, IterableDataset), args)
+    if streams:  # it has a single shard
+        args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)
     norm = projector_norm(model)
     if any(parameter.is_meta for parameter in norm.parameters()):
         # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:

@@ -23,7 +23,7 @@ from ..sources.arguments import DataArguments
 from ..sources.source import Source
 from .forms import PROMPT, image_name, unread_image
 from .images import ImageRules, image_problem, printable
-from .parse import FEATURES, DroppedRow, DroppedRows, control_tokens, parse_row
+from .parse import FEATURES, BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
 
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def _valid(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
         if problem := problem or image_problem(image_files(row["paths"]), source.rules):
             dropped = DroppedRow(row["source"], row["row"], *problem)
             if checks.bad_rows == "stop":
-                raise ValueError(stopped([dropped]))
+                raise BadRow(stopped([dropped]))
         if not dropped:
             warn_of_captions(source.name, [row["form"]])
             yield row

@@ -68,6 +68,16 @@ class DroppedRow:
         return f"{self.source}, row {self.row}{file}: {self.reason}"
 
 
+class BadRow(ValueError):
+    """A row that training stops at.
+
+    If a worker of the data loader raises it, torch puts the worker's traceback before the text; here it is left out.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(text.rpartition(f"{type(self).__name__}: ")[2].rstrip())
+
+
 class DroppedRows:
     """A file with a line for each row dropped while training, which several processes may append to.
 

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -94,7 +95,7 @@ def load_data(
         with_images = any([has_images(source, checks) for source in sources])
         mixed = {"sources": tuple(sources), "checks": checks, "fractions": fractions, "seed": seed}
         # Endless, since the Trainer counts batches from the start and cannot resume a stream in a later pass.
-        train = _stream(_endless_rows, mixed).shuffle(seed=seed, buffer_size=arguments.shuffle_buffer_size)
+        train = _stream(_endless_rows, {**mixed, "buffer_size": arguments.shuffle_buffer_size})
         held = _stream(valid_rows, {"source": held_out, "checks": checks}) if held_out else None
     else:
         reader = RowReader((*sources, *([held_out] if held_out else [])))
@@ -204,6 +205,18 @@ def _stream(rows: Callable[..., Iterator[dict[str, Any]]], given: dict[str, Any]
 
 
 def _endless_rows(
+    sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int, buffer_size: int
+) -> Iterator[dict[str, Any]]:
+    # Shuffled here, since `datasets` shuffles otherwise in a worker of the data loader.
+    rows, random = _drawn_rows(sources, checks, fractions, seed), np.random.default_rng(seed)
+    buffer = list(islice(rows, buffer_size))
+    for row in rows:
+        place = random.integers(buffer_size)
+        yield buffer[place]
+        buffer[place] = row
+
+
+def _drawn_rows(
     sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
 ) -> Iterator[dict[str, Any]]:
     # Drawn row by row, so that a resumed run, which skips rows, continues with the same ones.

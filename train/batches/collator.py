@@ -14,7 +14,7 @@ from trl.trainer.utils import pad
 from ...checkpoint.loading import loading
 from ...data.rows.checks import tokens_per_image
 from ...data.rows.images import decode_image
-from ...data.rows.parse import DroppedRow, DroppedRows
+from ...data.rows.parse import BadRow, DroppedRow, DroppedRows
 from .packing import PACKED
 from .padding_free import without_padding
 
@@ -45,6 +45,7 @@ class ConversationCollator:
         bad_rows: `"stop"` raises at a bad image, `"skip"` records the row in `dropped_rows`.
         dropped_rows: Where rows with bad images are recorded.
         padding_free: Rows one after another in one sequence, as [`without_padding`] makes them.
+        seen: Batches that a resumed stream skips. They come empty, and their images are not opened.
 
     Raises:
         ValueError: The chat template marks no answer; when called, a bad image and its row.
@@ -56,6 +57,7 @@ class ConversationCollator:
     bad_rows: Literal["stop", "skip"] = "stop"
     dropped_rows: DroppedRows | None = None
     padding_free: bool = False
+    seen: int = 0
 
     def __post_init__(self):
         self._tokens_per_image = tokens_per_image(self.processor)
@@ -74,6 +76,9 @@ class ConversationCollator:
             `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values` `(images, channels, height, width)`.
             With `padding_free`, what [`without_padding`] returns.
         """
+        if self.seen:
+            self.seen -= 1
+            return {}
         examples = [row for example in examples for row in example.get(PACKED, [example])]
         opened = [self._images(example) for example in examples]
         rows = []
@@ -118,7 +123,7 @@ class ConversationCollator:
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
                 if self.bad_rows == "stop":
-                    raise ValueError(f"{dropped}. Fix it, or skip such rows with --bad_rows skip.") from error
+                    raise BadRow(f"{dropped}. Fix it, or skip such rows with --bad_rows skip.") from error
                 if self.dropped_rows and not bad:
                     self.dropped_rows.add(dropped)
                 images.append(Image.new("RGB", (64, 64), "white"))

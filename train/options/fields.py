@@ -77,6 +77,13 @@ class TrainingOptions:
     use_cpu: bool | None = option(
         None, "Whether to train on the CPU. Default: if there is no accelerator.", nargs="?", const=True
     )
+    dataloader_num_workers: int | None = option(
+        None,
+        "Processes that read batches. Default: one for each other core, at most 8; on a CPU none.",
+    )
+    dataloader_persistent_workers: bool | None = option(
+        None, "Whether these live until the end of the run. Default: yes.", nargs="?", const=True
+    )
     padding_free: bool = option(False, "Put the rows of a batch one after another in one sequence, without padding.")
     packing: bool = option(
         False,
