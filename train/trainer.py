@@ -296,14 +296,12 @@ class NormAlignTrainer(PushingTrainer):
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
         if isinstance(eval_dataset, Dataset | IterableDataset):
-            eval_dataset, _ = checked_rows(
-                eval_dataset, "eval_dataset", self.data_collator, self.args.max_length, split="eval"
-            )
+            eval_dataset, _ = checked_rows(eval_dataset, "eval_dataset", self.data_collator, self.args, split="eval")
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset | IterableDataset) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
-        rows, _ = checked_rows(test_dataset, "test_dataset", self.data_collator, self.args.max_length, split="eval")
+        rows, _ = checked_rows(test_dataset, "test_dataset", self.data_collator, self.args, split="eval")
         return super().get_test_dataloader(rows)
 
     def get_batch_samples(self, *args, **kwargs):

@@ -6,6 +6,7 @@ import base64
 import io
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -91,19 +92,26 @@ class ImageRules:
             raise ValueError(f"the image {path} leaves {self._place}")
         return {"path": archive + separator + full, "bytes": None}
 
-    def check_file(self, path: str) -> None:
+    def check_file(self, path: str, allows: Callable[[str], bool] | None = None) -> None:
         """Raises ValueError if an image file does not exist, or is a link to a place that is not allowed.
 
         Args:
             path: As [`image`] gives it; streamed files are not checked.
+            allows: [`allows_folder`], which may remember its answers.
         """
         file = path.rpartition("::")[2]
         if "://" in file:
             return
-        if not self._allow(os.path.realpath(file), os.path.realpath):
+        is_file = _is_regular(file)
+        whole = os.path.realpath
+        if not ((allows or self.allows_folder)(os.path.dirname(file)) if is_file else self._allow(whole(file), whole)):
             raise ValueError(f"{path}: the image is a link that leaves {self._place}")
-        if not os.path.isfile(file):
+        if not is_file and not os.path.isfile(file):
             raise ValueError(f"{path}: there is no such image" + (f" in {self._place}" if self.folder else ""))
+
+    def allows_folder(self, folder: str) -> bool:
+        """Whether images may be in a folder, its links resolved."""
+        return self._allow(os.path.realpath(folder), os.path.realpath)
 
     @property
     def _place(self) -> str:
@@ -117,7 +125,7 @@ class ImageRules:
     def _allow(self, file: str, whole: Callable[[str], str]) -> bool:
         caches = (constants.HF_HUB_CACHE, str(datasets.config.HF_DATASETS_CACHE)) if self.hub else ()
         roots = [whole(root) for root in (self.folder, *caches) if root is not None]
-        return not roots or any(_is_inside(file, root) for root in roots)
+        return not roots or any(os.path.join(file, "").startswith(os.path.join(root, "")) for root in roots)
 
 
 def decode_image(image: dict[str, Any], max_pixels: int) -> Image.Image:
@@ -185,7 +193,10 @@ def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
 
 
 def image_problem(
-    images: list[dict[str, Any]], rules: ImageRules, max_pixels: int | None = None
+    images: list[dict[str, Any]],
+    rules: ImageRules,
+    max_pixels: int | None = None,
+    allows: Callable[[str], bool] | None = None,
 ) -> tuple[str | None, str] | None:
     """File of the first bad image, and the reason, or None.
 
@@ -194,12 +205,19 @@ def image_problem(
     for image in images:
         try:
             if image["bytes"] is None:
-                rules.check_file(image["path"])
+                rules.check_file(image["path"], allows)
             if max_pixels is not None:
                 decode_image(image, max_pixels)
         except ValueError as error:
             return image["path"], str(error)
     return None
+
+
+def _is_regular(file: str) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(file).st_mode)
+    except OSError:
+        return False
 
 
 def _from_data_uri(uri: str) -> bytes:
@@ -210,10 +228,6 @@ def _from_data_uri(uri: str) -> bytes:
         return base64.b64decode(content, validate=True)
     except ValueError as error:
         raise ValueError(f"the image in a data URI is not valid base64: {error}") from error
-
-
-def _is_inside(path: str, folder: str) -> bool:
-    return os.path.commonpath([path, folder]) == folder
 
 
 def _check_scans(opened: Image.Image, content: bytes) -> None:

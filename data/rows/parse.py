@@ -152,7 +152,7 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special.update(tokenizer.all_special_tokens)
-    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+    return re.compile("|".join(map(re.escape, sorted(special, key=lambda token: (-len(token), token)))) or "(?!)")
 
 
 def _check_turns(messages: list[dict[str, Any]], prompt_turns: int, raw: Mapping) -> None:

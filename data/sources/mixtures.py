@@ -47,6 +47,7 @@ def load_data(
     with_eval: bool,
     need_images: bool = False,
     dropped_rows: DroppedRows | None = None,
+    num_proc: int | None = None,
 ) -> TrainingData:
     """Loads the data sets of `arguments`, checks every row, drops rows that are too long, and mixes.
 
@@ -68,6 +69,7 @@ def load_data(
         with_eval: Whether to load held-out data.
         need_images: Whether training rows without any image are an error; for streams, only the first rows are read.
         dropped_rows: Records dropped rows: in memory by the main process, of streams when they are read.
+        num_proc: Processes that check rows in memory; by default one for each core.
 
     Raises:
         ValueError: A data set cannot be read, has bad rows and `bad_rows` is "stop", or has no row left; fractions are
@@ -83,7 +85,13 @@ def load_data(
     held_out = open_held_out(arguments) if with_eval and not splitting else None
     sources = [open_source(source, streaming) for source in arguments.sources]
     checks = Checks(
-        processor, max_length, arguments.bad_rows, arguments.check_images, arguments.max_image_pixels, dropped_rows
+        processor,
+        max_length,
+        arguments.bad_rows,
+        arguments.check_images,
+        arguments.max_image_pixels,
+        dropped_rows,
+        num_proc,
     )
     reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]
     held_report = SourceReport("held out of training", "eval")
@@ -133,6 +141,7 @@ def prepare_rows(
     max_image_pixels: int = DataArguments.max_image_pixels,
     need_images: bool = False,
     dropped_rows: DroppedRows | None = None,
+    num_proc: int | None = None,
 ) -> tuple[Dataset | IterableDataset, SourceReport]:
     """Parsed rows, checked and measured, of a data set that is already open.
 
@@ -152,6 +161,7 @@ def prepare_rows(
         max_image_pixels: Images with more pixels are bad.
         need_images: Whether rows without any image are an error; for a stream, only the first rows are read.
         dropped_rows: Records dropped rows.
+        num_proc: Processes that check rows in memory; by default one for each core.
 
     Raises:
         ValueError: There is a bad row, no row is left, images are needed and there are none, or seem to be there but
@@ -163,7 +173,7 @@ def prepare_rows(
             measure(data, report)
         return data, report
     source = Source(name, ImageRules(image_folder), data=data)
-    checks = Checks(processor, max_length, bad_rows, check_images, max_image_pixels, dropped_rows)
+    checks = Checks(processor, max_length, bad_rows, check_images, max_image_pixels, dropped_rows, num_proc)
     prepared: Dataset | IterableDataset
     if isinstance(data, IterableDataset):
         with_images = has_images(source, checks)

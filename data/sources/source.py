@@ -5,6 +5,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from ...checkpoint.provenance import hub_dataset
 from ...checkpoint.untrusted import is_inside
 from ..rows.images import ImageRules
 from .arguments import FILES, DataArguments, DataSource
-from .files import METADATA, READERS, files_of_folder, images_of_folder, rows_of_file
+from .files import METADATA, READERS, files_of_folder, images_of_folder, loaded, rows_of_file
 
 
 MAX_EXPANSION = 100
 """How many times the bytes of parquet files their rows may take, beyond `MAX_TABLE_BYTES`."""
+
+CHUNK = 500
+"""Rows that are read, checked and cached together."""
 
 _PARQUET_ROWS = 100  # read together; a row group, as by default, may become any size in memory
 _REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 'no'."
@@ -55,17 +59,38 @@ class Source:
 
     def __iter__(self) -> Iterator[tuple[str, int, Any]]:
         for file in self.files:
-            for number, raw in enumerate(rows_of_file(file)):
-                yield file, number, self._selected(raw)
+            for number, text in enumerate(rows_of_file(file)):
+                yield file, number, self.parsed(text)
         if self.data is not None:
             for number, raw in enumerate(_undecoded(self.data)):
                 yield self.name, number, self._selected(raw)
+
+    def chunks(self) -> Iterator[dict[str, Any]]:
+        """The rows in memory as chunks of `CHUNK`: name, number of the first row, and JSON texts, if of a file."""
+        for file in self.files:
+            rows = enumerate(rows_of_file(file))
+            while chunk := list(islice(rows, CHUNK)):
+                yield {"source": file, "start": chunk[0][0], "rows": [text for _, text in chunk]}
+        for start in range(0, len(self.data) if isinstance(self.data, Dataset) else 0, CHUNK):
+            yield {"source": self.name, "start": start, "rows": None}
+
+    def parsed(self, text: str) -> Any:
+        """The row of a JSON text."""
+        return self._selected(loaded(text))
 
     def row(self, number: int) -> dict[str, Any]:
         """A row of `data` in memory, as stored."""
         assert isinstance(self.data, Dataset)
         found = self.data[number]
         return self._selected(found.to_pylist()[0] if isinstance(found, pyarrow.Table) else found)
+
+    def rows(self, start: int) -> list[Any]:
+        """The chunk of `data` in memory that begins at a row, as stored."""
+        assert isinstance(self.data, Dataset)
+        numbers = range(start, min(start + CHUNK, len(self.data)))
+        if self.data.format["type"] == "arrow":
+            return [self._selected(raw) for table in [self.data[start : numbers.stop]] for raw in table.to_pylist()]
+        return [self.row(number) for number in numbers]
 
     def identity(self) -> list:
         """What changes when the rows change."""

@@ -11,6 +11,7 @@ from transformers import SchedulerType
 from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig, SFTConfig
 
+from ...checkpoint.limits import cores
 from ...checkpoint.precision import half_precision_pays
 from ...data.sources.arguments import check_choice
 from ..keeping.resume import began_in_bfloat16
@@ -198,8 +199,7 @@ class ModelArguments(ModelOptions, ModelConfig):
 
 def default_workers() -> int:
     """Processes that read batches beside an accelerator: the cores of each process but one, and at most 8."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(0, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1))
+    return max(0, min(8, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1))
 
 
 def _as_list(value: Any) -> list:
