@@ -140,9 +140,6 @@ def updates_of(model: str, revision: str | None = None, *, trust_remote_code: bo
     """Measures a language model, or the decoder of a vision-language model.
 
     Without a GPU the layers of a language model are read one after another, and its head is not read.
-
-    Raises:
-        ValueError: It is a vision encoder or a single file, cannot be loaded, or has no tokenizer.
     """
     if Path(model).is_file() or any(Path(model).glob("*.gguf")):
         raise ValueError(f"{model} is a file of weights. --critical runs the model: name its folder with safetensors.")

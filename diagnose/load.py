@@ -75,10 +75,6 @@ def find(model: str, revision: str | None = None, *, trust_remote_code: bool = F
         model: Folder or Hub id; a single file, such as a GGUF file, is a language model.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Run code from the checkpoint if transformers does not have its architecture.
-
-    Raises:
-        ValueError: It does not exist, is an adapter, needs remote code that is not trusted, is of none of the three
-            kinds, or lacks its processor.
     """
     source, revision = find_model(model, revision)
     path = Path(source)
@@ -131,9 +127,6 @@ def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool 
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, but float32 on a CPU that
             only emulates it.
         load_in_4bit: Quantize to 4 bits with bitsandbytes while loading.
-
-    Raises:
-        ValueError: The checkpoint lacks tensors, or `dtype` is unknown.
     """
     opened = Checkpoint(found.source, found.revision, {}, found.remote)
     with tower_alone() if found.kind == "vision encoder" else nullcontext():

@@ -71,12 +71,7 @@ def prepare(
     report: DataReport | None,
     options: Sequence[Any],
 ) -> Prepared:
-    """Checks and completes the arguments of [`NormAlignTrainer`], which are described there; sets what `args` derives.
-
-    Raises:
-        ValueError: An argument, the model or the data is wrong; it is named.
-        TypeError: The rows are not a data set.
-    """
+    """Checks and completes the arguments of [`NormAlignTrainer`], described there; sets what `args` derives."""
     if peft_config is not None and optimizer is not None:
         raise ValueError("optimizers cannot hold adapters that are created later. Give optimizer_cls_and_kwargs.")
     if getattr(model, "hf_device_map", None) is None:
@@ -193,11 +188,7 @@ def check_model(model: nn.Module, args: NormAlignConfig) -> None:
 def model_processor(
     processor: Any, model: NormAlignLlavaForConditionalGeneration, commit: str | None
 ) -> LlavaProcessor:
-    """The given processor, or the one in the model's folder or commit.
-
-    Raises:
-        ValueError: There is none, or it is not a LlavaProcessor.
-    """
+    """The given processor, or the one in the model's folder or commit."""
     if processor is None:
         if not model.name_or_path:
             raise ValueError("The model names no folder to load its processor from. Give processing_class.")
@@ -237,12 +228,7 @@ def checked_rows(
     split: Literal["train", "eval"] = "train",
     need_images: bool = False,
 ) -> tuple[Dataset | IterableDataset, SourceReport | None]:
-    """Rows in the form that `collator` takes, and a report; for a collator of another kind, rows as they are.
-
-    Raises:
-        TypeError: They are not a data set.
-        ValueError: What [`prepare_rows`] raises.
-    """
+    """Rows in the form that `collator` takes, and a report; for a collator of another kind, rows as they are."""
     if not isinstance(rows, Dataset | IterableDataset):
         raise TypeError(
             f"{name} is a {type(rows).__name__}. Give a Dataset, as Dataset.from_list makes, or a stream, "
@@ -264,11 +250,7 @@ def checked_rows(
 
 
 def optimizer_learning_rates(optimizer: Optimizer, model: nn.Module, args: NormAlignConfig) -> dict[str, float]:
-    """Peak learning rate of each module in a user's own optimizer; 0 if it has none of its parameters.
-
-    Raises:
-        ValueError: It holds parameters of another model, or `args` has learning rates by module too.
-    """
+    """Peak learning rate of each module in a user's own optimizer; 0 if it has none of its parameters."""
     if given := [
         name for name in (f"{module}_learning_rate" for module in MODULES) if getattr(args, name) is not None
     ]:

@@ -22,9 +22,6 @@ def read_dynamics(folder: str | Path) -> list[DynamicsStep]:
 
     Args:
         folder: Output of `normalign train` or `normalign merge`.
-
-    Raises:
-        ValueError: The file has a line that is not such a record.
     """
 
     def step(line: bytes) -> DynamicsStep:
@@ -45,9 +42,6 @@ def read_training_log(folder: str | Path) -> TrainingLog:
 
     Returns:
         The curves; values may be NaN or infinite. Empty if there is no log.
-
-    Raises:
-        ValueError: The file is not a state of the Trainer.
     """
 
     def curves(content: bytes) -> TrainingLog:

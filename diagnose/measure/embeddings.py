@@ -16,11 +16,7 @@ from ..report import EmbeddingTable, Interface, Moments, Report, TopToken
 def embedding_table_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str, top: int = 10
 ) -> EmbeddingTable:
-    """The table of a model in memory, which may be sharded or offloaded, without the image token's row.
-
-    Raises:
-        ValueError: The embeddings are quantized or on meta, have rows that are NaN or infinite, or no row that counts.
-    """
+    """The table of a model in memory, which may be sharded or offloaded, without the image token's row."""
     embeddings = model.get_input_embeddings()
     with align_module_device(embeddings):
         norms = embedding_row_norms(embeddings.weight)

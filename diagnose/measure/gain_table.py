@@ -23,9 +23,6 @@ def gain_of(model: PreTrainedModel) -> Gain | None:
 
     Returns:
         The gain; None for a model of another architecture or without the norm.
-
-    Raises:
-        ValueError: The configuration lacks N_text, and the embeddings cannot be measured.
     """
     if model.config.model_type != NormAlignLlavaConfig.model_type:
         return None

@@ -88,9 +88,6 @@ def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
     The diagnosis is sent without samples of the data: see [`public_report`].
 
     What is `generated`, path -> content, is sent instead of the folder's.
-
-    Raises:
-        ValueError: The folder has no weights, only pickled ones, two sets of them, or not all shards.
     """
     folder = folder.resolve()
     chosen = _weights(folder)
@@ -126,9 +123,6 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
     """`report.json` without questions, images and attention maps, in the same schema; and the figures it still names.
 
     The attention of each question keeps its measures; `question` is empty, `image` null and `maps` an empty list.
-
-    Raises:
-        ValueError: It has another schema.
     """
     try:
         content = json_object(text.encode(), "it")

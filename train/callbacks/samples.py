@@ -16,10 +16,6 @@ from ...data.rows.images import decode_image
 from .depth_probe import evaluating
 
 
-SAMPLES = "samples"
-"""The folder in a run's folder that examples are written to."""
-
-
 class SampleCallback(TrainerCallback):
     """Answers the same held-out examples at each evaluation, greedily.
 
@@ -33,9 +29,6 @@ class SampleCallback(TrainerCallback):
         max_new_tokens: Longest answer in tokens.
         max_image_pixels: Images with more pixels are refused.
         trackers: The trainer's callbacks, `trainer.callback_handler.callbacks`, among which trackers are looked for.
-
-    Raises:
-        ValueError: An image is missing, unreadable or too large; the file is named.
     """
 
     def __init__(
@@ -58,7 +51,7 @@ class SampleCallback(TrainerCallback):
         """Generates, writes and reports, once a step even if there are several held-out data sets."""
         if not self.examples or self._last_step == state.global_step:
             return
-        folder, written = Path(args.output_dir) / SAMPLES, []
+        folder, written = Path(args.output_dir) / "samples", []
         with evaluating(model, args):
             for number, (prompt, images, truth) in enumerate(self.examples):
                 names = [f"images/{number}-{index}.png" for index in range(len(images))]

@@ -73,10 +73,6 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
     The other processes must wait for the first, which removes the earlier folder. Errors other than a full disk, an
     exceeded quota or a limit on file sizes are raised as they are, and so is any error after the checkpoint is
     complete, which then stays.
-
-    Raises:
-        OSError: The checkpoint could not be written; the message has the cause, the free space, the last complete
-            checkpoint, and the remedy.
     """
     folder = Path(checkpoint)
     if os.environ.get("RANK", "0") == "0":
