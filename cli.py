@@ -24,10 +24,7 @@ In4BitOption = Annotated[bool, typer.Option("--load-in-4bit", help="Quantize wit
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
 BaseQuantization = Literal["none", "nf4", "nf4-double", "fp4", "fp4-double", "int8"]
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:
@@ -77,8 +74,7 @@ def build(
         ),
     ] = None,
     chat_template: Annotated[
-        Path | None,
-        typer.Option(help="Jinja file to use as the chat template.", exists=True, dir_okay=False),
+        Path | None, typer.Option(help="Jinja file to use as the chat template.", exists=True, dir_okay=False)
     ] = None,
     dtype: Annotated[
         Dtype,
@@ -309,17 +305,18 @@ def compare(
     models: Annotated[
         list[str], typer.Argument(help="Evaluated checkpoints: FOLDER, or NAME=FOLDER,FOLDER,... for several seeds.")
     ],
-    output: Annotated[Path, typer.Option(help="Folder for comparison.json and comparison.png.")] = Path("comparison"),
+    output: Annotated[Path, typer.Option(help="Folder for comparison.json.")] = Path("comparison"),
 ) -> None:
     """Compare evaluated models with the first one, over the same questions, with intervals."""
     with errors_for_people(extra="evaluate"):
+        from .checkpoint.files import write_json
         from .evaluate.compare import compare as run
-        from .evaluate.compare import read_arm, render, write
+        from .evaluate.compare import read_arm, render
         from .evaluate.paper_columns import render as render_paper
 
         arms = [read_arm(model) for model in models]
         found = run(arms)
-        write(found, output)
+        write_json(output / "comparison.json", [asdict(each) for each in found])
         console = Console()
         console.print(render(found))
         for arm in arms:

@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedModel,
     ProcessorMixin,
 )
-from transformers.utils import find_adapter_config_file, is_torchvision_available
+from transformers.utils import is_torchvision_available
 
 from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
 from ..assembly.build import torch_dtype
@@ -81,16 +81,12 @@ def find(model: str, revision: str | None = None, *, trust_remote_code: bool = F
     name = path.resolve().name if path.exists() else model
     if path.is_file() or path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf")):
         return Found("language model", name, source)
-    try:
-        stored = check_files(source, revision)
-    except OSError as error:
-        raise ValueError(f"The configuration of {source} cannot be read: {error}") from error
-    if not stored and find_adapter_config_file(source, revision=revision):
-        raise ValueError(
-            f"{source} is an adapter. Merge it first (`normalign merge {source} --output DIR`), then diagnose DIR."
-        )
+    stored = check_files(source, revision)
     if not stored:
-        raise ValueError(f"{source} has no config.json, so it is not a model of transformers.")
+        raise ValueError(
+            f"{source} has no config.json, so it is no whole model. If it is an adapter, merge it first "
+            f"(`normalign merge {source} --output DIR`), then name DIR."
+        )
     known = stored.get("model_type") in CONFIG_MAPPING
     remote = {} if known else stored.get("auto_map", {})
     if remote and not trust_remote_code:

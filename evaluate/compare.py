@@ -11,7 +11,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from rich.box import SIMPLE
 from rich.table import Table
 from scipy import stats
 
-from ..checkpoint.files import atomic_write
 from .paper_columns import columns
 from .results import FOLDER, read_evaluations
 
@@ -161,29 +160,6 @@ def render(differences: Sequence[Difference]) -> Table:
         p = "-" if each.mcnemar is None else f"{each.mcnemar:.3f}"
         table.add_row(each.task, each.arm, *scores, _shown(each.over_questions), _shown(each.over_seeds), p)
     return table
-
-
-def write(differences: Sequence[Difference], output: Path) -> None:
-    """Writes `comparison.json` and `comparison.png` into a folder."""
-    from matplotlib.figure import Figure
-
-    with atomic_write(output / "comparison.json") as partial:
-        partial.write_text(json.dumps([asdict(each) for each in differences], indent=2) + "\n", encoding="utf-8")
-    figure = Figure(figsize=(7, 1 + 0.5 * len(differences)), layout="constrained")
-    axes = figure.subplots()
-    for row, each in enumerate(reversed(differences)):
-        for interval, width, colour in ((each.over_seeds, 6, "lightgrey"), (each.over_questions, 2, "black")):
-            if interval:
-                axes.plot(interval, (row, row), linewidth=width, color=colour, solid_capstyle="butt")
-        axes.plot(each.value, row, "o", color="black")
-    axes.axvline(0, color="grey", linewidth=1)
-    names = [f"{each.task}\n{each.arm} - {each.against}" for each in reversed(differences)]
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(-0.6, len(names) - 0.4)
-    seeds = "; grey: over seeds" if any(each.over_seeds for each in differences) else ""
-    axes.set_xlabel(f"difference of scores, with 95 % intervals (black: over questions{seeds})")
-    with atomic_write(output / "comparison.png") as partial:
-        figure.savefig(partial, format="png", dpi=120)
 
 
 def over_questions(scores: np.ndarray, reference: np.ndarray) -> Interval:

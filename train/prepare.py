@@ -38,15 +38,10 @@ logger = get_logger(__name__)  # logs in one process only
 
 @dataclass
 class Prepared:
-    """What a trainer is made of.
+    """What a trainer is made of: arguments of `SFTTrainer`, and options that it must not see, to be set afterwards.
 
-    Args:
-        arguments: Arguments of `SFTTrainer`.
-        hidden: Options that it must not see, to be set again when it has made the trainer.
-        learning_rates: The peak learning rate of each module, and where it is from.
-        report: How many rows were used and dropped.
-        record: What `training.json` has so far.
-        build: `build.json` of the checkpoint, if it has one.
+    `learning_rates` are the peak ones of each module with their origin; `record` is `training.json` so far, `build`
+    the checkpoint's `build.json`.
     """
 
     arguments: dict[str, Any]
@@ -153,11 +148,7 @@ def normalign_config(args: TrainingArguments | None, model: Any) -> NormAlignCon
     given = {field.name: getattr(args, field.name) for field in fields(args) if field.name in known}
     if not given.get("assistant_only_loss"):
         logger.warning("assistant_only_loss is False, but the loss is on the assistant's turns alone: set it to True.")
-    decided = {
-        "assistant_only_loss": True,
-        "remove_unused_columns": False,
-        "sample_count": 0,
-    }
+    decided = {"assistant_only_loss": True, "remove_unused_columns": False, "sample_count": 0}
     return NormAlignConfig(**{**given, **decided})
 
 

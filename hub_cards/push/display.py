@@ -7,17 +7,6 @@ from rich.table import Table
 from .publish import Publication
 
 
-SNIPPET = """\
-from transformers import AutoModelForImageTextToText, AutoProcessor
-
-commit = "{commit}"
-processor = AutoProcessor.from_pretrained("{repo_id}", revision=commit, code_revision=commit, trust_remote_code=True)
-model = AutoModelForImageTextToText.from_pretrained(
-    "{repo_id}", revision=commit, code_revision=commit, dtype="auto", trust_remote_code=True
-)
-"""
-
-
 def unsent_tables(done: Publication, repo_id: str) -> list[Table]:
     """Of a dry run: the files that would be sent, and those that would not, with the reason."""
     files = Table("file", title=f"Would be sent to {repo_id}", title_justify="left")
@@ -40,9 +29,6 @@ def summary(done: Publication) -> str:
     sent = f"{len(done.source.files)} files in one commit" if pushed.changed else "nothing changed"
     lines = [f"Sent to {repository.repo_id}: {sent}; removed: {', '.join(pushed.deleted) or 'nothing'}."]
     page = repository.url if repository.branch == "main" else f"{repository.url}/tree/{repository.branch}"
-    lines += [f"Commit: {commit}"]
     lines += [f"Pull request: {pushed.pull_request}"] if pushed.pull_request else [f"Repository: {page}"]
     lines += [f"Space: {done.space}"] if done.space else []
-    if done.is_adapter:
-        return "\n".join([*lines, f'Load exactly this as its card says, with revision = "{commit}".'])
-    return "\n".join([*lines, "Load exactly this:", "", SNIPPET.format(repo_id=repository.repo_id, commit=commit)])
+    return "\n".join([*lines, f'Commit: {commit}. Load exactly this as its card says, with revision = "{commit}".'])

@@ -38,7 +38,6 @@ class Publication:
 
     source: PublishSource
     pushed: Pushed | None
-    is_adapter: bool = False
     space: str | None = None
 
 
@@ -125,7 +124,7 @@ def publish(
             before = _ask(folder, None, pinned, str(repository.api.token) if private else repository.reading_token)
         if dry_run:
             notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
-            return Publication(source, None, as_adapter)
+            return Publication(source, None)
         stale = stale_files(repository.files, source.files)
         pushed = push(repository, source.files, stale, private=private, create_pr=create_pr, notify=notify)
     if before is None:
@@ -133,7 +132,7 @@ def publish(
     else:
         notify(f"Loading {repo_id} in the same way, at {pushed.commit}.")
         verify(pushed, pinned, before)
-    return Publication(source, pushed, as_adapter, push_space(pushed, notify) if space else None)
+    return Publication(source, pushed, push_space(pushed, notify) if space else None)
 
 
 def check_cards(folder: Path, repository: Repository, *, replace: bool = False) -> None:

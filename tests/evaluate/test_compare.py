@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from normalign_llava.cli import app
 from normalign_llava.evaluate import paper_columns
-from normalign_llava.evaluate.compare import compare, mcnemar, over_seeds, read_arm, render, write
+from normalign_llava.evaluate.compare import compare, mcnemar, over_seeds, read_arm, render
 from normalign_llava.evaluate.results import Evaluation, Metric
 
 
@@ -41,9 +41,7 @@ def test_two_models_over_the_same_questions(tmp_path):
     # Of a mean of 200 differences: 1.96 standard errors.
     error = 1.96 * np.std(np.subtract(ours, theirs)) / 200**0.5
     assert found.over_questions == pytest.approx((found.value - error, found.value + error), abs=0.01)
-    write(compare(arms), tmp_path)
-    assert json.loads((tmp_path / "comparison.json").read_text())[0]["questions"] == 200
-    assert (tmp_path / "comparison.png").stat().st_size > 5000 and render([found]).row_count == 1
+    assert render([found]).row_count == 1
 
 
 def test_mcnemar_by_hand():
