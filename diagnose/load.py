@@ -143,9 +143,8 @@ def _processor_class(config: PreTrainedConfig) -> Any:
     """
     cls = PROCESSOR_MAPPING.get(type(config), AutoProcessor)
     videos = inspect.signature(cls.__init__).parameters.get("video_processor")
-    if (
-        is_torchvision_available() or videos is None or videos.default is not None
-    ):  # it cannot be left out of SmolVLM's
+    # It cannot be left out of SmolVLM's.
+    if is_torchvision_available() or videos is None or videos.default is not None:
         return AutoProcessor
     attributes = [name for name in cls.get_attributes() if name != "video_processor"]
     changed = {"__module__": cls.__module__, "get_attributes": staticmethod(lambda: attributes)}

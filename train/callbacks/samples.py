@@ -24,11 +24,8 @@ class SampleCallback(TrainerCallback):
     there. The model and the random state are left as they were. Every process generates, since sharded weights need
     all of them; the first one writes.
 
-    Args:
-        rows: Parsed rows. The prompt is what comes before the last assistant turn, whose text is the truth.
-        max_new_tokens: Longest answer in tokens.
-        max_image_pixels: Images with more pixels are refused.
-        trackers: The trainer's callbacks, `trainer.callback_handler.callbacks`, among which trackers are looked for.
+    Of each parsed row, the prompt is what comes before the last assistant turn, whose text is the truth. Trackers are
+    looked for among `trainer.callback_handler.callbacks`.
     """
 
     def __init__(
