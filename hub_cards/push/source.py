@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What is published of a checkpoint folder: the files on a list of names. All others stay, with a reason."""
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -23,7 +22,7 @@ from ...checkpoint.names import (
     WEIGHTS,
 )
 from ...checkpoint.untrusted import json_object, shards
-from ...diagnose.report import PAGE, REPORT, SCHEMA_VERSION
+from ...diagnose.report import PAGE, REPORT, SCHEMA_VERSION, report_json
 from ...evaluate.results import FOLDER as EVALUATION
 
 
@@ -136,8 +135,7 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
         content["provenance"].pop("first question", None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a valid report: {error}") from error
-    lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in content.items())
-    return ("{\n" + ",\n".join(lines) + "\n}\n").encode(), names
+    return report_json(content).encode(), names
 
 
 def shards_of(folder: Path) -> list[str]:
