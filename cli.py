@@ -24,10 +24,7 @@ In4BitOption = Annotated[bool, typer.Option("--load-in-4bit", help="Quantize wit
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
 BaseQuantization = Literal["none", "nf4", "nf4-double", "fp4", "fp4-double", "int8"]
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:
@@ -77,8 +74,7 @@ def build(
         ),
     ] = None,
     chat_template: Annotated[
-        Path | None,
-        typer.Option(help="Jinja file to use as the chat template.", exists=True, dir_okay=False),
+        Path | None, typer.Option(help="Jinja file to use as the chat template.", exists=True, dir_okay=False)
     ] = None,
     dtype: Annotated[
         Dtype,

@@ -50,11 +50,7 @@ def training_record(adapter: Path) -> dict[str, Any]:
 
 
 def quantization_of_base(adapter: Path, record: dict[str, Any], given: str | None) -> dict[str, Any] | None:
-    """bitsandbytes' settings of the base in training, from the record or else from the option.
-
-    Raises:
-        ValueError: Both say it or neither does, or the value is not known.
-    """
+    """bitsandbytes' settings of the base in training, from the record or else from the option."""
     kinds = ", ".join(BASE_QUANTIZATIONS)
     if "quantization" in record:
         if given is not None:

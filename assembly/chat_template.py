@@ -120,10 +120,6 @@ def _joined(messages: Messages, image_token: str, reads_lists: bool) -> Messages
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, template: MultimodalTemplate) -> None:
     """Checks the marks of a template on fixed conversations with the real tokenizer, which has to be a fast one.
 
-    Args:
-        tokenizer: The tokenizer that gets the template.
-        template: The result of [`multimodal_chat_template`].
-
     Raises:
         ValueError: The template claims marks, and the masked tokens of a conversation are not what follows each
             generation prompt, through the end-of-turn token. The conversation is named.

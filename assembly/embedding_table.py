@@ -54,11 +54,7 @@ class EmbeddingRows(NamedTuple):
 
 
 def read_embeddings(model: str, revision: str | None = None) -> EmbeddingRows:
-    """Reads the token embeddings of a folder, a weight file or a Hub repository.
-
-    Raises:
-        ValueError: See [`~normalign_llava.assembly.gain.embedding_statistics`].
-    """
+    """Reads the token embeddings of a folder, a weight file or a Hub repository."""
     found, commit = find_model(model, revision)
     path = Path(found)
     folder = path.parent if path.is_file() else path

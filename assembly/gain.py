@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..configuration_normalign_llava import embedding_scales
 from ..modeling_normalign_llava import mean_embedding_norm
-from .embedding_table import read_embeddings
+from .embedding_table import EmbeddingRows, read_embeddings
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,12 @@ def embedding_statistics(model: str, *, top: int = 10, revision: str | None = No
         ValueError: `model` does not exist or has no weights that can be read; no tensor, or more than one, may be its
             token embedding; the tensor is quantized; rows that count have NaN or infinite values; no row counts.
     """
-    tensor, norms, hidden_size, config, text_of = read_embeddings(model, revision)
+    return statistics_of(read_embeddings(model, revision), model, top)
+
+
+def statistics_of(read: EmbeddingRows, model: str, top: int) -> EmbeddingStatistics:
+    """[`embedding_statistics`] of embeddings that were read, or are in memory."""
+    tensor, norms, hidden_size, config, text_of = read
     text_config = None if config is None else config.get_text_config()
     scale_text, scale_all = (1.0, 1.0) if text_config is None else embedding_scales(text_config)
     counts = counted_rows(norms, getattr(config, "image_token_id", None))

@@ -15,7 +15,6 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import LlavaProcessor
 from transformers.utils import cached_file
 
 from ..checkpoint.files import json_or_none, new_folder, write_failure
@@ -119,7 +118,8 @@ def merge_adapter(
             model.align_projector_norm()  # as the run that changed them did
         with loading(f"The adapter {adapter}"):
             adapted = PeftModel.from_pretrained(model, adapter, torch_device="cpu")
-        inputs = _probe(processor)
+        image, text = Image.linear_gradient("L").convert("RGB"), f"{processor.image_token} What is in the image?"
+        inputs = processor(images=image, text=text, return_tensors="pt")
         expected = _logits(adapted, inputs)
         with loading(f"The adapter {adapter}"):
             merged = adapted.merge_and_unload(safe_merge=True)
@@ -215,11 +215,6 @@ def _load_base(
         model = model.dequantize(dtype=torch.float32)
         model.is_loaded_in_4bit = model.is_loaded_in_8bit = False  # PEFT still looks at these
     return model.float().eval(), described
-
-
-def _probe(processor: LlavaProcessor) -> dict[str, Tensor]:
-    image = Image.linear_gradient("L").convert("RGB")
-    return processor(images=image, text=f"{processor.image_token} What is in the image?", return_tensors="pt")
 
 
 @torch.no_grad()

@@ -116,9 +116,6 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
 
     Returns:
         The template's source in words, and whether it has generation marks.
-
-    Raises:
-        ValueError: The template renders text-only conversations differently from the original, or its marks are wrong.
     """
     original = tokenizer.chat_template
     if isinstance(original, dict):  # of several named templates, apply_chat_template uses this one

@@ -39,9 +39,6 @@ def make_processor(
 
     An image processor without `crop_size` gets one: LlavaProcessor computes the number of image tokens from it for
     serving engines. `select_strategy` is `"default"`, `"full"`, or None for the one that fits the encoder.
-
-    Raises:
-        ValueError: The strategy is unknown or would drop a patch, or the size of images is not fixed.
     """
     class_tokens = VISION_ENCODERS[vision_config.model_type]
     strategy = select_strategy or ("default" if class_tokens else "full")

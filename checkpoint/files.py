@@ -57,11 +57,7 @@ def finished_folder(target: str | os.PathLike) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(output: str | os.PathLike) -> Iterator[Path]:
-    """[`finished_folder`] for a folder that must not exist yet, or be empty.
-
-    Raises:
-        ValueError: It is a file, or a folder that is not empty.
-    """
+    """[`finished_folder`] for a folder that must not exist yet, or be empty."""
     check_new(output)
     with finished_folder(output) as folder:
         yield folder
@@ -78,13 +74,7 @@ def check_new(output: str | os.PathLike) -> None:
 def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collection[str]]) -> Iterator[Path]:
     """[`finished_folder`] for a folder that replaces its earlier version as a whole.
 
-    Args:
-        target: The folder.
-        written: Given `target`, the names in its earlier version; a folder with anything else is not replaced.
-
-    Raises:
-        ValueError: `target` is a file, or has something in it that no earlier version wrote.
-        OSError: The folder above it cannot be written.
+    Given `target`, `written` has the names in its earlier version; a folder with anything else is not replaced.
     """
     target = Path(target).resolve()
     if target.exists() and not target.is_dir():

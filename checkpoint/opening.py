@@ -75,12 +75,7 @@ class Checkpoint:
 
     @cached_property
     def processor(self) -> LlavaProcessor:
-        """The processor of a LLaVA or a NormAlign-LLaVA.
-
-        Raises:
-            ValueError: There is none, or one that cannot be read, makes too many tokens of an image, or is another
-                model's.
-        """
+        """The processor of a LLaVA or a NormAlign-LLaVA."""
         processor = self.preprocessor(AutoProcessor)
         with loading(f"The processor of {self.name}"):
             if not isinstance(processor, ProcessorMixin):
@@ -97,13 +92,7 @@ class Checkpoint:
         return processor
 
     def preprocessor(self, cls: Any) -> Any:
-        """A tokenizer, an image processor or a processor, with errors that name the folder and what it lacks.
-
-        Raises:
-            ValueError: It does not exist or cannot be loaded, makes too large images, or its chat template is not
-                valid Jinja or takes too much memory.
-            ImportError: It needs torchvision.
-        """
+        """A tokenizer, an image processor or a processor, with errors that name the folder and what it lacks."""
         kind = _KINDS.get(cls, "processor")
         remedy = f"{_SAVE}: `{cls.__name__}.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
         try:
@@ -142,11 +131,7 @@ class Checkpoint:
         config: PreTrainedConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Its model, by `cls.from_pretrained`, of which `kwargs` are; a `config` is used in place of its own.
-
-        Raises:
-            ValueError: The weights cannot be read, are fewer than `config.json` asks for, or lack tensors.
-        """
+        """Its model, by `cls.from_pretrained`, of which `kwargs` are; a `config` is used in place of its own."""
         size = check_weights(self.name, self.revision)
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():  # which would shard the meta model
             with loading(f"The configuration of {self.name}", memory=SETTINGS_BYTES), torch.device("meta"):
@@ -184,11 +169,7 @@ def open_checkpoint(
 
 
 def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = None) -> int:
-    """The number of image tokens per image, compared with the features that `model` computes for an image.
-
-    Raises:
-        ValueError: The prompt, `_get_num_multimodal_tokens` and the model disagree on the number.
-    """
+    """The number of image tokens per image, compared with the features that `model` computes for an image."""
     image = Image.new("RGB", (97, 61), "white")
     inputs = processor(images=image, text=processor.image_token, return_tensors="pt")
     counts = {

@@ -74,7 +74,7 @@ def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None) -> 
 def seconds_file() -> Path:
     """Where the seconds are kept of this processor, these settings of torch and oneDNN, and this version of torch."""
     switches = {name: value for name, value in os.environ.items() if name.startswith(("ATEN_", "DNNL_", "ONEDNN_"))}
-    machine = [_processor(), sorted(switches.items()), torch.__version__, torch.get_num_threads()]
+    machine = [processor(), sorted(switches.items()), torch.__version__, torch.get_num_threads()]
     return cache_dir() / "precision" / f"{hashlib.sha256(repr(machine).encode()).hexdigest()[:16]}.json"
 
 
@@ -105,7 +105,7 @@ def _best_seconds(dtype: torch.dtype, repeats: int = 5) -> float:
     return min(seconds)
 
 
-def _processor() -> list[str]:
+def processor() -> list[str]:
     """What tells this processor from another: on Linux the name and features of the first core."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()

@@ -22,6 +22,7 @@ from huggingface_hub.repocard import metadata_load
 from transformers.utils import cached_file
 
 from .names import CARD
+from .precision import processor
 
 
 FAILURES = (OSError, ValueError, RecursionError, HTTPError, yaml.YAMLError)
@@ -97,7 +98,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
     A machine's CPU counts once. All processes must call this at the same time, each with its own device.
     """
     accelerator = device.type in ("cuda", "xpu")
-    name = torch.get_device_module(device).get_device_name(device) if accelerator else _processor()
+    name = torch.get_device_module(device).get_device_name(device) if accelerator else _processor_name()
     seen = gather_object([(platform.node(), device.index if accelerator else None, name)])
     machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores"
     return {"devices": sorted({name for *_, name in seen}), "count": len(set(seen)), "machine": machine}
@@ -121,10 +122,6 @@ def _git(folder: Path, *words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+def _processor_name() -> str:
+    names = [line.partition(":")[2].strip() for line in processor() if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()

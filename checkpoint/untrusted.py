@@ -141,11 +141,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def shards(index: dict[str, Any], where: str) -> list[str]:
-    """The files that an index of weights names, all of them safetensors files in its folder.
-
-    Raises:
-        ValueError: It names none, or anything else; the message names the index as `where`.
-    """
+    """The files that an index of weights names, all of them safetensors files in its folder."""
     try:
         names = sorted(set(index["weight_map"].values()))
         known = all(PurePosixPath(name).name == name and name.endswith(".safetensors") for name in names)

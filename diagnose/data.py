@@ -62,11 +62,6 @@ def load_samples(data: str | None, count: int, *, seed: int = 0, image_folder: s
             are used. Rows without an image are skipped.
         count: How many samples, drawn by `seed`; if there are fewer, all, with a warning.
         image_folder: Folder that image paths start from and may not leave; by default that of the data.
-
-    Raises:
-        ValueError: `count` is not positive, the data cannot be read or have no images, an image cannot be decoded or
-            has no question; data and row are named.
-        FetchError: The built-in images cannot be fetched.
     """
     if count < 1:
         raise ValueError(f"The number of samples is {count}; it must be at least 1.")
@@ -102,9 +97,6 @@ def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: in
             the text is the image token, a line break and the question. A tokenizer without a padding token gets its
             end-of-sequence token.
         samples: What to ask, `batch_size` at a time.
-
-    Raises:
-        ValueError: The processor fails for a sample, or has neither chat template nor image token.
     """
     tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:

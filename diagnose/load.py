@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedModel,
     ProcessorMixin,
 )
-from transformers.utils import find_adapter_config_file, is_torchvision_available
+from transformers.utils import is_torchvision_available
 
 from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
 from ..assembly.build import torch_dtype
@@ -75,26 +75,18 @@ def find(model: str, revision: str | None = None, *, trust_remote_code: bool = F
         model: Folder or Hub id; a single file, such as a GGUF file, is a language model.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Run code from the checkpoint if transformers does not have its architecture.
-
-    Raises:
-        ValueError: It does not exist, is an adapter, needs remote code that is not trusted, is of none of the three
-            kinds, or lacks its processor.
     """
     source, revision = find_model(model, revision)
     path = Path(source)
     name = path.resolve().name if path.exists() else model
     if path.is_file() or path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf")):
         return Found("language model", name, source)
-    try:
-        stored = check_files(source, revision)
-    except OSError as error:
-        raise ValueError(f"The configuration of {source} cannot be read: {error}") from error
-    if not stored and find_adapter_config_file(source, revision=revision):
-        raise ValueError(
-            f"{source} is an adapter. Merge it first (`normalign merge {source} --output DIR`), then diagnose DIR."
-        )
+    stored = check_files(source, revision)
     if not stored:
-        raise ValueError(f"{source} has no config.json, so it is not a model of transformers.")
+        raise ValueError(
+            f"{source} has no config.json, so it is no whole model. If it is an adapter, merge it first "
+            f"(`normalign merge {source} --output DIR`), then name DIR."
+        )
     known = stored.get("model_type") in CONFIG_MAPPING
     remote = {} if known else stored.get("auto_map", {})
     if remote and not trust_remote_code:
@@ -131,9 +123,6 @@ def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool 
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, but float32 on a CPU that
             only emulates it.
         load_in_4bit: Quantize to 4 bits with bitsandbytes while loading.
-
-    Raises:
-        ValueError: The checkpoint lacks tensors, or `dtype` is unknown.
     """
     opened = Checkpoint(found.source, found.revision, {}, found.remote)
     with tower_alone() if found.kind == "vision encoder" else nullcontext():
@@ -154,9 +143,8 @@ def _processor_class(config: PreTrainedConfig) -> Any:
     """
     cls = PROCESSOR_MAPPING.get(type(config), AutoProcessor)
     videos = inspect.signature(cls.__init__).parameters.get("video_processor")
-    if (
-        is_torchvision_available() or videos is None or videos.default is not None
-    ):  # it cannot be left out of SmolVLM's
+    # It cannot be left out of SmolVLM's.
+    if is_torchvision_available() or videos is None or videos.default is not None:
         return AutoProcessor
     attributes = [name for name in cls.get_attributes() if name != "video_processor"]
     changed = {"__module__": cls.__module__, "get_attributes": staticmethod(lambda: attributes)}

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What a diagnosis found: the dataclasses that `report.json` is made of. docs/report.md describes every field."""
 
+import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -173,6 +174,16 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings, as `report.json` has them."""
         return asdict(self)
+
+
+def report_json(content: dict[str, Any]) -> str:
+    """The text of `report.json`: a line for each key, since maps with a number on each line would fill thousands.
+
+    NaN and infinity, which JSON does not have, become null.
+    """
+    finite = json.loads(json.dumps(content), parse_constant=lambda constant: None)
+    lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in finite.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 @dataclass(frozen=True)

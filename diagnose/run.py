@@ -34,7 +34,7 @@ from .measure.gain_table import gain_of
 from .measure.positions import tokenizer_ids
 from .measure.probe import probe
 from .page.write import write_page
-from .report import PAGE, REPORT, SCHEMA_VERSION, Attention, Report
+from .report import PAGE, REPORT, SCHEMA_VERSION, Attention, Report, report_json
 from .verdict import verdict
 
 
@@ -140,7 +140,7 @@ def diagnose(
             "figures": [asdict(drawing) for drawing in drawings],
             "provenance": provenance,
         }
-        (staging / REPORT).write_text(_json(content), encoding="utf-8")
+        (staging / REPORT).write_text(report_json(content), encoding="utf-8")
         write_page(report, baseline, drawings, staging, provenance=provenance)
     return Diagnosis(report, baseline, conclusion, folder)
 
@@ -235,13 +235,3 @@ def _longer_name(found: Found) -> str:
     path = Path(found.source).resolve()
     above = path.parent.name
     return f"{above}/{found.name}" if path.exists() and above and path.parent != Path.home().resolve() else found.name
-
-
-def _json(content: dict[str, Any]) -> str:
-    """One line for each key, since attention maps with one number per line would fill thousands.
-
-    NaN and infinity, which JSON does not have, become null.
-    """
-    finite = json.loads(json.dumps(content), parse_constant=lambda constant: None)
-    lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in finite.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -95,11 +95,7 @@ def task_manager(include_path: Path | None, *, defaults: bool) -> TaskManager:
 def chosen_tasks(
     suites: Sequence[str], tasks: Sequence[str], include_path: Path | None = None, limit: int | None = None
 ) -> tuple[list[str], TaskManager]:
-    """The tasks of some suites, and others by name, each once; and a manager that has them.
-
-    Raises:
-        ValueError: A suite or task is unknown, with the nearest name; there is none; or one cannot be limited.
-    """
+    """The tasks of some suites, and others by name, each once; and a manager that has them."""
     for suite in suites:
         if suite not in SUITES:
             raise ValueError(f"There is no suite {suite!r}. There are {', '.join(SUITES)}.")

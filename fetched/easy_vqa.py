@@ -41,9 +41,7 @@ class Question(NamedTuple):
 
     Attributes:
         kind: One of `KINDS`, or `"emoji"`.
-        text: The question.
         answer: The true answer, one word in lower case.
-        image: Path of the image.
         taught: The answer to train on; None if the question is not trained on.
     """
 
@@ -135,11 +133,7 @@ def training_data(
 
 
 def held_out(per_kind: int, emoji_count: int, seed: int = 0, cache: Path | None = None) -> list[Question]:
-    """`per_kind` easy-VQA test questions of each kind, then the Microsoft drawings of the emoji named in training.
-
-    Raises:
-        ValueError: `per_kind` is odd, with which yes/no would not stay balanced.
-    """
+    """`per_kind` easy-VQA test questions of each kind, then the Microsoft drawings of the emoji named in training."""
     if per_kind % 2:
         raise ValueError(f"per_kind is {per_kind}; it must be even, as yes/no questions come in pairs")
     questions = easy_vqa("test", seed, cache)

@@ -48,14 +48,7 @@ Scene = tuple[tuple[int, str], ...]
 
 
 class SceneQuestion(NamedTuple):
-    """A question about a scene.
-
-    Attributes:
-        kind: One of `SETTINGS`, `"count"` or `"side"`.
-        text: The question.
-        answer: The true answer, one word or figure.
-        scene: What is where.
-    """
+    """A question about a scene; its kind is one of `SETTINGS`, `"count"` or `"side"`, its answer a word or figure."""
 
     kind: str
     text: str

@@ -35,9 +35,6 @@ def ask(checkpoint: Path, *, limit: int | None = None, bf16: bool = False) -> di
     Returns:
         `"accuracy"`, `"blank"` (with a white image) and `"majority"` (of always giving the commonest answer), each by
         kind; and `"count"`, the number of questions.
-
-    Raises:
-        RuntimeError: A task could not be run.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.autocast(device, torch.bfloat16, enabled=bf16):

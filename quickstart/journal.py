@@ -25,9 +25,6 @@ class Journal:
     Attributes:
         bf16: Whether this run multiplies in bfloat16; decided once, so that a resumed run does the same.
         seconds: Seconds of each finished step, without those before an interruption.
-
-    Raises:
-        ValueError: The folder holds a run with other settings.
     """
 
     def __init__(self, output: Path, settings: Any, console: Console):

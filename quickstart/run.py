@@ -43,10 +43,8 @@ class Settings:
     Attributes:
         image_size: Side of the images in pixels; 14 pixels make one visual token.
         feature_layer: Hidden state, or states, of the vision encoder that the projector reads.
-        stage1: Options of training projector and norm alone.
-        stage2: Options of training adapters on the language model, with projector and norm.
-        emoji_count: Number of different emoji to name.
-        emoji_share: Share of training rows about emoji.
+        stage1, stage2: Options of the two recipes.
+        emoji_count, emoji_share: Number of different emoji to name, and share of training rows about them.
         asked: Held-out questions about easy-VQA's images, and about emoji; all, 300 and 40, without a limit.
         asked_before: Those that the untrained model is asked.
         shown_per_kind: Questions of each kind in the image, which are also those asked again after reloading.

@@ -84,13 +84,7 @@ def next_command(checkpoint: str | os.PathLike, stage: str | None, adapters: boo
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Checks what can be checked of a command line without importing TRL.
-
-    Raises:
-        ValueError: The recipe, the checkpoint or the data is not given or does not exist, an option is out of range
-            or refused, or a token is given.
-        ImportError: An option needs a package that is not installed.
-    """
+    """Checks what can be checked of a command line without importing TRL."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("config", "model_name_or_path", "model_revision", "hub_token", *DATA):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
@@ -130,11 +124,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def with_recipe_file(words: Sequence[str]) -> list[str]:
-    """A command line as TRL reads it: the recipe, if it begins with one, as `--config FILE`.
-
-    Raises:
-        ValueError: The recipe does not exist, or is not a mapping.
-    """
+    """A command line as TRL reads it: the recipe, if it begins with one, as `--config FILE`."""
     if not words or words[0].startswith("-"):
         return list(words)
     file = recipe_file(words[0])
@@ -143,11 +133,7 @@ def with_recipe_file(words: Sequence[str]) -> list[str]:
 
 
 def recipe_file(recipe: str | os.PathLike) -> Path:
-    """The file of a recipe: the path itself, or the package's recipe of that name.
-
-    Raises:
-        ValueError: Neither exists, or the file holds data.
-    """
+    """The file of a recipe: the path itself, or the package's recipe of that name."""
     if Path(recipe).is_file():
         if Path(recipe).suffix in (".csv", ".jsonl", ".parquet"):
             raise ValueError(f"{recipe} is data, not a recipe. Give it with --dataset_name {recipe}.")

@@ -19,17 +19,9 @@ CONFIGS = files(__package__) / "accelerate_configs"
 LAUNCHER = "NORMALIGN_LAUNCHER"
 """Environment variable with the id of the process that started the processes of a run."""
 
-PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl: the signal to get when the parent process ends."""
-
 
 def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None:
-    """Runs `accelerate launch --config_file CONFIG [--num_processes N] -m normalign_llava.train ARGUMENTS`.
-
-    Raises:
-        ValueError: The configuration does not exist, or the number of processes is not given.
-        ImportError: It needs DeepSpeed, which is not installed.
-    """
+    """Runs `accelerate launch --config_file CONFIG [--num_processes N] -m normalign_llava.train ARGUMENTS`."""
     own = {Path(entry.name).stem: str(entry) for entry in CONFIGS.iterdir()}
     file = config if Path(config).is_file() else own.get(config)
     if file is None:
@@ -53,4 +45,5 @@ def end_with_launcher() -> None:
     if sys.platform == "linux" and str(os.getppid()) == os.environ.get(LAUNCHER):
         # Processes that wait for each other outside Python would not notice another signal.
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM if alone else signal.SIGKILL)
+        set_parent_death_signal = 1  # of Linux's prctl
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM if alone else signal.SIGKILL)

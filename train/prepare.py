@@ -38,15 +38,10 @@ logger = get_logger(__name__)  # logs in one process only
 
 @dataclass
 class Prepared:
-    """What a trainer is made of.
+    """What a trainer is made of: arguments of `SFTTrainer`, and options that it must not see, to be set afterwards.
 
-    Args:
-        arguments: Arguments of `SFTTrainer`.
-        hidden: Options that it must not see, to be set again when it has made the trainer.
-        learning_rates: The peak learning rate of each module, and where it is from.
-        report: How many rows were used and dropped.
-        record: What `training.json` has so far.
-        build: `build.json` of the checkpoint, if it has one.
+    `learning_rates` are the peak ones of each module with their origin; `record` is `training.json` so far, `build`
+    the checkpoint's `build.json`.
     """
 
     arguments: dict[str, Any]
@@ -71,12 +66,7 @@ def prepare(
     report: DataReport | None,
     options: Sequence[Any],
 ) -> Prepared:
-    """Checks and completes the arguments of [`NormAlignTrainer`], which are described there; sets what `args` derives.
-
-    Raises:
-        ValueError: An argument, the model or the data is wrong; it is named.
-        TypeError: The rows are not a data set.
-    """
+    """Checks and completes the arguments of [`NormAlignTrainer`], described there; sets what `args` derives."""
     if peft_config is not None and optimizer is not None:
         raise ValueError("optimizers cannot hold adapters that are created later. Give optimizer_cls_and_kwargs.")
     if getattr(model, "hf_device_map", None) is None:
@@ -160,11 +150,7 @@ def normalign_config(args: TrainingArguments | None, model: Any) -> NormAlignCon
     given = {field.name: getattr(args, field.name) for field in fields(args) if field.name in known}
     if not given.get("assistant_only_loss"):
         logger.warning("assistant_only_loss is False, but the loss is on the assistant's turns alone: set it to True.")
-    decided = {
-        "assistant_only_loss": True,
-        "remove_unused_columns": False,
-        "sample_count": 0,
-    }
+    decided = {"assistant_only_loss": True, "remove_unused_columns": False, "sample_count": 0}
     return NormAlignConfig(**{**given, **decided})
 
 
@@ -195,11 +181,7 @@ def check_model(model: nn.Module, args: NormAlignConfig) -> None:
 def model_processor(
     processor: Any, model: NormAlignLlavaForConditionalGeneration, commit: str | None
 ) -> LlavaProcessor:
-    """The given processor, or the one in the model's folder or commit.
-
-    Raises:
-        ValueError: There is none, or it is not a LlavaProcessor.
-    """
+    """The given processor, or the one in the model's folder or commit."""
     if processor is None:
         if not model.name_or_path:
             raise ValueError("The model names no folder to load its processor from. Give processing_class.")
@@ -239,12 +221,7 @@ def checked_rows(
     split: Literal["train", "eval"] = "train",
     need_images: bool = False,
 ) -> tuple[Dataset | IterableDataset, SourceReport | None]:
-    """Rows in the form that `collator` takes, and a report; for a collator of another kind, rows as they are.
-
-    Raises:
-        TypeError: They are not a data set.
-        ValueError: What [`prepare_rows`] raises.
-    """
+    """Rows in the form that `collator` takes, and a report; for a collator of another kind, rows as they are."""
     if not isinstance(rows, Dataset | IterableDataset):
         raise TypeError(
             f"{name} is a {type(rows).__name__}. Give a Dataset, as Dataset.from_list makes, or a stream, "
@@ -267,11 +244,7 @@ def checked_rows(
 
 
 def optimizer_learning_rates(optimizer: Optimizer, model: nn.Module, args: NormAlignConfig) -> dict[str, float]:
-    """Peak learning rate of each module in a user's own optimizer; 0 if it has none of its parameters.
-
-    Raises:
-        ValueError: It holds parameters of another model, or `args` has learning rates by module too.
-    """
+    """Peak learning rate of each module in a user's own optimizer; 0 if it has none of its parameters."""
     if given := [
         name for name in (f"{module}_learning_rate" for module in MODULES) if getattr(args, name) is not None
     ]:

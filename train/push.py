@@ -42,13 +42,7 @@ class PushingTrainer(SFTTrainer):
     push_in_progress: PushInProgress | None
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Creates the repository, before training.
-
-        Raises:
-            ValueError: The token may not push there, or the repository or `output_dir` has a card that somebody else
-                wrote. The Trainer itself would find out after training.
-            OSError: The Hub or the connection failed.
-        """
+        """Creates the repository, and checks token and cards before training; the Trainer would find out after it."""
         if not self.is_world_process_zero():
             return
         output = Path(self.args.output_dir)
@@ -87,7 +81,7 @@ class PushingTrainer(SFTTrainer):
         `Future`; None on other processes than the first.
 
         Raises:
-            ValueError, OSError: As [`push_folder`]. The model is in `output_dir`; the message names the command that
+            ValueError, OSError: It was not pushed. The model is in `output_dir`; the message names the command that
                 sends it.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
@@ -138,11 +132,6 @@ def push_folder(
 
     To the folder `path_in_repo` of the repository the whole checkpoint is sent as well, optimizer state included, to
     resume from; but for `training_args.bin`, which holds the token.
-
-    Raises:
-        ValueError: The folder holds what must not be sent, or no model; somebody else wrote the card in the folder or
-            on the Hub; or the token may not write there.
-        OSError: The Hub or the connection failed, or another publisher was faster; the message says what stands.
     """
     repository = find_repository(log_in(repo_id, token), repo_id, branch=revision or "main")
     check_cards(folder, repository)

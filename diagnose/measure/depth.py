@@ -83,11 +83,7 @@ class DepthProbe:
                 handle.remove()
 
     def result(self) -> Depth:
-        """Curves of all quantities, and the asymmetry.
-
-        Raises:
-            ValueError: Hidden states are NaN or infinite, or all tokens of a kind are zero.
-        """
+        """Curves of all quantities, and the asymmetry."""
         steps = [moments.results() for moments in self._steps]  # [layer][kind][quantity]
         cosines = [moments.results() for moments in self._cosines]
         last, final = self._last.results(), self._final.results()

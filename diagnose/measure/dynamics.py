@@ -18,14 +18,7 @@ Parsed = TypeVar("Parsed")
 
 
 def read_dynamics(folder: str | Path) -> list[DynamicsStep]:
-    """Inter-layer cosines of one fixed batch at each step measured, in order; empty if nothing was recorded.
-
-    Args:
-        folder: Output of `normalign train` or `normalign merge`.
-
-    Raises:
-        ValueError: The file has a line that is not such a record.
-    """
+    """Inter-layer cosines of one fixed batch at each step measured, in order; empty if nothing was recorded."""
 
     def step(line: bytes) -> DynamicsStep:
         record = json_object(line, "it")
@@ -38,16 +31,8 @@ def read_dynamics(folder: str | Path) -> list[DynamicsStep]:
 def read_training_log(folder: str | Path) -> TrainingLog:
     """Every number logged during training, over optimizer steps: `norm/visual`, `gain/mean_abs`, `loss`, ...
 
-    `cosine/visual` and `cosine/text` are means over the layers; `read_dynamics` has each layer.
-
-    Args:
-        folder: Output of `normalign train` or `normalign merge`.
-
-    Returns:
-        The curves; values may be NaN or infinite. Empty if there is no log.
-
-    Raises:
-        ValueError: The file is not a state of the Trainer.
+    `cosine/visual` and `cosine/text` are means over the layers; `read_dynamics` has each layer. Values may be NaN or
+    infinite. Empty if there is no log.
     """
 
     def curves(content: bytes) -> TrainingLog:

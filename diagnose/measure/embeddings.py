@@ -7,39 +7,25 @@ from pathlib import Path
 from accelerate.utils import align_module_device
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...assembly.embedding_table import known_config
-from ...assembly.gain import counted_rows, embedding_statistics
-from ...modeling_normalign_llava import embedding_row_norms, mean_embedding_norm
+from ...assembly.embedding_table import EmbeddingRows, known_config
+from ...assembly.gain import EmbeddingStatistics, embedding_statistics, statistics_of
+from ...modeling_normalign_llava import embedding_row_norms
 from ..report import EmbeddingTable, Interface, Moments, Report, TopToken
 
 
 def embedding_table_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str, top: int = 10
 ) -> EmbeddingTable:
-    """The table of a model in memory, which may be sharded or offloaded, without the image token's row.
-
-    Raises:
-        ValueError: The embeddings are quantized or on meta, have rows that are NaN or infinite, or no row that counts.
-    """
+    """The table of a model in memory, which may be sharded or offloaded, without the image token's row."""
     embeddings = model.get_input_embeddings()
     with align_module_device(embeddings):
         norms = embedding_row_norms(embeddings.weight)
-    image_token = getattr(model.config, "image_token_id", None)  # of a vision-language model
-    counts = counted_rows(norms, image_token)
-    mean = mean_embedding_norm(norms, (~counts).nonzero().flatten().tolist())
-    rows = int(counts.sum())
-    largest = norms.where(counts, -1.0).topk(min(top, rows))
 
     def text(row: int) -> str | None:
         return None if tokenizer is None or row >= len(tokenizer) else str(tokenizer.decode([row]))
 
-    return EmbeddingTable(
-        model=name,
-        mean=mean,
-        std=norms[counts].std(correction=0).item(),
-        rows=rows,
-        top=[TopToken(row, text(row), norm) for norm, row in zip(*(each.tolist() for each in largest), strict=True)],
-    )
+    rows = EmbeddingRows("", norms, model.config.get_text_config().hidden_size, model.config, text)
+    return _table(statistics_of(rows, name, top), name)
 
 
 def probe_language(
@@ -52,13 +38,7 @@ def probe_language(
     """
     statistics = embedding_statistics(str(model), top=top, revision=revision)
     scale, path = statistics.scale, Path(model).expanduser()
-    table = EmbeddingTable(
-        model=name or (path.resolve().name if path.exists() else str(model)),
-        mean=statistics.raw_mean,
-        std=statistics.std,
-        rows=statistics.rows - statistics.zero_rows - statistics.excluded_rows,
-        top=[TopToken(*token) for token in statistics.top],
-    )
+    table = _table(statistics, name or (path.resolve().name if path.exists() else str(model)))
     config = known_config(str(path.parent if path.is_file() else path if path.exists() else model), revision)
     left_out = [
         "Visual tokens, the projector and the ratio of norms: a language model alone has none of them.",
@@ -78,4 +58,14 @@ def probe_language(
         ),
         embeddings=table,
         left_out=left_out,
+    )
+
+
+def _table(statistics: EmbeddingStatistics, name: str) -> EmbeddingTable:
+    return EmbeddingTable(
+        model=name,
+        mean=statistics.raw_mean,
+        std=statistics.std,
+        rows=statistics.rows - statistics.zero_rows - statistics.excluded_rows,
+        top=[TopToken(*token) for token in statistics.top],
     )

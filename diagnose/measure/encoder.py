@@ -37,11 +37,7 @@ def probe_encoder(
             `last_hidden_state` of shape `(batch, tokens, d)`, or `(tokens, d)` for all images one after the other;
             of a model with a text tower too, its `vision_model` is measured.
         batches: Inputs of its forward pass, as its image processor makes them.
-        name: Name of the model; by default the last part of its folder or Hub id.
-        data: Name of the data.
-
-    Raises:
-        ValueError: There is no batch, the model has no such output, or its output is NaN or infinite.
+        name: By default the last part of its folder or Hub id.
     """
     name = name or Path(model.config.name_or_path).name or model.config.model_type
     encoder = model.vision_model if getattr(model.config, "vision_config", None) is not None else model

@@ -65,12 +65,7 @@ def decoder_layers(decoder: PreTrainedModel) -> nn.ModuleList:
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """The parts of `model`, with or without PEFT adapters.
-
-    Raises:
-        ValueError: It is not a model of transformers with image features in the decoder's sequence; the message says
-            what was looked for and not found.
-    """
+    """The parts of `model`, with or without PEFT adapters."""
     if not isinstance(model, PreTrainedModel):
         peft = getattr(model, "get_base_model", None)
         if peft is None:

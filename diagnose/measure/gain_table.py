@@ -17,15 +17,8 @@ from .embeddings import embedding_table_of
 def gain_of(model: PreTrainedModel) -> Gain | None:
     """Size of gain and bias, and their distance from the start, in float64; of sharded and offloaded models, too.
 
-    Args:
-        model: A vision-language model, without PEFT's wrapper. If PEFT trains a copy of the projector, that copy is
-            measured.
-
-    Returns:
-        The gain; None for a model of another architecture or without the norm.
-
-    Raises:
-        ValueError: The configuration lacks N_text, and the embeddings cannot be measured.
+    None for a model of another architecture or without the norm. The model is without PEFT's wrapper; if PEFT trains a
+    copy of the projector, that copy is measured.
     """
     if model.config.model_type != NormAlignLlavaConfig.model_type:
         return None

@@ -111,11 +111,7 @@ def decoder_dtype(parts: Parts) -> str:
 
 
 def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The batch without labels, on the model's device and in its precision.
-
-    Raises:
-        ValueError: It is not a mapping with `input_ids`, its mask is not `(batch, tokens)`, or it has video or sound.
-    """
+    """The batch without labels, on the model's device and in its precision."""
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         keys = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(f"A batch must have input_ids, to tell image tokens from text; it has {keys}.")

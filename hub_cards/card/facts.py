@@ -91,11 +91,7 @@ class Facts:
 
 
 def read_facts(checkpoint: Path) -> Facts:
-    """Reads a checkpoint folder, or an adapter's; of the weights only headers and norm.
-
-    Raises:
-        ValueError: It is neither, or a file in it cannot be read; the message names the file.
-    """
+    """Reads a checkpoint folder, or an adapter's; of the weights only headers and norm."""
     check_folder(checkpoint)
     adapter, plain = read_json(checkpoint / ADAPTER_CONFIG), read_json(checkpoint / "config.json")
     if adapter is None and (kind := (plain or {}).get("model_type")) != NormAlignLlavaConfig.model_type:

@@ -40,7 +40,8 @@ def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
 
 def alignment(facts: Facts) -> Markup:
     """The measurements of norm and rotation, of this model and of the baseline if there is one."""
-    reports, gain = _reports(facts), facts.weights.gain
+    reports = [each for each in map((facts.diagnosis or {}).get, ("report", "against")) if each]
+    gain = facts.weights.gain
     columns = [[facts.setting("text_embedding_norm"), *((gain.start, gain.now, gain.bias) if gain else [None] * 3)]]
     for baseline in reports[1:]:
         existing = baseline.get("gain") or {}
@@ -124,12 +125,6 @@ def _figure(value: float | None, evaluation: Evaluation) -> str:
     if errors:
         return f"{value:,.{max(0, -math.floor(math.log10(min(errors))))}f}".replace("-", "−")
     return f"{value:.3f}".replace("-", "−") if abs(value) <= 1 else number(value, 4)
-
-
-def _reports(facts: Facts) -> list[dict[str, Any]]:
-    """The report of this model, and that of the baseline if there is one."""
-    diagnosis = facts.diagnosis or {}
-    return [each for each in (diagnosis.get("report"), diagnosis.get("against")) if each]
 
 
 def _moments(moments: dict[str, Any] | None) -> str:

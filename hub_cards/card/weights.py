@@ -40,11 +40,7 @@ class Weights:
 
 
 def read_weights(files: Iterable[Path], config: NormAlignLlavaConfig | None) -> Weights:
-    """Reads headers and norm from those of `files`, of a checkpoint or an adapter, that exist.
-
-    Raises:
-        ValueError: A file is damaged; the message names it.
-    """
+    """Reads headers and norm from those of `files`, of a checkpoint or an adapter, that exist."""
     norm: dict[str, torch.Tensor] = {}
     parameters = size = 0
     for path in (path for path in files if path.is_file()):

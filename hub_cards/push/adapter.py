@@ -38,12 +38,7 @@ def published_config(adapter: Path, base: AdapterBase | None) -> bytes:
 
 
 def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> AdapterBase:
-    """The base of an adapter that is published as one: `base`, or the one that it names; with `ask_hub` its commit.
-
-    Raises:
-        ValueError: The base is not on the Hub, has other code than this package's, or has other settings than the
-            adapter was trained with.
-    """
+    """The base of an adapter that is published as one: `base`, or the one that it names; with `ask_hub` its commit."""
     found = recorded_base(adapter)
     if base is not None and (found is None or base != found.repo_id):
         found = None if Path(base).exists() else AdapterBase(base, "main")

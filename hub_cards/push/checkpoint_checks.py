@@ -32,9 +32,6 @@ def check_checkpoint(folder: Path) -> None:
     """Refuses a checkpoint that would not load elsewhere, or whose norm is neither aligned nor trained.
 
     Of weights only headers, embeddings and norm are read; of an adapter all, for values that are not finite.
-
-    Raises:
-        ValueError: The message lists every fault with its remedy.
     """
     config = check_files(folder)
     faults = _model_faults(folder, config) if config else _adapter_faults(folder)

@@ -150,9 +150,6 @@ def prepare(
 
     [`check_cards`] has to come first: a card that somebody else wrote is replaced. `base` is that of an adapter, None
     if it is not on the Hub.
-
-    Raises:
-        ValueError: The folder is not a checkpoint or holds what must not be sent, or a mark in a card is damaged.
     """
     card = render_card(
         folder, repo_id=repository.repo_id, revision=repository.branch, hub_card=repository.card, adapter=base

@@ -90,12 +90,7 @@ def hub_errors(doing: str, state: str = "Nothing was sent.") -> Iterator[None]:
 
 
 def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> HfApi:
-    """The client of an account that may publish as `repo_id`, or only open a pull request there.
-
-    Raises:
-        ValueError: There is no token, it may only read, or the namespace is another's and no pull request is wanted.
-        OSError: The Hub does not know the token, or cannot be reached.
-    """
+    """The client of an account that may publish as `repo_id`, or only open a pull request there."""
     token = (token or get_token() or "").strip()
     if not token:
         raise ValueError(f"There is no token to publish with. {LOG_IN}.")

@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What is published of a checkpoint folder: the files on a list of names. All others stay, with a reason."""
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -23,7 +22,7 @@ from ...checkpoint.names import (
     WEIGHTS,
 )
 from ...checkpoint.untrusted import json_object, shards
-from ...diagnose.report import PAGE, REPORT, SCHEMA_VERSION
+from ...diagnose.report import PAGE, REPORT, SCHEMA_VERSION, report_json
 from ...evaluate.results import FOLDER as EVALUATION
 
 
@@ -88,9 +87,6 @@ def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
     The diagnosis is sent without samples of the data: see [`public_report`].
 
     What is `generated`, path -> content, is sent instead of the folder's.
-
-    Raises:
-        ValueError: The folder has no weights, only pickled ones, two sets of them, or not all shards.
     """
     folder = folder.resolve()
     chosen = _weights(folder)
@@ -126,9 +122,6 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
     """`report.json` without questions, images and attention maps, in the same schema; and the figures it still names.
 
     The attention of each question keeps its measures; `question` is empty, `image` null and `maps` an empty list.
-
-    Raises:
-        ValueError: It has another schema.
     """
     try:
         content = json_object(text.encode(), "it")
@@ -142,8 +135,7 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
         content["provenance"].pop("first question", None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a valid report: {error}") from error
-    lines = (f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in content.items())
-    return ("{\n" + ",\n".join(lines) + "\n}\n").encode(), names
+    return report_json(content).encode(), names
 
 
 def shards_of(folder: Path) -> list[str]:

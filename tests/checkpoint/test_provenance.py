@@ -86,7 +86,7 @@ def test_the_commit_outside_a_checkout_is_what_pip_noted(tmp_path):
     for name in (
         "__init__.py",
         "errors.py",
-        *(f"checkpoint/{name}.py" for name in ("__init__", "names", "provenance")),
+        *(f"checkpoint/{name}.py" for name in ("__init__", "files", "names", "precision", "provenance")),
     ):
         shutil.copyfile(ROOT / name, package / name)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: normalign-llava\nVersion: 0.1.0\n")

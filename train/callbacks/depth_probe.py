@@ -66,11 +66,7 @@ class CosineProbe(TrainerCallback):
 
 
 def layer_cosines(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Mean cosine between input and output of every decoder layer, in order.
-
-    Returns:
-        `{"visual": [...], "text": [...]}`; a list is empty if the batch has no such tokens.
-    """
+    """Mean cosine between input and output of every decoder layer, for `"visual"` and `"text"` tokens, if any."""
     inner = base_model(model)
     positions = token_positions(batch["input_ids"], batch.get("attention_mask"), inner.config.image_token_id)
     none = torch.zeros_like(positions["text"])

@@ -55,24 +55,11 @@ class FiniteCheck(TrainerCallback):
         self._step = self._taken = self._skipped = 0
         self._damaged: list[str] | None = None
         inner, norm = base_model(model).model, projector_norm(model)
-        inner.multi_modal_projector.register_forward_pre_hook(
-            lambda module, inputs: self._watch(
-                inputs[0], "the vision tower's output", "the gradient from the projector"
-            )
-        )
-        norm.register_forward_pre_hook(
-            lambda module, inputs: self._watch(inputs[0], "the projector's output", "the gradient from the norm")
-        )
-        norm.register_forward_hook(
-            lambda module, inputs, output: self._watch(
-                output, "the norm's output", "the gradient from the language model"
-            )
-        )
-        inner.language_model.register_forward_hook(
-            lambda module, inputs, output: self._watch(
-                output[0], "the language model's output", "the gradient from the loss"
-            )
-        )
+        # By their place in `PLACES`.
+        inner.multi_modal_projector.register_forward_pre_hook(lambda module, inputs: self._watch(0, inputs[0]))
+        norm.register_forward_pre_hook(lambda module, inputs: self._watch(1, inputs[0]))
+        norm.register_forward_hook(lambda module, inputs, output: self._watch(2, output))
+        inner.language_model.register_forward_hook(lambda module, inputs, output: self._watch(3, output[0]))
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Notes which weights are not finite from the start: perhaps nothing reads them."""
@@ -131,13 +118,13 @@ class FiniteCheck(TrainerCallback):
                 f"not saved. {self._remedy()}"
             )
 
-    def _watch(self, values: Tensor, place: str, gradient_place: str) -> None:
+    def _watch(self, place: int, values: Tensor) -> None:
         """Checks what one module passes to the next, and the gradient it gets back."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return  # torch.compile cannot trace hooks on gradients
-        self._count(PLACES.index(place), values)
-        if values.requires_grad:
-            values.register_hook(lambda gradient: self._count(PLACES.index(gradient_place), gradient))
+        self._count(place, values)
+        if values.requires_grad:  # gradients come back in reverse order
+            values.register_hook(lambda gradient: self._count(WEIGHTS - 1 - place, gradient))
 
     def _count(self, place: int, values: Tensor) -> None:
         self._not_finite[place] += ~values.detach().isfinite().all().to(self._not_finite.device)

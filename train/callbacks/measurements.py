@@ -26,11 +26,7 @@ PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
 SAMPLE = 2**16
 """Most elements of a part whose update is measured, evenly spaced over its trained parameters."""
 
-RATIOS = (
-    "norm/visual",
-    "norm/text",
-    *(f"update_ratio/{part}" for part in PARTS),
-)
+RATIOS = ("norm/visual", "norm/text", *(f"update_ratio/{part}" for part in PARTS))
 """The figures that are ratios of two sums over all processes."""
 
 
@@ -68,11 +64,7 @@ class Measurements(TrainerCallback):
         self._clippings = 0
 
     def after_clip(self, total_norm: Tensor | float | None) -> None:
-        """Takes the norm of all gradients before clipping, as clipping returns it, without waiting for the device.
-
-        Args:
-            total_norm: The norm, or None if DeepSpeed does not know it yet.
-        """
+        """Takes the norm of all gradients before clipping, without waiting for the device; DeepSpeed has None."""
         if total_norm is None:
             return
         self._total_norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
@@ -99,11 +91,9 @@ class Measurements(TrainerCallback):
         return found
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Takes the model, which is wrapped by now."""
         self._model = base_model(model)
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Releases the model."""
         self._remove_hooks()
         self._model, self._measuring = None, False
 
@@ -208,13 +198,10 @@ def _trained_parts(model: nn.Module) -> dict[str, list[Tensor]]:
     return parts
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _sample(tensors: list[Tensor]) -> list[Tensor]:
     # Views of this process's shards: only ratios of sums over all processes are taken of them.
-    flat = [_local(tensor).reshape(-1) for tensor in tensors]
+    shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    flat = [shard.detach().reshape(-1) for shard in shards]
     stride = math.ceil(sum(map(len, flat)) / SAMPLE) or 1
     starts = accumulate(map(len, flat[:-1]), initial=0)
     return [values[-start % stride :: stride] for start, values in zip(starts, flat, strict=True)]

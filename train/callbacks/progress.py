@@ -37,7 +37,7 @@ class Bars(ProgressCallback):
     """The Trainer's bars, without what is logged."""
 
     def on_log(self, args, state, control, **kwargs):
-        """Nothing: [`ProgressLines`] prints it."""
+        pass  # [`ProgressLines`] prints it
 
 
 class ProgressLines(TrainerCallback):
@@ -48,7 +48,6 @@ class ProgressLines(TrainerCallback):
     """
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Forgets an earlier run."""
         self._first_step, self._began = state.global_step, None
 
     def on_step_begin(self, args, state, control, **kwargs):

@@ -16,10 +16,6 @@ from ...data.rows.images import decode_image
 from .depth_probe import evaluating
 
 
-SAMPLES = "samples"
-"""The folder in a run's folder that examples are written to."""
-
-
 class SampleCallback(TrainerCallback):
     """Answers the same held-out examples at each evaluation, greedily.
 
@@ -28,14 +24,8 @@ class SampleCallback(TrainerCallback):
     there. The model and the random state are left as they were. Every process generates, since sharded weights need
     all of them; the first one writes.
 
-    Args:
-        rows: Parsed rows. The prompt is what comes before the last assistant turn, whose text is the truth.
-        max_new_tokens: Longest answer in tokens.
-        max_image_pixels: Images with more pixels are refused.
-        trackers: The trainer's callbacks, `trainer.callback_handler.callbacks`, among which trackers are looked for.
-
-    Raises:
-        ValueError: An image is missing, unreadable or too large; the file is named.
+    Of each parsed row, the prompt is what comes before the last assistant turn, whose text is the truth. Trackers are
+    looked for among `trainer.callback_handler.callbacks`.
     """
 
     def __init__(
@@ -58,7 +48,7 @@ class SampleCallback(TrainerCallback):
         """Generates, writes and reports, once a step even if there are several held-out data sets."""
         if not self.examples or self._last_step == state.global_step:
             return
-        folder, written = Path(args.output_dir) / SAMPLES, []
+        folder, written = Path(args.output_dir) / "samples", []
         with evaluating(model, args):
             for number, (prompt, images, truth) in enumerate(self.examples):
                 names = [f"images/{number}-{index}.png" for index in range(len(images))]

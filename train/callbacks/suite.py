@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 def suite_tasks(args: NormAlignConfig) -> "tuple[list[str], TaskManager]":
-    """The tasks that `eval_suite` names, and what loads them; no data are loaded.
-
-    Raises:
-        ValueError: A suite or task is unknown or cannot be cut to its first samples, eval_steps is missing,
-            or the extra `evaluate` is not installed.
-    """
+    """The tasks that `eval_suite` names, and what loads them; no data are loaded."""
     try:
         from ...evaluate.engine import SUITES, chosen_tasks
     except ModuleNotFoundError as error:
@@ -51,9 +46,6 @@ class SuiteCallback(TrainerCallback):
     It runs every `eval_steps` steps, or with each evaluation on held-out rows if there is one. Every process runs all
     samples, since sharded weights need all of them. Model and random states are left as they were, so that a run is
     the same with and without it.
-
-    Raises:
-        ValueError: What [`suite_tasks`] raises, or the data of a task cannot be loaded.
     """
 
     def __init__(self, args: NormAlignConfig, log: Callable[[dict[str, float]], None]):
@@ -77,7 +69,6 @@ class SuiteCallback(TrainerCallback):
             control.should_log = due  # logging says that the step has been logged
 
     def on_evaluate(self, args, state, control, **kwargs):
-        """Evaluates after held-out rows were."""
         self._evaluate(args, state, **kwargs)
 
     def _evaluate(self, args, state, model, processing_class, **kwargs) -> None:

@@ -49,7 +49,7 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
         missing.append("the optimizer's state")
     if not (folder / "scheduler.pt").exists() and not (folder / "latest").exists():  # DeepSpeed keeps it with the rest
         missing.append("scheduler.pt")
-    if random_states != _random_states(world_size):
+    if random_states != ({"rng_state.pth"} if world_size == 1 else {f"rng_state_{n}.pth" for n in range(world_size)}):
         missing.append(f"random states of {world_size} process(es) (it has those of {len(random_states)})")
     return missing
 
@@ -62,7 +62,8 @@ def newest_complete(output_dir: str | os.PathLike, world_size: int) -> Path | No
 
 def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
     """The folders `checkpoint-N` of a run, by step."""
-    found = {int(match[1]): path for path in Path(output_dir).glob("checkpoint-*") if (match := _numbered(path))}
+    numbered = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*")}
+    found = {int(match[1]): path for path, match in numbered.items() if match}
     return [found[step] for step in sorted(found) if found[step].is_dir()]
 
 
@@ -73,10 +74,6 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
     The other processes must wait for the first, which removes the earlier folder. Errors other than a full disk, an
     exceeded quota or a limit on file sizes are raised as they are, and so is any error after the checkpoint is
     complete, which then stays.
-
-    Raises:
-        OSError: The checkpoint could not be written; the message has the cause, the free space, the last complete
-            checkpoint, and the remedy.
     """
     folder = Path(checkpoint)
     if os.environ.get("RANK", "0") == "0":
@@ -100,14 +97,6 @@ def _cut_off(folder: Path) -> list[str]:
         except SafetensorError:
             found.append(path.name)
     return found
-
-
-def _random_states(world_size: int) -> set[str]:
-    return {"rng_state.pth"} if world_size == 1 else {f"rng_state_{rank}.pth" for rank in range(world_size)}
-
-
-def _numbered(folder: Path) -> re.Match[str] | None:
-    return re.fullmatch(r"checkpoint-(\d+)", folder.name)
 
 
 def _remove(folder: Path) -> None:

@@ -27,12 +27,6 @@ def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
 
     All processes of a run must call this; the first holds the lock. The operating system releases it when that process
     ends, even if it is killed.
-
-    Args:
-        output_dir: The folder; created if it does not exist.
-
-    Raises:
-        ValueError: Another run holds the lock, or the folder cannot be written to.
     """
     folder, is_first = Path(output_dir), PartialState().is_main_process
     is_new = not folder.exists()

@@ -102,11 +102,7 @@ class Clock(TrainerCallback):
 
 
 def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:
-    """Checks that a run is the one that wrote `checkpoint`, whose optimizer and schedule it would take over.
-
-    Raises:
-        ValueError: They differ in what is trained, how, or on which data.
-    """
+    """Checks that a run is the one that wrote `checkpoint`, whose optimizer and schedule it would take over."""
     file = checkpoint / TRAINING_RECORD
     if not file.exists():
         return

@@ -26,9 +26,6 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
     Args:
         resume: The option `resume_from_checkpoint`: a folder; `"last"` or true for the newest complete checkpoint in
             `output_dir`, or the beginning if there is none; None or false for the beginning.
-
-    Raises:
-        ValueError: The named checkpoint is not complete, or the run would write over an earlier one.
     """
     option, output = str(resume).lower(), Path(output_dir)
     earlier = checkpoints_in(output)

@@ -31,16 +31,8 @@ def language_adapter(
     PEFT's "all-linear" and plain names such as "q_proj" also match layers of the vision tower, so everything outside
     the language model is excluded. The projector, with its norm, is saved with the adapter, and so is a trained
     vision tower.
-
-    Args:
-        config: `target_modules` are names of linear layers or a regular expression; by default all of the decoder's.
-        model: The model, without adapters.
-        learning_rates: Learning rate of each module.
-        commit: The model's commit, if it is from the Hub.
-
-    Raises:
-        ValueError: The configuration is not LoRA, a target is not a linear layer of the language model, or the
-            language model is frozen.
+    `target_modules` are names of linear layers or a regular expression; by default all of the decoder's. `commit` is
+    the model's, if it is from the Hub.
     """
     if not isinstance(config, LoraConfig):
         raise ValueError(f"peft_config is a {type(config).__name__}. Give a LoraConfig: others cannot be merged here.")
@@ -121,8 +113,4 @@ def train_in_float32(model: PeftModel, autocast: bool) -> None:
             for parameter, value in zip(copied.parameters(), module.original_module.parameters(), strict=True):
                 parameter.data = value.to(parameter.device, torch.float32, copy=True)
             if not autocast:
-                copied.register_forward_pre_hook(_in_float32)
-
-
-def _in_float32(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(each.float() for each in inputs)
+                copied.register_forward_pre_hook(lambda module, inputs: tuple(each.float() for each in inputs))

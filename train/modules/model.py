@@ -40,11 +40,7 @@ def module_of(parameter: str) -> str:
 def check_checkpoint(
     checkpoint: str | os.PathLike, training: NormAlignConfig, revision: str | None = None
 ) -> tuple[Checkpoint, NormAlignLlavaConfig]:
-    """The checkpoint to train, and its configuration with the arm of `training`; no weights are loaded.
-
-    Raises:
-        ValueError: It is not a NormAlign-LLaVA checkpoint, it may not be opened, or it was trained as another arm.
-    """
+    """The checkpoint to train, and its configuration with the arm of `training`; no weights are loaded."""
     opened = open_checkpoint(str(checkpoint), revision, remedy=NO_MODEL)
     folder = opened.name
     if Path(folder).exists() and Path(folder).resolve() == Path(str(training.output_dir)).resolve():
@@ -80,11 +76,7 @@ def check_architecture(model_type: str | None, name: str) -> None:
 def load_model(
     checkpoint: str | os.PathLike, training: NormAlignConfig, quantization_config: BitsAndBytesConfig | None = None
 ) -> NormAlignLlavaForConditionalGeneration:
-    """Loads a checkpoint, by default in float32, as the arm of `training`; if that adds or resets the norm, aligns it.
-
-    Raises:
-        ValueError: What [`check_checkpoint`] raises.
-    """
+    """Loads a checkpoint, by default in float32, as the arm of `training`; aligns a norm that this adds or resets."""
     kwargs = {"dtype": "float32", **(training.model_init_kwargs or {})}
     if quantization_config is not None:
         kwargs |= {"quantization_config": quantization_config, "device_map": {"": training.device}}

@@ -22,12 +22,7 @@ REFUSED = {
 
 
 def check_deepspeed(plugin: DeepSpeedPlugin, args: "NormAlignConfig") -> None:
-    """Checks DeepSpeed's configuration and options that DeepSpeed would not follow.
-
-    Raises:
-        ValueError: There is a section of `REFUSED`, or another precision than that of the options; `fp16` is set, for
-            which DeepSpeed rounds the gain; or `bad_steps` is "skip".
-    """
+    """Checks DeepSpeed's configuration and options that DeepSpeed would not follow."""
     if args.bad_steps == "skip":
         raise ValueError("bad_steps cannot be 'skip' with DeepSpeed, which takes the steps itself. Leave it out.")
     if args.fp16:

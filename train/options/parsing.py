@@ -14,11 +14,7 @@ from .arguments import ModelArguments, NormAlignConfig
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAlignConfig, ModelArguments]:
-    """Parses `RECIPE --option value ...`; the recipe is a file, or the name of one that comes with the package.
-
-    Raises:
-        ValueError: The recipe does not exist or has an unknown key, or a value is out of range.
-    """
+    """Parses `RECIPE --option value ...`; the recipe is a file, or the name of one that comes with the package."""
     words = with_recipe_file(sys.argv[1:] if arguments is None else arguments)
     parser = option_parser()
     data, training, model, *unknown = parser.parse_args_and_config(
@@ -47,11 +43,7 @@ def option_parser() -> TrlParser:
 
 
 def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> int:
-    """Forward passes per optimizer step that give the global batch on any number of processes.
-
-    Raises:
-        ValueError: The batch does not divide, or contradicts `gradient_accumulation_steps`.
-    """
+    """Forward passes per optimizer step that give the global batch on any number of processes."""
     own = args.accelerator_config
     if own.split_batches or "num_steps" in (own.gradient_accumulation_kwargs or {}):
         raise ValueError(
