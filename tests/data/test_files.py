@@ -9,13 +9,8 @@ from normalign_llava.data.sources import files
 
 
 def value(rng: random.Random, depth=0):
-    kinds = [
-        None,
-        True,
-        rng.random() * 1e9,
-        rng.randint(-(10**20), 10**20),
-        "".join(rng.choices('ab"\\]}, \né😀', k=9)),
-    ]
+    text = "".join(rng.choices('ab"\\]}, \né😀', k=9))
+    kinds = [None, True, rng.random() * 1e9, rng.randint(-(10**20), 10**20), text]
     if depth < 3:
         kinds += [[value(rng, depth + 1) for _ in range(rng.randrange(4))]]
         kinds += [{str(n): value(rng, depth + 1) for n in range(rng.randrange(4))}]
