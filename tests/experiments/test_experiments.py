@@ -94,7 +94,7 @@ def test_an_experiment_from_plan_to_report(archives, tmp_path, command, monkeypa
         command(["report", str(file)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_are_of_images_on_which_no_recipe_was_chosen(archives, tmp_path):
     write_data(tmp_path / "data", 4, 12, seed=200)
     known = {image["bytes"] for seed in (0, 2) for (image,) in _images(training_data(1920, 40, seed=seed))}

@@ -1,7 +1,8 @@
 """The demo's page in a browser, as a person uses it: `run_demo` in one process, headless Chromium before it."""
 
-import subprocess
-import sys
+import os
+import signal
+import socket
 
 import pytest
 import space_parts
@@ -21,30 +22,33 @@ run_demo(sys.argv[1], port=int(sys.argv[2]))
 """
 
 
-def test_a_person_asks_about_a_image(tmp_path):
-    folder = space_parts.checkpoint(tmp_path)
+def test_a_person_asks_about_an_image(prepared, tmp_path):
+    folder = space_parts.checkpoint(tmp_path, context=128)  # which ends answers
     red = space_parts.plain(tmp_path / "red.png", "red")
     port = space_parts.free_port()
     url = f"http://127.0.0.1:{port}/"
-    with open(tmp_path / "log.txt", "w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-c", SERVE, str(folder), str(port)], stdout=output, stderr=subprocess.STDOUT
-        )
-        try:
-            until(lambda: "Running on" in (tmp_path / "log.txt").read_text() or process.poll() is not None, 180)
-            assert process.poll() is None, (tmp_path / "log.txt").read_text()
-            with chromium(tmp_path / "profile") as browser:
-                page = load(browser, url, 1200)
-                driver = Driver(browser)
-                asked_for = page.requests + _messages(driver)
-                asked_for += _one_question(driver, folder, red)
-                asked_for += _on_a_phone(browser, url)
-            assert [address for address in asked_for if not address.startswith(url)] == []
-            assert len(asked_for) > 20
-        finally:
-            process.terminate()
-            process.wait()
-    assert "Traceback" not in (tmp_path / "log.txt").read_text()
+    process = prepared.start(["-c", SERVE, folder, port])
+    try:
+        until(lambda: _listens(port) or process.poll() is not None, 180)
+        assert process.poll() is None, process.wait()
+        with chromium(tmp_path / "profile") as browser:
+            page = load(browser, url, 1200)
+            driver = Driver(browser)
+            asked_for = page.requests + _messages(driver)
+            asked_for += _one_question(driver, folder, red)
+            asked_for += _on_a_phone(browser, url)
+        assert [address for address in asked_for if not address.startswith(url)] == []
+        assert len(asked_for) > 20
+    finally:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+        done = process.wait()
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def _listens(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _messages(driver):
@@ -61,7 +65,8 @@ def _one_question(driver, folder, image):
     driver.ask("what color is it?")
     seen = set()
     until(lambda: seen.add(driver.answer()) or driver.figure("chart"))
-    assert driver.answer() == space_parts.direct_answer(folder, image, "what color is it?", 256)
+    answer = driver.answer()
+    assert answer and space_parts.direct_answer(folder, image, "what color is it?", 128).startswith(answer)
     assert len(seen) > 3  # it came in pieces
     heat, chart = until(lambda: driver.figure("heat")), driver.figure("chart")
     assert heat["alt"].startswith("Mean over layers") and heat["width"] > 900
