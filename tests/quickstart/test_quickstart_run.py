@@ -34,7 +34,7 @@ SHORT = Settings(
     asked=6,
     asked_before=3,
     shown_per_kind=1,
-    diagnosed=4,
+    diagnosed=2,
 )
 TASKS = {task for task, _ in METRICS.values()}
 START = """
