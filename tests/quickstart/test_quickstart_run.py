@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = {"max_steps": 2, "global_batch_size": 4, "per_device_train_batch_size": 2, "save_steps": 1}
 SHORT = Settings(
-    stage1=stage("quickstart-align", **STEPS),
+    stage1=stage("quickstart-align", **{**STEPS, "save_steps": 2}),
     stage2=stage("quickstart-tune", **STEPS, lora_r=2),
     emoji_count=4,
     asked=6,
