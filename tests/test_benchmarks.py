@@ -16,23 +16,16 @@ SMALLEST = {
 """Without startup.py, step.py and packing.py, whose shortest runs take longest."""
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory, prepared, archives) -> dict[str, dict]:
-    found = {}
-    for script, options in SMALLEST.items():
-        output = tmp_path_factory.mktemp("figures") / f"{script}.json"
-        done = prepared.run([FOLDER / f"{script}.py", *options, "--output", output])
-        assert done.returncode == 0, done.stderr[-3000:]
-        found[script] = json.loads(output.read_text())
-    return found
-
-
 @pytest.mark.slow
-def test_each_script_writes_its_machine_options_rows_and_figures(results):
-    for script, result in results.items():
-        assert {"processor", "cores", "accelerator", "torch", "transformers", "trl"} == set(result["machine"])
-        assert result["options"]["device"] == "cpu" and result["options"]["bf16"] is (script == "generate")
-        for row in result["rows"]:
-            assert len(row) == 3 and all(isinstance(cell, str) for cell in row)
-            assert "|" not in "".join(row)
-            assert re.match(r"\d+(\.\d+)?(%| |,|$)", row[2])
+@pytest.mark.parametrize("script", ["norm", "generate", pytest.param("probe", marks=pytest.mark.nightly)])
+def test_a_script_writes_its_machine_options_rows_and_figures(tmp_path, prepared, archives, script):
+    output = tmp_path / "figures.json"
+    done = prepared.run([FOLDER / f"{script}.py", *SMALLEST[script], "--output", output])
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(output.read_text())
+    assert {"processor", "cores", "accelerator", "torch", "transformers", "trl"} == set(result["machine"])
+    assert result["options"]["device"] == "cpu" and result["options"]["bf16"] is (script == "generate")
+    for row in result["rows"]:
+        assert len(row) == 3 and all(isinstance(cell, str) for cell in row)
+        assert "|" not in "".join(row)
+        assert re.match(r"\d+(\.\d+)?(%| |,|$)", row[2])

@@ -118,10 +118,9 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(tmp_path, monke
     assert invoke("train", "--load_in_4bit", "false").stderr.startswith("Error: Give the checkpoint")
 
 
-def test_importing_the_package_is_lazy_and_complete():
+def test_the_package_has_all_that_it_names(prepared):
     code = (
-        "import sys, normalign_llava; assert 'torch' not in sys.modules; "
-        "[getattr(normalign_llava, name) for name in normalign_llava.__all__]; "
+        "import normalign_llava; [getattr(normalign_llava, name) for name in normalign_llava.__all__]; "
         "from transformers import AutoConfig; AutoConfig.for_model('normalign_llava')"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert prepared.run(["-c", code]).returncode == 0

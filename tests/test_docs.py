@@ -24,7 +24,8 @@ NOT_RUN = ("pip install", "make ", "vllm serve")
 ON_TINY = {
     "normalign train": "--use_cpu --bf16 false --max_steps 1 --global_batch_size 2 --per_device_train_batch_size 1 "
     "--optim adamw_torch --max_length 512",
-    "normalign diagnose": "--samples 2 --batch-size 2",
+    "normalign diagnose": "--samples 1 --batch-size 1",
+    "normalign publish": "--no-verify",
 }
 GIVEN = {
     "diagnose.md": """

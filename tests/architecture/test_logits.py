@@ -98,6 +98,7 @@ def test_trls_loss_in_training_is_that_of_the_served_model(family, tmp_path):
     torch.testing.assert_close(trained, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot compile the text part of Gemma 2 here")
 def test_compiled_and_with_another_vocabulary_logits_stay_what_they_are():
     cls, extra = FAMILIES["gemma2"]

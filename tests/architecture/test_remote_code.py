@@ -25,13 +25,17 @@ def checkpoint(tmp_path_factory):
 
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it"}]}]
 
-LOAD_AND_RUN = """
-import json, torch
+STRANGER = """
+import json, shutil, torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers import AutoProcessor, pipeline
-folder, again = sys.argv[1:3]
-messages = json.loads(sys.argv[3])
+from transformers.dynamic_module_utils import get_class_from_dynamic_module as get
+folder, again, damaged = sys.argv[1:4]
+messages = json.loads(sys.argv[4])
+names = ["GlobalWeightCompensatedLayerNorm", "GlobalWeightCompensatedRMSNorm", "mean_embedding_norm"]
+found = [get("modeling_normalign_llava." + name, folder).__name__ for name in names]
 config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
 base = AutoModel.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
@@ -46,7 +50,21 @@ with torch.no_grad():
 pipe = pipeline("image-text-to-text", model=folder, trust_remote_code=True)
 said = pipe(images=[image], text=text, max_new_tokens=5, do_sample=False, return_full_text=False)
 model.save_pretrained(again)
+shutil.copytree(folder, damaged)
+state = {k: v for k, v in load_file(folder + "/model.safetensors").items() if k != "lm_head.weight"}
+save_file(state, damaged + "/model.safetensors", metadata={"format": "pt"})
+errors = []
+for load in (
+    lambda: AutoModelForImageTextToText.from_pretrained(damaged, trust_remote_code=True),
+    lambda: pipeline("image-text-to-text", model=damaged, trust_remote_code=True),
+):
+    try:
+        load()
+    except Exception as error:
+        errors.append(str(error))
 print(json.dumps({
+    "found": found,
+    "errors": errors,
     "modules": [type(x).__module__.split(".")[0] for x in (config, base, model, multimodal)],
     "names": [type(x).__name__ for x in (config, base, model, multimodal, processor)],
     "logits": logits[0, -1].tolist(),
@@ -57,8 +75,14 @@ print(json.dumps({
 """
 
 
-def test_a_stranger_gets_what_the_installed_package_gives(tmp_path, checkpoint):
-    got = run_blocked(tmp_path, LOAD_AND_RUN, checkpoint, tmp_path / "again", json.dumps(MESSAGES))
+@pytest.fixture(scope="module")
+def got(tmp_path_factory, checkpoint):
+    """What a stranger found; `again/` beside the checkpoint is what he saved."""
+    again, damaged = (checkpoint.with_name(name) for name in ("again", "damaged"))
+    return run_blocked(tmp_path_factory.mktemp("stranger"), STRANGER, checkpoint, again, damaged, json.dumps(MESSAGES))
+
+
+def test_a_stranger_gets_what_the_installed_package_gives(checkpoint, got):
     assert got["modules"] == ["transformers_modules"] * 4
     heads = ["NormAlignLlavaForConditionalGeneration"] * 2
     assert got["names"] == ["NormAlignLlavaConfig", "NormAlignLlavaModel", *heads, "LlavaProcessor"]
@@ -79,46 +103,18 @@ def test_a_stranger_gets_what_the_installed_package_gives(tmp_path, checkpoint):
     assert got["said"] == said[0]["generated_text"]
 
     # What the stranger saves is again a complete checkpoint.
-    again = tmp_path / "again"
+    again = checkpoint.with_name("again")
     assert {path.name for path in again.glob("*.py")} == {path.name for path in checkpoint.glob("*.py")}
     for name in ("configuration_normalign_llava.py", "modeling_normalign_llava.py"):
         assert (again / name).read_text() == (checkpoint / name).read_text()
     assert (again / "config.json").read_text() == (checkpoint / "config.json").read_text()
 
 
-STRANGER = """
-import json, shutil
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, pipeline
-from transformers.dynamic_module_utils import get_class_from_dynamic_module as get
-folder, damaged = sys.argv[1:3]
-names = ["GlobalWeightCompensatedLayerNorm", "GlobalWeightCompensatedRMSNorm", "mean_embedding_norm"]
-found = {"names": [get("modeling_normalign_llava." + name, folder).__name__ for name in names]}
-shutil.copytree(folder, damaged)
-state = {k: v for k, v in load_file(folder + "/model.safetensors").items() if k != "lm_head.weight"}
-save_file(state, damaged + "/model.safetensors", metadata={"format": "pt"})
-def errors(*calls):
-    told = []
-    for call in calls:
-        try:
-            call()
-        except Exception as error:
-            told.append(str(error))
-    return told
-found["damaged"] = errors(
-    lambda: AutoModelForImageTextToText.from_pretrained(damaged, trust_remote_code=True),
-    lambda: pipeline("image-text-to-text", model=damaged, trust_remote_code=True),
-)
-print(json.dumps(found))
-"""
-
-
-def test_names_and_refusals_are_a_stranger_s_too(tmp_path, checkpoint):
-    found = run_blocked(tmp_path, STRANGER, checkpoint, tmp_path / "damaged")
+def test_names_and_refusals_are_a_stranger_s_too(got):
     names = ["GlobalWeightCompensatedLayerNorm", "GlobalWeightCompensatedRMSNorm", "mean_embedding_norm"]
-    assert found["names"] == names  # from the two files alone
-    assert len(found["damaged"]) == 2
-    assert all("lacks 1 tensors" in error and "lm_head.weight" in error for error in found["damaged"])
+    assert got["found"] == names  # from the two files alone
+    assert len(got["errors"]) == 2
+    assert all("lacks 1 tensors" in error and "lm_head.weight" in error for error in got["errors"])
 
 
 WITHOUT_PRIVATE_MODULES = """

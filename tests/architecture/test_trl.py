@@ -30,11 +30,6 @@ SHORT = dict(
 )
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("trl"))
-
-
 def said(role, text):
     return [{"role": role, "content": text}]
 

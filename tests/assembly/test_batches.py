@@ -88,8 +88,8 @@ def test_a_batch_is_answered_as_its_questions_are_alone(tmp_path):
     assert [conversation[0]["generated_text"] for conversation in said] == alone
 
 
-def test_labels_are_padded_right_all_the_same(tmp_path):
-    trainer = training.trainer(tmp_path, training.checkpoint(tmp_path))
+def test_labels_are_padded_right_all_the_same(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint)
     assert trainer.processing_class.tokenizer.padding_side == "left"
     batch = trainer.data_collator([training.row(0), training.row(1, turns=2)])
     assert batch["attention_mask"][:, 0].all() and not batch["attention_mask"][:, -1].all()

@@ -111,22 +111,6 @@ def test_all_files_of_a_repository_that_moves_are_of_one_commit(hub, prepared, t
     assert len(set(read)) == len(COMMANDS[command]), set(read)
 
 
-@pytest.mark.slow
-def test_what_is_in_the_cache_is_read_without_a_connection(trained, tmp_path):
-    folder, _ = trained
-    with HubServer({"bea/model": folder / "model"}) as hub:
-        environment = hub.environment(tmp_path / "home")
-        for offline in ("0", "1"):
-            words = ["diagnose", "bea/model", "--data", folder / "images", "--output", tmp_path / offline]
-            command = [sys.executable, "-m", "normalign_llava", *words]
-            done = subprocess.run(
-                command, env={**environment, "HF_HUB_OFFLINE": offline}, capture_output=True, text=True
-            )
-            assert done.returncode == 0 and (tmp_path / offline / "report.json").exists(), done.stderr
-            requests, hub.requests = hub.requests, []
-            assert any("resolve" in request for request in requests) == (offline == "0")
-
-
 def resolve_and_move(repository, resolve, revision):
     """The commit of `revision`. When it is `main`, that has another configuration from now on."""
     commit = resolve(revision)

@@ -3,8 +3,6 @@
 """Whether half precision pays is measured on the processor, once, and remembered for all processes."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,10 +14,10 @@ from normalign_llava.checkpoint.precision import dtype_to_load, seconds_file
 ASK = "from normalign_llava import half_precision_pays; print(half_precision_pays(device='cpu'))"
 
 
-def test_processes_that_start_together_measure_once_and_agree_with_what_is_remembered(tmp_path, monkeypatch):
+def test_processes_that_start_together_measure_once_and_agree(prepared, tmp_path, monkeypatch):
     monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path))
-    together = [subprocess.Popen([sys.executable, "-c", ASK], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    answers = [each.communicate(timeout=300)[0].strip() for each in together]
+    together = [prepared.start(["-c", ASK], NORMALIGN_CACHE=str(tmp_path)) for _ in range(2)]
+    answers = [each.wait().stdout.strip() for each in together]
     (file,) = tmp_path.glob("precision/*.json")
     seconds = json.loads(file.read_text())
     assert seconds.keys() == {"float32", "bfloat16", "float16"} and min(seconds.values()) > 0

@@ -78,6 +78,17 @@ def test_the_commit_is_that_of_the_checkout_the_code_lies_in():
     assert code_commit() == git(ROOT, "rev-parse", "HEAD") + ("-dirty" if changed else "")
 
 
+NOTED = """
+import sys
+from pathlib import Path
+from normalign_llava.checkpoint import provenance
+print(provenance.__file__)
+for content in sys.argv[2:]:
+    Path(sys.argv[1]).write_text(content)
+    print(provenance.code_commit())
+"""
+
+
 def test_the_commit_outside_a_checkout_is_what_pip_noted(tmp_path):
     project = tmp_path / "project"  # somebody else's checkout, in whose environment the package lies
     package, info = project / "normalign_llava", project / "normalign_llava-0.1.0.dist-info"
@@ -91,13 +102,14 @@ def test_the_commit_outside_a_checkout_is_what_pip_noted(tmp_path):
         shutil.copyfile(ROOT / name, package / name)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: normalign-llava\nVersion: 0.1.0\n")
     git(tmp_path, "init", "project")
-    code = "from normalign_llava.checkpoint import provenance; print(provenance.__file__, provenance.code_commit())"
+    vcs, local = (
+        json.dumps({"url": "https://a.b/c", **origin})
+        for origin in ({"vcs_info": {"vcs": "git", "commit_id": "a" * 40}}, {"dir_info": {}})
+    )
+    words = [sys.executable, "-c", NOTED, info / "direct_url.json", vcs, local]
     environment = os.environ | {"PYTHONPATH": str(project)}
-    for origin, commit in (({"vcs_info": {"vcs": "git", "commit_id": "a" * 40}}, "a" * 40), ({"dir_info": {}}, None)):
-        (info / "direct_url.json").write_text(json.dumps({"url": "https://a.b/c", **origin}))
-        words = [sys.executable, "-c", code]
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.stdout.split() == [str(package / "checkpoint/provenance.py"), str(commit)], done.stderr
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == [str(package / "checkpoint/provenance.py"), "a" * 40, "None"], done.stderr
 
 
 def test_records_go_from_build_through_both_stages_to_the_merged_checkpoint(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 import tiny_parts
 import torch
 import train_data
-import training
 from datasets import Dataset, Features, Image, Value
 from train_data import image_bytes, inside
 from transformers import AutoProcessor, PaliGemmaProcessor
@@ -159,11 +158,6 @@ def samples(*questions) -> list[Sample]:
         Sample(f"row {row}", question, {"path": None, "bytes": image_bytes(COLOURS[row], (20 + row, 16))})
         for row, question in enumerate(questions)
     ]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("model"))
 
 
 def test_batches_are_what_the_chat_template_says_padded_on_the_left(checkpoint):

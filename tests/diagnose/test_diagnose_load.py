@@ -21,11 +21,6 @@ from normalign_llava.diagnose.load import find, load
 NEED_TORCHVISION = ("kimi_k25", "smolvlm")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("ours"))
-
-
 def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(checkpoint):
     assert "auto_map" in json.loads((checkpoint / "config.json").read_text())
     for trust in (False, True):

@@ -176,6 +176,7 @@ def test_the_harness_s_own_command_of_the_page_gives_the_same_answers(room, tmp_
     assert (Path(*tasks.__path__) / "pope.yaml").is_file()
 
 
+@pytest.mark.nightly
 def test_unknown_names_are_refused_with_the_nearest(room, tmp_path):
     with pytest.raises(ValueError, match="There is no task 'tiny_lookin'. Did you mean tiny_looking?"):
         run(room, tmp_path, "tiny_lookin")

@@ -11,7 +11,6 @@ from functools import cache
 import pytest
 import tiny_parts as parts
 import torch
-import training
 from lm_eval import evaluate as harness
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
@@ -151,13 +150,8 @@ def test_the_word_that_an_answer_names(answer, word):
     assert named(answer, ("red", "blue")) == word
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("offline"))
-
-
-def test_a_tiny_model_is_evaluated(model, tmp_path):
-    done = evaluate(str(model), suites=["offline"], limit=3, batch_size=3, output=tmp_path)
+def test_a_tiny_model_is_evaluated(checkpoint, tmp_path):
+    done = evaluate(str(checkpoint), suites=["offline"], limit=3, batch_size=3, output=tmp_path)
     assert not done.failed and [each.task for each in done.results] == list(OFFLINE)
     for result in done.results:
         assert (result.samples, result.total, result.partial) == (3, ITEMS[result.task][0], True)
@@ -169,7 +163,7 @@ def test_a_tiny_model_is_evaluated(model, tmp_path):
             assert set(metric.references) == ({"blank image", "commonest answer"} if vision else set())
             assert metric.samples == (1 if metric.name in ("acc_shape", "acc_colour", "acc_yes_no") else 3)
     assert {column.header for column in render(done).columns} >= {"blank image", "commonest answer"}
-    processor = AutoProcessor.from_pretrained(model)
+    processor = AutoProcessor.from_pretrained(checkpoint)
     (file,) = (tmp_path / "evaluation" / "offline_emoji").glob("samples_*.jsonl")
     for sample in map(json.loads, file.read_text().splitlines()):
         asked = processor.apply_chat_template(prompt("what is this?"), add_generation_prompt=True)
@@ -178,8 +172,8 @@ def test_a_tiny_model_is_evaluated(model, tmp_path):
 
 def test_a_language_model_alone_is_evaluated_on_the_texts(tmp_path):
     folder = parts.language(tmp_path / "language", max_position_embeddings=2048)  # a passage in one window
-    done = evaluate(str(folder), suites=["offline"], output=tmp_path, limit=2)
-    assert set(done.failed) == set(VISION)
+    done = evaluate(str(folder), tasks=[*OFFLINE[5:], VISION[1]], output=tmp_path, limit=2)
+    assert set(done.failed) == {VISION[1]}
     perplexity, _ = done.results
     bits, words = perplexity.metrics
     tokenizer, language = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tiny_parts
 import torch
-import training
 import yaml
 from datasets import load_from_disk
 from paths import ROOT
@@ -63,7 +62,7 @@ def command():
     return module.main
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_experiment_from_plan_to_report(archives, tmp_path, command, monkeypatch):
     monkeypatch.chdir(tmp_path)
     parts = {"vision": tiny_parts.vision("vision", "dinov2"), "language": tiny_parts.language("language")}
@@ -94,7 +93,7 @@ def test_an_experiment_from_plan_to_report(archives, tmp_path, command, monkeypa
         command(["report", str(file)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_are_of_images_on_which_no_recipe_was_chosen(archives, tmp_path):
     write_data(tmp_path / "data", 4, 12, seed=200)
     known = {image["bytes"] for seed in (0, 2) for (image,) in _images(training_data(1920, 40, seed=seed))}
@@ -112,8 +111,8 @@ def _images(rows):
 
 
 @pytest.mark.slow
-def test_fixed_factors_multiply_tokens_and_gradient_in_training_alone(tmp_path):
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(training.checkpoint(tmp_path))
+def test_fixed_factors_multiply_tokens_and_gradient_in_training_alone(checkpoint):
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     projector, features = model.model.multi_modal_projector, torch.randn(3, 16)
     before = projector(features)
     before.square().sum().backward()

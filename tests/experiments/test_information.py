@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import training
 from information import EVERY, InformationCallback, cross_entropies, entropies, held_out_questions, other_images
 from transformers import AutoProcessor, TrainerControl, TrainerState
 
@@ -35,8 +34,7 @@ def test_held_out_questions_are_not_those_that_are_scored(archives):
 
 
 @pytest.mark.slow
-def test_cross_entropy_is_that_of_the_answer_token_by_token(archives, tmp_path):
-    checkpoint = training.checkpoint(tmp_path)
+def test_cross_entropy_is_that_of_the_answer_token_by_token(archives, checkpoint):
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).eval()
     processor = AutoProcessor.from_pretrained(checkpoint)
     both = held_out_questions()

@@ -74,6 +74,7 @@ def test_hidden_states_of_the_encoder_are_multiples_bit_for_bit(parts):
     assert torch.equal(plain.last_hidden_state, scaled.last_hidden_state)
 
 
+@pytest.mark.nightly
 def test_visual_tokens_of_an_untrained_projector_enter_far_above_text(parts, tmp_path):
     found = {}
     for name, (text, features) in {"as they are": (1, 1), "rescaled": (TEXT, FEATURES)}.items():

@@ -72,6 +72,7 @@ def test_no_scene_is_in_both_splits():
     assert len(held) == 25 + 100 + 100 and len(trained) > 600 and not held & trained
 
 
+@pytest.mark.nightly
 def test_no_image_or_drawing_of_the_suite_is_trained_on():
     held = {load_image(question.image).tobytes() for question in held_out(100, 40)}
     held |= {scenes.draw(q.scene, "test").tobytes() for each in asked("test").values() for q in each}

@@ -3,6 +3,7 @@
 import inspect
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -65,6 +66,21 @@ def images(tmp_path_factory):
 
 def client(url):
     return Client(url, verbose=False, analytics_enabled=False)
+
+
+def test_the_command_serves_a_checkpoint(prepared, images, tmp_path):
+    folder = space_parts.checkpoint(tmp_path, context=128)  # which ends answers
+    port, question = space_parts.free_port(), "what color is it?"
+    process = prepared.start(["-m", "normalign_llava", "demo", folder, "--port", port])
+    try:
+        with socket.socket() as connection:
+            until(lambda: connection.connect_ex(("127.0.0.1", port)) == 0 or process.poll() is not None)
+        assert process.poll() is None, process.wait().stderr
+        user = client(f"http://127.0.0.1:{port}/")
+        answer = user.predict(handle_file(images["red"]), question, 0, api_name="/ask")[0]
+        assert answer and space_parts.direct_answer(folder, images["red"], question, 128).startswith(answer)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
 
 
 def answering():

@@ -1,4 +1,4 @@
-"""The demo's page in a browser, as a person uses it: `run_demo` in one process, headless Chromium before it."""
+"""A published Space, where this package is not installed, as a person uses it in headless Chromium."""
 
 import subprocess
 import sys
@@ -7,44 +7,91 @@ import pytest
 import space_parts
 from browser import chromium, load
 from driving import Driver, insist, until
+from hub_server import HubServer
+from remote_code import BLOCK
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+
+from normalign_llava.hub_cards.space.publish import space_files
 
 
 pytestmark = pytest.mark.slow
 
 
-SERVE = """
-import sys
-from normalign_llava.hub_cards.space.local import run_demo
-run_demo(sys.argv[1], port=int(sys.argv[2]))
+# Bars the package, and keeps a list of what the process connects to or looks up beyond this computer.
+SITECUSTOMIZE = (
+    BLOCK
+    + """
+open({log!r}, "a").close()
+def watch(event, arguments):
+    if event == "socket.getaddrinfo":
+        host = arguments[0]
+    elif event == "socket.connect" and isinstance(arguments[1], tuple):
+        host = arguments[1][0]
+    else:
+        return
+    host = host.decode() if isinstance(host, bytes) else host
+    if host not in (None, "", "localhost", "127.0.0.1", "::1", "0.0.0.0"):
+        with open({log!r}, "a") as file:
+            file.write(f"{{event}} {{host}}\\n")
+sys.addaudithook(watch)
 """
+)
 
 
-def test_a_person_asks_about_a_image(tmp_path):
-    folder = space_parts.checkpoint(tmp_path)
+@pytest.fixture
+def published(tmp_path):
+    """A Space's process that loads from a hub: its address, the checkpoint, what it asked of others, and the hub."""
+    folder = space_parts.checkpoint(tmp_path, context=128)  # which ends answers
+    space, site = tmp_path / "space", tmp_path / "site"
+    space.mkdir()
+    site.mkdir()
+    log = tmp_path / "outside.txt"
+    (site / "sitecustomize.py").write_text(SITECUSTOMIZE.format(log=str(log)))
+    with HubServer({"user/model.v1.5": folder}) as hub:
+        repository = hub.repository("user/model.v1.5")
+        pinned = repository.head().oid
+        repository.advance("main", {}, "All files removed", "user", parent=pinned)
+        for path, content in space_files("user/model.v1.5", pinned, "A published model").items():
+            (space / path).parent.mkdir(exist_ok=True)
+            (space / path).write_bytes(content)
+        port = space_parts.free_port()
+        environment = {
+            **hub.environment(tmp_path / "home"),
+            "PYTHONPATH": str(site),
+            "GRADIO_SERVER_PORT": str(port),
+            "GRADIO_TEMP_DIR": str(tmp_path / "uploads"),
+        }
+        environment.pop("GRADIO_ANALYTICS_ENABLED", None)
+        with open(tmp_path / "log.txt", "w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "app.py"], cwd=space, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+            try:
+                until(lambda: "Running on" in (tmp_path / "log.txt").read_text() or process.poll() is not None, 180)
+                assert process.poll() is None, (tmp_path / "log.txt").read_text()
+                yield f"http://127.0.0.1:{port}/", folder, log, hub
+            finally:
+                process.terminate()
+                process.wait()
+
+
+def test_a_person_asks_a_published_space_about_an_image(tmp_path, published):
+    url, folder, log, hub = published
     red = space_parts.plain(tmp_path / "red.png", "red")
-    port = space_parts.free_port()
-    url = f"http://127.0.0.1:{port}/"
-    with open(tmp_path / "log.txt", "w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-c", SERVE, str(folder), str(port)], stdout=output, stderr=subprocess.STDOUT
-        )
-        try:
-            until(lambda: "Running on" in (tmp_path / "log.txt").read_text() or process.poll() is not None, 180)
-            assert process.poll() is None, (tmp_path / "log.txt").read_text()
-            with chromium(tmp_path / "profile") as browser:
-                page = load(browser, url, 1200)
-                driver = Driver(browser)
-                asked_for = page.requests + _messages(driver)
-                asked_for += _one_question(driver, folder, red)
-                asked_for += _on_a_phone(browser, url)
-            assert [address for address in asked_for if not address.startswith(url)] == []
-            assert len(asked_for) > 20
-        finally:
-            process.terminate()
-            process.wait()
-    assert "Traceback" not in (tmp_path / "log.txt").read_text()
+    with chromium(tmp_path / "profile") as browser:
+        page = load(browser, url, 1200)
+        assert browser.title == "A published model"
+        driver = Driver(browser)
+        asked_for = page.requests + _messages(driver)
+        asked_for += _one_question(driver, folder, red)
+        asked_for += _on_a_phone(browser, url)
+    assert [address for address in asked_for if not address.startswith(url)] == []
+    assert len(asked_for) > 20
+    assert log.read_text() == "" and "Traceback" not in (tmp_path / "log.txt").read_text()
+    code = list((tmp_path / "home").rglob("transformers_modules/**/modeling_normalign_llava.py"))
+    assert code, "the model's code did not come from its repository"
+    assert hub.sent["user/model.v1.5/model.safetensors"] > 0
 
 
 def _messages(driver):
@@ -61,7 +108,8 @@ def _one_question(driver, folder, image):
     driver.ask("what color is it?")
     seen = set()
     until(lambda: seen.add(driver.answer()) or driver.figure("chart"))
-    assert driver.answer() == space_parts.direct_answer(folder, image, "what color is it?", 256)
+    answer = driver.answer()
+    assert answer and space_parts.direct_answer(folder, image, "what color is it?", 128).startswith(answer)
     assert len(seen) > 3  # it came in pieces
     heat, chart = until(lambda: driver.figure("heat")), driver.figure("chart")
     assert heat["alt"].startswith("Mean over layers") and heat["width"] > 900

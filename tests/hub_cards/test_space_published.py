@@ -1,21 +1,14 @@
-"""A Space: what its files say, that they run where this package is not installed, and whose Space they replace."""
+"""A Space: what its files say, and whose Space they replace. test_space_browser.py runs them."""
 
 import ast
 import json
-import os
-import subprocess
 import sys
 import tomllib
 
 import pytest
-import space_parts
-from driving import until
-from gradio_client import Client, handle_file
-from hub_server import HubServer
 from huggingface_hub import SpaceCard
 from packaging.requirements import Requirement
 from paths import ROOT
-from remote_code import BLOCK
 
 from normalign_llava.hub_cards.space.publish import GRADIO_VERSION, space_files
 
@@ -24,26 +17,6 @@ pytestmark = pytest.mark.slow
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-# Bars the package, and keeps a list of what the process connects to or looks up beyond this computer.
-SITECUSTOMIZE = (
-    BLOCK
-    + """
-open({log!r}, "a").close()
-def watch(event, arguments):
-    if event == "socket.getaddrinfo":
-        host = arguments[0]
-    elif event == "socket.connect" and isinstance(arguments[1], tuple):
-        host = arguments[1][0]
-    else:
-        return
-    host = host.decode() if isinstance(host, bytes) else host
-    if host not in (None, "", "localhost", "127.0.0.1", "::1", "0.0.0.0"):
-        with open({log!r}, "a") as file:
-            file.write(f"{{event}} {{host}}\\n")
-sys.addaudithook(watch)
-"""
-)
-
 # Sends the Space of each model that is named, without the model.
 SEND = f"""
 import json, sys
@@ -139,56 +112,3 @@ def test_requirements_name_what_the_program_imports():
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     bounds = {Requirement(line).name: line for line in package}
     assert all(lines[name].startswith(bounds[name]) for name in set(lines) & set(bounds))
-
-
-@pytest.fixture
-def published(tmp_path):
-    """A Space's process that loads from a hub, the address it serves, and the file of what it asked of others."""
-    folder = space_parts.checkpoint(tmp_path)
-    space, site = tmp_path / "space", tmp_path / "site"
-    space.mkdir()
-    site.mkdir()
-    log = tmp_path / "outside.txt"
-    (site / "sitecustomize.py").write_text(SITECUSTOMIZE.format(log=str(log)))
-    with HubServer({"user/model.v1.5": folder}) as hub:
-        repository = hub.repository("user/model.v1.5")
-        pinned = repository.head().oid
-        repository.advance("main", {}, "All files removed", "user", parent=pinned)
-        for path, content in space_files("user/model.v1.5", pinned, "A published model").items():
-            (space / path).parent.mkdir(exist_ok=True)
-            (space / path).write_bytes(content)
-        port = space_parts.free_port()
-        environment = {
-            **hub.environment(tmp_path / "home"),
-            "PYTHONPATH": str(site),
-            "GRADIO_SERVER_PORT": str(port),
-            "GRADIO_TEMP_DIR": str(tmp_path / "uploads"),
-        }
-        environment.pop("GRADIO_ANALYTICS_ENABLED", None)
-        with open(tmp_path / "log.txt", "w") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-u", "app.py"], cwd=space, env=environment, stdout=output, stderr=subprocess.STDOUT
-            )
-            try:
-                until(lambda: "Running on" in (tmp_path / "log.txt").read_text() or process.poll() is not None, 180)
-                assert process.poll() is None, (tmp_path / "log.txt").read_text()
-                yield f"http://127.0.0.1:{port}/", folder, log, hub
-            finally:
-                process.terminate()
-                process.wait()
-
-
-def test_a_published_space_answers_where_the_package_is_missing(tmp_path, published):
-    url, folder, log, hub = published
-    image = space_parts.plain(tmp_path / "image.png", "blue")
-    user = Client(url, verbose=False, analytics_enabled=False)
-    answer, numbers, heat, chart, *_ = user.predict(handle_file(image), "what color is it?", 1, api_name="/ask")
-    assert log.read_text() == ""
-    assert answer == space_parts.direct_answer(folder, image, "what color is it?", 256)
-    assert "ratio" in numbers
-    assert all(os.path.getsize(figure["value"]) > 5000 for figure in (heat, chart))
-    assert user.config["title"] == "A published model"
-    assert user.config["analytics_enabled"] is False
-    code = list((tmp_path / "home").rglob("transformers_modules/**/modeling_normalign_llava.py"))
-    assert code, "the model's code did not come from its repository"
-    assert hub.sent["user/model.v1.5/model.safetensors"] > 0

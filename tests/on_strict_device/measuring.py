@@ -3,7 +3,6 @@
 import pytest
 import space_parts
 import tiny
-import training
 import vlm_families
 from strict_device import STRICT, on_device
 
@@ -53,11 +52,6 @@ def test_attention_tables_and_encoder():
     expected = measured()
     model.to(STRICT)
     same(measured(), expected)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return training.checkpoint(tmp_path_factory.mktemp("device"))
 
 
 def test_what_the_demo_measures(checkpoint):

@@ -28,13 +28,13 @@ pytestmark = pytest.mark.slow
 
 STEPS = {"max_steps": 2, "global_batch_size": 4, "per_device_train_batch_size": 2, "save_steps": 1}
 SHORT = Settings(
-    stage1=stage("quickstart-align", **STEPS),
+    stage1=stage("quickstart-align", **{**STEPS, "save_steps": 2}),
     stage2=stage("quickstart-tune", **STEPS, lora_r=2),
     emoji_count=4,
     asked=6,
     asked_before=3,
     shown_per_kind=1,
-    diagnosed=4,
+    diagnosed=2,
 )
 TASKS = {task for task, _ in METRICS.values()}
 START = """
@@ -46,8 +46,13 @@ START = """
 """
 
 
-def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, tmp_path):
-    output = tmp_path / "quickstart"
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """Of one run, which each test goes on with."""
+    return tmp_path_factory.mktemp("run") / "quickstart"
+
+
+def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, output):
     source = textwrap.dedent(START).format(tests=[str(HELPERS), str(Path(__file__).parent)], output=str(output))
     process = prepared.start(["-c", source])
     while process.poll() is None and not list((output / "stage2-trainer").glob("checkpoint-*/trainer_state.json")):
@@ -88,10 +93,16 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, tmp_path)
 
     alone = report(output / "model")
     assert alone["against"] is None and results["verdicts"] == {"model": alone["verdict"]}
+    with pytest.raises(ValueError, match=r"other settings \(seed\)"):
+        run_quickstart(output, replace(SHORT, seed=1))
 
+
+@pytest.mark.nightly
+def test_a_finished_quickstart_goes_on_to_the_model_without_the_norm(archives, output):
+    before = run_quickstart(output, SHORT)["seconds"]
     console = Console(record=True, width=160)
     again = run_quickstart(output, SHORT, full_baseline=True, console=console)
-    assert {name: again["seconds"][name] for name in results["seconds"]} == results["seconds"]
+    assert {name: again["seconds"][name] for name in before} == before
     assert again["baseline"]["accuracy"].keys() == again["after"]["accuracy"].keys()
     assert report(output / "model")["against"]["model"] == "quickstart-no-norm"
     stage1 = report(output / "stage1")
@@ -104,8 +115,6 @@ def test_a_killed_quickstart_is_resumed_to_its_end(archives, prepared, tmp_path)
     assert [step["step"] for step in stage1["report"]["dynamics"]] == [0]  # of the recipe's steps, those there were
     assert [each.task for each in read_evaluations(output / "baseline" / "model")] == sorted(TASKS)
     assert "without the norm" in console.export_text() and (output / "baseline" / "model").exists()
-    with pytest.raises(ValueError, match=r"other settings \(seed\)"):
-        run_quickstart(output, replace(SHORT, seed=1))
 
 
 def check_evaluations(model, results):

@@ -43,7 +43,8 @@ def test_a_line_for_each_logged_step_says_what_was_logged(tmp_path, checkpoint, 
 def test_the_keys_that_are_logged_are_those_of_the_page(tmp_path, checkpoint):
     keys = set()
     for options in ({}, dict(use_peft=True)):
-        trainer = run(tmp_path, checkpoint, vision_learning_rate=1e-3, max_grad_norm=1e-3, **options)
+        short = dict(max_steps=2, vision_learning_rate=1e-3, max_grad_norm=1e-3)
+        trainer = run(tmp_path, checkpoint, **short, **options)
         trainer.add_callback(CosineProbe([2], trainer.data_collator([trainer.train_dataset[0]])))
         trainer.train()
         keys |= {key for entry in trainer.state.log_history for key in entry}

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
 from normalign_llava.hub_cards.card.write import render_card
-from normalign_llava.hub_cards.push.clean_process import ask_clean_process, difference
+from normalign_llava.hub_cards.push.clean_process import ask_clean_process
 from normalign_llava.train.keeping.checkpoints import missing_from
 
 
@@ -153,10 +153,9 @@ def test_every_commit_of_a_run_is_a_repository_that_loads(hub, run, prepared, tm
     out = tmp_path / "out"
     assert is_ours((out / "README.md").read_text()) and not list(out.glob(".push*"))
     final, _, first = (commit.oid for commit in repository.commits()[:3])
-    here = ask_clean_process(out)
-    assert difference(here, ask_clean_process(REPO, revision=final)) is None
-    early = ask_clean_process(REPO, revision=first)
-    assert early.weights != here.weights
+    early, trained = (repository.read("model.safetensors", oid) for oid in (first, final))
+    assert early != trained == (out / "model.safetensors").read_bytes()
+    assert ask_clean_process(REPO, revision=first).logits
     seconds = [json.loads(repository.read("training.json", oid))["seconds"] for oid in (first, final)]
     assert 0 < seconds[0] < seconds[1]
 
@@ -279,8 +278,6 @@ def test_an_adapter_names_its_base_on_the_hub_by_its_commit(hub, run, tmp_path, 
     card = ModelCard(repository.read("README.md").decode())
     assert card.data.base_model == "bea/base" or "bea/base" in card.data.base_model
     check_published(hub, token)
-    answer = ask_clean_process(REPO, revision=repository.commit, base="bea/base", base_revision=base.commit)
-    assert answer.logits
 
 
 def test_an_adapter_of_a_local_folder_is_pushed_without_its_path(hub, run, prepared, tmp_path, parts):
