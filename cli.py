@@ -3,6 +3,7 @@
 """The command line, `normalign`. Commands import what they need when they run, so that `--help` is quick."""
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +24,9 @@ DtypeOption = Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the ch
 In4BitOption = Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
 BaseQuantization = Literal["none", "nf4", "nf4-double", "fp4", "fp4-double", "int8"]
+
+if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this when it is imported
+    os.environ |= {name: os.environ.get(name, "60") for name in ("TQDM_MININTERVAL", "TQDM_MAXINTERVAL")}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 

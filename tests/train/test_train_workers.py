@@ -3,13 +3,16 @@
 import multiprocessing
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import train_data
 import training
 from paths import HELPERS
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
+from normalign_llava.train.callbacks import data_wait
+from normalign_llava.train.callbacks.data_wait import DataWait
 from normalign_llava.train.options.arguments import NormAlignConfig, default_workers
 from normalign_llava.train.options.parsing import parse
 from normalign_llava.train.run import main, train
@@ -61,6 +64,24 @@ def test_one_that_is_killed_is_named_with_what_is_lost(tmp_path, parts):
     remedy = r"Lower dataloader_num_workers, now 2. Step \d+ was done. .*--resume_from_checkpoint .*checkpoint-2"
     with pytest.raises(OSError, match=f"process that reads batches was killed.*memory.*{remedy}"):
         train(data, args, model, [Kill()])
+
+
+def test_a_step_that_waits_longer_than_it_takes_says_so_once(monkeypatch, capsys):
+    now, wait = [0.0], DataWait()
+    monkeypatch.setattr(data_wait.time, "perf_counter", lambda: now[0])
+    args, state = SimpleNamespace(dataloader_num_workers=2), TrainerState(max_steps=9, is_world_process_zero=True)
+    for waited, worked in ((5.0, 1.0), (1.0, 2.0), (2.0, 1.0), (3.0, 1.0)):
+        state.global_step += 1
+        with wait.waiting():
+            now[0] += waited
+        wait.on_step_begin(args, state, None)
+        now[0] += worked
+        wait.on_step_end(args, state, None)
+    said = capsys.readouterr().out
+    assert said.strip().splitlines() == [
+        "3/9 waited 2 s for its data and took 1 s. More processes read faster: --dataloader_num_workers, now 2."
+    ]
+    assert wait.collect() == {"time/data_share": 11 / 16} and wait.collect() == {}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
