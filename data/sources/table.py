@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from accelerate import PartialState
 from datasets import (
     Dataset,
     Features,
@@ -21,6 +20,7 @@ from datasets import (
 )
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
+from filelock import FileLock
 from transformers import LlavaProcessor
 
 from ...assembly import chat_template
@@ -167,9 +167,9 @@ def _places(table: Dataset, mask: pa.ChunkedArray) -> list[int]:
 
 
 def _table(source: Source, processor: LlavaProcessor, processes: int | None) -> Dataset:
-    """The table of all rows of a source, which the processes that start together read from one cache.
+    """The table of all rows of a source, from the cache.
 
-    The first of them checks the rows, with `processes` others; the others wait.
+    Of processes that start together, the first checks the rows, divided among `processes`, and the others wait.
     """
     tokenizer = processor.tokenizer
     known = [processor.chat_template, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
@@ -177,18 +177,18 @@ def _table(source: Source, processor: LlavaProcessor, processes: int | None) -> 
     code = [Path(str(module.__file__)).read_bytes() for module in (chat_template, checks, files, forms, images, parse)]
     rows, facts = Hasher.hash(source.identity()), Hasher.hash([source.identity(), known, code])
     bars = is_progress_bar_enabled()
-    with PartialState().local_main_process_first():
-        disable_progress_bars()  # of the time that reading takes
-        try:
-            chunks = Dataset.from_generator(source.chunks, features=_CHUNKS, fingerprint=rows)
-        except DatasetGenerationError as error:
-            raise error.__cause__ if isinstance(error.__cause__, (ValueError, OSError)) else error from None
-        except ValueError as error:  # raised by `datasets` without rows; this package's are wrapped
-            raise ValueError(f"{source.name} has no rows.") from error
-        finally:
-            if bars:
-                enable_progress_bars()
-        processes = min(processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
+    disable_progress_bars()  # of the time that reading takes
+    try:
+        chunks = Dataset.from_generator(source.chunks, features=_CHUNKS, fingerprint=rows, writer_batch_size=1)
+    except DatasetGenerationError as error:
+        raise error.__cause__ if isinstance(error.__cause__, (ValueError, OSError)) else error from None
+    except ValueError as error:  # raised by `datasets` without rows; this package's are wrapped
+        raise ValueError(f"{source.name} has no rows.") from error
+    finally:
+        if bars:
+            enable_progress_bars()
+    processes = min(processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
+    with FileLock(Path(chunks.cache_files[0]["filename"]).with_name(f"{facts}.lock")):
         return chunks.map(
             _facts,
             fn_kwargs={"data": source, "processor": processor},
