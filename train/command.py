@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from ..checkpoint.find import find_checkpoint
-from ..data.sources.arguments import DataArguments, DataSource, check_choice
+from ..data.sources.arguments import FILES, DataArguments, DataSource, check_choice, each_of
 from ..errors import check_installed
 from .options.fields import REFUSED, ModelOptions, TrainingOptions, check_given, choices
 
@@ -119,8 +119,7 @@ def check_words(words: Sequence[str]) -> None:
     named: dict[str, Any] = {name: options.get(name) for name in DATA}
     data = DataArguments(**named, datasets=options.get("datasets") or [])
     held_out = [DataSource.named(data.eval_dataset_name)] if data.eval_dataset_name else []
-    for source in [*data.sources, *held_out]:
-        source.check_paths()
+    each_of([*data.sources, *held_out], DataSource.check_paths)
 
 
 def with_recipe_file(words: Sequence[str]) -> list[str]:
@@ -135,7 +134,7 @@ def with_recipe_file(words: Sequence[str]) -> list[str]:
 def recipe_file(recipe: str | os.PathLike) -> Path:
     """The file of a recipe: the path itself, or the package's recipe of that name."""
     if Path(recipe).is_file():
-        if Path(recipe).suffix in (".csv", ".jsonl", ".parquet"):
+        if Path(recipe).suffix in {*FILES} - {".json"}:
             raise ValueError(f"{recipe} is data, not a recipe. Give it with --dataset_name {recipe}.")
         return Path(recipe)
     own = own_recipes()

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Options: which data sets to read, and what to do with bad rows."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 from ...checkpoint.find import is_hub_id
 
 
-FILES = (".csv", ".json", ".jsonl", ".parquet")
+FILES = (".csv", ".json", ".jsonl", ".parquet", ".tsv")
 """Suffixes of files of rows."""
 
 
@@ -18,7 +19,7 @@ class DataSource:
     """One data set of a mixture, under the names of TRL's `DatasetConfig`.
 
     Args:
-        path: Hub id, folder, or .json, .jsonl, .csv or .parquet file.
+        path: Hub id, folder, or file of rows with one of the suffixes `FILES`.
         name: Configuration of a Hub data set.
         data_dir, data_files: As in `datasets.load_dataset`.
         split: Split to read.
@@ -58,6 +59,11 @@ class DataSource:
         path = Path(self.path)
         if path.suffix.lower() in FILES and not path.is_file():
             raise ValueError(f"There is no data file {path}.")
+        if path.is_file() and path.suffix.lower() not in FILES:
+            raise ValueError(
+                f"The data file {path} has the suffix {path.suffix!r}, which is not known. Save its rows as one of "
+                f"{', '.join(FILES)}."
+            )
         # With data_dir or data_files, the path may be a format that `datasets` knows.
         if not (path.exists() or is_hub_id(self.path) or self.data_dir or self.data_files):
             raise ValueError(
@@ -78,8 +84,7 @@ class DataArguments:
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "Data to train on: a Hub id, a folder, or a .json, .jsonl, .csv or .parquet file. DATA:SPLIT "
-            "names a split."
+            "help": f"Data to train on: a Hub id, a folder, or a file ({', '.join(FILES)}). DATA:SPLIT names a split."
         },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
@@ -142,6 +147,21 @@ class DataArguments:
             return [DataSource(**{"image_folder": self.image_folder, **source}) for source in self.datasets]
         given = {"name": self.dataset_config, "split": self.dataset_train_split, "image_folder": self.image_folder}
         return [DataSource.named(str(self.dataset_name), **given)]
+
+
+def each_of(sources: Iterable[Any], made: Callable[[Any], Any]) -> list[Any]:
+    """What is made of each data set; the errors of all come out at once."""
+    results, errors = [], []
+    for source in sources:
+        try:
+            results.append(made(source))
+        except ValueError as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise ValueError("\n".join(map(str, errors))) from errors[0]
+    if errors:
+        raise errors[0]
+    return results
 
 
 def check_choice(options: Any, name: str, choices: tuple) -> None:
