@@ -27,7 +27,7 @@ RECIPES = files(__package__) / "recipes"
 USAGE = "normalign train RECIPE [--option value ...]"
 OPTIONS = (DataArguments, TrainingOptions, ModelOptions)
 """The dataclasses that are known before TRL is imported."""
-DATA = ("dataset_name", "eval_dataset_name", "image_folder")
+DATA = ("dataset_name", "eval_dataset_name", "image_folder", "columns")
 NO_MODEL = "Make it with `normalign build` or the stage before, or name another with --model_name_or_path."
 
 PACKAGES = {
@@ -39,7 +39,10 @@ PACKAGES = {
 
 SHOWN = {
     "Checkpoint": ("model_name_or_path", "output_dir", "stage", "arm"),
-    "Data": ("dataset_name", "image_folder", "eval_dataset_name", "test_split_size", "max_length", "bad_rows"),
+    "Data": (
+        *("dataset_name", "image_folder", "columns", "eval_dataset_name", "test_split_size"),
+        *("max_length", "bad_rows"),
+    ),
     "Learning": (
         *("learning_rate", "vision_learning_rate", "language_learning_rate", "num_train_epochs", "max_steps"),
         *("global_batch_size", "per_device_train_batch_size", "packing", "tokens_per_device"),

@@ -23,7 +23,7 @@ class DataSource:
         name: Configuration of a Hub data set.
         data_dir, data_files: As in `datasets.load_dataset`.
         split: Split to read.
-        columns: Columns to read; by default all.
+        columns: Columns to read, by default all; or, by the column of [`FORMS`], the data's column it is read from.
         fraction: Share of the mixture.
         image_folder: Folder that relative image paths start from; by default the data file's own.
     """
@@ -33,9 +33,13 @@ class DataSource:
     data_dir: str | None = None
     data_files: str | list[str] | dict[str, str] | None = None
     split: str = "train"
-    columns: list[str] | None = None
+    columns: list[str] | dict[str, str] | None = None
     fraction: float | None = None
     image_folder: str | None = None
+
+    def __post_init__(self):
+        if self.columns:
+            self.columns = _columns(self.columns)
 
     @classmethod
     def named(cls, data: str, /, **others: Any) -> "DataSource":
@@ -97,11 +101,18 @@ class DataArguments:
         default_factory=list,
         metadata={
             "help": "In place of dataset_name, several data sets: in YAML, a list of mappings with TRL's keys (path, "
-            "name, split, data_files, fraction, ...) and image_folder. Fractions are shares of the mixture."
+            "name, split, data_files, fraction, ...) image_folder and columns. Fractions are shares of the mixture."
         },
     )
     image_folder: str | None = field(
         default=None, metadata={"help": "Folder that image paths start from. Default: the data file's folder."}
+    )
+    columns: dict | str | list | None = field(
+        default=None,
+        metadata={
+            "help": "Names of your own: image=image_path,answer=caption reads the column image from the data's column "
+            "image_path. In YAML also a mapping, or a list of the columns to read."
+        },
     )
     eval_dataset_name: str | None = field(
         default=None, metadata={"help": "Held-out data, in the forms of dataset_name. Default: its test split."}
@@ -143,10 +154,28 @@ class DataArguments:
     @property
     def sources(self) -> list[DataSource]:
         """The data sets to train on."""
+        shared = {"image_folder": self.image_folder, "columns": self.columns}
         if self.datasets:
-            return [DataSource(**{"image_folder": self.image_folder, **source}) for source in self.datasets]
-        given = {"name": self.dataset_config, "split": self.dataset_train_split, "image_folder": self.image_folder}
-        return [DataSource.named(str(self.dataset_name), **given)]
+            return [DataSource(**{**shared, **source}) for source in self.datasets]
+        given = {"name": self.dataset_config, "split": self.dataset_train_split}
+        return [DataSource.named(str(self.dataset_name), **shared, **given)]
+
+
+def _columns(given: Any) -> list[str] | dict[str, str]:
+    """The attribute `columns` of a data set. Raises ValueError if it is neither a list of names nor a mapping."""
+    from ..rows.forms import COLUMNS  # late, so that --help is quick
+
+    if isinstance(given, str):
+        given = {own: column for own, _, column in (pair.partition("=") for pair in given.split(","))}
+    named = given.items() if isinstance(given, dict) else [(None, name) for name in given]
+    if not all(isinstance(name, str) and name for _, name in named):
+        raise ValueError(f"columns must be pairs such as image=image_path,answer=caption, got {given!r}.")
+    if isinstance(given, dict) and (unknown := given.keys() - COLUMNS):
+        raise ValueError(
+            f"columns names {', '.join(map(repr, sorted(unknown)))}, which no form has. Before the = stands one of "
+            f"{', '.join(sorted(COLUMNS))}; after it, a column of the data."
+        )
+    return given
 
 
 def each_of(sources: Iterable[Any], made: Callable[[Any], Any]) -> list[Any]:
