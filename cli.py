@@ -339,7 +339,10 @@ def diagnose(
         ),
     ] = None,
     image_folder: Annotated[
-        str | None, typer.Option(help="Folder that image paths in the data start from.", show_default="the data's own")
+        str | None,
+        typer.Option(
+            help="Folder or .zip file that image paths in the data start from.", show_default="the data's own"
+        ),
     ] = None,
     columns: Annotated[
         str | None, typer.Option(help="Names of the data's columns, such as image=image_path,question=asked.")

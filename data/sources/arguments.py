@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Options: which data sets to read, and what to do with bad rows."""
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ class DataSource:
         split: Split to read.
         columns: Columns to read, by default all; or, by the column of [`FORMS`], the data's column it is read from.
         fraction: Share of the mixture.
-        image_folder: Folder that relative image paths start from; by default the data file's own.
+        image_folder: Folder or zip file that relative image paths start from; by default the data file's own.
     """
 
     path: str
@@ -73,8 +74,13 @@ class DataSource:
             raise ValueError(
                 f"{self.path} is no file or folder here. Check the path. A data set of the Hub is named owner/name."
             )
-        if self.image_folder and not Path(self.image_folder).is_dir():
-            raise ValueError(f"There is no image folder {self.image_folder}. Set image_folder.")
+        if not self.image_folder or (folder := Path(self.image_folder)).is_dir():
+            return
+        if not folder.is_file() or folder.suffix.lower() != ".zip" or "::" in str(folder):
+            raise ValueError(f"There is no image folder {folder}, nor .zip file of images. Set image_folder.")
+        from ..rows.zips import opened  # late, so that --help is quick
+
+        opened(os.path.abspath(folder))
 
 
 @dataclass
@@ -105,7 +111,8 @@ class DataArguments:
         },
     )
     image_folder: str | None = field(
-        default=None, metadata={"help": "Folder that image paths start from. Default: the data file's folder."}
+        default=None,
+        metadata={"help": "Folder or .zip file that image paths start from. Default: the data file's folder."},
     )
     columns: dict | str | list | None = field(
         default=None,
