@@ -343,7 +343,13 @@ def diagnose(
         ),
     ] = None,
     image_folder: Annotated[
-        str | None, typer.Option(help="Folder that image paths in the data start from.", show_default="the data's own")
+        str | None,
+        typer.Option(
+            help="Folder or .zip file that image paths in the data start from.", show_default="the data's own"
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Names of the data's columns, such as image=image_path,question=asked.")
     ] = None,
     samples: Annotated[int, typer.Option(metavar="N", min=1, help="How many questions with images.")] = 64,
     output: Annotated[
@@ -368,8 +374,8 @@ def diagnose(
         from .diagnose.run import diagnose as measure
 
         done = measure(
-            model, against=against, data=data, image_folder=image_folder, samples=samples, output=output,
-            batch_size=batch_size, seed=seed, dtype=dtype, load_in_4bit=load_in_4bit,
+            model, against=against, data=data, image_folder=image_folder, columns=columns, samples=samples,
+            output=output, batch_size=batch_size, seed=seed, dtype=dtype, load_in_4bit=load_in_4bit,
             trust_remote_code=trust_remote_code, name=name, against_name=against_name,
         )  # fmt: skip
     console = Console()

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Rows of JSON, JSON lines and CSV files, whose columns may mix types, which `datasets` cannot read.
+"""Rows of JSON, JSON lines, CSV and TSV files, whose columns may mix types, which `datasets` cannot read.
 
 A row is read as its JSON text, which a table keeps; [`loaded`] parses it.
 """
@@ -9,17 +9,19 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from ..rows.forms import SUFFIXES
+from ..rows.images import short
 
 
 METADATA = "metadata"
 """Name, without suffix, of a file of rows about the images beside it, named in its column `file_name`."""
 
 _HELD_OUT_WORDS = {"test", "validation", "valid", "val", "dev", "eval"}
+_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _TABLES = {".parquet", ".arrow"}
 _PIECE = 2**20  # characters of a JSON list that are read together
 
@@ -138,9 +140,12 @@ def _json_lines(file: str) -> Iterator[str]:
 
 def _csv(file: str) -> Iterator[str]:
     csv.field_size_limit(sys.maxsize)
+    separator = "\t" if file.lower().endswith(".tsv") else ","
     with open(file, newline="", encoding="utf-8-sig") as lines:
         try:
-            for row in csv.DictReader(lines):
+            rows = csv.DictReader(lines, delimiter=separator)
+            _check_separator(file, rows.fieldnames or [])
+            for row in rows:
                 # More cells than the header: a comma in a text without quotes.
                 cells = list(row.values()) if None in row else {column: cell or None for column, cell in row.items()}
                 yield json.dumps(cells)
@@ -148,5 +153,23 @@ def _csv(file: str) -> Iterator[str]:
             raise ValueError(f"{file} is not valid CSV: {error}") from error
 
 
-READERS: dict[str, Callable[[str], Iterator[str]]] = {".json": _json, ".jsonl": _json_lines, ".csv": _csv}
+def _check_separator(file: str, header: Sequence[str]) -> None:
+    """Raises ValueError if the header of a CSV or TSV file is a single column with other separators in it."""
+    others = {
+        separator: name for separator, name in _SEPARATORS.items() if len(header) == 1 and separator in header[0]
+    }
+    if others:
+        seems = others[max(others, key=header[0].count)]
+        raise ValueError(
+            f"{file} has one column, {short(header[0])}; its separators seem to be {seems}. Save it with commas as "
+            ".csv, or with tabs as .tsv."
+        )
+
+
+READERS: dict[str, Callable[[str], Iterator[str]]] = {
+    ".json": _json,
+    ".jsonl": _json_lines,
+    ".csv": _csv,
+    ".tsv": _csv,
+}
 """Readers of files of rows, by suffix."""

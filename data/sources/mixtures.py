@@ -21,7 +21,7 @@ from ..rows.checks import Checks, has_images, valid_rows
 from ..rows.images import ImageRules
 from ..rows.parse import FEATURES, DroppedRows
 from ..rows.reports import DataReport, SourceReport
-from .arguments import DataArguments, DataSource
+from .arguments import DataArguments, DataSource, each_of
 from .source import Source, open_held_out, open_source
 from .table import RowReader, measure, only_valid, rows_on_access, valid_table
 
@@ -83,7 +83,7 @@ def load_data(
     if streaming and splitting:
         raise ValueError("test_split_size needs data in memory, and dataset_streaming is set. Give eval_dataset_name.")
     held_out = open_held_out(arguments) if with_eval and not splitting else None
-    sources = [open_source(source, streaming) for source in arguments.sources]
+    sources = each_of(arguments.sources, lambda source: open_source(source, streaming))
     checks = Checks(
         processor,
         max_length,
@@ -108,7 +108,7 @@ def load_data(
     else:
         reader = RowReader((*sources, *([held_out] if held_out else [])))
         table = _mixture(
-            [valid_table(reader, part, checks, report) for part, report in enumerate(reports)],
+            each_of(enumerate(reports), lambda part: valid_table(reader, part[0], checks, part[1])),
             fractions,
             seed,
             reports,

@@ -29,6 +29,7 @@ MAX_EXPANSION = 100
 CHUNK = 500
 """Rows that are read, checked and cached together."""
 
+_PEEKED = 1000  # rows of a stream that are searched for columns
 _PARQUET_ROWS = 100  # read together; a row group, as by default, may become any size in memory
 _REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 'no'."
 
@@ -40,7 +41,7 @@ class Source:
     Attributes:
         name: Its name in errors and reports.
         rules: Which files its images may be.
-        columns: Columns to read; None for all.
+        columns: As of [`DataSource`].
         files: Files of rows, in place of `data`.
         data: Rows in memory, with images not decoded, or a stream.
         dataset: A Hub data set's id, commit and licence: see [`hub_dataset`].
@@ -48,7 +49,7 @@ class Source:
 
     name: str
     rules: ImageRules
-    columns: list[str] | None = None
+    columns: list[str] | dict[str, str] | None = None
     files: tuple[str, ...] = ()
     data: Dataset | IterableDataset | None = None
     dataset: dict[str, Any] | None = None
@@ -100,8 +101,29 @@ class Source:
         folder = self.rules.folder
         return [self.name, os.path.abspath(folder or ""), folder, self.rules.hub, self.columns, files, data]
 
+    def check_columns(self) -> None:
+        """Raises ValueError if `columns` names one that no row has, or, of a stream, none of the first ones."""
+        missing = dict.fromkeys(self.columns.values() if isinstance(self.columns, dict) else self.columns or ())
+        known: dict[str, None] = {}
+        limit = _PEEKED if isinstance(self.data, IterableDataset) else None
+        for _, _, raw in islice(replace(self, columns=None), limit) if missing else ():
+            known |= dict.fromkeys(raw if isinstance(raw, dict) else ())
+            if not missing.keys() - known:
+                return
+        if absent := missing.keys() - known:
+            raise ValueError(
+                f"columns names {', '.join(map(repr, absent))}, which no row has. The data's columns are: "
+                f"{', '.join(known) or 'none'}"
+            )
+
     def _selected(self, raw: Any) -> Any:
-        return {c: raw[c] for c in self.columns if c in raw} if self.columns and isinstance(raw, dict) else raw
+        if not self.columns or not isinstance(raw, dict):
+            return raw
+        if isinstance(self.columns, list):
+            return {column: raw[column] for column in self.columns if column in raw}
+        others = raw.keys() - self.columns.keys() - set(self.columns.values())
+        renamed = {own: raw[column] for own, column in self.columns.items() if column in raw}
+        return {column: value for column, value in raw.items() if column in others} | renamed
 
 
 def open_source(source: DataSource, streaming: bool) -> Source:
@@ -129,6 +151,7 @@ def open_source(source: DataSource, streaming: bool) -> Source:
             opened = _folder(opened, path, source, streaming)
         else:
             opened = replace(opened, data=_load(source, streaming), dataset=hub_dataset(hub) if hub else None)
+        opened.check_columns()
     except Exception as error:  # `datasets` raises errors of any kind on broken files
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         absent = f"{source.path} is no file or folder here. " if hub else ""
@@ -149,7 +172,7 @@ def open_held_out(arguments: DataArguments) -> Source:
     name = arguments.eval_dataset_name or arguments.dataset_name
     if name is None:
         raise ValueError(f"A mixture has no test split. {_REMEDY}")
-    source = DataSource.named(name, split="", image_folder=arguments.image_folder)
+    source = DataSource.named(name, split="", image_folder=arguments.image_folder, columns=arguments.columns)
     if not arguments.eval_dataset_name or not source.split:
         whole = Path(source.path).is_file() or (Path(source.path) / "state.json").is_file()
         source.split = "train" if arguments.eval_dataset_name and whole else arguments.dataset_test_split

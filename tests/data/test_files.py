@@ -1,4 +1,4 @@
-"""JSON files are read piece by piece, with the rows and the errors of the whole."""
+"""Files of rows by their suffix; JSON is read piece by piece, with the rows and the errors of the whole."""
 
 import json
 import random
@@ -6,6 +6,8 @@ import random
 import pytest
 
 from normalign_llava.data.sources import files
+from normalign_llava.data.sources.arguments import DataSource
+from normalign_llava.data.sources.source import open_source
 
 
 def value(rng: random.Random, depth=0):
@@ -60,3 +62,41 @@ def test_a_line_that_is_no_utf_8_is_no_row(tmp_path):
     (tmp_path / "data.jsonl").write_bytes(b'{"a": "\xff"}\n\n{"a": "\\u00ff"}\n')
     first, second = map(files.loaded, files.rows_of_file(str(tmp_path / "data.jsonl")))
     assert first == rb'{"a": "\xff"}' and second == {"a": "\xff"}
+
+
+@pytest.mark.parametrize("name, separator", [("data.csv", ","), ("data.tsv", "\t"), ("data.TSV", "\t")])
+def test_tables_of_text_are_separated_as_their_suffix_says(tmp_path, name, separator):
+    lines = [["image", "question"], ["a.png", '"one; two,\tthree|"'], ["", "Q"]]
+    (tmp_path / name).write_text("\n".join(map(separator.join, lines)))
+    rows = [files.loaded(text) for text in files.rows_of_file(str(tmp_path / name))]
+    assert rows == [{"image": "a.png", "question": "one; two,\tthree|"}, {"image": None, "question": "Q"}]
+
+
+@pytest.mark.parametrize(
+    "name, separator, seems",
+    [
+        ("data.csv", ";", "semicolons"),
+        ("data.csv", "\t", "tabs"),
+        ("data.csv", "|", "vertical bars"),
+        ("data.tsv", ",", "commas"),
+    ],
+)
+def test_other_separators_are_named(tmp_path, name, separator, seems):
+    file = tmp_path / name
+    file.write_text(separator.join(["image", "question", "answer"]) + "\n")
+    with pytest.raises(
+        ValueError, match=f"^{file} has one column, .* seem to be {seems}. Save it with commas as .csv"
+    ):
+        list(files.rows_of_file(str(file)))
+    file.write_text("caption\na; b | c\n")
+    assert [files.loaded(text) for text in files.rows_of_file(str(file))] == [{"caption": "a; b | c"}]
+
+
+@pytest.mark.parametrize("name", ["data.xlsx", "data.jsonl.gz", "data"])
+def test_a_file_of_another_suffix_is_not_known(tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    known = ".csv, .json, .jsonl, .parquet, .tsv"
+    with pytest.raises(
+        ValueError, match=f"{name} has the suffix '.*', which is not known. Save its rows as one of {known}"
+    ):
+        open_source(DataSource(str(tmp_path / name)), streaming=False)
