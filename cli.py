@@ -223,6 +223,43 @@ def train(
 
 
 @app.command()
+def data(
+    source: Annotated[
+        str, typer.Argument(metavar="DATA", help="File, folder or Hub data set (DATA:SPLIT) to train on.")
+    ],
+    image_folder: Annotated[
+        str | None,
+        typer.Option(help="Folder or .zip file that image paths start from.", show_default="the data's own"),
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Names of the data's columns, such as image=image_path,answer=caption.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint, whose processor counts tokens and shows what of a row is learned.")
+    ] = None,
+    check_images: Annotated[bool, typer.Option("--check-images", help="Decode every image.")] = False,
+) -> None:
+    """Check data before training: count rows by form, images and tokens, and name every fault at once."""
+    with errors_for_people():
+        from .data.sources.arguments import DataSource
+
+        named = DataSource.named(source, image_folder=image_folder, columns=columns)
+        named.check_paths()
+
+        from .train.data_check import check_data
+
+        check = check_data(named, model, check_images)
+    console = Console()
+    console.print(check.table(source))
+    if check.example:
+        console.print("\nA row as the model sees it; what is learned is marked:\n")
+        console.print(check.rendered(console.is_terminal), soft_wrap=True)
+    if check.faults:
+        Console(stderr=True).print("", *check.faults, sep="\n", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+@app.command()
 def merge(
     adapter: Annotated[str, typer.Argument(help="Folder of an adapter that `normalign train` wrote.")],
     output: Annotated[Path, typer.Option(help="Folder to create.")],

@@ -54,15 +54,19 @@ class Checks:
         return DroppedRow(row["source"], row["row"], row["file"], reason, row["length"])
 
 
-def checked_rows(found: Iterable[tuple[str, int, Any]], rules: ImageRules, processor: LlavaProcessor) -> list[dict]:
+def checked_rows(
+    found: Iterable[tuple[str, int, Any]], rules: ImageRules, processor: LlavaProcessor | None
+) -> list[dict]:
     """Rows in parsed form, each as stored (`raw`) and with its facts; one that cannot be trained on has a `reason`.
 
     Args:
         found: Source, number and row as stored.
         rules: Which files their images may be.
-        processor: Determines the length of a row.
+        processor: Determines the length of a row and the tokens that no text may contain; without one, lengths are 0.
     """
-    tokens = {"image_token": processor.image_token, "control_tokens": control_tokens(processor.tokenizer)}
+    tokens: dict[str, Any] = {}
+    if processor:
+        tokens = {"image_token": processor.image_token, "control_tokens": control_tokens(processor.tokenizer)}
     rows = []
     for name, number, raw in found:
         row: dict[str, Any] = {"source": name, "row": number, "file": image_name(raw), "reason": None, "raw": raw}
@@ -77,7 +81,8 @@ def checked_rows(found: Iterable[tuple[str, int, Any]], rules: ImageRules, proce
             row["reason"] += f"; the {row['unread']} looks like an image and is not read"
         rows.append(row)
     parsed = [row for row in rows if row["reason"] is None]
-    for row, length in zip(parsed, token_lengths(processor, parsed), strict=True):
+    lengths = token_lengths(processor, parsed) if processor else [0] * len(parsed)
+    for row, length in zip(parsed, lengths, strict=True):
         row["reason" if isinstance(length, str) else "length"] = length
         row["image_count"] = len(row["images"])
         row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
@@ -203,17 +208,17 @@ def image_problems(
         return dict(gather_object([problem for some in results for problem in some]))
 
 
-def stopped(bad: list[DroppedRow], found: int | None = None) -> str:
-    """The message of a run that stops at bad rows: each reason once, with its first row and their number."""
+def stopped(bad: list[DroppedRow], found: int | None = None, shown: int | None = _SHOWN) -> str:
+    """The message of a run that stops at bad rows: `shown` reasons once, with the first row and their number."""
     alike: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in bad:
         reason = row.reason.replace(row.file, "") if row.file else row.reason
         alike.setdefault((row.source, reason), []).append(row)
     lines = []
-    for rows in list(alike.values())[:_SHOWN]:
+    for rows in list(alike.values())[:shown]:
         shared = f" ({'all ' if len(rows) == found else ''}{len(rows):,} rows)" if len(rows) > 1 else ""
         lines.append(f"  {rows[0]}{shared}")
-    more = sum(len(rows) for rows in list(alike.values())[_SHOWN:])
+    more = len(bad) - sum(len(rows) for rows in list(alike.values())[:shown])
     lines += [f"  and {more:,} more"] if more else []
     return "\n".join(["Rows that cannot be trained on:", *lines, "Fix them, or skip such rows with --bad_rows skip."])
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ...checkpoint.find import is_hub_id
 
 
-FILES = (".csv", ".json", ".jsonl", ".parquet", ".tsv")
+FILES = (".csv", ".json", ".jsonl", ".parquet", ".tar", ".tsv")
 """Suffixes of files of rows."""
 
 

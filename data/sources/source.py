@@ -13,6 +13,7 @@ import pyarrow
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset_builder, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules.parquet.parquet import Parquet
+from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from ...checkpoint.find import is_hub_id
 from ...checkpoint.limits import MAX_TABLE_BYTES
@@ -21,6 +22,7 @@ from ...checkpoint.untrusted import is_inside
 from ..rows.images import ImageRules
 from .arguments import FILES, DataArguments, DataSource
 from .files import METADATA, READERS, files_of_folder, images_of_folder, loaded, rows_of_file
+from .shards import Shards, row_of_sample
 
 
 MAX_EXPANSION = 100
@@ -117,6 +119,7 @@ class Source:
             )
 
     def _selected(self, raw: Any) -> Any:
+        raw = row_of_sample(raw)
         if not self.columns or not isinstance(raw, dict):
             return raw
         if isinstance(self.columns, list):
@@ -208,12 +211,15 @@ def _check_inside(folder: Path, files: Iterable[str]) -> None:
 
 def _load(source: DataSource, streaming: bool) -> Dataset | IterableDataset:
     is_file = (path := Path(source.path)).is_file()
-    words = ("parquet",) if is_file else (source.path, source.name)
+    kind = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
+    words = (kind,) if is_file else (source.path, source.name)
     files: dict[str, Any] = {"data_dir": source.data_dir, "data_files": source.path if is_file else source.data_files}
     builder = load_dataset_builder(*words, **files)
     if path.is_dir() and not source.data_files:
         named = builder.config.data_files or {}
         _check_inside(path / (source.data_dir or ""), [file for split in named.values() for file in split])
+    if isinstance(builder, WebDataset):
+        builder = Shards(data_files=builder.config.data_files)
     if isinstance(builder, Parquet):
         builder.config.batch_size = _PARQUET_ROWS
     if streaming:

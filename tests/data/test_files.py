@@ -95,7 +95,7 @@ def test_other_separators_are_named(tmp_path, name, separator, seems):
 @pytest.mark.parametrize("name", ["data.xlsx", "data.jsonl.gz", "data"])
 def test_a_file_of_another_suffix_is_not_known(tmp_path, name):
     (tmp_path / name).write_text("{}")
-    known = ".csv, .json, .jsonl, .parquet, .tsv"
+    known = ".csv, .json, .jsonl, .parquet, .tar, .tsv"
     with pytest.raises(
         ValueError, match=f"{name} has the suffix '.*', which is not known. Save its rows as one of {known}"
     ):
