@@ -3,6 +3,7 @@
 """The command line, `normalign`. Commands import what they need when they run, so that `--help` is quick."""
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +24,9 @@ DtypeOption = Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the ch
 In4BitOption = Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
 BaseQuantization = Literal["none", "nf4", "nf4-double", "fp4", "fp4-double", "int8"]
+
+if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this when it is imported
+    os.environ |= {name: os.environ.get(name, "60") for name in ("TQDM_MININTERVAL", "TQDM_MAXINTERVAL")}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -219,6 +223,43 @@ def train(
 
 
 @app.command()
+def data(
+    source: Annotated[
+        str, typer.Argument(metavar="DATA", help="File, folder or Hub data set (DATA:SPLIT) to train on.")
+    ],
+    image_folder: Annotated[
+        str | None,
+        typer.Option(help="Folder or .zip file that image paths start from.", show_default="the data's own"),
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Names of the data's columns, such as image=image_path,answer=caption.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint, whose processor counts tokens and shows what of a row is learned.")
+    ] = None,
+    check_images: Annotated[bool, typer.Option("--check-images", help="Decode every image.")] = False,
+) -> None:
+    """Check data before training: count rows by form, images and tokens, and name every fault at once."""
+    with errors_for_people():
+        from .data.sources.arguments import DataSource
+
+        named = DataSource.named(source, image_folder=image_folder, columns=columns)
+        named.check_paths()
+
+        from .train.data_check import check_data
+
+        check = check_data(named, model, check_images)
+    console = Console()
+    console.print(check.table(source))
+    if check.example:
+        console.print("\nA row as the model sees it; what is learned is marked:\n")
+        console.print(check.rendered(console.is_terminal), soft_wrap=True)
+    if check.faults:
+        Console(stderr=True).print("", *check.faults, sep="\n", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+@app.command()
 def merge(
     adapter: Annotated[str, typer.Argument(help="Folder of an adapter that `normalign train` wrote.")],
     output: Annotated[Path, typer.Option(help="Folder to create.")],
@@ -339,7 +380,13 @@ def diagnose(
         ),
     ] = None,
     image_folder: Annotated[
-        str | None, typer.Option(help="Folder that image paths in the data start from.", show_default="the data's own")
+        str | None,
+        typer.Option(
+            help="Folder or .zip file that image paths in the data start from.", show_default="the data's own"
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Names of the data's columns, such as image=image_path,question=asked.")
     ] = None,
     samples: Annotated[int, typer.Option(metavar="N", min=1, help="How many questions with images.")] = 64,
     output: Annotated[
@@ -364,8 +411,8 @@ def diagnose(
         from .diagnose.run import diagnose as measure
 
         done = measure(
-            model, against=against, data=data, image_folder=image_folder, samples=samples, output=output,
-            batch_size=batch_size, seed=seed, dtype=dtype, load_in_4bit=load_in_4bit,
+            model, against=against, data=data, image_folder=image_folder, columns=columns, samples=samples,
+            output=output, batch_size=batch_size, seed=seed, dtype=dtype, load_in_4bit=load_in_4bit,
             trust_remote_code=trust_remote_code, name=name, against_name=against_name,
         )  # fmt: skip
     console = Console()

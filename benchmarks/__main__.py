@@ -33,6 +33,7 @@ OPTIONS: dict[str, list[str]] = {
     "probe": ["--rounds", "4"],
     "generate": ["--tokens", "32", "--rounds", "14"],
     "startup": ["--rounds", "7"],
+    "feed": ["--images", "64", "--rounds", "3"],
 }
 """The scripts, with options that keep all of them together under 20 minutes on 2 cores."""
 

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What other people's files may ask for: caps on bytes and numbers, and the guard of memory. Imports no torch."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,3 +51,8 @@ def limited_memory(size: int | None) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -52,7 +52,9 @@ class Samples:
     samples: list[Sample]
 
 
-def load_samples(data: str | None, count: int, *, seed: int = 0, image_folder: str | None = None) -> Samples:
+def load_samples(
+    data: str | None, count: int, *, seed: int = 0, image_folder: str | None = None, columns: str | None = None
+) -> Samples:
     """Draws questions with images. Every image is decoded once, so that a bad one is found before any long work.
 
     Args:
@@ -62,6 +64,7 @@ def load_samples(data: str | None, count: int, *, seed: int = 0, image_folder: s
             are used. Rows without an image are skipped.
         count: How many samples, drawn by `seed`; if there are fewer, all, with a warning.
         image_folder: Folder that image paths start from and may not leave; by default that of the data.
+        columns: Names of its columns, such as `"image=image_path,question=asked"`.
     """
     if count < 1:
         raise ValueError(f"The number of samples is {count}; it must be at least 1.")
@@ -82,7 +85,7 @@ def load_samples(data: str | None, count: int, *, seed: int = 0, image_folder: s
             if part:
                 samples += _draw(BENCHMARKS[name], BENCHMARKS[name].path, BENCHMARK_ROWS, part, rng)
         return Samples(data, samples)
-    source = DataSource.named(data, image_folder=image_folder)
+    source = DataSource.named(data, image_folder=image_folder, columns=columns)
     here = Path(source.path)
     label = here.resolve().name if here.exists() else source.path
     split = [] if Path(data).expanduser().exists() else data.split(":")[1:]

@@ -64,6 +64,7 @@ def diagnose(
     against: str | None = None,
     data: str | None = None,
     image_folder: str | None = None,
+    columns: str | None = None,
     samples: int = 64,
     output: str | Path | None = None,
     batch_size: int = 8,
@@ -82,7 +83,7 @@ def diagnose(
 
     Args:
         model, against: Folders or Hub ids of the model and of the baseline.
-        data, samples, seed, image_folder: See [`~normalign_llava.diagnose.data.load_samples`].
+        data, samples, seed, image_folder, columns: See [`~normalign_llava.diagnose.data.load_samples`].
         output: Folder to write; by default `diagnostics` in the folder of `model`, or `diagnostics/ID` in the working
             directory for a Hub id. An earlier diagnosis in it is replaced once this one is complete.
         batch_size: How many images at a time.
@@ -109,7 +110,7 @@ def diagnose(
     with replaced_folder(folder, _written) as staging:
         drawn = None
         if any(each.kind != "language model" for each in found):
-            drawn = load_samples(data, samples, seed=seed, image_folder=image_folder)
+            drawn = load_samples(data, samples, seed=seed, image_folder=image_folder, columns=columns)
         names = _names(found, name, against_name)
         options: dict[str, Any] = {"drawn": drawn, "folder": staging, "batch_size": batch_size}
         options |= {"dtype": dtype, "load_in_4bit": load_in_4bit}

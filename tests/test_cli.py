@@ -58,7 +58,7 @@ def test_help_of_training_shows_options_that_exist():
     named = [name for names in SHOWN.values() for name in names]
     parsed = {option for action in option_parser()._actions for option in action.option_strings}
     ours = {option for parameter in app_commands()["train"].params for option in parameter.opts}
-    assert len(named) == len(set(named)) == 28
+    assert len(named) == len(set(named)) == 29
     assert {f"--{name}" for name in named} <= parsed | ours
     shown = invoke("train", "--help").output
     assert "Usage: normalign train RECIPE [--option value ...]" in shown and "qlora, quickstart-" in shown
@@ -124,3 +124,10 @@ def test_the_package_has_all_that_it_names(prepared):
         "from transformers import AutoConfig; AutoConfig.for_model('normalign_llava')"
     )
     assert prepared.run(["-c", code]).returncode == 0
+
+
+def test_a_bar_in_a_file_is_no_more_than_a_line_a_minute():
+    code = "import time, normalign_llava.cli, tqdm\nfor _ in tqdm.tqdm(range(20)): time.sleep(0.05)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = [line.split("|")[0].strip() for line in done.stderr.split("\n") if line]
+    assert shown == ["0%", "100%"]  # at its start and at its end

@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from ..checkpoint.find import find_checkpoint
-from ..data.sources.arguments import DataArguments, DataSource, check_choice
+from ..data.sources.arguments import FILES, DataArguments, DataSource, check_choice, each_of
 from ..errors import check_installed
 from .options.fields import REFUSED, ModelOptions, TrainingOptions, check_given, choices
 
@@ -27,7 +27,7 @@ RECIPES = files(__package__) / "recipes"
 USAGE = "normalign train RECIPE [--option value ...]"
 OPTIONS = (DataArguments, TrainingOptions, ModelOptions)
 """The dataclasses that are known before TRL is imported."""
-DATA = ("dataset_name", "eval_dataset_name", "image_folder")
+DATA = ("dataset_name", "eval_dataset_name", "image_folder", "columns")
 NO_MODEL = "Make it with `normalign build` or the stage before, or name another with --model_name_or_path."
 
 PACKAGES = {
@@ -39,7 +39,10 @@ PACKAGES = {
 
 SHOWN = {
     "Checkpoint": ("model_name_or_path", "output_dir", "stage", "arm"),
-    "Data": ("dataset_name", "image_folder", "eval_dataset_name", "test_split_size", "max_length", "bad_rows"),
+    "Data": (
+        *("dataset_name", "image_folder", "columns", "eval_dataset_name", "test_split_size"),
+        *("max_length", "bad_rows"),
+    ),
     "Learning": (
         *("learning_rate", "vision_learning_rate", "language_learning_rate", "num_train_epochs", "max_steps"),
         *("global_batch_size", "per_device_train_batch_size", "packing", "tokens_per_device"),
@@ -119,8 +122,7 @@ def check_words(words: Sequence[str]) -> None:
     named: dict[str, Any] = {name: options.get(name) for name in DATA}
     data = DataArguments(**named, datasets=options.get("datasets") or [])
     held_out = [DataSource.named(data.eval_dataset_name)] if data.eval_dataset_name else []
-    for source in [*data.sources, *held_out]:
-        source.check_paths()
+    each_of([*data.sources, *held_out], DataSource.check_paths)
 
 
 def with_recipe_file(words: Sequence[str]) -> list[str]:
@@ -135,7 +137,7 @@ def with_recipe_file(words: Sequence[str]) -> list[str]:
 def recipe_file(recipe: str | os.PathLike) -> Path:
     """The file of a recipe: the path itself, or the package's recipe of that name."""
     if Path(recipe).is_file():
-        if Path(recipe).suffix in (".csv", ".jsonl", ".parquet"):
+        if Path(recipe).suffix in {*FILES} - {".json"}:
             raise ValueError(f"{recipe} is data, not a recipe. Give it with --dataset_name {recipe}.")
         return Path(recipe)
     own = own_recipes()

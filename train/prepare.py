@@ -100,8 +100,10 @@ def prepare(
         raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
     if report is None:
         need_images = args.stage == "align" or not rates["language"]
-        train, held_out, report = checked_datasets(train, held_out, collator, args.max_length, need_images)
-    check_stream(isinstance(train, IterableDataset), args)
+        train, held_out, report = checked_datasets(train, held_out, collator, args, need_images)
+    check_stream(streams := isinstance(train, IterableDataset), args)
+    if streams:  # it has a single shard
+        args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)
     norm = projector_norm(model)
     if any(parameter.is_meta for parameter in norm.parameters()):
         # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:
@@ -196,15 +198,15 @@ def model_processor(
 
 
 def checked_datasets(
-    train: Any, held_out: Any, collator: DataCollator, max_length: int | None, need_images: bool
+    train: Any, held_out: Any, collator: DataCollator, args: NormAlignConfig, need_images: bool
 ) -> tuple[Dataset | IterableDataset, Any, DataReport]:
     """[`checked_rows`] of the training and the held-out data (one data set or several by name), and one report."""
-    train, report = checked_rows(train, "train_dataset", collator, max_length, need_images=need_images)
+    train, report = checked_rows(train, "train_dataset", collator, args, need_images=need_images)
     reports = [report]
     several = held_out if isinstance(held_out, dict) else {} if held_out is None else {"eval_dataset": held_out}
     checked = {}
     for name, rows in several.items():
-        checked[name], report = checked_rows(rows, name, collator, max_length, split="eval")
+        checked[name], report = checked_rows(rows, name, collator, args, split="eval")
         reports.append(report)
     held_out = checked if isinstance(held_out, dict) else checked.get("eval_dataset")
     return train, held_out, DataReport([report for report in reports if report is not None])
@@ -214,7 +216,7 @@ def checked_rows(
     rows: Any,
     name: str,
     collator: DataCollator,
-    max_length: int | None,
+    args: NormAlignConfig,
     *,
     split: Literal["train", "eval"] = "train",
     need_images: bool = False,
@@ -232,11 +234,12 @@ def checked_rows(
         collator.processor,
         name=name,
         split=split,
-        max_length=max_length,
+        max_length=args.max_length,
         bad_rows=collator.bad_rows,
         max_image_pixels=collator.max_image_pixels,
         need_images=need_images,
         dropped_rows=collator.dropped_rows,
+        num_proc=args.dataset_num_proc,
     )
 
 

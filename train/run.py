@@ -100,6 +100,7 @@ def _train(
         with_eval=args.eval_strategy != "no",
         need_images=args.stage == "align" or not args.learning_rates(model_args.use_peft)["language"],
         dropped_rows=dropped,
+        num_proc=args.dataset_num_proc,
     )
     for source in data.report.sources:
         if args.tokens_per_device and source.split == "train":

@@ -38,6 +38,7 @@ from .batches.collator import ConversationCollator
 from .batches.packing import BalancedSampler, packed_stream
 from .batches.padding_free import ROW_LENGTHS, PackedAttentionCheck
 from .batches.sampler import ModalityLengthGroupedSampler
+from .callbacks.data_wait import DataWait
 from .callbacks.depth_probe import CosineProbe
 from .callbacks.finite import FiniteCheck
 from .callbacks.measurements import Measurements
@@ -46,6 +47,7 @@ from .callbacks.samples import SampleCallback
 from .callbacks.suite import SuiteCallback
 from .keeping.checkpoints import writing_checkpoint
 from .keeping.record import Clock
+from .keeping.resume import after_stop
 from .keeping.summary import summary
 from .modules.adapter import train_in_float32
 from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
@@ -148,12 +150,12 @@ class NormAlignTrainer(PushingTrainer):
         )
         self.learning_rates = {module: value for module, (value, _) in ready.learning_rates.items()}
         self.record, self.build = ready.record, ready.build
-        self.clock, self.measurements = Clock(), Measurements(args)
+        self.clock, self.measurements, self.data_wait = Clock(), Measurements(args), DataWait()
         super().__init__(
             **ready.arguments,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
-            callbacks=[self.clock, self.measurements, *suite, *(callbacks or [])],
+            callbacks=[self.clock, self.measurements, self.data_wait, *suite, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -294,15 +296,38 @@ class NormAlignTrainer(PushingTrainer):
     def get_eval_dataloader(self, eval_dataset: str | Dataset | IterableDataset | None = None) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
         if isinstance(eval_dataset, Dataset | IterableDataset):
-            eval_dataset, _ = checked_rows(
-                eval_dataset, "eval_dataset", self.data_collator, self.args.max_length, split="eval"
-            )
+            eval_dataset, _ = checked_rows(eval_dataset, "eval_dataset", self.data_collator, self.args, split="eval")
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset | IterableDataset) -> DataLoader:
         """The Trainer's data loader, of rows in any form that the constructor takes."""
-        rows, _ = checked_rows(test_dataset, "test_dataset", self.data_collator, self.args.max_length, split="eval")
+        rows, _ = checked_rows(test_dataset, "test_dataset", self.data_collator, self.args, split="eval")
         return super().get_test_dataloader(rows)
+
+    def get_batch_samples(self, *args, **kwargs):
+        """The Trainer's batches of one optimizer step; the time that they take is measured."""
+        with self.data_wait.waiting():
+            samples = super().get_batch_samples(*args, **kwargs)
+        if isinstance(self.data_collator, ConversationCollator):
+            self.data_collator.seen = 0  # where a process of the loader counted
+        return samples
+
+    def train(self, *args, **kwargs):
+        """The Trainer's training.
+
+        Raises:
+            OSError: A process that reads batches was killed.
+        """
+        try:
+            return super().train(*args, **kwargs)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            lost = after_stop(self.args.output_dir, self.args.world_size, self.state.global_step)
+            raise OSError(
+                "A process that reads batches was killed, as systems do when memory runs out. Lower "
+                f"dataloader_num_workers, now {self.args.dataloader_num_workers}. {lost}"
+            ) from error
 
     @property
     def _total_train_tokens(self) -> int:
@@ -337,6 +362,9 @@ class NormAlignTrainer(PushingTrainer):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        streams = isinstance(self.train_dataset, IterableDataset)
+        if streams and kwargs["resume_from_checkpoint"] and isinstance(self.data_collator, ConversationCollator):
+            self.data_collator.seen = kwargs["steps_trained_in_current_epoch"]
         # The Trainer checks for the end of a run only after a step: resumed at the end, it would take one more.
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(model, epoch, train_dataloader, **kwargs)
@@ -354,7 +382,7 @@ class NormAlignTrainer(PushingTrainer):
         """Adds the measurements of this step to what TRL and the Trainer log."""
         if self.model.training:
             for callback in self.callback_handler.callbacks:
-                if isinstance(callback, Measurements | CosineProbe):
+                if isinstance(callback, Measurements | DataWait | CosineProbe):
                     logs.update(callback.collect())
         super().log(logs, start_time)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from accelerate import PartialState
@@ -18,17 +18,18 @@ from rich.markup import escape
 from rich.progress import track
 from transformers import LlavaProcessor
 
+from ...assembly.chat_template import without_preamble
 from ...errors import Console, escaped
 from ..sources.arguments import DataArguments
 from ..sources.source import Source
 from .forms import PROMPT, image_name, unread_image
 from .images import ImageRules, image_problem, printable
-from .parse import FEATURES, DroppedRow, DroppedRows, control_tokens, parse_row
+from .parse import FEATURES, BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
 
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 64  # rows tokenized together
+_CHUNK = 64  # rows of a stream that are checked together
 _SHOWN = 5  # reasons in an error
 _PEEKED = 100  # rows of a stream that are searched for an image before training
 
@@ -43,6 +44,7 @@ class Checks:
     check_images: bool = False
     max_image_pixels: int = DataArguments.max_image_pixels
     dropped_rows: DroppedRows | None = None
+    processes: int | None = None
 
     def too_long(self, row: dict[str, Any]) -> DroppedRow | None:
         """The row as a dropped one if it has too many tokens, or None."""
@@ -52,33 +54,39 @@ class Checks:
         return DroppedRow(row["source"], row["row"], row["file"], reason, row["length"])
 
 
-def parse_rows(source: Source, processor: LlavaProcessor) -> Iterator[dict[str, Any]]:
-    """All rows of a source in order: in parsed form, as stored (`raw`), and their facts.
+def checked_rows(
+    found: Iterable[tuple[str, int, Any]], rules: ImageRules, processor: LlavaProcessor | None
+) -> list[dict]:
+    """Rows in parsed form, each as stored (`raw`) and with its facts; one that cannot be trained on has a `reason`.
 
-    Rows that cannot be trained on are empty and have a `reason`.
+    Args:
+        found: Source, number and row as stored.
+        rules: Which files their images may be.
+        processor: Determines the length of a row and the tokens that no text may contain; without one, lengths are 0.
     """
-    found = iter(source)
-    tokens = {"image_token": processor.image_token, "control_tokens": control_tokens(processor.tokenizer)}
-    while chunk := list(islice(found, _CHUNK)):
-        rows = []
-        for name, number, raw in chunk:
-            row: dict[str, Any] = {"source": name, "row": number, "file": image_name(raw), "reason": None, "raw": raw}
-            row |= {"images": [], "messages": [], "prompt_turns": 0, "length": 0, "image_count": 0, "paths": []}
-            row |= {"form": None, "unread": None}
-            try:
-                row |= parse_row(raw, source.rules, **tokens)
-            except ValueError as error:
-                row["reason"] = printable(str(error))
-            row["unread"] = None if row["images"] else unread_image(raw, row["messages"])
-            if row["reason"] and row["unread"]:
-                row["reason"] += f"; the {row['unread']} looks like an image and is not read"
-            rows.append(row)
-        parsed = [row for row in rows if row["reason"] is None]
-        for row, length in zip(parsed, token_lengths(processor, parsed), strict=True):
-            row["reason" if isinstance(length, str) else "length"] = length
-            row["image_count"] = len(row["images"])
-            row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
-        yield from rows
+    tokens: dict[str, Any] = {}
+    if processor:
+        tokens = {"image_token": processor.image_token, "control_tokens": control_tokens(processor.tokenizer)}
+    rows = []
+    for name, number, raw in found:
+        row: dict[str, Any] = {"source": name, "row": number, "file": image_name(raw), "reason": None, "raw": raw}
+        row |= {"images": [], "messages": [], "prompt_turns": 0, "length": 0, "image_count": 0, "paths": []}
+        row |= {"form": None, "unread": None}
+        try:
+            row |= parse_row(raw, rules, **tokens)
+        except ValueError as error:
+            row["reason"] = printable(str(error))
+        row["unread"] = None if row["images"] else unread_image(raw, row["messages"])
+        if row["reason"] and row["unread"]:
+            row["reason"] += f"; the {row['unread']} looks like an image and is not read"
+        rows.append(row)
+    parsed = [row for row in rows if row["reason"] is None]
+    lengths = token_lengths(processor, parsed) if processor else [0] * len(parsed)
+    for row, length in zip(parsed, lengths, strict=True):
+        row["reason" if isinstance(length, str) else "length"] = length
+        row["image_count"] = len(row["images"])
+        row["paths"] = [image["path"] for image in row["images"] if image["bytes"] is None]
+    return rows
 
 
 def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
@@ -114,13 +122,15 @@ def has_images(source: Source, checks: Checks) -> bool:
 
 
 def _valid(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
-    for row in parse_rows(source, checks.processor):
+    found = iter(source)
+    rows = iter(lambda: checked_rows(islice(found, _CHUNK), source.rules, checks.processor), [])
+    for row in chain.from_iterable(rows):
         dropped = checks.too_long(row)
         problem = (row["file"], row["reason"]) if row["reason"] else None
         if problem := problem or image_problem(image_files(row["paths"]), source.rules):
             dropped = DroppedRow(row["source"], row["row"], *problem)
             if checks.bad_rows == "stop":
-                raise ValueError(stopped([dropped]))
+                raise BadRow(stopped([dropped]))
         if not dropped:
             warn_of_captions(source.name, [row["form"]])
             yield row
@@ -131,18 +141,23 @@ def _valid(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
 def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:
     """Tokens of each parsed row, as the collator makes them, or why there are none; no image is decoded."""
     per_image = tokens_per_image(processor)
+    template, joined = without_preamble(processor.chat_template, processor.image_token)
     results: list[int | str] = []
     texts: list[str] = []
     for conversation in conversations:
         try:
-            texts.append(str(processor.apply_chat_template(conversation["messages"], tokenize=False)))
+            messages = joined(conversation["messages"])
+            texts.append(processor.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
             results.append(len(conversation["images"]))
         except Exception as error:  # a template may refuse a conversation with any error
             results.append(f"the chat template refuses it: {error}")
-    encoded = iter(processor.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
+    backend = processor.tokenizer.backend_tokenizer
+    backend.no_padding()  # as the tokenizer does before each call
+    backend.no_truncation()
+    encoded = iter(backend.encode_batch_fast(texts, add_special_tokens=False))
     for number, images in enumerate(results):
         if isinstance(images, int):
-            tokens = next(encoded)
+            tokens = next(encoded).ids
             results[number] = len(tokens) + images * (per_image - 1)
             if (printed := tokens.count(processor.image_token_id)) != images:
                 results[number] = f"the chat template prints {printed} image tokens for {images} images"
@@ -166,36 +181,44 @@ def image_problems(
         File and reason, by the number of a row with a bad image.
     """
     state = PartialState()
-    paths = rows["paths"][:] if max_pixels is None else []
+    allows = functools.cache(rules.allows_folder)
+    paths = None if max_pixels is not None else rows.with_format("arrow").select_columns("paths")[:]["paths"]
 
-    def problem(number: int) -> tuple[int, tuple[str | None, str] | None]:
-        images = image_files(paths[number]) if max_pixels is None else rows[number]["images"]
-        return number, image_problem(images, rules, max_pixels)
+    def problems(start: int) -> list[tuple[int, tuple[str | None, str]]]:
+        """The bad ones of some rows that follow each other."""
+        numbers = range(start, min(start + _CHUNK, stop))
+        images = map(image_files, paths[start : numbers.stop].to_pylist()) if paths is not None else None
+        checked = [
+            (number, image_problem(next(images) if images else rows[number]["images"], rules, max_pixels, allows))
+            for number in numbers
+        ]
+        return [(number, problem) for number, problem in checked if problem]
 
-    numbers = range(state.process_index, len(rows), state.num_processes)
+    # Each process takes rows that follow each other.
+    begin, stop = (len(rows) * rank // state.num_processes for rank in (state.process_index, state.process_index + 1))
+    starts = range(begin, stop, _CHUNK)
     with ThreadPoolExecutor() as threads:
         results = track(
-            threads.map(problem, numbers),
+            threads.map(problems, starts) if max_pixels is not None else map(problems, starts),
             f"Checking the images of {escape(escaped(name))}",
-            total=len(numbers),
+            total=len(starts),
             console=Console(),
             disable=max_pixels is None or not state.is_local_main_process,
         )
-        found = [(number, problem) for number, problem in results if problem]
-    return dict(gather_object(found))
+        return dict(gather_object([problem for some in results for problem in some]))
 
 
-def stopped(bad: list[DroppedRow], found: int | None = None) -> str:
-    """The message of a run that stops at bad rows: each reason once, with its first row and their number."""
+def stopped(bad: list[DroppedRow], found: int | None = None, shown: int | None = _SHOWN) -> str:
+    """The message of a run that stops at bad rows: `shown` reasons once, with the first row and their number."""
     alike: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in bad:
         reason = row.reason.replace(row.file, "") if row.file else row.reason
         alike.setdefault((row.source, reason), []).append(row)
     lines = []
-    for rows in list(alike.values())[:_SHOWN]:
+    for rows in list(alike.values())[:shown]:
         shared = f" ({'all ' if len(rows) == found else ''}{len(rows):,} rows)" if len(rows) > 1 else ""
         lines.append(f"  {rows[0]}{shared}")
-    more = sum(len(rows) for rows in list(alike.values())[_SHOWN:])
+    more = len(bad) - sum(len(rows) for rows in list(alike.values())[:shown])
     lines += [f"  and {more:,} more"] if more else []
     return "\n".join(["Rows that cannot be trained on:", *lines, "Fix them, or skip such rows with --bad_rows skip."])
 

@@ -34,6 +34,9 @@ question column the row has an image, and the question is [`PROMPT`]. Rows witho
 trained on.
 """
 
+COLUMNS = {column for form in FORMS for column in form if column} | {"image", "images", "hint", *"ABCD"}
+"""Columns that are read."""
+
 MAX_CHARACTERS, MAX_TURNS = 2**22, 10_000
 """Limits of a text and of a conversation, beyond what any model takes, so that no row fills the memory."""
 

@@ -5,7 +5,9 @@
 import base64
 import io
 import os
+import posixpath
 import re
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from huggingface_hub import constants
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from ...checkpoint.limits import MAX_IMAGE_BYTES
+from .zips import TOO_LARGE, check_entry, read_entry
 
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")
@@ -31,6 +34,9 @@ MAX_PATH = 4096
 MAX_SCANS = 50
 """Most scans in a progressive JPEG; programs write 20 at most."""
 
+ZIP = ".zip"
+"""Suffix of an archive of images."""
+
 KEPT_SIDE = 2048
 """Smallest side, in pixels, of an image after it is reduced: twice what large image processors take."""
 
@@ -42,7 +48,7 @@ class ImageRules:
     With neither argument, the rows were created in Python, and any local file is allowed.
 
     Args:
-        folder: Folder that paths start from and must stay in, links resolved.
+        folder: Folder that paths start from and must stay in, links resolved; or a zip file of images.
         hub: Id of a Hub data set; files that `datasets` downloads or streams from it are allowed.
     """
 
@@ -86,24 +92,49 @@ class ImageRules:
                 return {"path": path, "bytes": None}
         if self.hub and not self.folder and not os.path.isabs(file):
             raise ValueError(f"the image {path} is a path, and its folder is not known: set image_folder")
+        if self.archive and not separator and not os.path.isabs(file):
+            name = posixpath.normpath(file)
+            if name.startswith("../"):
+                raise ValueError(f"the image {path} leaves {self._place}")
+            return {"path": f"zip://{name}::{self.archive}", "bytes": None}
         full = os.path.abspath(os.path.join(self.folder or "", file))
         if not self._allow(full, os.path.abspath):
             raise ValueError(f"the image {path} leaves {self._place}")
         return {"path": archive + separator + full, "bytes": None}
 
-    def check_file(self, path: str) -> None:
+    def check_file(self, path: str, allows: Callable[[str], bool] | None = None) -> None:
         """Raises ValueError if an image file does not exist, or is a link to a place that is not allowed.
 
         Args:
             path: As [`image`] gives it; streamed files are not checked.
+            allows: [`allows_folder`], which may remember its answers.
         """
         file = path.rpartition("::")[2]
         if "://" in file:
             return
-        if not self._allow(os.path.realpath(file), os.path.realpath):
+        whole, is_file = os.path.realpath, file == self.archive or _is_regular(file)
+        if file != self.archive and not (
+            (allows or self.allows_folder)(os.path.dirname(file)) if is_file else self._allow(whole(file), whole)
+        ):
             raise ValueError(f"{path}: the image is a link that leaves {self._place}")
-        if not os.path.isfile(file):
+        if not is_file and not os.path.isfile(file):
             raise ValueError(f"{path}: there is no such image" + (f" in {self._place}" if self.folder else ""))
+
+        if path.startswith("zip://"):
+            try:
+                check_entry(path)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+
+    @property
+    def archive(self) -> str | None:
+        """The zip file that `folder` is, or None."""
+        is_zip = self.folder and self.folder.lower().endswith(ZIP) and not os.path.isdir(self.folder)
+        return os.path.abspath(self.folder) if self.folder and is_zip else None
+
+    def allows_folder(self, folder: str) -> bool:
+        """Whether images may be in a folder, its links resolved."""
+        return self._allow(os.path.realpath(folder), os.path.realpath)
 
     @property
     def _place(self) -> str:
@@ -117,7 +148,7 @@ class ImageRules:
     def _allow(self, file: str, whole: Callable[[str], str]) -> bool:
         caches = (constants.HF_HUB_CACHE, str(datasets.config.HF_DATASETS_CACHE)) if self.hub else ()
         roots = [whole(root) for root in (self.folder, *caches) if root is not None]
-        return not roots or any(_is_inside(file, root) for root in roots)
+        return not roots or any(os.path.join(file, "").startswith(os.path.join(root, "")) for root in roots)
 
 
 def decode_image(image: dict[str, Any], max_pixels: int) -> Image.Image:
@@ -185,7 +216,10 @@ def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
 
 
 def image_problem(
-    images: list[dict[str, Any]], rules: ImageRules, max_pixels: int | None = None
+    images: list[dict[str, Any]],
+    rules: ImageRules,
+    max_pixels: int | None = None,
+    allows: Callable[[str], bool] | None = None,
 ) -> tuple[str | None, str] | None:
     """File of the first bad image, and the reason, or None.
 
@@ -194,12 +228,19 @@ def image_problem(
     for image in images:
         try:
             if image["bytes"] is None:
-                rules.check_file(image["path"])
+                rules.check_file(image["path"], allows)
             if max_pixels is not None:
                 decode_image(image, max_pixels)
         except ValueError as error:
             return image["path"], str(error)
     return None
+
+
+def _is_regular(file: str) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(file).st_mode)
+    except OSError:
+        return False
 
 
 def _from_data_uri(uri: str) -> bytes:
@@ -212,10 +253,6 @@ def _from_data_uri(uri: str) -> bytes:
         raise ValueError(f"the image in a data URI is not valid base64: {error}") from error
 
 
-def _is_inside(path: str, folder: str) -> bool:
-    return os.path.commonpath([path, folder]) == folder
-
-
 def _check_scans(opened: Image.Image, content: bytes) -> None:
     # Each scan of a progressive JPEG is a pass over the whole image, and may take only ten bytes.
     if opened.format in ("JPEG", "MPO") and (scans := content.count(b"\xff\xda")) > MAX_SCANS:
@@ -224,11 +261,13 @@ def _check_scans(opened: Image.Image, content: bytes) -> None:
 
 def _content(image: dict[str, Any]) -> bytes:
     content, path = image["bytes"], image["path"]
-    if content is None:
+    if content is None and path.startswith("zip://") and "://" not in path.rpartition("::")[2]:
+        content = read_entry(path)
+    elif content is None:
         with fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file:
             content = file.read(MAX_IMAGE_BYTES + 1)  # a file may be sparse, or packed a thousand times smaller
     if len(content) > MAX_IMAGE_BYTES:
-        raise ValueError(f"the file has more than {MAX_IMAGE_BYTES >> 20} MiB. Save it smaller")
+        raise ValueError(TOO_LARGE)
     return content
 
 

@@ -68,6 +68,16 @@ class DroppedRow:
         return f"{self.source}, row {self.row}{file}: {self.reason}"
 
 
+class BadRow(ValueError):
+    """A row that training stops at.
+
+    If a worker of the data loader raises it, torch puts the worker's traceback before the text; here it is left out.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(text.rpartition(f"{type(self).__name__}: ")[2].rstrip())
+
+
 class DroppedRows:
     """A file with a line for each row dropped while training, which several processes may append to.
 
@@ -142,7 +152,7 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special.update(tokenizer.all_special_tokens)
-    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+    return re.compile("|".join(map(re.escape, sorted(special, key=lambda token: (-len(token), token)))) or "(?!)")
 
 
 def _check_turns(messages: list[dict[str, Any]], prompt_turns: int, raw: Mapping) -> None:

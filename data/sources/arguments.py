@@ -2,6 +2,8 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Options: which data sets to read, and what to do with bad rows."""
 
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +11,7 @@ from typing import Any, Literal
 from ...checkpoint.find import is_hub_id
 
 
-FILES = (".csv", ".json", ".jsonl", ".parquet")
+FILES = (".csv", ".json", ".jsonl", ".parquet", ".tar", ".tsv")
 """Suffixes of files of rows."""
 
 
@@ -18,13 +20,13 @@ class DataSource:
     """One data set of a mixture, under the names of TRL's `DatasetConfig`.
 
     Args:
-        path: Hub id, folder, or .json, .jsonl, .csv or .parquet file.
+        path: Hub id, folder, or file of rows with one of the suffixes `FILES`.
         name: Configuration of a Hub data set.
         data_dir, data_files: As in `datasets.load_dataset`.
         split: Split to read.
-        columns: Columns to read; by default all.
+        columns: Columns to read, by default all; or, by the column of [`FORMS`], the data's column it is read from.
         fraction: Share of the mixture.
-        image_folder: Folder that relative image paths start from; by default the data file's own.
+        image_folder: Folder or zip file that relative image paths start from; by default the data file's own.
     """
 
     path: str
@@ -32,9 +34,13 @@ class DataSource:
     data_dir: str | None = None
     data_files: str | list[str] | dict[str, str] | None = None
     split: str = "train"
-    columns: list[str] | None = None
+    columns: list[str] | dict[str, str] | None = None
     fraction: float | None = None
     image_folder: str | None = None
+
+    def __post_init__(self):
+        if self.columns:
+            self.columns = _columns(self.columns)
 
     @classmethod
     def named(cls, data: str, /, **others: Any) -> "DataSource":
@@ -58,13 +64,23 @@ class DataSource:
         path = Path(self.path)
         if path.suffix.lower() in FILES and not path.is_file():
             raise ValueError(f"There is no data file {path}.")
+        if path.is_file() and path.suffix.lower() not in FILES:
+            raise ValueError(
+                f"The data file {path} has the suffix {path.suffix!r}, which is not known. Save its rows as one of "
+                f"{', '.join(FILES)}."
+            )
         # With data_dir or data_files, the path may be a format that `datasets` knows.
         if not (path.exists() or is_hub_id(self.path) or self.data_dir or self.data_files):
             raise ValueError(
                 f"{self.path} is no file or folder here. Check the path. A data set of the Hub is named owner/name."
             )
-        if self.image_folder and not Path(self.image_folder).is_dir():
-            raise ValueError(f"There is no image folder {self.image_folder}. Set image_folder.")
+        if not self.image_folder or (folder := Path(self.image_folder)).is_dir():
+            return
+        if not folder.is_file() or folder.suffix.lower() != ".zip" or "::" in str(folder):
+            raise ValueError(f"There is no image folder {folder}, nor .zip file of images. Set image_folder.")
+        from ..rows.zips import opened  # late, so that --help is quick
+
+        opened(os.path.abspath(folder))
 
 
 @dataclass
@@ -78,8 +94,7 @@ class DataArguments:
     dataset_name: str | None = field(
         default=None,
         metadata={
-            "help": "Data to train on: a Hub id, a folder, or a .json, .jsonl, .csv or .parquet file. DATA:SPLIT "
-            "names a split."
+            "help": f"Data to train on: a Hub id, a folder, or a file ({', '.join(FILES)}). DATA:SPLIT names a split."
         },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
@@ -92,11 +107,19 @@ class DataArguments:
         default_factory=list,
         metadata={
             "help": "In place of dataset_name, several data sets: in YAML, a list of mappings with TRL's keys (path, "
-            "name, split, data_files, fraction, ...) and image_folder. Fractions are shares of the mixture."
+            "name, split, data_files, fraction, ...) image_folder and columns. Fractions are shares of the mixture."
         },
     )
     image_folder: str | None = field(
-        default=None, metadata={"help": "Folder that image paths start from. Default: the data file's folder."}
+        default=None,
+        metadata={"help": "Folder or .zip file that image paths start from. Default: the data file's folder."},
+    )
+    columns: dict | str | list | None = field(
+        default=None,
+        metadata={
+            "help": "Names of your own: image=image_path,answer=caption reads the column image from the data's column "
+            "image_path. In YAML also a mapping, or a list of the columns to read."
+        },
     )
     eval_dataset_name: str | None = field(
         default=None, metadata={"help": "Held-out data, in the forms of dataset_name. Default: its test split."}
@@ -138,10 +161,43 @@ class DataArguments:
     @property
     def sources(self) -> list[DataSource]:
         """The data sets to train on."""
+        shared = {"image_folder": self.image_folder, "columns": self.columns}
         if self.datasets:
-            return [DataSource(**{"image_folder": self.image_folder, **source}) for source in self.datasets]
-        given = {"name": self.dataset_config, "split": self.dataset_train_split, "image_folder": self.image_folder}
-        return [DataSource.named(str(self.dataset_name), **given)]
+            return [DataSource(**{**shared, **source}) for source in self.datasets]
+        given = {"name": self.dataset_config, "split": self.dataset_train_split}
+        return [DataSource.named(str(self.dataset_name), **shared, **given)]
+
+
+def _columns(given: Any) -> list[str] | dict[str, str]:
+    """The attribute `columns` of a data set. Raises ValueError if it is neither a list of names nor a mapping."""
+    from ..rows.forms import COLUMNS  # late, so that --help is quick
+
+    if isinstance(given, str):
+        given = {own: column for own, _, column in (pair.partition("=") for pair in given.split(","))}
+    named = given.items() if isinstance(given, dict) else [(None, name) for name in given]
+    if not all(isinstance(name, str) and name for _, name in named):
+        raise ValueError(f"columns must be pairs such as image=image_path,answer=caption, got {given!r}.")
+    if isinstance(given, dict) and (unknown := given.keys() - COLUMNS):
+        raise ValueError(
+            f"columns names {', '.join(map(repr, sorted(unknown)))}, which no form has. Before the = stands one of "
+            f"{', '.join(sorted(COLUMNS))}; after it, a column of the data."
+        )
+    return given
+
+
+def each_of(sources: Iterable[Any], made: Callable[[Any], Any]) -> list[Any]:
+    """What is made of each data set; the errors of all come out at once."""
+    results, errors = [], []
+    for source in sources:
+        try:
+            results.append(made(source))
+        except ValueError as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise ValueError("\n".join(map(str, errors))) from errors[0]
+    if errors:
+        raise errors[0]
+    return results
 
 
 def check_choice(options: Any, name: str, choices: tuple) -> None:

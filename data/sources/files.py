@@ -1,37 +1,51 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Rows of JSON, JSON lines and CSV files, whose columns may mix types, which `datasets` cannot read."""
+"""Rows of JSON, JSON lines, CSV and TSV files, whose columns may mix types, which `datasets` cannot read.
+
+A row is read as its JSON text, which a table keeps; [`loaded`] parses it.
+"""
 
 import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..rows.forms import SUFFIXES
+from ..rows.images import short
 
 
 METADATA = "metadata"
 """Name, without suffix, of a file of rows about the images beside it, named in its column `file_name`."""
 
 _HELD_OUT_WORDS = {"test", "validation", "valid", "val", "dev", "eval"}
+_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _TABLES = {".parquet", ".arrow"}
+_PIECE = 2**20  # characters of a JSON list that are read together
 
 
-def rows_of_file(file: str) -> Iterator[Any]:
-    """The rows of a file in `READERS`, as stored; what is not a row comes too, and is reported by the check of rows.
+def rows_of_file(file: str) -> Iterator[str]:
+    """The rows of a file in `READERS` as JSON text; what is not a row comes too, and is reported by the check of rows.
 
     Raises:
         ValueError: The file as a whole cannot be read.
     """
     is_metadata = Path(file).stem == METADATA
-    for raw in READERS[Path(file).suffix.lower()](file):
-        if is_metadata and isinstance(raw, dict):
+    for text in READERS[Path(file).suffix.lower()](file):
+        if is_metadata and isinstance(raw := loaded(text), dict):
             names = {"file_name": "image", "file_names": "images"}
-            raw = {names.get(column, column): value for column, value in raw.items()}
-        yield raw
+            text = json.dumps({names.get(column, column): value for column, value in raw.items()})
+        yield text
+
+
+def loaded(text: str) -> Any:
+    """The row of a JSON text, or, which is no row, the text in bytes if it is not valid."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text.encode(errors="replace")
 
 
 def files_of_folder(folder: Path, split: str) -> list[str]:
@@ -66,38 +80,96 @@ def images_of_folder(folder: Path) -> list[str]:
     return [str(file.relative_to(folder)) for file in files if file.suffix.lower() in SUFFIXES]
 
 
-def _json(file: str) -> Iterator[Any]:
-    with open(file, "rb") as content:
+def _json(file: str) -> Iterator[str]:
+    with open(file, "rb") as start:
+        encoding = json.detect_encoding(start.read(4))
+    with open(file, encoding=encoding) as content:
         try:
-            rows = json.load(content)
-        except ValueError as error:
-            raise ValueError(f"{file} is not valid JSON: {error}") from error
+            yield from _elements(content)
         except RecursionError as error:
             raise ValueError(f"{file} is nested too deeply to be rows of data.") from error
-    if not isinstance(rows, list):
-        raise ValueError(f"{file} must be a JSON list of rows, got {type(rows).__name__}. One row a line is .jsonl.")
-    yield from rows
-
-
-def _json_lines(file: str) -> Iterator[Any]:
-    with open(file, "rb") as lines:
-        for line in filter(bytes.strip, lines):
+        except ValueError:
+            content.seek(0)
             try:
-                yield json.loads(line)
-            except (ValueError, RecursionError):
-                yield line  # bytes are not a row; the check reports them with their number
+                rows = json.load(content)  # an empty list, or another error with its place in the file
+            except ValueError as error:
+                raise ValueError(f"{file} is not valid JSON: {error}") from error
+            if rows != []:
+                raise ValueError(
+                    f"{file} must be a JSON list of rows, got {type(rows).__name__}. One row a line is .jsonl."
+                ) from None
 
 
-def _csv(file: str) -> Iterator[Any]:
+def _elements(content: TextIO) -> Iterator[str]:
+    """The texts of the elements of a JSON list, read piece by piece; ValueError if it is no list, or empty."""
+    decoder, buffer, start = json.JSONDecoder(), "", 1
+    while not buffer and (more := content.read(_PIECE)):
+        buffer = more.lstrip()
+    if buffer[:1] != "[":
+        raise ValueError("it is no list")
+    while True:
+        try:
+            start = _after_space(buffer, start)
+            _, end = decoder.raw_decode(buffer, start)
+            stop = _after_space(buffer, end)
+            ends = {",": False, "]": True}[buffer[stop]]
+        except (ValueError, LookupError):  # the element goes on after this piece
+            if not (more := content.read(max(_PIECE, len(buffer) - start))):
+                raise ValueError("it ends before the list does") from None
+            buffer, start = buffer[start:] + more, 0
+            continue
+        yield buffer[start:end]
+        start = stop + 1
+        if ends:
+            if (buffer[start:] + content.read()).strip():
+                raise ValueError("more follows the list")
+            return
+
+
+def _after_space(text: str, place: int) -> int:
+    while text[place : place + 1].isspace():
+        place += 1
+    return place
+
+
+def _json_lines(file: str) -> Iterator[str]:
+    with open(file, "rb") as lines:
+        # No JSON has the escape that an invalid byte becomes.
+        yield from (line.decode(errors="backslashreplace") for line in map(bytes.strip, lines) if line)
+
+
+def _csv(file: str) -> Iterator[str]:
     csv.field_size_limit(sys.maxsize)
+    separator = "\t" if file.lower().endswith(".tsv") else ","
     with open(file, newline="", encoding="utf-8-sig") as lines:
         try:
-            for row in csv.DictReader(lines):
+            rows = csv.DictReader(lines, delimiter=separator)
+            _check_separator(file, rows.fieldnames or [])
+            for row in rows:
                 # More cells than the header: a comma in a text without quotes.
-                yield list(row.values()) if None in row else {column: cell or None for column, cell in row.items()}
+                cells = list(row.values()) if None in row else {column: cell or None for column, cell in row.items()}
+                yield json.dumps(cells)
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{file} is not valid CSV: {error}") from error
 
 
-READERS: dict[str, Callable[[str], Iterator[Any]]] = {".json": _json, ".jsonl": _json_lines, ".csv": _csv}
+def _check_separator(file: str, header: Sequence[str]) -> None:
+    """Raises ValueError if the header of a CSV or TSV file is a single column with other separators in it."""
+    others = {
+        separator: name for separator, name in _SEPARATORS.items() if len(header) == 1 and separator in header[0]
+    }
+    if others:
+        seems = others[max(others, key=header[0].count)]
+        raise ValueError(
+            f"{file} has one column, {short(header[0])}; its separators seem to be {seems}. Save it with commas as "
+            ".csv, or with tabs as .tsv."
+        )
+
+
+READERS: dict[str, Callable[[str], Iterator[str]]] = {
+    ".json": _json,
+    ".jsonl": _json_lines,
+    ".csv": _csv,
+    ".tsv": _csv,
+}
 """Readers of files of rows, by suffix."""

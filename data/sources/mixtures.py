@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from ..rows.checks import Checks, has_images, valid_rows
 from ..rows.images import ImageRules
 from ..rows.parse import FEATURES, DroppedRows
 from ..rows.reports import DataReport, SourceReport
-from .arguments import DataArguments, DataSource
+from .arguments import DataArguments, DataSource, each_of
 from .source import Source, open_held_out, open_source
 from .table import RowReader, measure, only_valid, rows_on_access, valid_table
 
@@ -46,6 +47,7 @@ def load_data(
     with_eval: bool,
     need_images: bool = False,
     dropped_rows: DroppedRows | None = None,
+    num_proc: int | None = None,
 ) -> TrainingData:
     """Loads the data sets of `arguments`, checks every row, drops rows that are too long, and mixes.
 
@@ -67,6 +69,7 @@ def load_data(
         with_eval: Whether to load held-out data.
         need_images: Whether training rows without any image are an error; for streams, only the first rows are read.
         dropped_rows: Records dropped rows: in memory by the main process, of streams when they are read.
+        num_proc: Processes that check rows in memory; by default one for each core.
 
     Raises:
         ValueError: A data set cannot be read, has bad rows and `bad_rows` is "stop", or has no row left; fractions are
@@ -80,9 +83,15 @@ def load_data(
     if streaming and splitting:
         raise ValueError("test_split_size needs data in memory, and dataset_streaming is set. Give eval_dataset_name.")
     held_out = open_held_out(arguments) if with_eval and not splitting else None
-    sources = [open_source(source, streaming) for source in arguments.sources]
+    sources = each_of(arguments.sources, lambda source: open_source(source, streaming))
     checks = Checks(
-        processor, max_length, arguments.bad_rows, arguments.check_images, arguments.max_image_pixels, dropped_rows
+        processor,
+        max_length,
+        arguments.bad_rows,
+        arguments.check_images,
+        arguments.max_image_pixels,
+        dropped_rows,
+        num_proc,
     )
     reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]
     held_report = SourceReport("held out of training", "eval")
@@ -94,12 +103,12 @@ def load_data(
         with_images = any([has_images(source, checks) for source in sources])
         mixed = {"sources": tuple(sources), "checks": checks, "fractions": fractions, "seed": seed}
         # Endless, since the Trainer counts batches from the start and cannot resume a stream in a later pass.
-        train = _stream(_endless_rows, mixed).shuffle(seed=seed, buffer_size=arguments.shuffle_buffer_size)
+        train = _stream(_endless_rows, {**mixed, "buffer_size": arguments.shuffle_buffer_size})
         held = _stream(valid_rows, {"source": held_out, "checks": checks}) if held_out else None
     else:
         reader = RowReader((*sources, *([held_out] if held_out else [])))
         table = _mixture(
-            [valid_table(reader, part, checks, report) for part, report in enumerate(reports)],
+            each_of(enumerate(reports), lambda part: valid_table(reader, part[0], checks, part[1])),
             fractions,
             seed,
             reports,
@@ -132,6 +141,7 @@ def prepare_rows(
     max_image_pixels: int = DataArguments.max_image_pixels,
     need_images: bool = False,
     dropped_rows: DroppedRows | None = None,
+    num_proc: int | None = None,
 ) -> tuple[Dataset | IterableDataset, SourceReport]:
     """Parsed rows, checked and measured, of a data set that is already open.
 
@@ -151,6 +161,7 @@ def prepare_rows(
         max_image_pixels: Images with more pixels are bad.
         need_images: Whether rows without any image are an error; for a stream, only the first rows are read.
         dropped_rows: Records dropped rows.
+        num_proc: Processes that check rows in memory; by default one for each core.
 
     Raises:
         ValueError: There is a bad row, no row is left, images are needed and there are none, or seem to be there but
@@ -162,7 +173,7 @@ def prepare_rows(
             measure(data, report)
         return data, report
     source = Source(name, ImageRules(image_folder), data=data)
-    checks = Checks(processor, max_length, bad_rows, check_images, max_image_pixels, dropped_rows)
+    checks = Checks(processor, max_length, bad_rows, check_images, max_image_pixels, dropped_rows, num_proc)
     prepared: Dataset | IterableDataset
     if isinstance(data, IterableDataset):
         with_images = has_images(source, checks)
@@ -204,6 +215,18 @@ def _stream(rows: Callable[..., Iterator[dict[str, Any]]], given: dict[str, Any]
 
 
 def _endless_rows(
+    sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int, buffer_size: int
+) -> Iterator[dict[str, Any]]:
+    # Shuffled here, since `datasets` shuffles otherwise in a worker of the data loader.
+    rows, random = _drawn_rows(sources, checks, fractions, seed), np.random.default_rng(seed)
+    buffer = list(islice(rows, buffer_size))
+    for row in rows:
+        place = random.integers(buffer_size)
+        yield buffer[place]
+        buffer[place] = row
+
+
+def _drawn_rows(
     sources: tuple[Source, ...], checks: Checks, fractions: tuple[float, ...], seed: int
 ) -> Iterator[dict[str, Any]]:
     # Drawn row by row, so that a resumed run, which skips rows, continues with the same ones.

@@ -5,6 +5,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset_builder, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules.parquet.parquet import Parquet
+from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from ...checkpoint.find import is_hub_id
 from ...checkpoint.limits import MAX_TABLE_BYTES
@@ -19,12 +21,17 @@ from ...checkpoint.provenance import hub_dataset
 from ...checkpoint.untrusted import is_inside
 from ..rows.images import ImageRules
 from .arguments import FILES, DataArguments, DataSource
-from .files import METADATA, READERS, files_of_folder, images_of_folder, rows_of_file
+from .files import METADATA, READERS, files_of_folder, images_of_folder, loaded, rows_of_file
+from .shards import Shards, row_of_sample
 
 
 MAX_EXPANSION = 100
 """How many times the bytes of parquet files their rows may take, beyond `MAX_TABLE_BYTES`."""
 
+CHUNK = 500
+"""Rows that are read, checked and cached together."""
+
+_PEEKED = 1000  # rows of a stream that are searched for columns
 _PARQUET_ROWS = 100  # read together; a row group, as by default, may become any size in memory
 _REMEDY = "Give eval_dataset_name or test_split_size, or leave eval_strategy at 'no'."
 
@@ -36,7 +43,7 @@ class Source:
     Attributes:
         name: Its name in errors and reports.
         rules: Which files its images may be.
-        columns: Columns to read; None for all.
+        columns: As of [`DataSource`].
         files: Files of rows, in place of `data`.
         data: Rows in memory, with images not decoded, or a stream.
         dataset: A Hub data set's id, commit and licence: see [`hub_dataset`].
@@ -44,7 +51,7 @@ class Source:
 
     name: str
     rules: ImageRules
-    columns: list[str] | None = None
+    columns: list[str] | dict[str, str] | None = None
     files: tuple[str, ...] = ()
     data: Dataset | IterableDataset | None = None
     dataset: dict[str, Any] | None = None
@@ -55,17 +62,38 @@ class Source:
 
     def __iter__(self) -> Iterator[tuple[str, int, Any]]:
         for file in self.files:
-            for number, raw in enumerate(rows_of_file(file)):
-                yield file, number, self._selected(raw)
+            for number, text in enumerate(rows_of_file(file)):
+                yield file, number, self.parsed(text)
         if self.data is not None:
             for number, raw in enumerate(_undecoded(self.data)):
                 yield self.name, number, self._selected(raw)
+
+    def chunks(self) -> Iterator[dict[str, Any]]:
+        """The rows in memory as chunks of `CHUNK`: name, number of the first row, and JSON texts, if of a file."""
+        for file in self.files:
+            rows = enumerate(rows_of_file(file))
+            while chunk := list(islice(rows, CHUNK)):
+                yield {"source": file, "start": chunk[0][0], "rows": [text for _, text in chunk]}
+        for start in range(0, len(self.data) if isinstance(self.data, Dataset) else 0, CHUNK):
+            yield {"source": self.name, "start": start, "rows": None}
+
+    def parsed(self, text: str) -> Any:
+        """The row of a JSON text."""
+        return self._selected(loaded(text))
 
     def row(self, number: int) -> dict[str, Any]:
         """A row of `data` in memory, as stored."""
         assert isinstance(self.data, Dataset)
         found = self.data[number]
         return self._selected(found.to_pylist()[0] if isinstance(found, pyarrow.Table) else found)
+
+    def rows(self, start: int) -> list[Any]:
+        """The chunk of `data` in memory that begins at a row, as stored."""
+        assert isinstance(self.data, Dataset)
+        numbers = range(start, min(start + CHUNK, len(self.data)))
+        if self.data.format["type"] == "arrow":
+            return [self._selected(raw) for table in [self.data[start : numbers.stop]] for raw in table.to_pylist()]
+        return [self.row(number) for number in numbers]
 
     def identity(self) -> list:
         """What changes when the rows change."""
@@ -75,8 +103,30 @@ class Source:
         folder = self.rules.folder
         return [self.name, os.path.abspath(folder or ""), folder, self.rules.hub, self.columns, files, data]
 
+    def check_columns(self) -> None:
+        """Raises ValueError if `columns` names one that no row has, or, of a stream, none of the first ones."""
+        missing = dict.fromkeys(self.columns.values() if isinstance(self.columns, dict) else self.columns or ())
+        known: dict[str, None] = {}
+        limit = _PEEKED if isinstance(self.data, IterableDataset) else None
+        for _, _, raw in islice(replace(self, columns=None), limit) if missing else ():
+            known |= dict.fromkeys(raw if isinstance(raw, dict) else ())
+            if not missing.keys() - known:
+                return
+        if absent := missing.keys() - known:
+            raise ValueError(
+                f"columns names {', '.join(map(repr, absent))}, which no row has. The data's columns are: "
+                f"{', '.join(known) or 'none'}"
+            )
+
     def _selected(self, raw: Any) -> Any:
-        return {c: raw[c] for c in self.columns if c in raw} if self.columns and isinstance(raw, dict) else raw
+        raw = row_of_sample(raw)
+        if not self.columns or not isinstance(raw, dict):
+            return raw
+        if isinstance(self.columns, list):
+            return {column: raw[column] for column in self.columns if column in raw}
+        others = raw.keys() - self.columns.keys() - set(self.columns.values())
+        renamed = {own: raw[column] for own, column in self.columns.items() if column in raw}
+        return {column: value for column, value in raw.items() if column in others} | renamed
 
 
 def open_source(source: DataSource, streaming: bool) -> Source:
@@ -104,6 +154,7 @@ def open_source(source: DataSource, streaming: bool) -> Source:
             opened = _folder(opened, path, source, streaming)
         else:
             opened = replace(opened, data=_load(source, streaming), dataset=hub_dataset(hub) if hub else None)
+        opened.check_columns()
     except Exception as error:  # `datasets` raises errors of any kind on broken files
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         absent = f"{source.path} is no file or folder here. " if hub else ""
@@ -124,7 +175,7 @@ def open_held_out(arguments: DataArguments) -> Source:
     name = arguments.eval_dataset_name or arguments.dataset_name
     if name is None:
         raise ValueError(f"A mixture has no test split. {_REMEDY}")
-    source = DataSource.named(name, split="", image_folder=arguments.image_folder)
+    source = DataSource.named(name, split="", image_folder=arguments.image_folder, columns=arguments.columns)
     if not arguments.eval_dataset_name or not source.split:
         whole = Path(source.path).is_file() or (Path(source.path) / "state.json").is_file()
         source.split = "train" if arguments.eval_dataset_name and whole else arguments.dataset_test_split
@@ -160,12 +211,15 @@ def _check_inside(folder: Path, files: Iterable[str]) -> None:
 
 def _load(source: DataSource, streaming: bool) -> Dataset | IterableDataset:
     is_file = (path := Path(source.path)).is_file()
-    words = ("parquet",) if is_file else (source.path, source.name)
+    kind = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
+    words = (kind,) if is_file else (source.path, source.name)
     files: dict[str, Any] = {"data_dir": source.data_dir, "data_files": source.path if is_file else source.data_files}
     builder = load_dataset_builder(*words, **files)
     if path.is_dir() and not source.data_files:
         named = builder.config.data_files or {}
         _check_inside(path / (source.data_dir or ""), [file for split in named.values() for file in split])
+    if isinstance(builder, WebDataset):
+        builder = Shards(data_files=builder.config.data_files)
     if isinstance(builder, Parquet):
         builder.config.batch_size = _PARQUET_ROWS
     if streaming:

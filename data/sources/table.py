@@ -2,25 +2,35 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Data sets in memory: a cached table says where each row is and how long it is; a row is parsed when it is read."""
 
-import json
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, List, Value
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import (
+    Dataset,
+    Features,
+    List,
+    Value,
+    disable_progress_bars,
+    enable_progress_bars,
+    is_progress_bar_enabled,
+)
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
+from filelock import FileLock
 from transformers import LlavaProcessor
 
+from ...assembly import chat_template
+from ...checkpoint.limits import cores
 from ..rows import checks, forms, images, parse
 from ..rows.checks import (
     Checks,
     check_images_are_read,
+    checked_rows,
     image_problems,
-    parse_rows,
     stopped,
     tokens_per_image,
     warn_of_captions,
@@ -28,7 +38,8 @@ from ..rows.checks import (
 from ..rows.images import ImageRules
 from ..rows.parse import DroppedRow, control_tokens, parse_row
 from ..rows.reports import SourceReport
-from .source import Source
+from . import files
+from .source import CHUNK, Source
 
 
 COLUMNS = Features(
@@ -47,6 +58,9 @@ COLUMNS = Features(
 )
 """Columns of the cached table: no images; for files of rows, which have no index, the row as JSON."""
 
+_CHUNKS = Features({"source": Value("string"), "start": Value("int64"), "rows": List(Value("string"))})
+_CHUNKS_PER_PROCESS = 10  # fewer are checked before another process has started
+
 
 @dataclass(frozen=True)
 class RowReader:
@@ -61,7 +75,7 @@ class RowReader:
 
     def _row(self, part: int, number: int, text: str | None) -> dict[str, Any]:
         source = self.sources[part]
-        raw = source.row(number) if text is None else json.loads(text)
+        raw = source.row(number) if text is None else source.parsed(text)
         return parse_row(raw, source.rules)
 
 
@@ -75,11 +89,10 @@ def valid_table(reader: RowReader, part: int, checks: Checks, report: SourceRepo
             [`check_images_are_read`].
     """
     source = reader.sources[part]
-    table = _table(source, checks.processor)
+    table = _table(source, checks.processor, checks.processes)
     table = table.add_column("part", np.full(len(table), part))
     valid = only_valid(table, reader, source.rules, checks, report)
-    report.forms = dict(Counter(valid["form"]))
-    report.unread = dict(Counter(filter(None, valid["unread"])))
+    report.forms, report.unread = _counts(valid, "form"), _counts(valid, "unread")
     warn_of_captions(source.name, report.forms)
     check_images_are_read(source.name, len(valid), report.images or 0, report.unread)
     return valid
@@ -104,26 +117,28 @@ def only_valid(table: Dataset, reader: RowReader, rules: ImageRules, checks: Che
     decoded = checks.check_images or report.split == "eval"
     rows = rows_on_access(table, reader) if decoded else table
     problems = image_problems(rows, report.source, rules, checks.max_image_pixels if decoded else None)
-    found = table.remove_columns(["paths", "json", "part"]).to_list()
-    bad, long, valid = [], [], []
-    for number, row in enumerate(found):
+    bad, long = [], []
+    dropped = {*problems, *_places(table, pc.is_valid(_column(table, "reason")))}
+    if checks.max_length is not None:
+        dropped.update(_places(table, pc.greater(_column(table, "length"), checks.max_length)))
+    for number in sorted(dropped):
+        row = table[number]
         if row["reason"] or number in problems:
             file, reason = problems.get(number, (row["file"], row["reason"]))
             bad.append(DroppedRow(row["source"], row["row"], file, reason))
-        elif dropped := checks.too_long(row):
-            long.append(dropped)
-        else:
-            valid.append(number)
+        elif too_long := checks.too_long(row):
+            long.append(too_long)
     if bad and checks.bad_rows == "stop":
-        raise ValueError(stopped(bad, len(found)))
-    if not valid:
-        first = f" The first: {(bad + long)[0]}." if bad or long else ""
+        raise ValueError(stopped(bad, len(table)))
+    if len(dropped) == len(table):
+        first = f" The first: {(bad + long)[0]}." if dropped else ""
         raise ValueError(
-            f"{report.source}: no row is left. {len(found)} found, {len(bad)} bad, {len(long)} longer than max_length "
+            f"{report.source}: no row is left. {len(table)} found, {len(bad)} bad, {len(long)} longer than max_length "
             f"{checks.max_length}.{first}"
         )
-    report.found, report.bad, report.too_long, report.dropped = len(found), len(bad), len(long), bad + long
-    table = table.select(valid)
+    report.found, report.bad, report.too_long, report.dropped = len(table), len(bad), len(long), bad + long
+    if dropped:
+        table = table.select(np.delete(np.arange(len(table)), list(dropped)))
     measure(table, report)
     return table
 
@@ -137,27 +152,60 @@ def measure(rows: Dataset, report: SourceReport) -> None:
     report.shortest, report.median, report.longest = int(lengths.min()), float(np.median(lengths)), int(lengths.max())
 
 
-def _table(source: Source, processor: LlavaProcessor) -> Dataset:
-    known = [source.identity(), processor.chat_template, processor.tokenizer.get_vocab(), type(processor.tokenizer)]
-    tokens = [tokens_per_image(processor), processor.image_token, control_tokens(processor.tokenizer).pattern]
-    code = [Path(str(module.__file__)).read_bytes() for module in (checks, forms, images, parse)]
+def _counts(table: Dataset, name: str) -> dict[str, int]:
+    """How often a column has each text; empty ones are not counted."""
+    counted = pc.value_counts(_column(table, name).drop_null()).to_pylist()
+    return {each["values"]: each["counts"] for each in counted}
+
+
+def _column(table: Dataset, name: str) -> pa.ChunkedArray:
+    return table.with_format("arrow").select_columns(name)[:][name]
+
+
+def _places(table: Dataset, mask: pa.ChunkedArray) -> list[int]:
+    return np.flatnonzero(mask.to_numpy()).tolist()
+
+
+def _table(source: Source, processor: LlavaProcessor, processes: int | None) -> Dataset:
+    """The table of all rows of a source, from the cache.
+
+    Of processes that start together, the first checks the rows, divided among `processes`, and the others wait.
+    """
+    tokenizer = processor.tokenizer
+    known = [processor.chat_template, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
+    known += [tokens_per_image(processor), processor.image_token, control_tokens(tokenizer).pattern]
+    code = [Path(str(module.__file__)).read_bytes() for module in (chat_template, checks, files, forms, images, parse)]
+    rows, facts = Hasher.hash(source.identity()), Hasher.hash([source.identity(), known, code])
+    bars = is_progress_bar_enabled()
+    disable_progress_bars()  # of the time that reading takes
     try:
-        # Processes that start together wait for the first, and then read its cached file.
-        return Dataset.from_generator(
-            _table_rows,
-            features=COLUMNS,
-            gen_kwargs={"source": source, "processor": processor},
-            fingerprint=Hasher.hash([known, tokens, code]),
-        )
+        chunks = Dataset.from_generator(source.chunks, features=_CHUNKS, fingerprint=rows, writer_batch_size=1)
     except DatasetGenerationError as error:
         raise error.__cause__ if isinstance(error.__cause__, (ValueError, OSError)) else error from None
-    except (
-        ValueError
-    ) as error:  # raised by `datasets` without rows; this package's are wrapped in a DatasetGenerationError
+    except ValueError as error:  # raised by `datasets` without rows; this package's are wrapped
         raise ValueError(f"{source.name} has no rows.") from error
+    finally:
+        if bars:
+            enable_progress_bars()
+    processes = min(processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
+    with FileLock(Path(chunks.cache_files[0]["filename"]).with_name(f"{facts}.lock")):
+        return chunks.map(
+            _facts,
+            fn_kwargs={"data": source, "processor": processor},
+            batched=True,
+            batch_size=1,
+            num_proc=processes if processes > 1 else None,
+            remove_columns=chunks.column_names,
+            features=COLUMNS,
+            new_fingerprint=facts,
+            desc=f"Checking {Path(source.name).name}, {CHUNK} rows each",
+        )
 
 
-def _table_rows(source: Source, processor: LlavaProcessor) -> Iterator[dict[str, Any]]:
-    for row in parse_rows(source, processor):
-        row["json"] = json.dumps(row["raw"]) if source.files and not row["reason"] else None
-        yield {column: row[column] for column in COLUMNS}
+def _facts(chunk: dict[str, list], data: Source, processor: LlavaProcessor) -> dict[str, list]:
+    (name,), (start,), (texts,) = chunk["source"], chunk["start"], chunk["rows"]
+    raws = map(data.parsed, texts) if texts is not None else data.rows(start)
+    rows = checked_rows(((name, number, raw) for number, raw in enumerate(raws, start)), data.rules, processor)
+    kept = texts if texts is not None else [None] * len(rows)
+    columns = {name: [row[name] for row in rows] for name in COLUMNS if name != "json"}
+    return {**columns, "json": [None if row["reason"] else text for row, text in zip(rows, kept, strict=True)]}

@@ -17,6 +17,7 @@ from PIL import Image as PILImage
 from train_data import arguments, assistant, image_bytes, images, llava, user, write_json
 
 from normalign_llava.data.rows.forms import FORMS, PROMPT
+from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.data.sources.files import READERS
 from normalign_llava.data.sources.mixtures import load_data, prepare_rows
 from normalign_llava.diagnose.data import load_samples
@@ -160,6 +161,54 @@ def test_splits_and_image_folder_are_the_same_for_training_and_diagnosing(proces
     (tmp_path / "mine" / "test").rename(tmp_path / "mine" / "dogs")
     with pytest.raises(ValueError, match="it has metadata in several folders. Name one of them: .*cats, .*dogs"):
         read(tmp_path / "mine", processor)
+
+
+OWN = [{"path": "sub/red.png", "asked": "Q", "caption": "one", "image": "none.png"}, {"asked": "Q2", "caption": "two"}]
+RENAMED = {"image": "path", "question": "asked", "answer": "caption"}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_have_names_of_ones_own(processor, tmp_path, form, streaming):
+    images(tmp_path / "sub", "red.png")
+    path = tmp_path / f"own.{form}"
+    if form == "jsonl":
+        path.write_text("\n".join(map(json.dumps, OWN)))
+    elif form == "parquet":
+        Dataset.from_list(OWN).to_parquet(str(path))
+    else:
+        Dataset.from_list(OWN).save_to_disk(str(path))
+    options = {"dataset_streaming": streaming, "shuffle_buffer_size": 1, "image_folder": str(tmp_path)}
+
+    def rows(**columns):
+        return list(islice(read(path, processor, **columns, **options).train, 2))
+
+    found = rows(columns="image=path,question=asked,answer=caption")
+    assert [said(row) for row in found] == [[("user", q), ("assistant", a)] for q, a in (("Q", "one"), ("Q2", "two"))]
+    assert [[image["path"] for image in row["images"]] for row in found] == [[str(tmp_path / "sub/red.png")], []]
+    assert rows(columns=RENAMED) == found
+    assert [said(row)[1][1] for row in rows(columns={**RENAMED, "answer": "asked"})] == ["Q", "Q2"]  # nothing cached
+    with pytest.raises(ValueError, match="columns names 'paht', which no row has. The data's columns are: .*asked"):
+        rows(columns={"image": "paht"})
+    with pytest.raises(ValueError, match="columns names 'none', which no row has"):
+        rows(columns=["caption", "none"])
+
+
+def test_a_mixture_and_diagnosing_take_names_of_columns(processor, tmp_path):
+    path = write_json(tmp_path, [{**OWN[0], "path": "red.png"}])
+    listed = [{"path": str(path), "columns": RENAMED}, {"path": str(write_json(tmp_path / "b", [llava("Q", "A")]))}]
+    data = load_data(DataArguments(datasets=listed), processor, max_length=None, seed=0, with_eval=False).train
+    assert [said(row)[1][1] for row in data] == ["one", "A"]
+    (sample,) = load_samples(str(path), 1, columns="image=path,question=asked").samples
+    assert sample.question == "Q" and sample.image.getpixel((3, 3)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("columns", ["image", "image=", "img=path", {"image": 3}, [None]])
+def test_columns_that_name_nothing_are_refused(tmp_path, columns):
+    with pytest.raises(
+        ValueError, match="columns (must be pairs such as|names 'img', which no form has. Before the =)"
+    ):
+        arguments(tmp_path, columns=columns).sources  # noqa: B018
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

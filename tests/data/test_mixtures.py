@@ -234,6 +234,19 @@ def test_a_streamed_source_that_gives_no_row_is_named_alone(load, tmp_path):
             list(islice(stream, 100))
 
 
+def test_every_bad_source_of_a_mixture_is_named_at_once(load, tmp_path):
+    good, empty = sources(tmp_path, a=2, b=0)
+    (tmp_path / "rows.txt").write_text("x")
+    write_json(tmp_path / "bad", [llava("Q", "")])
+    wrong = [{"path": str(tmp_path / name)} for name in ("none.json", "rows.txt", "nowhere")]
+    with pytest.raises(
+        ValueError, match="no data file .*none.json(.|\n)*rows.txt has the suffix(.|\n)*nowhere is no "
+    ):
+        load(None, datasets=[good, *wrong])
+    with pytest.raises(ValueError, match="b/data.json has no rows.\nRows that cannot(.|\n)*bad/data.json, row 0: "):
+        load(None, datasets=[good, empty, {"path": str(tmp_path / "bad")}])
+
+
 def test_what_is_held_out_is_not_reported_as_used(load, tmp_path):
     data = load(None, datasets=sources(tmp_path, 1, a=30, b=10), with_eval=True, test_split_size=0.25)
     first, second, held = data.report.sources

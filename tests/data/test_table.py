@@ -2,17 +2,22 @@
 
 import hashlib
 import multiprocessing
+import os
 import pickle
+import subprocess
+import sys
 
 import datasets
 import pytest
 import train_data
 import training
 from datasets import Dataset
+from paths import HELPERS
 from torch.utils.data import DataLoader
 from train_data import arguments, inside, llava
 
 from normalign_llava.data.rows.parse import FEATURES
+from normalign_llava.data.sources import source, table
 from normalign_llava.data.sources.mixtures import load_data, prepare_rows
 
 
@@ -58,8 +63,8 @@ def test_the_cache_holds_no_image_that_the_data_hold(form, processor, tmp_path, 
     else:
         rows = load(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor)
     ours = [file for file in cache.rglob("*.arrow") if "generator" in file.parts[len(cache.parts)]]
-    assert len(ours) == 1 and ours[0].stat().st_size < 20_000 < COUNT * len(noise(0)) / 20
-    assert not any(noise(number)[50:90] in ours[0].read_bytes() for number in (0, 7, COUNT - 1))
+    assert len(ours) == 2 and sum(file.stat().st_size for file in ours) < 20_000 < COUNT * len(noise(0)) / 20
+    assert not any(noise(n)[50:90] in file.read_bytes() for file in ours for n in (0, 7, COUNT - 1))
     copies = [file for file in cache.rglob("*.arrow") if noise(7)[50:90] in file.read_bytes()]
     assert len(copies) == (form == "parquet")  # in which `datasets` itself unpacks parquet
     assert digests(rows) == EXPECTED and rows[0].keys() == FEATURES.keys()
@@ -84,6 +89,48 @@ def test_rows_are_the_same_in_workers_and_after_pickling(processor, tmp_path):
     process.start()
     assert results.get(timeout=120) == expected
     process.join()
+
+
+def test_several_processes_make_the_same_table(processor, tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "CHUNK", 5)
+    monkeypatch.setattr(table, "_CHUNKS_PER_PROCESS", 1)
+    rows = [llava(f"Question {number}?", "yes " * (number % 7 + 1)) for number in range(33)]
+    rows[12] = llava("Q", "")
+    path = train_data.write_json(tmp_path / "data", rows)
+
+    def loaded(processes):
+        given = dict(max_length=None, seed=0, with_eval=False, num_proc=processes)
+        data = load_data(arguments(path, bad_rows="skip"), processor, **given)
+        return list(data.train), data.report
+
+    one = loaded(1)
+    (tmp_path / "cache").rename(tmp_path / "cache of one")
+    assert loaded(3) == one and [row["row"] for row in one[0]] == [n for n in range(33) if n != 12]
+    assert len(list((tmp_path / "cache").rglob("cache-*_of_00003.arrow"))) == 3
+
+
+SECOND_START = """
+import sys
+import train_data
+from normalign_llava.data.sources import source, table
+from normalign_llava.data.sources.mixtures import load_data
+processor = train_data.processor()
+data = load_data(train_data.arguments(sys.argv[1]), processor, max_length=None, seed=0, with_eval=False)
+print(len(data.train))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_start_reads_the_cache(processor, tmp_path, cache):
+    path = train_data.write_json(tmp_path / "data", [llava(f"Q{n}?", "yes") for n in range(9)])
+    assert len(load(path, processor)) == 9
+    written = {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")}
+    paths = os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(cache), "PYTHONPATH": paths, "PYTHONHASHSEED": "7"}
+    words = [sys.executable, "-c", SECOND_START, str(path)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["9"], done.stderr
+    assert len(written) == 2 and {file: file.stat().st_mtime_ns for file in cache.rglob("*.arrow")} == written
 
 
 def test_a_transform_of_the_data_set_is_kept(processor):

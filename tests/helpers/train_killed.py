@@ -1,5 +1,6 @@
-"""Run by test_train_resume.py: `normalign train`, which stops itself in a step or a save, or waits in a step."""
+"""Run by tests: `normalign train`, which stops itself in a step or a save, or waits in a step."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +22,10 @@ class Killed(NormAlignTrainer):
 
     def training_step(self, *args, **kwargs):
         if when.startswith("SIG") and str(self.state.global_step) == number:
+            readers = multiprocessing.active_children()
+            print("readers", *(reader.pid for reader in readers), flush=True)
+            for reader in readers:  # a terminal sends it to all
+                os.kill(reader.pid, signal.Signals[when])
             signal.raise_signal(signal.Signals[when])
         if when == "wait" and self.state.global_step == int(number):
             Path(f"{self.args.output_dir}-waiting").touch()

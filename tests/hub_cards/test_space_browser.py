@@ -81,7 +81,7 @@ def test_a_person_asks_a_published_space_about_an_image(tmp_path, published):
     red = space_parts.plain(tmp_path / "red.png", "red")
     with chromium(tmp_path / "profile") as browser:
         page = load(browser, url, 1200)
-        assert browser.title == "A published model"
+        until(lambda: browser.title == "A published model", 60)
         driver = Driver(browser)
         asked_for = page.requests + _messages(driver)
         asked_for += _one_question(driver, folder, red)

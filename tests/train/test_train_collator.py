@@ -9,10 +9,12 @@ from chat_families import END_OF_TURN, TEMPLATES, byte_tokenizer
 from PIL import Image
 from train_data import assistant, gigantic_png, image_bytes, inside, llava, user
 from transformers import AutoProcessor
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
+from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.rows.parse import DroppedRows, parse_row
-from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.batches.collator import ConversationCollator, _messages
 
 
 def row(raw, number=0) -> dict:
@@ -89,6 +91,35 @@ def test_labels_in_the_templates_of_many_families(family):
         second = "<think>\n\n</think>\n\n" + second
     assert labelled(processor, batch["labels"][0]) == ["A red\nkite." + end, second]
     assert labelled(processor, batch["labels"][1])[0].endswith("A" + end)
+
+
+@pytest.mark.parametrize("multiple", [None, 8])
+@pytest.mark.parametrize("family", [*OURS, *TRLS])
+def test_every_tensor_is_that_of_trl_s_collator(family, multiple):
+    """TRL's repeats image tokens in the text and finds the answers afterwards; here it is the reference."""
+    processor = train_data.processor(byte_tokenizer(), TEMPLATES[family])
+    raw = [
+        TWO_TURNS,
+        llava("Say hello.", "Hello!"),
+        llava("Which colour?\n<image>", " green ", inside("green")),
+        {"images": [inside("red"), inside("blue")], "messages": [user("Same?"), assistant("No.")]},
+        {"image": inside("red"), "prompt": "Which colour?", "completion": "red"},
+        {"image": inside("blue"), "question": "Which colour?", "answer": "blue"},
+        {"image": inside("white"), "caption": "A white square."},
+    ]
+    rows = [row(each, number) for number, each in enumerate(raw)]
+    assert {len(each["images"]) for each in rows} == {0, 1, 2} and not any(each["prompt_turns"] for each in rows)
+    reference = DataCollatorForVisionLanguageModeling(
+        processor, assistant_only_loss=True, pad_to_multiple_of=multiple
+    )([{"messages": _messages(each), "images": [decode_image(i, 10**6) for i in each["images"]]} for each in rows])
+    batch = ConversationCollator(processor, pad_to_multiple_of=multiple)(rows)
+    assert batch.keys() == reference.keys()
+    for name in ("input_ids", "attention_mask", "pixel_values"):
+        assert batch[name].dtype == reference[name].dtype and torch.equal(batch[name], reference[name]), name
+    differ = batch["labels"] != reference["labels"]
+    assert (batch["labels"][differ] == -100).all()  # TRL's also has the white space after the end of a turn
+    assert family in TRLS or not differ.any()
+    assert not processor.tokenizer.decode(reference["labels"][differ]).strip()
 
 
 def test_end_of_turn_is_learned_even_if_it_is_the_padding_token(processor):

@@ -70,6 +70,7 @@ def result(output: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
     """What was logged at each step, and the weights at the end."""
     # Times differ, and the mean loss is of the steps since the run was resumed.
     timed = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss"}
+    timed.add("time/data_share")
     state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
     logged = [{key: value for key, value in entry.items() if key not in timed} for entry in state["log_history"]]
     return logged, load_file(next(output.glob("*model.safetensors")))
@@ -132,24 +133,50 @@ def test_a_resumed_run_keeps_the_precision_that_it_began_with(tmp_path, parts, p
 
 CASES = {
     "4 bits": dict(use_peft=True, lora_dropout=0.3, load_in_4bit=True, dtype="bfloat16", bf16=True),
-    "grouped by length, into a second epoch": dict(train_sampling_strategy="group_by_length"),
-    "streamed mixture": dict(dataset_streaming=True, shuffle_buffer_size=5, datasets=("first", "second")),
+    "grouped by length, into a second epoch": dict(train_sampling_strategy="group_by_length", workers=(2, 0)),
+    "streamed mixture": dict(
+        dataset_streaming=True, shuffle_buffer_size=5, datasets=("first", "second"), workers=(0, 3)
+    ),
 }
+"""Options of both runs; `workers` of the uninterrupted and of the resumed one."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_from_what_a_kill_leaves_is_as_if_never_stopped(tmp_path, parts, case):
     options = dict(CASES[case])
+    before, after = options.pop("workers", (0, 0))
     if "datasets" in options:
         shares = zip(options["datasets"], (0.7, 0.3), strict=True)
         options["datasets"] = [{"path": str(parts / name / "data.json"), "fraction": share} for name, share in shares]
         options["dataset_name"] = None
     file, whole, stopped = recipe(tmp_path / "run", parts, **options), tmp_path / "whole", tmp_path / "stopped"
-    main([str(file), "--output_dir", str(whole)])
+    main([str(file), "--output_dir", str(whole), "--dataloader_num_workers", str(before)])
     step = 2 if case == "streamed mixture" else 4
     shutil.copytree(whole / f"checkpoint-{step}", stopped / f"checkpoint-{step}")
-    main([str(file), "--output_dir", str(stopped), "--resume_from_checkpoint"])
+    workers = ["--dataloader_num_workers", str(after)]
+    main([str(file), "--output_dir", str(stopped), "--resume_from_checkpoint", *workers])
     assert_same(whole, stopped)
+
+
+def test_a_resumed_stream_opens_no_image_of_what_was_seen(tmp_path):
+    parts, output = tmp_path / "parts", tmp_path / "out"
+    training.checkpoint(parts)
+    rows = [train_data.llava("<image>\nwhat?", "red", f"{number}.png") for number in range(4 * STEPS)]
+    (parts / "first").mkdir()
+    train_data.write_json(parts / "first", rows)
+    for row in rows:
+        (parts / "first" / row["image"]).write_bytes(train_data.image_bytes())
+    streams = dict(dataset_streaming=True, shuffle_buffer_size=1)
+    file = recipe(tmp_path / "run", parts, **streams)
+    main([str(file), "--output_dir", str(output), "--max_steps", "4"])
+    for number in range(16):
+        (parts / "first" / f"{number}.png").write_bytes(b"no image")
+    for workers in ("0", "1"):
+        again = tmp_path / workers
+        shutil.copytree(output / "checkpoint-4", again / "checkpoint-4")
+        resumed = ["--resume_from_checkpoint", "--max_steps", "6", "--dataloader_num_workers", workers]
+        main([str(file), "--output_dir", str(again), *resumed])
+        assert json.loads((again / "trainer_state.json").read_text())["global_step"] == 6
 
 
 def test_two_runs_do_not_share_a_folder(prepared, tmp_path, parts):

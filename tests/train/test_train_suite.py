@@ -59,7 +59,7 @@ def test_training_is_bit_for_bit_the_same_with_a_suite(room, tmp_path, options):
     assert torch.equal(torch.get_rng_state(), random_states[2])
     evaluated = [entry for entry in logged if "eval_tiny_looking_letters" in entry]
     assert [entry["step"] for entry in evaluated] == [2, 4]
-    timings = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+    timings = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "time/data_share")
     courses = [
         [{key: value for key, value in entry.items() if key not in timings} for entry in log if entry not in evaluated]
         for log in (plain, logged)

@@ -8,11 +8,13 @@ from typing import Any, Literal
 import torch
 from PIL import Image
 from torch import Tensor
-from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+from transformers import LlavaProcessor
+from trl.trainer.utils import pad
 
 from ...checkpoint.loading import loading
+from ...data.rows.checks import tokens_per_image
 from ...data.rows.images import decode_image
-from ...data.rows.parse import DroppedRow, DroppedRows
+from ...data.rows.parse import BadRow, DroppedRow, DroppedRows
 from .packing import PACKED
 from .padding_free import without_padding
 
@@ -25,57 +27,92 @@ _IGNORED = -100
 
 
 @dataclass
-class ConversationCollator(DataCollatorForVisionLanguageModeling):
-    """TRL's collator for parsed rows: it opens the images and labels the answers with their end-of-turn tokens.
+class ConversationCollator:
+    """Opens the images of parsed rows, and labels the answers with their end-of-turn tokens.
 
     White space after the end-of-turn token is not labelled, nor are the first `prompt_turns` answers of a row. A batch
     without images has no `pixel_values`. With `bad_rows="skip"`, a row with a bad image stays in the batch, whose
     shape the other processes rely on, with a white image and no labels, so that it adds nothing to the loss.
 
+    The tensors are those of TRL's `DataCollatorForVisionLanguageModeling` where that has no such rules. It repeats
+    each image token in the text, and tokenizes hundreds of them; here they are repeated as tokens, after the answers
+    are labelled.
+
     Args:
         processor: The processor; its chat template must have generation marks.
+        pad_to_multiple_of: The length of a batch is a multiple of this.
         max_image_pixels: Images with more pixels are bad.
         bad_rows: `"stop"` raises at a bad image, `"skip"` records the row in `dropped_rows`.
         dropped_rows: Where rows with bad images are recorded.
         padding_free: Rows one after another in one sequence, as [`without_padding`] makes them.
+        seen: Batches that a resumed stream skips. They come empty, and their images are not opened.
 
     Raises:
         ValueError: The chat template marks no answer; when called, a bad image and its row.
     """
 
-    assistant_only_loss: bool = True
+    processor: LlavaProcessor
+    pad_to_multiple_of: int | None = None
     max_image_pixels: int = 89_478_485
     bad_rows: Literal["stop", "skip"] = "stop"
     dropped_rows: DroppedRows | None = None
     padding_free: bool = False
+    seen: int = 0
 
     def __post_init__(self):
+        self._tokens_per_image = tokens_per_image(self.processor)
         with loading("The chat template"):
-            probe = super().torch_call([{"images": [], "messages": _PROBE}])
-        if (probe["labels"] == _IGNORED).all():
+            ((_, labels),) = self._encoded([{"messages": _PROBE}])
+        if (labels == _IGNORED).all():
             raise ValueError(
                 "The chat template marks no answer with {% generation %}, so nothing would be learned. "
                 "`normalign build` says whether a template has marks, and takes another with --chat-template."
             )
 
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         """A batch of B parsed rows, or of an element of a packed stream, padded on the right to T tokens.
 
         Returns:
             `input_ids`, `attention_mask` and `labels` `(B, T)`; `pixel_values` `(images, channels, height, width)`.
             With `padding_free`, what [`without_padding`] returns.
         """
+        if self.seen:
+            self.seen -= 1
+            return {}
         examples = [row for example in examples for row in example.get(PACKED, [example])]
-        images = [self._images(example) for example in examples]
-        batch = super().torch_call(
-            [
-                {"images": shown, "messages": _messages(example)}
-                for example, (shown, _) in zip(examples, images, strict=True)
-            ]
-        )
-        for labels, example, (_, bad) in zip(batch["labels"], examples, images, strict=True):
+        opened = [self._images(example) for example in examples]
+        rows = []
+        for (ids, labels), example, (_, bad) in zip(self._encoded(examples), examples, opened, strict=True):
             self._remove_labels(labels, example, bad)
+            repeats = torch.where(ids == self.processor.image_token_id, self._tokens_per_image, 1)
+            rows.append((ids.repeat_interleave(repeats), labels.repeat_interleave(repeats)))
+        all_ids, all_labels = zip(*rows, strict=True)
+        padding = {
+            "input_ids": (all_ids, self.processor.tokenizer.pad_token_id),
+            "attention_mask": ([torch.ones_like(ids) for ids in all_ids], 0),
+            "labels": (all_labels, _IGNORED),
+        }
+        batch = {
+            name: pad(tensors, value, pad_to_multiple_of=self.pad_to_multiple_of)
+            for name, (tensors, value) in padding.items()
+        }
+        if images := [image for images, _ in opened for image in images]:
+            batch |= self.processor.image_processor(images, return_tensors="pt")
         return without_padding(batch) if self.padding_free else batch
+
+    def _encoded(self, examples: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
+        """Token ids and labels of each row, `(T,)`, with one image token for each image."""
+        encoded = self.processor.tokenizer.apply_chat_template(
+            [_messages(example) for example in examples],
+            chat_template=self.processor.chat_template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
+        )
+        rows = []
+        for ids, learned in zip(map(torch.tensor, encoded["input_ids"]), encoded["assistant_masks"], strict=True):
+            rows.append((ids, torch.where(torch.tensor(learned) == 1, ids, _IGNORED)))
+        return rows
 
     def _images(self, example: dict[str, Any]) -> tuple[list[Image.Image], bool]:
         """The row's images, white in place of bad ones, and whether there was a bad one."""
@@ -86,7 +123,7 @@ class ConversationCollator(DataCollatorForVisionLanguageModeling):
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
                 if self.bad_rows == "stop":
-                    raise ValueError(f"{dropped}. Fix it, or skip such rows with --bad_rows skip.") from error
+                    raise BadRow(f"{dropped}. Fix it, or skip such rows with --bad_rows skip.") from error
                 if self.dropped_rows and not bad:
                     self.dropped_rows.add(dropped)
                 images.append(Image.new("RGB", (64, 64), "white"))

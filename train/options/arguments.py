@@ -11,6 +11,7 @@ from transformers import SchedulerType
 from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig, SFTConfig
 
+from ...checkpoint.limits import cores
 from ...checkpoint.precision import half_precision_pays
 from ...data.sources.arguments import check_choice
 from ..keeping.resume import began_in_bfloat16
@@ -87,6 +88,10 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
                 default = SFTConfig.__dataclass_fields__[name].default if name != "global_batch_size" else None
                 setattr(self, name, defaults.get(name, default))
         self.use_cpu = not torch.accelerator.is_available() if self.use_cpu is None else self.use_cpu
+        if self.dataloader_num_workers is None:
+            self.dataloader_num_workers = 0 if self.use_cpu else default_workers()
+        if self.dataloader_persistent_workers is None:
+            self.dataloader_persistent_workers = self.dataloader_num_workers > 0
         if self.bf16 is None and not self.fp16:
             self._choose_precision()
         super().__post_init__()
@@ -190,6 +195,11 @@ class ModelArguments(ModelOptions, ModelConfig):
         given = [each.name for each in lora if getattr(self, each.name) != each.default]
         if given and not self.use_peft:
             raise ValueError(f"{', '.join(given)}: adapters are trained with use_peft alone. Add --use_peft.")
+
+
+def default_workers() -> int:
+    """Processes that read batches beside an accelerator: the cores of each process but one, and at most 8."""
+    return max(0, min(8, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1))
 
 
 def _as_list(value: Any) -> list:

@@ -77,6 +77,16 @@ class TrainingOptions:
     use_cpu: bool | None = option(
         None, "Whether to train on the CPU. Default: if there is no accelerator.", nargs="?", const=True
     )
+    dataset_num_proc: int | None = option(
+        None, "Processes that check the rows before training. Default: one for each core."
+    )
+    dataloader_num_workers: int | None = option(
+        None,
+        "Processes that read batches. Default: one for each other core, at most 8; on a CPU none.",
+    )
+    dataloader_persistent_workers: bool | None = option(
+        None, "Whether these live until the end of the run. Default: yes.", nargs="?", const=True
+    )
     padding_free: bool = option(False, "Put the rows of a batch one after another in one sequence, without padding.")
     packing: bool = option(
         False,
@@ -126,9 +136,6 @@ class TrainingOptions:
     )
     dataset_kwargs: dict[str, Any] | str | None = refused(
         None, "it is for TRL's preparation of data, which is not used"
-    )
-    dataset_num_proc: int | None = refused(
-        None, "rows are checked by one process, once; images by all processes of the run"
     )
     dataset_text_field: str = refused("text", "rows are conversations, whose form is known by their columns")
     do_predict: bool = refused(

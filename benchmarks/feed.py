@@ -1,0 +1,209 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""How fast training gets its data: batches, and the checks before the first step.
+
+    python benchmarks/feed.py [--images 128] [--rows 20000 200000] [--rounds 4] [--output results.json]
+
+Batches are of 8 rows with an image each, JPEGs of 640 x 480 pixels that become 384 x 384, 729 tokens. Bare is opening
+and decoding the same files, and the image processor. All three take turns in one process, and their CPU time counts.
+Loaders with other processes are measured in wall-clock time.
+
+Rows are checked as before training, each number of rows in a process of its own, twice: cold, and warm with the cache
+of the first. Images are hard links to few files. Bytes a row are the difference of the peaks of both numbers of rows.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from measuring import in_turns, parser, quartiles, report, spread
+from PIL import Image
+from shapes import TINY
+
+
+BATCH, WORKERS, LINKS = 8, (1, 2), 10_000
+WORDS = ["a", "the", "of", "on", "with", "red", "blue", "dog", "cat", "street", "sign", "photo", "people", "white"]
+QUESTION = "Provide a brief description of the given image."
+
+
+def write_checkpoint(folder: Path) -> None:
+    """A checkpoint of SmolLM2's tokenizer and a tiny vision encoder with 729 patches, in `folder/checkpoint`."""
+    from transformers import AutoModel, SiglipImageProcessor, SiglipVisionConfig
+
+    from normalign_llava import build_checkpoint
+    from normalign_llava.fetched.convert import convert_language
+
+    config = SiglipVisionConfig(**TINY, image_size=384, patch_size=14)
+    AutoModel.from_config(config).save_pretrained(folder / "vision")
+    SiglipImageProcessor(size={"height": 384, "width": 384}).save_pretrained(folder / "vision")
+    build_checkpoint(str(folder / "vision"), str(convert_language()), folder / "checkpoint")
+
+
+def write_rows(folder: Path, count: int) -> None:
+    """`folder/COUNT.json` in LLaVA's form, and its images."""
+    rng, rows = random.Random(0), []
+    for number in range(count):
+        image = Path("images", f"{number // 1000:05}", f"{number:09}.jpg")
+        if not (folder / image).exists():
+            (folder / image).parent.mkdir(parents=True, exist_ok=True)
+            source = folder / f"{number // LINKS:05}.jpg"  # a file has a largest number of links
+            if not source.exists():
+                write_image(source, number)
+            os.link(source, folder / image)
+        answer = " ".join(rng.choices(WORDS, k=12))
+        turns = [{"from": "human", "value": f"{QUESTION}\n<image>"}, {"from": "gpt", "value": answer}]
+        rows.append({"id": f"{number:09}", "image": str(image), "conversations": turns})
+    (folder / f"{count}.json").write_text(json.dumps(rows))
+
+
+def write_image(path: Path, seed: int) -> None:
+    """A JPEG of 640 x 480 pixels and some 60 kB, as of a photograph."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8))
+    smooth = coarse.resize((640, 480), Image.Resampling.BICUBIC)
+    pixels = np.asarray(smooth).astype(int) + rng.integers(-8, 9, (480, 640, 3))
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=85)
+
+
+def loaded(folder: Path, count: int):
+    """The processor, and the rows as training has them."""
+    from transformers import AutoProcessor
+
+    from normalign_llava.data.sources.arguments import DataArguments
+    from normalign_llava.data.sources.mixtures import load_data
+
+    processor = AutoProcessor.from_pretrained(folder / "checkpoint", trust_remote_code=False)
+    arguments = DataArguments(dataset_name=str(folder / f"{count}.json"))
+    before = peak(), cpu_seconds(), time.monotonic()
+    rows = load_data(arguments, processor, max_length=2048, seed=0, with_eval=False).train
+    return processor, rows, before
+
+
+def cpu_seconds() -> float:
+    """Of this process, and of those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def peak() -> int:
+    """Bytes of this process's peak, without its parent's, which `getrusage` has."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def check_rows(folder: Path, count: int) -> dict[str, float]:
+    """Time and memory of the checks, in a process of its own."""
+    _, rows, (before, cpu, start) = loaded(folder, count)
+    others = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    times = {"cpu": cpu_seconds() - cpu, "wall": time.monotonic() - start}
+    return {**times, "rows": len(rows), "peak": peak(), "before": before, "others": others}
+
+
+def loaders(folder: Path, images: int) -> dict[str, Callable[[], object]]:
+    """What reads all images once: our loader, TRL's collator, and the image processor alone."""
+    from datasets import Dataset, List
+    from datasets import Image as ImageFeature
+    from torch.utils.data import DataLoader
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    from normalign_llava.train.batches.collator import ConversationCollator
+
+    processor, rows, _ = loaded(folder, images)
+    listed = list(rows)
+    files = [row["images"][0]["path"] for row in listed]
+    stock = Dataset.from_list([{"images": row["images"], "messages": row["messages"]} for row in listed])
+    stock = stock.cast_column("images", List(ImageFeature()))
+
+    def bare(paths: list[str]) -> object:
+        return processor.image_processor([Image.open(path).convert("RGB") for path in paths], return_tensors="pt")
+
+    def trl(batch: list[dict]) -> object:
+        collator = DataCollatorForVisionLanguageModeling(processor, assistant_only_loss=True)
+        return collator([{**row, "messages": plain(row["messages"])} for row in batch])
+
+    def reader(rows, collate, workers=0) -> Callable[[], object]:
+        return lambda: [None for _ in DataLoader(rows, BATCH, num_workers=workers, collate_fn=collate)]
+
+    ours = ConversationCollator(processor)
+    found = {"bare": reader(files, bare), "ours": reader(rows, ours), "TRL": reader(stock, trl)}
+    return found | {f"{workers} workers": reader(rows, ours, workers) for workers in WORKERS}
+
+
+def plain(messages: list[dict]) -> list[dict]:
+    """Messages without the empty texts that Arrow gives image parts."""
+    keep = [[{k: v for k, v in part.items() if v is not None} for part in each["content"]] for each in messages]
+    return [{"role": each["role"], "content": content} for each, content in zip(messages, keep, strict=True)]
+
+
+def cpu_time(function: Callable[[], object]) -> float:
+    """CPU seconds of a call in this process."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def wall_time(function: Callable[[], object]) -> float:
+    """Seconds of a call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Runs all of it and prints it."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--images", type=int, default=128)
+    arguments.add_argument(
+        "--rows", type=int, nargs=2, default=[20_000, 200_000], help="a smaller and a larger number"
+    )
+    arguments.add_argument("--rounds", type=int, default=4)
+    arguments.add_argument("--child", help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    if options.child:
+        print(json.dumps(check_rows(Path(options.child), options.images)))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder, checks = Path(name), {}
+        os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
+        write_checkpoint(folder)
+        for count in sorted({options.images, *options.rows}):
+            write_rows(folder, count)
+        for count in options.rows:
+            words = [sys.executable, __file__, "--child", name, "--images", str(count)]
+            for start in ("cold", "warm"):
+                done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+                checks[f"{count:,} rows, {start}"] = json.loads(done.stdout.splitlines()[-1])
+        readers = loaders(folder, options.images)
+        workers = {each: readers.pop(each) for each in [f"{count} workers" for count in WORKERS]}
+        cpu = in_turns(readers, options.rounds, cpu_time)
+        wall = in_turns({"ours": readers["ours"], **workers}, options.rounds, wall_time)
+    what = "batches, 640 x 480 to 384 x 384"
+    rows = [
+        (what, f"images per second of CPU: {each} / bare decoding", spread(quartiles(cpu["bare"], cpu[each])))
+        for each in ("ours", "TRL")
+    ]
+    rows += [
+        (what, f"images per second: {each} / in the same process", spread(quartiles(wall["ours"], wall[each])))
+        for each in workers
+    ]
+    for start in ("cold", "warm"):
+        small, large = (checks[f"{count:,} rows, {start}"] for count in options.rows)
+        more = large["rows"] - small["rows"]
+        figures = [1e3 * (large["cpu"] - small["cpu"]) / more]
+        figures += [max(0, large[name] - small[name]) / more for name in ("peak", "others")]
+        shown = "{:.3f}, {:.0f}, {:.0f}".format(*figures)
+        rows.append((f"before the first step, {start}", "ms of CPU, bytes a row, in the process and others", shown))
+    report("Feeding", rows, options, checks=checks, cpu_seconds=cpu, wall_seconds=wall)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""WebDataset's shards become the rows of other files, in memory and streamed; nothing outside of them is read."""
+
+import io
+import json
+import tarfile
+from itertools import islice
+
+import datasets
+import pytest
+import train_data
+from train_data import arguments, image_bytes, llava
+
+from normalign_llava.data.sources.arguments import DataSource
+from normalign_llava.data.sources.mixtures import load_data
+from normalign_llava.data.sources.source import open_source
+from normalign_llava.diagnose.data import load_samples
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def shard(path, files: dict, links=()):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            content = json.dumps(content) if isinstance(content, (dict, list)) else content
+            content = content.encode() if isinstance(content, str) else content
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+        for name, target, kind in links:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, target
+            archive.addfile(member)
+    return path
+
+
+FILES = {
+    "a/0.JPG": image_bytes("red", form="JPEG"),
+    "a/0.txt": "A red square.\n",
+    "a/1.json": llava("No image?", "None.", id=7),
+    "a/2.0.png": image_bytes("lime"),
+    "a/2.1.webp": image_bytes("blue", form="WEBP"),
+    "a/2.json": {"question": "Which?", "answer": "Two.", "image": "lost.png", "more": [1, "x"]},
+    "a/2.cls": "7",
+    "a/2.jpg.gz": b"no gzip",
+    "a/3.jpeg": image_bytes("red", form="JPEG"),
+    "a/3.json": {"messages": [train_data.user("Q"), train_data.assistant("A")]},
+}
+
+
+def both(path, **kwargs) -> list[dict]:
+    options = {"max_length": None, "seed": 0, "with_eval": False}
+    rows = list(load_data(arguments(path, **kwargs), train_data.processor(), **options).train)
+    streamed = arguments(path, dataset_streaming=True, shuffle_buffer_size=1, **kwargs)
+    assert list(islice(load_data(streamed, train_data.processor(), **options).train, len(rows))) == rows
+    return rows
+
+
+@pytest.mark.parametrize("name", ["rows.tar", "folder/00000.tar"])
+def test_a_shard_has_the_rows_of_its_files(tmp_path, name):
+    path = shard(tmp_path / name, FILES)
+    rows = both(path.parent if "/" in name else path)
+    answers = [row["messages"][-1]["content"][0]["text"] for row in rows]
+    assert answers == ["A red square.", "None.", "Two.", "A"] and [row["image_count"] for row in rows] == [1, 0, 2, 1]
+    assert [image["bytes"] for image in rows[2]["images"]] == [FILES["a/2.0.png"], FILES["a/2.1.webp"]]
+    assert rows[0]["images"] == [{"path": None, "bytes": FILES["a/0.JPG"]}]
+    assert len(load_samples(str(path), 3).samples) == 3
+
+
+def test_several_shards_follow_each_other_and_columns_have_names_of_ones_own(tmp_path):
+    for number in range(2):
+        shard(tmp_path / "data" / f"{number}.tar", {"0.json": {"asked": f"Q{number}"}, "0.txt": "A"})
+    rows = both(tmp_path / "data", columns={"question": "asked", "answer": "caption"})
+    assert [row["messages"][0]["content"][0]["text"] for row in rows] == ["Q0", "Q1"]
+
+
+def test_names_and_links_in_a_shard_reach_nothing_outside(tmp_path):
+    (tmp_path / "secret.png").write_bytes(image_bytes("red"))
+    (tmp_path / "secret.txt").write_text("secret")
+    files = {"../secret.json": llava("<image>Q", "A", "secret.png"), "b.json": llava("<image>Q", "B", "../secret.png")}
+    outside = (str(tmp_path / "secret.png"), tarfile.SYMTYPE), ("../secret.txt", tarfile.LNKTYPE)
+    links = [("b.png", *outside[0]), ("b.txt", *outside[1]), ("c.png", *outside[0]), ("/etc/d.txt", *outside[1])]
+    path = shard(tmp_path / "data" / "rows.tar", files, links)
+    for streaming in (False, True):
+        rows = [raw for _, _, raw in open_source(DataSource(str(path)), streaming)]
+        assert rows == list(files.values())
+    with pytest.raises(
+        ValueError, match=r"row 0: .*/data/secret.png: there is no such image in(.|\n)*secret.png leaves image_fol"
+    ):
+        both(path)
+
+
+def test_a_broken_text_is_a_bad_row_and_a_broken_shard_is_named(tmp_path):
+    path = shard(tmp_path / "rows.tar", {"0.json": "{", "1.json": [1], "2.json": b"\xff", "3.json": llava("Q", "A")})
+    with pytest.raises(
+        ValueError, match=r"row 0: .* not valid JSON(.|\n)*row 1: a row must be a(.|\n)*row 2: .* not v"
+    ):
+        both(path)
+    assert len(both(path, bad_rows="skip")) == 1
+    path.write_bytes(b"no tar file")
+    with pytest.raises(ValueError, match="The data set .*rows.tar, split 'train', cannot be read: "):
+        both(path)
+
+
+def test_a_file_in_a_shard_fills_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("normalign_llava.data.sources.shards.MAX_IMAGE_BYTES", 1000)
+    path = shard(tmp_path / "rows.tar", {"0.png": bytes(10**6), "0.txt": "A"})
+    ((_, _, row),) = open_source(DataSource(str(path)), streaming=False)
+    assert len(row["images"][0]["bytes"]) == 1001

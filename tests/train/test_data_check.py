@@ -1,0 +1,93 @@
+"""`normalign data` says before training what training would: counts, every fault, and what of a row is learned."""
+
+import json
+import zipfile
+
+import datasets
+import pytest
+from train_data import arguments, image_bytes, llava, mixed_rows, write_json
+from typer.testing import CliRunner
+
+from normalign_llava.checkpoint.opening import open_checkpoint
+from normalign_llava.cli import app
+from normalign_llava.data.sources.arguments import DataSource
+from normalign_llava.data.sources.mixtures import load_data
+from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.data_check import check_data
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model(checkpoint):
+    return str(checkpoint)
+
+
+def command(*words):
+    return CliRunner().invoke(app, ["data", *map(str, words)], env={"COLUMNS": "200"})
+
+
+def test_counts_and_lengths_are_those_of_training(tmp_path, model):
+    path = write_json(tmp_path, mixed_rows())
+    check = check_data(DataSource(str(path)), model)
+    trained = load_data(arguments(path), open_checkpoint(model).processor, max_length=None, seed=0, with_eval=False)
+    (report,) = trained.report.sources
+    assert (check.rows, check.images, dict(check.forms)) == (5, report.images, report.forms)
+    assert check.lengths == trained.train["length"][:] and check.faults == check.bad == []
+    assert check_data(DataSource(str(path))).lengths is None
+
+
+def test_the_marked_text_is_what_the_collator_labels(tmp_path, model):
+    rows = [llava("No image.", "None."), {"image": "red.png", "prompt": "Which?", "completion": "A red one. "}]
+    path = write_json(tmp_path, rows)
+    processor = open_checkpoint(model).processor
+    data = load_data(arguments(path), processor, max_length=None, seed=0, with_eval=False).train
+    batch = ConversationCollator(processor)([data[1]])
+    learned = processor.tokenizer.decode(batch["labels"][batch["labels"] >= 0])
+    pieces = check_data(DataSource(str(path)), model).example
+    assert [text for text, is_learned in pieces if is_learned] == [learned] and "A red one." in learned
+    images = int((batch["input_ids"] == processor.image_token_id).sum())
+    assert (f"{processor.image_token} x {images}", False) in pieces
+    shown = command(path, "--model", model)
+    assert shown.exit_code == 0 and f"[[{learned}]]" in shown.output and "Which?" in shown.output
+
+
+def test_every_fault_comes_at_once(tmp_path, model):
+    rows = [llava("Q", ""), llava("<image>Q", "A"), llava("<image>Q", "A", "none.png"), {"a": 1}, "no row"]
+    rows += [llava("<image>Q", "A", "/etc/passwd"), {"messages": "Q"}, llava("Q", ""), llava("Q", "<|im_end|>")]
+    path = write_json(tmp_path, rows)
+    (tmp_path / "broken.png").write_bytes(image_bytes()[:40])
+    found = command(path, "--model", model)
+    assert found.exit_code == 1 and "give a checkpoint" in command(path).output
+    for number in (0, 1, 2, 3, 4, 5, 6, 8):
+        assert f"data.json, row {number}" in found.output
+    assert "no visible character (2 rows)" in found.output and "more\n" not in found.output
+    write_json(tmp_path, [llava("<image>Q", "A", "red.png"), llava("<image>Q", "A", "broken.png")])
+    assert command(path).exit_code == 0 and command(path, "--model", model).exit_code == 0
+    broken = command(path, "--check-images")
+    assert broken.exit_code == 1 and "row 1: " in broken.output and "broken.png: " in broken.output
+
+
+def test_a_table_with_own_columns_and_a_zip_file_of_images(tmp_path):
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as file:
+        file.writestr("a.png", image_bytes("red"))
+    (tmp_path / "data.tsv").write_text("image_path\tcaption\na.png\tone\nb.png\ttwo\n")
+    words = (tmp_path / "data.tsv", "--image-folder", tmp_path / "images.zip", "--columns", "image=image_path")
+    found = command(*words)
+    assert found.exit_code == 1 and "row 1: zip://b.png" in found.output and "there is no such image" in found.output
+    (tmp_path / "data.tsv").write_text("image_path\tcaption\na.png\tone\n")
+    assert command(*words, "--check-images").exit_code == 0
+    unread = command(tmp_path / "data.tsv")
+    assert unread.exit_code == 1 and "image_path" in unread.output
+
+
+def test_data_without_rows_and_images_that_are_not_read_are_faults(tmp_path):
+    (tmp_path / "data.jsonl").write_text("")
+    assert "data.jsonl has no rows." in command(tmp_path / "data.jsonl").output
+    (tmp_path / "data.jsonl").write_text(json.dumps({**llava("Q", "A"), "img": "red.png"}))
+    found = command(tmp_path / "data.jsonl")
+    assert found.exit_code == 1 and "what looks like an image is not read: column img" in found.output
+    assert command(tmp_path / "none.jsonl").exit_code == 1

@@ -1,0 +1,131 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Checks data as training does, without a model's weights: `normalign data`."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import chain, groupby, islice
+from statistics import median
+from typing import Any
+
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from ..checkpoint.opening import open_checkpoint
+from ..data.rows.checks import check_images_are_read, checked_rows, image_files, stopped, warn_of_captions
+from ..data.rows.images import image_problem
+from ..data.rows.parse import DroppedRow
+from ..data.sources.arguments import DataArguments, DataSource
+from ..data.sources.source import CHUNK, open_source
+from ..errors import Console
+from .batches.collator import ConversationCollator
+from .command import NO_MODEL
+from .modules.model import check_architecture
+
+
+@dataclass
+class DataCheck:
+    """What is in a data set.
+
+    Attributes:
+        rows: All rows.
+        bad: Those that cannot be trained on.
+        forms: Valid rows of each form, by the column that identifies it.
+        images: Images in the valid rows.
+        lengths: Tokens of each valid row; None without a checkpoint.
+        faults: The reasons, each once, with its first row and their number; empty if all is well.
+        example: Text of a valid row in pieces that are learned or not; empty without a checkpoint.
+    """
+
+    rows: int = 0
+    bad: list[DroppedRow] = field(default_factory=list)
+    forms: Counter[str] = field(default_factory=Counter)
+    images: int = 0
+    lengths: list[int] | None = None
+    faults: list[str] = field(default_factory=list)
+    example: list[tuple[str, bool]] = field(default_factory=list)
+
+    def table(self, name: str) -> Table:
+        """The numbers."""
+        table = Table(title=name, show_header=False)
+        table.add_row("rows", f"{self.rows:,}")
+        table.add_row("that cannot be trained on", f"{len(self.bad):,}")
+        for form, count in self.forms.most_common():
+            table.add_row(f"of the form {form}", f"{count:,}")
+        table.add_row("images in the others", f"{self.images:,}")
+        lengths = "none" if self.lengths == [] else "give a checkpoint with --model to count tokens"
+        if self.lengths:
+            lengths = f"{min(self.lengths):,} to {max(self.lengths):,} tokens, median {median(self.lengths):,.0f}"
+        table.add_row("lengths", lengths)
+        return table
+
+    def rendered(self, terminal: bool) -> Text:
+        """The example; what is learned is underlined, or in double brackets if it is not for a terminal."""
+        pieces = ((text if terminal or not learned else f"[[{text}]]", learned) for text, learned in self.example)
+        return Text.assemble(*((text, "bold underline" if learned else "") for text, learned in pieces))
+
+
+def check_data(source: DataSource, model: str | None = None, check_images: bool = False) -> DataCheck:
+    """Checks all rows of a data set as training does. Images are decoded with `check_images`, else only found.
+
+    Args:
+        source: The data set.
+        model: Folder or Hub id of a checkpoint, of which the processor is read: for lengths, tokens that no text may
+            contain, and the example.
+        check_images: Whether to decode every image.
+
+    Raises:
+        ValueError: The data set or the checkpoint cannot be read.
+    """
+    collator = _collator(model) if model else None
+    opened, check = open_source(source, streaming=False), DataCheck(lengths=[] if collator else None)
+    found, unread, example = iter(opened), Counter[str](), None
+    chunks = iter(lambda: checked_rows(islice(found, CHUNK), opened.rules, collator and collator.processor), [])
+    for row in track(chain.from_iterable(chunks), "Checking rows", console=Console(stderr=True), transient=True):
+        check.rows += 1
+        # Of rows that may be shown, images are decoded too.
+        may_be_shown = collator and not (example and example["images"])
+        limit = DataArguments.max_image_pixels if check_images or may_be_shown else None
+        problem = (row["file"], row["reason"]) if row["reason"] else None
+        files = image_files(row["paths"]) if limit is None else row["images"]
+        if problem := problem or image_problem(files, opened.rules, limit):
+            check.bad.append(DroppedRow(row["source"], row["row"], *problem))
+            continue
+        if may_be_shown and (row["images"] or not example):
+            example = row
+        check.forms[row["form"]] += 1
+        check.images += row["image_count"]
+        if check.lengths is not None:
+            check.lengths.append(row["length"])
+        unread.update([row["unread"]] if row["unread"] else [])
+    if not check.rows:
+        check.faults.append(f"{opened.name} has no rows.")
+    if check.bad:
+        check.faults.append(stopped(check.bad, check.rows, shown=None))
+    try:
+        check_images_are_read(opened.name, check.rows - len(check.bad), check.images, unread)
+    except ValueError as error:
+        check.faults.append(str(error))
+    warn_of_captions(opened.name, check.forms)
+    if collator and example:
+        check.example = _pieces(collator, example)
+    return check
+
+
+def _collator(model: str) -> ConversationCollator:
+    checkpoint = open_checkpoint(model, remedy=NO_MODEL)
+    check_architecture(checkpoint.model_type, checkpoint.name)
+    return ConversationCollator(checkpoint.processor)
+
+
+def _pieces(collator: ConversationCollator, row: dict[str, Any]) -> list[tuple[str, bool]]:
+    """The text of a row in pieces, and whether each is learned, by the ids and labels that training has."""
+    batch, processor = collator([row]), collator.processor
+    tokens = zip(batch["input_ids"][0].tolist(), (batch["labels"][0] >= 0).tolist(), strict=True)
+    pieces = []
+    for (is_image, learned), some in groupby(tokens, lambda token: (token[0] == processor.image_token_id, token[1])):
+        ids = [token for token, _ in some]
+        text = f"{processor.image_token} x {len(ids)}" if is_image else processor.tokenizer.decode(ids)
+        pieces.append((text, learned))
+    return pieces
