@@ -141,6 +141,7 @@ def test_readme_and_the_pages_on_training_and_publishing_run(world, server):
     assert all(yaml.safe_load(recipe) for recipe in blocks(DOCS / "train.md", "yaml"))
 
 
+@pytest.mark.nightly
 def test_the_page_on_diagnosis(world):
     run_page(DOCS / "diagnose.md", world, set())
     models = ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct")

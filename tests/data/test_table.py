@@ -83,6 +83,12 @@ def test_rows_are_the_same_in_workers_and_after_pickling(processor, tmp_path):
     for workers in (0, 2):
         (batch,) = DataLoader(picked, 3, num_workers=workers, collate_fn=list)
         assert batch == expected
+
+
+@pytest.mark.nightly
+def test_rows_are_the_same_in_a_process_that_starts_anew(processor, tmp_path):
+    picked = load(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor).select([5, 3, 99])
+    expected = list(picked)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     process = context.Process(target=worker, args=(picked, range(3), results))

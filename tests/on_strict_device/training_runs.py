@@ -43,13 +43,13 @@ def written(trainer):
     return probed, samples
 
 
-TIMED = ("runtime", "per_second")
+TIMED = ("runtime", "per_second", "data_share")
 
 
 @pytest.mark.parametrize(
     ("options", "only_answers"),
     [
-        ({"padding_free": True, "gradient_accumulation_steps": 2}, False),
+        pytest.param({"padding_free": True, "gradient_accumulation_steps": 2}, False, marks=pytest.mark.nightly),
         (
             {"use_peft": True, "lora_r": 2, "lora_dropout": 0.0, "padding_free": True, "gradient_checkpointing": True},
             False,

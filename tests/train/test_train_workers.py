@@ -84,7 +84,7 @@ def test_a_step_that_waits_longer_than_it_takes_says_so_once(monkeypatch, capsys
     assert wait.collect() == {"time/data_share": 11 / 16} and wait.collect() == {}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_a_stopped_run_leaves_no_process_behind(prepared, tmp_path, parts, number):
     file = training.recipe(tmp_path, parts, max_steps=50)
     done = prepared.run([HELPERS / "train_killed.py", f"{number.name}:3", file, "--dataloader_num_workers", "2"])
