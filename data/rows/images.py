@@ -40,6 +40,8 @@ ZIP = ".zip"
 KEPT_SIDE = 2048
 """Smallest side, in pixels, of an image after it is reduced: twice what large image processors take."""
 
+_PART = r"tar://\d{1,18}\+\d{1,18}"  # place and size in bytes
+
 
 @dataclass(frozen=True)
 class ImageRules:
@@ -50,10 +52,12 @@ class ImageRules:
     Args:
         folder: Folder that paths start from and must stay in, links resolved; or a zip file of images.
         hub: Id of a Hub data set; files that `datasets` downloads or streams from it are allowed.
+        shards: Folder of the data set's own tar files, whose images are read in place.
     """
 
     folder: str | None = None
     hub: str | None = None
+    shards: str | None = None
 
     def image(self, value: Any) -> dict[str, Any]:
         """An image of a row as `{"path": str | None, "bytes": bytes | None}`, one of which is None.
@@ -82,7 +86,7 @@ class ImageRules:
         archive, separator, file = path.rpartition("::")
         streamed = "://" in file
         if streamed or separator:
-            known = is_mapping and re.fullmatch(r"(zip://((?!::).)*)?", archive, re.DOTALL)
+            known = is_mapping and re.fullmatch(rf"(zip://((?!::).)*|{_PART})?", archive, re.DOTALL)
             if not known or streamed and not self._streams(file):
                 raise ValueError(
                     f"{short(path)} is an address, and nothing is fetched: download the images, give their paths, and "
@@ -147,7 +151,7 @@ class ImageRules:
 
     def _allow(self, file: str, whole: Callable[[str], str]) -> bool:
         caches = (constants.HF_HUB_CACHE, str(datasets.config.HF_DATASETS_CACHE)) if self.hub else ()
-        roots = [whole(root) for root in (self.folder, *caches) if root is not None]
+        roots = [whole(root) for root in (self.folder, self.shards, *caches) if root is not None]
         return not roots or any(os.path.join(file, "").startswith(os.path.join(root, "")) for root in roots)
 
 
@@ -261,7 +265,9 @@ def _check_scans(opened: Image.Image, content: bytes) -> None:
 
 def _content(image: dict[str, Any]) -> bytes:
     content, path = image["bytes"], image["path"]
-    if content is None and path.startswith("zip://") and "://" not in path.rpartition("::")[2]:
+    if content is None and path.startswith("tar://"):
+        content = _read_part(path)
+    elif content is None and path.startswith("zip://") and "://" not in path.rpartition("::")[2]:
         content = read_entry(path)
     elif content is None:
         with fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file:
@@ -269,6 +275,19 @@ def _content(image: dict[str, Any]) -> bytes:
     if len(content) > MAX_IMAGE_BYTES:
         raise ValueError(TOO_LARGE)
     return content
+
+
+def part_address(file: str, place: int, size: int) -> str:
+    """Address of an image in a tar file, which [`decode_image`] reads in place."""
+    return f"tar://{place}+{size}::{file}"
+
+
+def _read_part(address: str) -> bytes:
+    part, _, file = address.rpartition("::")
+    place, size = map(int, part.removeprefix("tar://").split("+"))
+    with open(file, "rb") as opened:
+        opened.seek(place)
+        return opened.read(min(size, MAX_IMAGE_BYTES + 1))
 
 
 def printable(text: str) -> str:

@@ -1,17 +1,24 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""WebDataset's shards: tar files in which the files of one name, such as `7.jpg` and `7.json`, are a row."""
+"""WebDataset's shards: tar files in which the files of one name, such as `7.jpg` and `7.json`, are a row.
+
+Images of local shards are read in place when a batch needs them: a row has their address. Those of a stream from the
+Hub are read as they come.
+"""
 
 import io
+import os
+import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, ClassVar
 
-from datasets import DatasetInfo, Features, Image, List, Value
+from datasets import Dataset, DatasetInfo, Features, Image, IterableDataset, List, Value
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from ...checkpoint.limits import MAX_IMAGE_BYTES
 from ..rows.forms import SUFFIXES
+from ..rows.images import part_address
 from .files import loaded
 
 
@@ -39,9 +46,14 @@ class Shards(WebDataset):
     def _get_pipeline_from_tar(
         cls, tar_path: str, tar_iterator: Iterable[tuple[str, BinaryIO]]
     ) -> Iterator[dict[str, Any]]:
+        files: Iterable[tuple[str, Any]]
+        try:
+            files = _in_place(tarfile.TarFile(tar_path), os.path.abspath(tar_path))
+        except (OSError, tarfile.ReadError):  # it is on the Hub, or packed
+            files = tar_iterator
         read = (  # a file may be sparse, or packed
-            (name, io.BytesIO(file.read(MAX_IMAGE_BYTES + 1)))
-            for name, file in tar_iterator
+            (name, file if isinstance(file, io.StringIO) else io.BytesIO(file.read(MAX_IMAGE_BYTES + 1)))
+            for name, file in files
             if PurePosixPath(name).suffix.lower() in (*SUFFIXES, *_TEXTS)
         )
         for sample in super()._get_pipeline_from_tar(tar_path, read):
@@ -49,11 +61,32 @@ class Shards(WebDataset):
             texts = {f".{name}".lower(): content for name, content in sample.items()}
             json, txt = (texts[name].decode(errors="backslashreplace") if name in texts else None for name in _TEXTS)
             images = [
-                {"path": f"{key}.{name}", "bytes": content}
+                {"path": content, "bytes": None}
+                if isinstance(content, str)
+                else {"path": f"{key}.{name}", "bytes": content}
                 for name, content in sample.items()
                 if f".{name}".lower().endswith(SUFFIXES)
             ]
             yield {"__key__": key, "__url__": url, "images": images, "json": json, "txt": txt}
+
+
+def _in_place(archive: tarfile.TarFile, path: str) -> Iterator[tuple[str, Any]]:
+    """Name and content of the files in a local shard; of an image, its address."""
+    with archive:
+        for member in archive:
+            archive.members = []  # type: ignore[attr-defined]  # which would keep all of them
+            name = PurePosixPath(member.name)
+            if not member.isreg() or name.name.startswith((".", "__")):
+                continue
+            if name.suffix.lower() in SUFFIXES and not member.issparse():
+                yield member.name, io.StringIO(part_address(path, member.offset_data, member.size))
+            else:
+                yield member.name, archive.extractfile(member)
+
+
+def are_shards(data: Dataset | IterableDataset | None) -> bool:
+    """Whether a data set is one that [`Shards`] has read."""
+    return data is not None and data.features == _SAMPLE
 
 
 def row_of_sample(raw: Any) -> Any:

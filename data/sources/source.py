@@ -22,7 +22,7 @@ from ...checkpoint.untrusted import is_inside
 from ..rows.images import ImageRules
 from .arguments import FILES, DataArguments, DataSource
 from .files import METADATA, READERS, files_of_folder, images_of_folder, loaded, rows_of_file
-from .shards import Shards, row_of_sample
+from .shards import Shards, are_shards, row_of_sample
 
 
 MAX_EXPANSION = 100
@@ -154,6 +154,8 @@ def open_source(source: DataSource, streaming: bool) -> Source:
             opened = _folder(opened, path, source, streaming)
         else:
             opened = replace(opened, data=_load(source, streaming), dataset=hub_dataset(hub) if hub else None)
+        if here and are_shards(opened.data):
+            opened = replace(opened, rules=replace(opened.rules, shards=here))
         opened.check_columns()
     except Exception as error:  # `datasets` raises errors of any kind on broken files
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error

@@ -1,15 +1,19 @@
 """WebDataset's shards become the rows of other files, in memory and streamed; nothing outside of them is read."""
 
+import gzip
 import io
 import json
 import tarfile
 from itertools import islice
 
 import datasets
+import numpy as np
 import pytest
 import train_data
+from PIL import Image
 from train_data import arguments, image_bytes, llava
 
+from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.data.sources.source import open_source
@@ -65,8 +69,10 @@ def test_a_shard_has_the_rows_of_its_files(tmp_path, name):
     rows = both(path.parent if "/" in name else path)
     answers = [row["messages"][-1]["content"][0]["text"] for row in rows]
     assert answers == ["A red square.", "None.", "Two.", "A"] and [row["image_count"] for row in rows] == [1, 0, 2, 1]
-    assert [image["bytes"] for image in rows[2]["images"]] == [FILES["a/2.0.png"], FILES["a/2.1.webp"]]
-    assert rows[0]["images"] == [{"path": None, "bytes": FILES["a/0.JPG"]}]
+    images = [np.asarray(decode_image(image, 10**6)) for row in rows for image in row["images"]]
+    names = ["a/0.JPG", "a/2.0.png", "a/2.1.webp", "a/3.jpeg"]
+    for image, name in zip(images, names, strict=True):
+        np.testing.assert_array_equal(image, np.asarray(Image.open(io.BytesIO(FILES[name])).convert("RGB")))
     assert len(load_samples(str(path), 3).samples) == 3
 
 
@@ -107,6 +113,28 @@ def test_a_broken_text_is_a_bad_row_and_a_broken_shard_is_named(tmp_path):
 
 def test_a_file_in_a_shard_fills_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("normalign_llava.data.sources.shards.MAX_IMAGE_BYTES", 1000)
-    path = shard(tmp_path / "rows.tar", {"0.png": bytes(10**6), "0.txt": "A"})
+    monkeypatch.setattr("normalign_llava.data.rows.images.MAX_IMAGE_BYTES", 1000)
+    path = shard(tmp_path / "rows.tar", {"0.png": bytes(10**6), "0.txt": bytes(10**6)})
     ((_, _, row),) = open_source(DataSource(str(path)), streaming=False)
-    assert len(row["images"][0]["bytes"]) == 1001
+    assert len(row["caption"]) == 1001
+    with pytest.raises(ValueError, match="the file has more than"):
+        decode_image(row["images"][0], 10**6)
+
+
+def test_images_of_a_shard_are_not_copied_and_may_have_other_ones_beside(tmp_path):
+    drawn = image_bytes("red")
+    files = {"0.png": drawn, "0.txt": "A", "1.json": llava("<image>Q", "B", "blue.png")}
+    path = shard(tmp_path / "data" / "rows.tar", files)
+    train_data.images(tmp_path / "images", "blue.png")
+    rows = both(path, image_folder=str(tmp_path / "images"))
+    assert [image["bytes"] for row in rows for image in row["images"]] == [None, None]
+    path.write_bytes(path.read_bytes().replace(drawn, bytes(len(drawn))))
+    with pytest.raises(ValueError, match="cannot identify"):
+        decode_image(rows[0]["images"][0], 10**6)
+    assert decode_image(rows[1]["images"][0], 10**6).getpixel((0, 0)) == (0, 0, 255)
+
+
+def test_a_packed_shard_is_read_from_its_start(tmp_path):
+    path = shard(tmp_path / "rows.tar", {"0.png": image_bytes("red"), "0.txt": "A"})
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    assert both(path)[0]["images"] == [{"path": None, "bytes": image_bytes("red")}]
