@@ -342,6 +342,30 @@ def evaluate(
 
 
 @app.command()
+def ask(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a vision-language model, or an adapter's folder.")],
+    image: Annotated[Path, typer.Argument(help="Image file.")],
+    question: Annotated[str, typer.Argument(help="In quotes.")],
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens of the answer.")] = 128,
+    dtype: DtypeOption = "auto",
+    load_in_4bit: In4BitOption = False,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Ask a model one question about an image, and print the answer as it comes."""
+    with errors_for_people(extra="qlora"):
+        from .checkpoint.find import find_model
+
+        find_model(model)
+
+        from .evaluate.ask import ask as run
+
+        run(
+            model, image, question, max_new_tokens=max_new_tokens, dtype=dtype, load_in_4bit=load_in_4bit,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+
+
+@app.command()
 def compare(
     models: Annotated[
         list[str], typer.Argument(help="Evaluated checkpoints: FOLDER, or NAME=FOLDER,FOLDER,... for several seeds.")
