@@ -305,6 +305,19 @@ def evaluate(
     suite: Annotated[list[str] | None, typer.Option(help="Of paper, vision, text, offline; with commas.")] = None,
     tasks: Annotated[list[str] | None, typer.Option(help="Of lm-evaluation-harness; with commas.")] = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder with task files of your own.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Questions and answers of your own: file, folder or Hub data set (DATA:SPLIT)."),
+    ] = None,
+    image_folder: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or .zip file that image paths in the data start from.", show_default="the data's own"
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Names of the data's columns, such as image=image_path,answer=label.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N samples of a task.")] = None,
     output: Annotated[
         Path | None,
@@ -327,14 +340,16 @@ def evaluate(
         from .evaluate.run import render
 
         done = run(
-            model, suites=_names(suite), tasks=_names(tasks), include_path=include_path, limit=limit,
-            batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code,
-            output=output,
+            model, suites=_names(suite), tasks=_names(tasks), include_path=include_path, data=data,
+            image_folder=image_folder, columns=columns, limit=limit, batch_size=batch_size, dtype=dtype,
+            load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code, output=output,
         )  # fmt: skip
         console = Console()
         console.print(render(done))
         if done.results:
             console.print(f"Written to {done.file}.", soft_wrap=True)
+        for note in done.notes:
+            console.print(note, soft_wrap=True)
         for task, reason in done.failed.items():
             console.print(f"Not evaluated: {task}. {reason}", soft_wrap=True)
         if done.failed:

@@ -19,6 +19,7 @@ import torch
 from lm_eval import evaluate, simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
+from lm_eval.api.task import Task
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.hf_vlms import HFMultimodalLM
 from lm_eval.tasks import TaskManager
@@ -93,15 +94,19 @@ def task_manager(include_path: Path | None, *, defaults: bool) -> TaskManager:
 
 
 def chosen_tasks(
-    suites: Sequence[str], tasks: Sequence[str], include_path: Path | None = None, limit: int | None = None
+    suites: Sequence[str],
+    tasks: Sequence[str],
+    include_path: Path | None = None,
+    limit: int | None = None,
+    others: Sequence[str] = (),
 ) -> tuple[list[str], TaskManager]:
-    """The tasks of some suites, and others by name, each once; and a manager that has them."""
+    """The tasks of some suites, and others by name, each once; and a manager that has them, but for `others`."""
     for suite in suites:
         if suite not in SUITES:
             raise ValueError(f"There is no suite {suite!r}. There are {', '.join(SUITES)}.")
     chosen = list(dict.fromkeys([task for suite in suites for task in SUITES[suite]] + list(tasks)))
-    if not chosen:
-        raise ValueError(f"Name a suite ({', '.join(SUITES)}) or tasks to evaluate on.")
+    if not chosen and not others:
+        raise ValueError(f"Name a suite ({', '.join(SUITES)}), tasks, or data of your own to evaluate on.")
     manager = task_manager(include_path, defaults=False)
     if not set(chosen) <= set(manager.all_tasks):
         manager = task_manager(include_path, defaults=True)  # reads 10,000 files
@@ -112,7 +117,7 @@ def chosen_tasks(
             raise ValueError(f"There is no task {task!r}. {hint}")
     if limit and "mmbench_en_dev" in chosen:
         raise ValueError("mmbench_en_dev asks each question several times, and a limit would cut them. Leave one out.")
-    return chosen, manager
+    return [*chosen, *others], manager
 
 
 def as_lm(found: Found, *, batch_size: int, dtype: str = "auto", load_in_4bit: bool = False) -> LM:
@@ -128,8 +133,8 @@ def as_lm(found: Found, *, batch_size: int, dtype: str = "auto", load_in_4bit: b
     return MultimodalLM(model, found.processor, batch_size)
 
 
-def run_task(lm: LM, task: str, manager: TaskManager, *, limit: int | None) -> dict[str, Any]:
-    """What the harness's `simple_evaluate` returns for one task or group of tasks.
+def run_task(lm: LM, task: str | Task, manager: TaskManager, *, limit: int | None) -> dict[str, Any]:
+    """What the harness's `simple_evaluate` returns for one task or group of tasks, by name or itself.
 
     Tasks that generate answers get them through the chat template; likelihoods are of plain text, as is usual.
     """
@@ -179,7 +184,7 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
     config = next(iter(found["configs"].values()))
     return Evaluation(
         task=task,
-        title=task,
+        title=_own(config).get("title", task),
         metrics=_metrics(found, task),
         samples=sum(count["effective"] for count in counts),
         total=sum(count["original"] for count in counts),
@@ -224,13 +229,18 @@ def _metrics(found: dict[str, Any], task: str) -> list[Metric]:
 
 def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, float]:
     """Of accuracy `acc` the metrics `blank` and `commonest`, of `acc_colour` `blank_colour` and `commonest_colour`."""
-    measure, _, subset = metric.partition("_")
+    measure, _, subset = ("acc", "", "") if metric == "exact_match" else metric.partition("_")
     keys = {name: ",".join(("_".join(filter(None, (key, subset))), rule)) for key, name in REFERENCES.items()}
     return {name: scores[key] for name, key in keys.items() if measure == "acc" and key in scores}
 
 
+def _own(config: dict[str, Any]) -> dict[str, str]:
+    """Title and rule of a task of own data, see [`own_task`]; empty for others."""
+    return (config.get("metadata") or {}).get("own", {})
+
+
 def _protocol(found: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """Sentences on how the results were obtained, and the first prompt as the model reads it."""
+    """Sentences on how the results were obtained, and the first prompt as the model reads it; none of own data."""
     names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
     data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path of this machine
     sentences = [f"lm-evaluation-harness runs its task {config['task']} on {data}."]
@@ -241,13 +251,14 @@ def _protocol(found: dict[str, Any], config: dict[str, Any]) -> list[str]:
     shots = config.get("num_fewshot") or 0
     template = "through the chat template" if found["config"]["apply_chat_template"] else "as plain text"
     sentences.append(f"Prompts are given {template}, with {shots} examples before the question.")
+    sentences += filter(None, [_own(config).get("rule")])
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
     if any(each["metric"] == "blank" for each in config.get("metric_list", ())):
         sentences.append("Blank image: each wording is asked once of a white image, and scored on all its questions.")
         sentences.append("Commonest answer: the share of questions that have the commonest true answer.")
     samples = next(iter(found["samples"].values()), None)
-    if samples and config["output_type"] != "loglikelihood_rolling":
+    if samples and config["output_type"] != "loglikelihood_rolling" and not _own(config):
         prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
         sentences.append(f"The first prompt is {shorten(prompt, 600, placeholder=' ...')}")
     return sentences

@@ -3,7 +3,7 @@
 """The known forms of rows, and how each is read; docs/data.md has an example of each."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,8 @@ question column the row has an image, and the question is [`PROMPT`]. Rows witho
 trained on.
 """
 
-COLUMNS = {column for form in FORMS for column in form if column} | {"image", "images", "hint", *"ABCD"}
-"""Columns that are read."""
+COLUMNS = {column for form in FORMS for column in form if column} | {"image", "images", "hint", "choices", *"ABCD"}
+"""Columns that are read; `choices` by `normalign evaluate` alone."""
 
 MAX_CHARACTERS, MAX_TURNS = 2**22, 10_000
 """Limits of a text and of a conversation, beyond what any model takes, so that no row fills the memory."""
@@ -121,6 +121,11 @@ def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
     texts = (part.get("text") or "" for message in messages for part in message["content"])
     found = next(filter(None, map(_LIKE_A_MARKER.search, texts)), None)
     return f"text {found[0]}" if found else None
+
+
+def lettered_options(raw: Mapping) -> dict[str, str]:
+    """MMBench's options, in the columns A to D, which the question of a row ends with."""
+    return _texts(raw, "ABCD")
 
 
 def columns(raw: Mapping) -> str:
@@ -221,11 +226,14 @@ def _placed(messages: list[dict[str, Any]], images: list[Any]) -> list[Any]:
 
 def _with_choices(raw: Mapping, question: Any) -> Any:
     """Adds MMBench's columns: a hint before the question, options after it; "nan" is empty."""
-    given = {name: raw[name] for name in ("hint", *"ABCD") if isinstance(raw.get(name), str) and raw[name] != "nan"}
-    options = [f"{letter}. {given[letter]}" for letter in "ABCD" if letter in given]
+    options = [f"{letter}. {text}" for letter, text in _texts(raw, "ABCD").items()]
     if not isinstance(question, str) or not options:
         return question
-    return "\n".join([*([given["hint"]] if "hint" in given else []), question, *options])
+    return "\n".join([*_texts(raw, ("hint",)).values(), question, *options])
+
+
+def _texts(raw: Mapping, columns: Iterable[str]) -> dict[str, str]:
+    return {name: raw[name] for name in columns if isinstance(raw.get(name), str) and raw[name] != "nan"}
 
 
 def _looks_like_an_image(value: Any) -> bool:
