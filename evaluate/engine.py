@@ -94,19 +94,15 @@ def task_manager(include_path: Path | None, *, defaults: bool) -> TaskManager:
 
 
 def chosen_tasks(
-    suites: Sequence[str],
-    tasks: Sequence[str],
-    include_path: Path | None = None,
-    limit: int | None = None,
-    others: Sequence[str] = (),
+    suites: Sequence[str], tasks: Sequence[str], include_path: Path | None = None, limit: int | None = None
 ) -> tuple[list[str], TaskManager]:
-    """The tasks of some suites, and others by name, each once; and a manager that has them, but for `others`."""
+    """The tasks of some suites, and others by name, each once; and a manager that has them."""
     for suite in suites:
         if suite not in SUITES:
             raise ValueError(f"There is no suite {suite!r}. There are {', '.join(SUITES)}.")
     chosen = list(dict.fromkeys([task for suite in suites for task in SUITES[suite]] + list(tasks)))
-    if not chosen and not others:
-        raise ValueError(f"Name a suite ({', '.join(SUITES)}), tasks, or data of your own to evaluate on.")
+    if not chosen:
+        raise ValueError(f"Name a suite ({', '.join(SUITES)}), tasks or data to evaluate on.")
     manager = task_manager(include_path, defaults=False)
     if not set(chosen) <= set(manager.all_tasks):
         manager = task_manager(include_path, defaults=True)  # reads 10,000 files
@@ -117,7 +113,7 @@ def chosen_tasks(
             raise ValueError(f"There is no task {task!r}. {hint}")
     if limit and "mmbench_en_dev" in chosen:
         raise ValueError("mmbench_en_dev asks each question several times, and a limit would cut them. Leave one out.")
-    return [*chosen, *others], manager
+    return chosen, manager
 
 
 def as_lm(found: Found, *, batch_size: int, dtype: str = "auto", load_in_4bit: bool = False) -> LM:
@@ -182,13 +178,14 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
     """The results of a task, of a group as a whole first, then of its parts."""
     counts = found["n-samples"].values()
     config = next(iter(found["configs"].values()))
+    own = (config.get("metadata") or {}).get("own", {})
     return Evaluation(
         task=task,
-        title=_own(config).get("title", task),
+        title=own.get("title", task),
         metrics=_metrics(found, task),
         samples=sum(count["effective"] for count in counts),
         total=sum(count["original"] for count in counts),
-        protocol=_protocol(found, config),
+        protocol=_protocol(found, config, own),
         date=datetime.now(UTC).date().isoformat(),
         versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
         weights=weights,
@@ -234,12 +231,7 @@ def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, flo
     return {name: scores[key] for name, key in keys.items() if measure == "acc" and key in scores}
 
 
-def _own(config: dict[str, Any]) -> dict[str, str]:
-    """Title and rule of a task of own data, see [`own_task`]; empty for others."""
-    return (config.get("metadata") or {}).get("own", {})
-
-
-def _protocol(found: dict[str, Any], config: dict[str, Any]) -> list[str]:
+def _protocol(found: dict[str, Any], config: dict[str, Any], own: dict[str, str]) -> list[str]:
     """Sentences on how the results were obtained, and the first prompt as the model reads it; none of own data."""
     names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
     data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path of this machine
@@ -251,14 +243,14 @@ def _protocol(found: dict[str, Any], config: dict[str, Any]) -> list[str]:
     shots = config.get("num_fewshot") or 0
     template = "through the chat template" if found["config"]["apply_chat_template"] else "as plain text"
     sentences.append(f"Prompts are given {template}, with {shots} examples before the question.")
-    sentences += filter(None, [_own(config).get("rule")])
+    sentences += [own["rule"]] if own else []
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
     if any(each["metric"] == "blank" for each in config.get("metric_list", ())):
         sentences.append("Blank image: each wording is asked once of a white image, and scored on all its questions.")
         sentences.append("Commonest answer: the share of questions that have the commonest true answer.")
     samples = next(iter(found["samples"].values()), None)
-    if samples and config["output_type"] != "loglikelihood_rolling" and not _own(config):
+    if samples and config["output_type"] != "loglikelihood_rolling" and not own:
         prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
         sentences.append(f"The first prompt is {shorten(prompt, 600, placeholder=' ...')}")
     return sentences

@@ -15,20 +15,19 @@ from rich.table import Table
 from ..checkpoint.precision import dtype_to_load
 from ..diagnose.load import find
 from ..errors import Console, check_installed
-from .engine import SEED, as_lm, chosen_tasks, run_task, save, summarized
-from .forgetting import TEXTS, forgotten, unknown_before, with_before
+from .engine import SEED, as_lm, chosen_tasks, run_task, save, summarized, task_manager
 from .own_data import own_task
-from .results import FOLDER, SUMMARY, Evaluation, read_evaluations, weights_hash
+from .results import FOLDER, SUMMARY, TEXTS, Evaluation, add_before, forgotten, read_evaluations, weights_hash
 
 
 @dataclass
 class Evaluated:
-    """The file of the summary, the results of the tasks asked for, why others could not be run, by name, and notes."""
+    """The file of the summary, the results of the tasks asked for, why others could not be run, and a note."""
 
     file: Path
     results: list[Evaluation] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    note: str | None = None
 
 
 def evaluate(
@@ -64,8 +63,7 @@ def evaluate(
         load_in_4bit, trust_remote_code: As in [`load`].
         output: Folder in which to write `evaluation/`, by default the model's; of a Hub id, `evaluations/NAME`.
 
-    Raises ValueError if the model or a task does not exist, one's own data have rows that cannot be evaluated, or a
-    limit would replace whole results of the model.
+    Raises ValueError if model, task or data cannot be read, or a limit would replace whole results of the model.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if include_path and not include_path.is_dir():
@@ -74,7 +72,9 @@ def evaluate(
         check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
     asked = [own_task(data, image_folder=image_folder, columns=columns)] if data else []
     own = {str(each.config.task): each for each in asked}
-    chosen, manager = chosen_tasks(suites, tasks, include_path, limit, others=[*own])
+    named = chosen_tasks(suites, tasks, include_path, limit) if suites or tasks or not own else None
+    chosen, manager = named or ([], task_manager(include_path, defaults=False))
+    chosen = [*chosen, *own]
     found = find(model, trust_remote_code=trust_remote_code)
     folder = Path(found.source) if Path(found.source).is_dir() else None
     output = output or folder or Path("evaluations", found.name.replace("/", "--"))
@@ -86,11 +86,9 @@ def evaluate(
     done = Evaluated(output / FOLDER / SUMMARY)
     earlier = [each for each in read_evaluations(output) if each.task in chosen and each.weights == weights]
     versions = {name: version(name) for name in ("lm_eval", "normalign_llava")}
-    of_own = {name: {name: str(each.VERSION)} for name, each in own.items()}
+    earlier = [each for each in earlier if each.task not in own or each.versions[each.task] == own[each.task].VERSION]
     kept = {
-        each.task: each
-        for each in earlier
-        if each.settings == settings and (versions | of_own.get(each.task, {})).items() <= each.versions.items()
+        each.task: each for each in earlier if each.settings == settings and versions.items() <= each.versions.items()
     }
     whole = [each.task for each in earlier if not each.partial and each.task not in kept]
     if limit and whole:
@@ -116,11 +114,10 @@ def evaluate(
         kept[task] = result
     for task in TEXTS:
         if folder and task in kept:
-            kept[task] = with_before(kept[task], folder)
+            add_before(kept[task], folder)
             kept[task].write(output)
     done.results = [kept[task] for task in chosen if task in kept]
-    notes = [forgotten(done.results), unknown_before(done.results, folder) if folder else None]
-    done.notes = [note for note in notes if note]
+    done.note = forgotten(done.results, folder)
     return done
 
 

@@ -3,7 +3,7 @@
 """The known forms of rows, and how each is read; docs/data.md has an example of each."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,11 +123,6 @@ def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
     return f"text {found[0]}" if found else None
 
 
-def lettered_options(raw: Mapping) -> dict[str, str]:
-    """MMBench's options, in the columns A to D, which the question of a row ends with."""
-    return _texts(raw, "ABCD")
-
-
 def columns(raw: Mapping) -> str:
     """The columns of a row that are not empty, for errors."""
     return ", ".join(sorted(str(column)[:80] for column, value in raw.items() if value is not None)) or "none"
@@ -226,14 +221,11 @@ def _placed(messages: list[dict[str, Any]], images: list[Any]) -> list[Any]:
 
 def _with_choices(raw: Mapping, question: Any) -> Any:
     """Adds MMBench's columns: a hint before the question, options after it; "nan" is empty."""
-    options = [f"{letter}. {text}" for letter, text in _texts(raw, "ABCD").items()]
+    given = {name: raw[name] for name in ("hint", *"ABCD") if isinstance(raw.get(name), str) and raw[name] != "nan"}
+    options = [f"{letter}. {given[letter]}" for letter in "ABCD" if letter in given]
     if not isinstance(question, str) or not options:
         return question
-    return "\n".join([*_texts(raw, ("hint",)).values(), question, *options])
-
-
-def _texts(raw: Mapping, columns: Iterable[str]) -> dict[str, str]:
-    return {name: raw[name] for name in columns if isinstance(raw.get(name), str) and raw[name] != "nan"}
+    return "\n".join([*([given["hint"]] if "hint" in given else []), question, *options])
 
 
 def _looks_like_an_image(value: Any) -> bool:

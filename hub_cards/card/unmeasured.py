@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The limits that a card states: what was not measured, and how much data stands behind what was."""
 
-from ...evaluate.forgetting import forgotten
+from ...evaluate.results import forgotten
 from .facts import Facts
 from .tables import is_stale
 from .training_tables import has_streams, rows_seen
