@@ -19,19 +19,15 @@ pytestmark = pytest.mark.slow
 QUESTION = "what is 7 plus 0?"
 
 
-@pytest.fixture
-def image(tmp_path):
-    (tmp_path / "noise.png").write_bytes(training.image(1))
-    return tmp_path / "noise.png"
+def ask(model, image, *words):
+    return CliRunner().invoke(app, ["ask", str(model), str(image), QUESTION, *words], env={"COLUMNS": "500"})
 
 
-def ask(*words):
-    return CliRunner().invoke(app, ["ask", *map(str, words)], env={"COLUMNS": "500"})
-
-
-def test_answers_are_those_of_generate(checkpoint, image, tmp_path):
-    expected = generate(checkpoint, QUESTION, Image.open(image), tokens=12)[0]
-    assert ask(checkpoint, image, QUESTION, "--max-new-tokens", 12).stdout == expected + "\n"
+def test_answers_are_those_of_generate(checkpoint, tmp_path):
+    file, tokens = tmp_path / "noise.png", ("--max-new-tokens", "12")
+    file.write_bytes(training.image(1))
+    expected = generate(checkpoint, QUESTION, Image.open(file), tokens=12)[0]
+    assert ask(checkpoint, file, *tokens).stdout == expected + "\n"
 
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     targets = {"target_modules": r".*\.language_model\..*_proj", "modules_to_save": ["multi_modal_projector"]}
@@ -44,19 +40,18 @@ def test_answers_are_those_of_generate(checkpoint, image, tmp_path):
     (tmp_path / "adapter" / "training.json").write_text('{"quantization": null}')
     merged = shutil.copytree(checkpoint, tmp_path / "merged")
     adapted.merge_and_unload().save_pretrained(merged)
-    of_adapter = generate(merged, QUESTION, Image.open(image), tokens=12)[0]
-    assert ask(tmp_path / "adapter", image, QUESTION, "--max-new-tokens", 12).stdout == of_adapter + "\n"
-    assert of_adapter != expected
+    of_adapter = generate(merged, QUESTION, Image.open(file), tokens=12)[0]
+    assert ask(tmp_path / "adapter", file, *tokens).stdout == of_adapter + "\n" != expected + "\n"
 
 
-def test_what_is_not_there_is_named(checkpoint, image, tmp_path):
+def test_what_is_not_there_is_named(checkpoint, tmp_path):
     (tmp_path / "broken.png").write_text("kite")
+    (tmp_path / "noise.png").write_bytes(training.image(1))
     cases = {
-        (checkpoint, tmp_path / "kite.png"): f"{tmp_path / 'kite.png'}. In {tmp_path}: broken.png, noise.png.",
-        (checkpoint, tmp_path / "broken.png"): "broken.png cannot be used",
-        ("./no-model", image): "no-model is no file or folder here",
-        (checkpoint.parent / "language", image): "language is a language model, which answers no questions about",
+        (checkpoint, "kite.png"): f"{tmp_path / 'kite.png'}. In {tmp_path}: broken.png, noise.png.",
+        (checkpoint, "broken.png"): "broken.png cannot be used",
+        (checkpoint.parent / "language", "noise.png"): "language is a language model, which answers no questions",
     }
-    for words, reason in cases.items():
-        done = ask(*words, QUESTION)
+    for (model, image), reason in cases.items():
+        done = ask(model, tmp_path / image)
         assert done.exit_code == 1 and reason in done.output
