@@ -103,8 +103,8 @@ def _options(raw: Mapping) -> dict[str, str]:
 def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[str, Any]]]) -> OfflineTask:
     metric = "acc" if documents[0]["options"] else "exact_match"
     if (words := median(len(each["answer"].split()) for each in documents)) > MANY_WORDS:
-        said = "exact_match counts the same words alone, and says little of captions: read the answers in evaluation/."
-        logger.warning(f"The median answer of {label} has {words:,.0f} words. {said}")
+        note = "exact_match counts the same words alone, and says little of captions: read the answers in evaluation/."
+        logger.warning(f"The median answer of {label} has {words:,.0f} words. {note}")
     files = [[hashlib.sha256(stored_bytes(image)).hexdigest() for image in each] for each in images]
     version = hashlib.sha256(json.dumps([documents, files]).encode()).hexdigest()[:16]
     alike = defaultdict(list)
@@ -135,13 +135,13 @@ def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[st
 def _results(document: dict, answers: list[str]) -> dict[str, Any]:
     """The score of the answer; of that to a blank image, how many of the questions so worded it answers rightly."""
     options = dict(zip(ascii_uppercase, document["options"], strict=False))
-    said, *of_blank = [_said(answer, options) for answer in answers]
-    scores = {"acc" if options else "exact_match": float(said == document["answer"])}
+    answered, *of_blank = [_key(answer, options) for answer in answers]
+    scores = {"acc" if options else "exact_match": float(answered == document["answer"])}
     blanks = {"blank": [document["blank"].count(of_blank[0]), len(document["blank"])]} if of_blank else {}
     return {**scores, **blanks, "commonest": (document["answer"], document["text"])}
 
 
-def _said(answer: str, options: Mapping[str, str]) -> str | None:
+def _key(answer: str, options: Mapping[str, str]) -> str | None:
     """What answers that count as the same have in common: the letter, or the text without case and marks."""
     return chosen_option(answer, options) if options else plain(answer) or answer.strip()
 
