@@ -22,6 +22,13 @@ DTYPES = "float32, bfloat16 or float16"
 AGAIN = "Run the same command again: it resumes where it stopped."
 DtypeOption = Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the checkpoint's), {DTYPES}.")]
 In4BitOption = Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")]
+ImageFolderOption = Annotated[
+    str | None,
+    typer.Option(help="Folder or .zip file that image paths in the data start from.", show_default="the data's own"),
+]
+ColumnsOption = Annotated[
+    str | None, typer.Option(help="Names of the data's columns, such as image=image_path,answer=caption.")
+]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
 BaseQuantization = Literal["none", "nf4", "nf4-double", "fp4", "fp4-double", "int8"]
 
@@ -227,13 +234,8 @@ def data(
     source: Annotated[
         str, typer.Argument(metavar="DATA", help="File, folder or Hub data set (DATA:SPLIT) to train on.")
     ],
-    image_folder: Annotated[
-        str | None,
-        typer.Option(help="Folder or .zip file that image paths start from.", show_default="the data's own"),
-    ] = None,
-    columns: Annotated[
-        str | None, typer.Option(help="Names of the data's columns, such as image=image_path,answer=caption.")
-    ] = None,
+    image_folder: ImageFolderOption = None,
+    columns: ColumnsOption = None,
     model: Annotated[
         str | None, typer.Option(help="Checkpoint, whose processor counts tokens and shows what of a row is learned.")
     ] = None,
@@ -305,6 +307,9 @@ def evaluate(
     suite: Annotated[list[str] | None, typer.Option(help="Of paper, vision, text, offline; with commas.")] = None,
     tasks: Annotated[list[str] | None, typer.Option(help="Of lm-evaluation-harness; with commas.")] = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder with task files of your own.")] = None,
+    data: Annotated[str | None, typer.Option(help="Questions of your own: file, folder or Hub data set.")] = None,
+    image_folder: ImageFolderOption = None,
+    columns: ColumnsOption = None,
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N samples of a task.")] = None,
     output: Annotated[
         Path | None,
@@ -327,18 +332,44 @@ def evaluate(
         from .evaluate.run import render
 
         done = run(
-            model, suites=_names(suite), tasks=_names(tasks), include_path=include_path, limit=limit,
-            batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code,
-            output=output,
+            model, suites=_names(suite), tasks=_names(tasks), include_path=include_path, data=data,
+            image_folder=image_folder, columns=columns, limit=limit, batch_size=batch_size, dtype=dtype,
+            load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code, output=output,
         )  # fmt: skip
         console = Console()
         console.print(render(done))
         if done.results:
             console.print(f"Written to {done.file}.", soft_wrap=True)
+        if done.note:
+            console.print(done.note, soft_wrap=True)
         for task, reason in done.failed.items():
             console.print(f"Not evaluated: {task}. {reason}", soft_wrap=True)
         if done.failed:
             raise typer.Exit(1)
+
+
+@app.command()
+def ask(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a vision-language model, or an adapter's folder.")],
+    image: Annotated[Path, typer.Argument(help="Image file.")],
+    question: Annotated[str, typer.Argument(help="In quotes.")],
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens of the answer.")] = 128,
+    dtype: DtypeOption = "auto",
+    load_in_4bit: In4BitOption = False,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Ask a model one question about an image, and print the answer as it comes."""
+    with errors_for_people(extra="qlora"):
+        from .checkpoint.find import find_model
+
+        find_model(model)
+
+        from .evaluate.ask import ask as run
+
+        run(
+            model, image, question, max_new_tokens=max_new_tokens, dtype=dtype, load_in_4bit=load_in_4bit,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
 
 
 @app.command()
@@ -379,15 +410,8 @@ def diagnose(
             show_default="the quickstart's held-out images",
         ),
     ] = None,
-    image_folder: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder or .zip file that image paths in the data start from.", show_default="the data's own"
-        ),
-    ] = None,
-    columns: Annotated[
-        str | None, typer.Option(help="Names of the data's columns, such as image=image_path,question=asked.")
-    ] = None,
+    image_folder: ImageFolderOption = None,
+    columns: ColumnsOption = None,
     samples: Annotated[int, typer.Option(metavar="N", min=1, help="How many questions with images.")] = 64,
     output: Annotated[
         Path | None,

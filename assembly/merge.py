@@ -15,6 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import LlavaProcessor
 from transformers.utils import cached_file
 
 from ..checkpoint.files import json_or_none, new_folder, write_failure
@@ -22,6 +23,7 @@ from ..checkpoint.limits import SETTINGS_BYTES
 from ..checkpoint.loading import loading
 from ..checkpoint.names import ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint, open_checkpoint
+from ..checkpoint.precision import dtype_to_load
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -91,33 +93,13 @@ def merge_adapter(
         OSError: The disk is full. Nothing of what was written is left.
     """
     adapter, dtype = Path(adapter), torch_dtype(dtype)
-    peft_config = adapter_config(adapter)
-    record = training_record(adapter)
-    quantization = quantization_of_base(adapter, record, base_quantization)
-    if quantization:
-        check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
-    named = peft_config.base_model_name_or_path
-    base = base or named
-    if not base:
-        raise ValueError(f"The adapter {adapter} does not name its base. Give its folder or Hub id with --base.")
-    revision = peft_config.revision if base == named else None
-    opened = _open_base(base, adapter, revision)
-    base, config = opened.name, opened.read_config(NormAlignLlavaConfig)
+    opened = open_adapter(adapter, base, base_quantization)
+    config, peft_config = opened.config, opened.peft_config
     dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
-    stored = (config.projector_norm, config.projector_gain_init)
-    for name, value in record["config_changes"].items():
-        setattr(config, name, value)
-    _check_tensors(adapter, peft_config, config, base)
-
     with new_folder(output) as folder:
-        trained = (adapter / "processor_config.json").exists()
-        processor = Checkpoint(str(adapter), None, {}).processor if trained else opened.processor
-        pad_left(processor.tokenizer)
-        model, quantized = _load_base(opened, config, quantization)
-        if stored != (config.projector_norm, config.projector_gain_init) and config.projector_norm != "none":
-            model.align_projector_norm()  # as the run that changed them did
-        with loading(f"The adapter {adapter}"):
-            adapted = PeftModel.from_pretrained(model, adapter, torch_device="cpu")
+        processor = opened.processor
+        model, quantized = _load_base(opened.base, config, opened.quantization)
+        adapted = opened.put_on(model)
         image, text = Image.linear_gradient("L").convert("RGB"), f"{processor.image_token} What is in the image?"
         inputs = processor(images=image, text=text, return_tensors="pt")
         expected = _logits(adapted, inputs)
@@ -132,7 +114,7 @@ def merge_adapter(
         try:
             merged.save_pretrained(folder)
             processor.save_pretrained(folder)
-            _carry(adapter, opened, folder)
+            _carry(adapter, opened.base, folder)
         except Exception as error:  # those of safetensors and tokenizers are not OSErrors
             if (cause := write_failure(error)) is None:
                 raise
@@ -140,7 +122,7 @@ def merge_adapter(
     return MergeReport(
         output=str(output),
         adapter=str(adapter),
-        base=str(base),
+        base=opened.base.name,
         kind="DoRA" if peft_config.use_dora else "rsLoRA" if peft_config.use_rslora else "LoRA",
         rank=peft_config.r,
         quantization=quantized,
@@ -148,6 +130,58 @@ def merge_adapter(
         parameters=merged.num_parameters(),
         difference=difference,
     )
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's folder, and its base with the `config` and quantization that it had in training."""
+
+    folder: Path
+    peft_config: LoraConfig
+    base: Checkpoint
+    config: NormAlignLlavaConfig
+    quantization: dict[str, Any] | None
+    realigned: bool
+    processor: LlavaProcessor
+
+    def put_on(self, model: NormAlignLlavaForConditionalGeneration) -> PeftModel:
+        """The loaded base with the adapter on it."""
+        if self.realigned:
+            model.align_projector_norm()  # as the run that changed it did
+        with loading(f"The adapter {self.folder}"):
+            return PeftModel.from_pretrained(model, self.folder, torch_device=str(model.device))
+
+    def load(self) -> PeftModel:
+        """The base as in training, on a GPU if there is one, with the adapter on it, in eval mode."""
+        settings, config = self.quantization, self.config
+        dtype = (settings or {}).get("bnb_4bit_compute_dtype") or dtype_to_load("auto", config)
+        device = "auto" if torch.cuda.is_available() else None
+        model = self.base.load(dtype=dtype, config=config, quantization_config=settings, device_map=device)
+        return self.put_on(model).eval()
+
+
+def open_adapter(adapter: Path, base: str | None = None, base_quantization: str | None = None) -> Adapter:
+    """Finds an adapter's base and checks that they fit; nothing is loaded. For the rest see [`merge_adapter`]."""
+    peft_config = adapter_config(adapter)
+    record = training_record(adapter)
+    quantization = quantization_of_base(adapter, record, base_quantization)
+    if quantization:
+        check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
+    named = peft_config.base_model_name_or_path
+    base = base or named
+    if not base:
+        raise ValueError(f"The adapter {adapter} does not name its base. Give its folder or Hub id with --base.")
+    opened = _open_base(base, adapter, peft_config.revision if base == named else None)
+    config = opened.read_config(NormAlignLlavaConfig)
+    stored = (config.projector_norm, config.projector_gain_init)
+    for name, value in record["config_changes"].items():
+        setattr(config, name, value)
+    _check_tensors(adapter, peft_config, config, opened.name)
+    realigned = stored != (config.projector_norm, config.projector_gain_init) and config.projector_norm != "none"
+    trained = (adapter / "processor_config.json").exists()
+    processor = Checkpoint(str(adapter), None, {}).processor if trained else opened.processor
+    pad_left(processor.tokenizer)
+    return Adapter(adapter, peft_config, opened, config, quantization, realigned, processor)
 
 
 def _open_base(base: str, adapter: Path, revision: str | None) -> Checkpoint:

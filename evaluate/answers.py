@@ -40,7 +40,7 @@ def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
     whole, named, another, alone, in_brackets = _patterns("".join(options))
     if letter := whole.fullmatch(answer):
         return letter[1].upper()
-    same = [key for key, text in options.items() if _plain(text) == _plain(answer) != ""]
+    same = [key for key, text in options.items() if plain(text) == plain(answer) != ""]
     if len(same) == 1:
         return same[0]
     if _REFUSAL.match(answer):
@@ -102,8 +102,8 @@ def _is_at_an_end(answer: str, letter: re.Match) -> bool:
 
 
 def _option_within(answer: str, options: Mapping[str, str]) -> str | None:
-    answer = _plain(answer)
-    texts = {key: plain for key, text in options.items() if (plain := _plain(text))}
+    answer = plain(answer)
+    texts = {key: bare for key, text in options.items() if (bare := plain(text))}
     if len(answer) > 2 * sum(map(len, texts.values())):
         return None
     within = [
@@ -112,6 +112,6 @@ def _option_within(answer: str, options: Mapping[str, str]) -> str | None:
     return within[0] if len(within) == 1 else None
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Lower case, single spaces, without marks at its ends."""
     return re.sub(r"^[\s\"'*_.,:;!?()\[\]]+|[\s\"'*_.,:;!?()\[\]]+$", "", " ".join(text.lower().split()))

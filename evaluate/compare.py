@@ -29,7 +29,7 @@ CONFIDENCE = 0.95
 
 Interval = tuple[float, float]
 Scores = dict[tuple[str, int, str], float]
-"""The score of each question, by task, number, and a hash of the true answer."""
+"""The score of each question, by task, number, and a hash of the true answer with the task's version."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,8 @@ def _run(folder: Path, left_out: dict[str, str]) -> dict[str, Scores]:
     found = {}
     for evaluation in evaluations:
         task = evaluation.task
-        metric, scores = _scores(folder / FOLDER / task, [metric.name for metric in evaluation.metrics])
+        names = [metric.name for metric in evaluation.metrics]
+        metric, scores = _scores(folder / FOLDER / task, names, evaluation.versions.get(task))
         if scores:
             found[f"{task} {metric}"] = scores
         else:
@@ -229,7 +230,7 @@ def _run(folder: Path, left_out: dict[str, str]) -> dict[str, Scores]:
     return found
 
 
-def _scores(folder: Path, metrics: Sequence[str]) -> tuple[str, Scores]:
+def _scores(folder: Path, metrics: Sequence[str], version: str | None) -> tuple[str, Scores]:
     """The first of some metrics that each question has, and the scores."""
     scores: dict[str, Scores] = defaultdict(dict)
     for file in sorted(folder.glob("samples_*.jsonl")):
@@ -242,7 +243,7 @@ def _scores(folder: Path, metrics: Sequence[str]) -> tuple[str, Scores]:
             for metric in sample["metrics"]:
                 if isinstance(sample.get(metric), int | float):
                     name = metric if sample["filter"] == "none" else f"{metric}, {sample['filter']}"
-                    scores[name][task, sample["doc_id"], sample["target_hash"]] = float(sample[metric])
+                    scores[name][task, sample["doc_id"], f"{sample['target_hash']} {version}"] = float(sample[metric])
     asked = max(map(len, scores.values()), default=0)
     for name in metrics:
         if len(scores.get(name, ())) == asked:

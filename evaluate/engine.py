@@ -19,6 +19,7 @@ import torch
 from lm_eval import evaluate, simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
+from lm_eval.api.task import Task
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.hf_vlms import HFMultimodalLM
 from lm_eval.tasks import TaskManager
@@ -101,7 +102,7 @@ def chosen_tasks(
             raise ValueError(f"There is no suite {suite!r}. There are {', '.join(SUITES)}.")
     chosen = list(dict.fromkeys([task for suite in suites for task in SUITES[suite]] + list(tasks)))
     if not chosen:
-        raise ValueError(f"Name a suite ({', '.join(SUITES)}) or tasks to evaluate on.")
+        raise ValueError(f"Name a suite ({', '.join(SUITES)}), tasks or data to evaluate on.")
     manager = task_manager(include_path, defaults=False)
     if not set(chosen) <= set(manager.all_tasks):
         manager = task_manager(include_path, defaults=True)  # reads 10,000 files
@@ -128,8 +129,8 @@ def as_lm(found: Found, *, batch_size: int, dtype: str = "auto", load_in_4bit: b
     return MultimodalLM(model, found.processor, batch_size)
 
 
-def run_task(lm: LM, task: str, manager: TaskManager, *, limit: int | None) -> dict[str, Any]:
-    """What the harness's `simple_evaluate` returns for one task or group of tasks.
+def run_task(lm: LM, task: str | Task, manager: TaskManager, *, limit: int | None) -> dict[str, Any]:
+    """What the harness's `simple_evaluate` returns for one task or group of tasks, by name or itself.
 
     Tasks that generate answers get them through the chat template; likelihoods are of plain text, as is usual.
     """
@@ -177,13 +178,14 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
     """The results of a task, of a group as a whole first, then of its parts."""
     counts = found["n-samples"].values()
     config = next(iter(found["configs"].values()))
+    own = (config.get("metadata") or {}).get("own", {})
     return Evaluation(
         task=task,
-        title=task,
+        title=own.get("title", task),
         metrics=_metrics(found, task),
         samples=sum(count["effective"] for count in counts),
         total=sum(count["original"] for count in counts),
-        protocol=_protocol(found, config),
+        protocol=_protocol(found, config, own),
         date=datetime.now(UTC).date().isoformat(),
         versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
         weights=weights,
@@ -224,13 +226,13 @@ def _metrics(found: dict[str, Any], task: str) -> list[Metric]:
 
 def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, float]:
     """Of accuracy `acc` the metrics `blank` and `commonest`, of `acc_colour` `blank_colour` and `commonest_colour`."""
-    measure, _, subset = metric.partition("_")
+    measure, _, subset = ("acc", "", "") if metric == "exact_match" else metric.partition("_")
     keys = {name: ",".join(("_".join(filter(None, (key, subset))), rule)) for key, name in REFERENCES.items()}
     return {name: scores[key] for name, key in keys.items() if measure == "acc" and key in scores}
 
 
-def _protocol(found: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """Sentences on how the results were obtained, and the first prompt as the model reads it."""
+def _protocol(found: dict[str, Any], config: dict[str, Any], own: dict[str, str]) -> list[str]:
+    """Sentences on how the results were obtained, and the first prompt as the model reads it; none of own data."""
     names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
     data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path of this machine
     sentences = [f"lm-evaluation-harness runs its task {config['task']} on {data}."]
@@ -241,13 +243,14 @@ def _protocol(found: dict[str, Any], config: dict[str, Any]) -> list[str]:
     shots = config.get("num_fewshot") or 0
     template = "through the chat template" if found["config"]["apply_chat_template"] else "as plain text"
     sentences.append(f"Prompts are given {template}, with {shots} examples before the question.")
+    sentences += [own["rule"]] if own else []
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
     if any(each["metric"] == "blank" for each in config.get("metric_list", ())):
         sentences.append("Blank image: each wording is asked once of a white image, and scored on all its questions.")
         sentences.append("Commonest answer: the share of questions that have the commonest true answer.")
     samples = next(iter(found["samples"].values()), None)
-    if samples and config["output_type"] != "loglikelihood_rolling":
+    if samples and config["output_type"] != "loglikelihood_rolling" and not own:
         prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
         sentences.append(f"The first prompt is {shorten(prompt, 600, placeholder=' ...')}")
     return sentences

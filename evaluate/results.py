@@ -5,16 +5,23 @@
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.files import atomic_write
+from ..checkpoint.names import TRAINING_RECORD
+from ..checkpoint.provenance import read_beside
 from ..checkpoint.untrusted import json_object
 
 
 FOLDER, SUMMARY = "evaluation", "summary.json"
 """The folder within a checkpoint that holds its evaluations, and the file of their results."""
+
+TEXTS = ("offline_perplexity", "offline_definitions")  # which show what training made a model forget
+BEFORE = "before training"
+RISE = 0.1  # of bits per byte, above which text is called forgotten
 
 SCHEMA_VERSION = 2
 """Of `summary.json`; raised when a field is renamed, removed or changes its meaning."""
@@ -105,6 +112,42 @@ def weights_hash(checkpoint: Path) -> str:
             while block := content.read(2**20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def add_before(result: Evaluation, checkpoint: Path) -> None:
+    """Adds that before the first stage of training to the references of a result of `TEXTS`, if it is known.
+
+    `training.json` names the checkpoint that each stage started from, without the folders above it. It is looked for
+    beside `checkpoint`, and is the right one if its own `training.json` is the one recorded, or neither exists.
+    """
+    record = read_beside(str(checkpoint), TRAINING_RECORD)
+    while record:
+        folder = checkpoint.resolve().parent / Path(str(record.get("options", {}).get("model_name_or_path"))).name
+        record = record.get("before")
+        earlier = read_evaluations(folder) if read_beside(str(folder), TRAINING_RECORD) == record else []
+        for each in earlier:
+            if (each.task, each.samples) == (result.task, result.samples):
+                values = {metric.name: metric.value for metric in each.metrics}
+                for metric in (metric for metric in result.metrics if metric.name in values):
+                    metric.references[BEFORE] = values[metric.name]
+
+
+def forgotten(evaluations: Iterable[Evaluation], checkpoint: Path | None = None) -> str | None:
+    """A sentence if bits per byte rose by more than `RISE`, or, of a trained `checkpoint`, if that is not known."""
+    of_text = [metric for each in evaluations if each.task == TEXTS[0] for metric in each.metrics]
+    for metric in (metric for metric in of_text if metric.name == "bits_per_byte"):
+        before = metric.references.get(BEFORE)
+        if before and metric.value > (1 + RISE) * before:
+            return (
+                f"It forgot text in training: bits per byte of a speech rose from {before:.2f} to {metric.value:.2f}, "
+                f"by {metric.value / before - 1:.0%}."
+            )
+        if not before and checkpoint and (checkpoint / TRAINING_RECORD).is_file():
+            return (
+                "Whether it forgot text in training is not known: evaluate what it was trained from, beside it, on "
+                f"{TEXTS[0]}, then run this again."
+            )
+    return None
 
 
 def _evaluation(content: dict[str, Any]) -> Evaluation:

@@ -15,17 +15,19 @@ from rich.table import Table
 from ..checkpoint.precision import dtype_to_load
 from ..diagnose.load import find
 from ..errors import Console, check_installed
-from .engine import SEED, as_lm, chosen_tasks, run_task, save, summarized
-from .results import FOLDER, SUMMARY, Evaluation, read_evaluations, weights_hash
+from .engine import SEED, as_lm, chosen_tasks, run_task, save, summarized, task_manager
+from .own_data import own_task
+from .results import FOLDER, SUMMARY, TEXTS, Evaluation, add_before, forgotten, read_evaluations, weights_hash
 
 
 @dataclass
 class Evaluated:
-    """The file of the summary, the results of the tasks asked for, and why others could not be run, by name."""
+    """The file of the summary, the results of the tasks asked for, why others could not be run, and a note."""
 
     file: Path
     results: list[Evaluation] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    note: str | None = None
 
 
 def evaluate(
@@ -34,6 +36,9 @@ def evaluate(
     suites: Sequence[str] = (),
     tasks: Sequence[str] = (),
     include_path: Path | None = None,
+    data: str | None = None,
+    image_folder: str | None = None,
+    columns: str | None = None,
     limit: int | None = None,
     batch_size: int = 1,
     dtype: str = "auto",
@@ -50,6 +55,7 @@ def evaluate(
         model: Folder or Hub id of a vision-language model or a language model.
         suites, tasks: What to evaluate on; see [`SUITES`].
         include_path: Folder with task files of one's own, as the harness reads them.
+        data, image_folder, columns: Questions and answers of one's own; see [`own_task`].
         limit: Use the first so many samples of each task. The result is marked as partial.
         batch_size: Samples together.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, but float32 on a CPU that
@@ -57,14 +63,18 @@ def evaluate(
         load_in_4bit, trust_remote_code: As in [`load`].
         output: Folder in which to write `evaluation/`, by default the model's; of a Hub id, `evaluations/NAME`.
 
-    Raises ValueError if the model or a task does not exist, or a limit would replace whole results of the model.
+    Raises ValueError if model, task or data cannot be read, or a limit would replace whole results of the model.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if include_path and not include_path.is_dir():
         raise ValueError(f"{include_path} is no folder with task files.")
     if load_in_4bit:
         check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
-    chosen, manager = chosen_tasks(suites, tasks, include_path, limit)
+    asked = [own_task(data, image_folder=image_folder, columns=columns)] if data else []
+    own = {str(each.config.task): each for each in asked}
+    named = chosen_tasks(suites, tasks, include_path, limit) if suites or tasks or not own else None
+    chosen, manager = named or ([], task_manager(include_path, defaults=False))
+    chosen = [*chosen, *own]
     found = find(model, trust_remote_code=trust_remote_code)
     folder = Path(found.source) if Path(found.source).is_dir() else None
     output = output or folder or Path("evaluations", found.name.replace("/", "--"))
@@ -76,6 +86,7 @@ def evaluate(
     done = Evaluated(output / FOLDER / SUMMARY)
     earlier = [each for each in read_evaluations(output) if each.task in chosen and each.weights == weights]
     versions = {name: version(name) for name in ("lm_eval", "normalign_llava")}
+    earlier = [each for each in earlier if each.task not in own or each.versions[each.task] == own[each.task].VERSION]
     kept = {
         each.task: each for each in earlier if each.settings == settings and versions.items() <= each.versions.items()
     }
@@ -92,7 +103,7 @@ def evaluate(
     for number, task in enumerate(tasks, 1):
         console.print(f"{task} ({number} of {len(tasks)})")
         try:
-            raw = run_task(lm, task, manager, limit=limit)
+            raw = run_task(lm, own.get(task, task), manager, limit=limit)
         except Exception as error:  # whatever it is, the other tasks are run
             done.failed[task] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
             console.print(f"{task} could not be run: {done.failed[task]}", style="red")
@@ -101,7 +112,12 @@ def evaluate(
         save(raw, task, output)
         result.write(output)
         kept[task] = result
+    for task in TEXTS:
+        if folder and task in kept:
+            add_before(kept[task], folder)
+            kept[task].write(output)
     done.results = [kept[task] for task in chosen if task in kept]
+    done.note = forgotten(done.results, folder)
     return done
 
 

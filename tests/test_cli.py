@@ -96,6 +96,7 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
         ("merge", "empty", "--output", "x"): "empty holds no adapter_config.json",
         ("train", "--stage", "algin"): "stage must be one of 'align', 'tune', got 'algin'",
         ("diagnose", "model", "--against", "./none"): f"./none {gone}",
+        ("ask", "./none", "kite.png", "what is flying?"): f"./none {gone}",
         ("card", "empty"): "empty is no checkpoint: it has no config.json and no adapter_config.json",
         ("publish", "user/none", "--repo-id", "a/b"): "hf download user/none",
         ("demo", "adapter"): "adapter is an adapter. Merge it first",

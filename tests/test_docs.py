@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def run_command(command: str, world) -> None:
         recipe = yaml.safe_load((ROOT / "train" / "recipes" / f"{command.split()[2]}.yaml").read_text())
         shutil.rmtree(world[0] / recipe["output_dir"], ignore_errors=True)
     tiny = next((options for name, options in ON_TINY.items() if command.startswith(name)), "")
-    program, *words = command.replace('"', "").split()
+    program, *words = shlex.split(command)
     assert program == "normalign"
     run(["-m", "normalign_llava", *words, *tiny.split()], world)
 
@@ -134,9 +135,10 @@ def run_page(page: Path, world, done: set[str]) -> None:
 
 def test_readme_and_the_pages_on_training_and_publishing_run(world, server):
     done: set[str] = set()
-    for page in (ROOT / "README.md", DOCS / "train.md", DOCS / "publish.md"):
+    for page in (ROOT / "README.md", DOCS / "train.md", DOCS / "evaluate.md", DOCS / "publish.md"):
         run_page(page, world, done)
-    assert {"build", "train", "merge", "publish", "diagnose", "card", "gain"} == {line.split()[1] for line in done}
+    names = {"build", "train", "merge", "publish", "diagnose", "card", "gain", "evaluate", "ask"}
+    assert names == {line.split()[1] for line in done}
     assert server.repository("user/my-model").read("README.md")
     assert all(yaml.safe_load(recipe) for recipe in blocks(DOCS / "train.md", "yaml"))
 

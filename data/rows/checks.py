@@ -208,7 +208,9 @@ def image_problems(
         return dict(gather_object([problem for some in results for problem in some]))
 
 
-def stopped(bad: list[DroppedRow], found: int | None = None, shown: int | None = _SHOWN) -> str:
+def stopped(
+    bad: list[DroppedRow], found: int | None = None, shown: int | None = _SHOWN, use: str = "trained on"
+) -> str:
     """The message of a run that stops at bad rows: `shown` reasons once, with the first row and their number."""
     alike: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in bad:
@@ -220,7 +222,8 @@ def stopped(bad: list[DroppedRow], found: int | None = None, shown: int | None =
         lines.append(f"  {rows[0]}{shared}")
     more = len(bad) - sum(len(rows) for rows in list(alike.values())[:shown])
     lines += [f"  and {more:,} more"] if more else []
-    return "\n".join(["Rows that cannot be trained on:", *lines, "Fix them, or skip such rows with --bad_rows skip."])
+    skip = "skip such rows with --bad_rows skip" if use == "trained on" else "remove them"
+    return "\n".join([f"Rows that cannot be {use}:", *lines, f"Fix them, or {skip}."])
 
 
 def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, int]) -> None:

@@ -34,8 +34,8 @@ question column the row has an image, and the question is [`PROMPT`]. Rows witho
 trained on.
 """
 
-COLUMNS = {column for form in FORMS for column in form if column} | {"image", "images", "hint", *"ABCD"}
-"""Columns that are read."""
+COLUMNS = {column for form in FORMS for column in form if column} | {"image", "images", "hint", "choices", *"ABCD"}
+"""Columns that are read; `choices` by `normalign evaluate` alone."""
 
 MAX_CHARACTERS, MAX_TURNS = 2**22, 10_000
 """Limits of a text and of a conversation, beyond what any model takes, so that no row fills the memory."""

@@ -172,7 +172,7 @@ def decode_image(image: dict[str, Any], max_pixels: int) -> Image.Image:
     """
     name = image["path"] or "an image inside the data"
     try:
-        content = _content(image)
+        content = stored_bytes(image)
         with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
             width, height = opened.size
             if not 0 < width * height <= max_pixels:
@@ -263,7 +263,8 @@ def _check_scans(opened: Image.Image, content: bytes) -> None:
         raise ValueError(f"a JPEG of {scans:,} scans; {MAX_SCANS} are allowed")
 
 
-def _content(image: dict[str, Any]) -> bytes:
+def stored_bytes(image: dict[str, Any]) -> bytes:
+    """The image file's content. Raises ValueError if it is too large."""
     content, path = image["bytes"], image["path"]
     if content is None and path.startswith("tar://"):
         content = _read_part(path)

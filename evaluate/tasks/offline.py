@@ -53,7 +53,7 @@ class OfflineTask(ConfigurableTask):
         request = super().construct_requests(doc, ctx, **options)
         if not doc.get("blank"):
             return request
-        arguments = (*request.arguments[:2], {"visual": [BLANK]})
+        arguments = (*request.arguments[:2], {"visual": [BLANK] * len(request.arguments[2]["visual"])})
         return [request, replace(request, idx=1, arguments=arguments, resps=[], filtered_resps={})]
 
 

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The limits that a card states: what was not measured, and how much data stands behind what was."""
 
+from ...evaluate.results import forgotten
 from .facts import Facts
 from .tables import is_stale
 from .training_tables import has_streams, rows_seen
@@ -28,6 +29,7 @@ def limits(facts: Facts) -> list[str]:
             f"The training recorded here took {at_most}{sum(known):,} rows, that of LLaVA-1.5 {LLAVA_ROWS:,}. Expect "
             "it to know only what is in them."
         )
+    found += filter(None, [forgotten(facts.evaluations)])
     if not facts.evaluations:
         found.append("No evaluation is recorded: how good its answers are is not known.")
     return [*found, "Bias, safety and made-up answers were not measured.", *_diagnosis(facts)]

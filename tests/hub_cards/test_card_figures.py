@@ -122,6 +122,9 @@ def test_limits(full):
     assert_limits(*run, *measured, left_out)
     made.measured(full, baseline=None)
     assert_limits(*run, *measured, "No baseline", left_out)
+    text = Metric("bits_per_byte", 1.6, references={"before training": 1.0})
+    Evaluation("offline_perplexity", "texts", [text], 32, 32, []).write(full)
+    assert_limits(*run, "bits per byte of a speech rose from 1.00 to 1.60", *measured, "No baseline", left_out)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,151 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""One's own questions and answers as a task of the harness: `normalign evaluate MODEL --data DATA`."""
+
+import hashlib
+import json
+import logging
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from itertools import takewhile
+from pathlib import Path
+from statistics import median
+from string import ascii_uppercase
+from typing import Any
+
+from datasets import Dataset
+
+from ..data.rows.checks import check_images_are_read, checked_rows, stopped
+from ..data.rows.forms import MARKER
+from ..data.rows.images import decode_image, image_problem, short, stored_bytes
+from ..data.rows.parse import DroppedRow
+from ..data.sources.arguments import DataArguments, DataSource
+from ..data.sources.source import open_source
+from .answers import chosen_option, plain
+from .tasks.documents import ASK_FOR_LETTER, listed
+from .tasks.offline import OfflineTask, blank
+
+
+logger = logging.getLogger(__name__)
+
+MAX_PIXELS = DataArguments.max_image_pixels
+MANY_WORDS = 10  # of the median answer, above which it is no label
+RULES = {  # by metric: of questions without options, and with them
+    "exact_match": "An answer is right if it is the true one, but for case, spaces and punctuation at its ends.",
+    "acc": "An answer is right if it chooses the true option, by its letter or its text.",
+}
+
+
+def own_task(data: str, *, image_folder: str | None = None, columns: str | None = None) -> OfflineTask:
+    """A task of rows in any form that training reads, with a question and its answer each.
+
+    In the form question and answer, options may be in the column `choices` or in `A` to `D`; the answer is then the
+    text or the letter of one. The task's version is a hash of all questions, answers and images. Arguments are those
+    of [`DataSource.named`]. Raises ValueError that names the rows and images that cannot be used.
+    """
+    source = DataSource.named(data, image_folder=image_folder, columns=columns)
+    opened = open_source(source, streaming=False)
+    rows = checked_rows(opened, opened.rules, None)
+    documents: list[dict[str, Any]] = []
+    bad = []
+    for number, row in enumerate(rows):
+        try:
+            if problem := image_problem(row["images"], opened.rules, MAX_PIXELS):
+                raise ValueError(problem[1])
+            documents.append({"row": number, **_document(row, documents[0] if documents else None)})
+        except ValueError as error:
+            bad.append(DroppedRow(row["source"], row["row"], row["file"], str(error)))
+    if bad or not rows:
+        raise ValueError(stopped(bad, len(rows), use="evaluated") if bad else f"{data} has no rows.")
+    unread = Counter(row["unread"] for row in rows if row["unread"])
+    check_images_are_read(opened.name, len(rows), sum(row["image_count"] for row in rows), unread)
+    path, split = Path(source.path).resolve(), "" if source.split == "train" else f":{source.split}"
+    label = path.name + split if path.exists() else data
+    return _task(label, documents, [row["images"] for row in rows])
+
+
+def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
+    """What is asked in a row. Raises ValueError with what is not supported in it, and the remedy."""
+    if row["reason"]:
+        raise ValueError(row["reason"])
+    contents = [[part["text"] for part in turn["content"]] for turn in row["messages"]]  # None for an image
+    turns = ["".join(MARKER if text is None else text for text in each) for each in contents]
+    system = turns.pop(0) if row["messages"][0]["role"] == "system" else ""
+    if len(turns) != 2:
+        raise ValueError(f"it has {len(turns) // 2} questions; save each, with its answer, as a row of its own")
+    prompt, answer = turns
+    options = _options(row["raw"]) if row["form"] == "question" else {}
+    text = plain(answer) or answer
+    if options:
+        found = [letter for letter in options if plain(options[letter]) == text] or [text.upper()]
+        if len(found) > 1 or found[0] not in options:
+            raise ValueError(f"the answer {short(answer)} is not one of the choices {short([*options.values()])}")
+        answer, text = found[0], plain(options[found[0]])
+        lines = [listed(options)] if row["raw"].get("choices") else []  # those in A to D are in the question
+        prompt = "\n".join([prompt, *lines, ASK_FOR_LETTER])
+    if first and (bool(options), system) != (bool(first["options"]), first["system"]):
+        raise ValueError("its system turn, or whether it has choices, differs from the first row; use several files")
+    answer = answer if options else text
+    return {"system": system, "prompt": prompt, "answer": answer, "text": text, "options": [*options.values()]}
+
+
+def _options(raw: Mapping) -> dict[str, str]:
+    """The options of a row by letter; empty without any."""
+    lettered = takewhile(lambda name: raw.get(name) not in (None, "nan"), "ABCD")
+    choices = raw.get("choices") or [raw[name] for name in lettered]
+    usable = isinstance(choices, list) and all(isinstance(each, str) and plain(each) for each in choices)
+    if not usable or len(choices) == 1:
+        raise ValueError(f"choices must be a list of texts, got {short(choices)}; in CSV, use columns A to D")
+    return dict(zip(ascii_uppercase, choices, strict=False))
+
+
+def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[str, Any]]]) -> OfflineTask:
+    metric = "acc" if documents[0]["options"] else "exact_match"
+    if (words := median(len(each["answer"].split()) for each in documents)) > MANY_WORDS:
+        note = "exact_match counts the same words alone, and says little of captions: read the answers in evaluation/."
+        logger.warning(f"The median answer of {label} has {words:,.0f} words. {note}")
+    files = [[hashlib.sha256(stored_bytes(image)).hexdigest() for image in each] for each in images]
+    version = hashlib.sha256(json.dumps([documents, files]).encode()).hexdigest()[:16]
+    alike = defaultdict(list)
+    for each in documents:
+        alike[each["prompt"]].append(each["answer"])
+    rows = [each | {"blank": alike.pop(each["prompt"], [])} for each in documents]
+    longest = max(16, *(len(each["text"].encode()) + 2 for each in rows))  # tokens, each of a byte at least
+    metrics = [(metric, "mean"), ("blank", blank), ("commonest", _commonest)]
+    config: dict[str, Any] = {
+        "task": "own_" + re.sub(r"[^\w.-]+", "-", label),
+        "dataset_path": f"{label}, own data of {len(rows):,} rows (SHA-256 {version}...)",
+        "custom_dataset": lambda: {"test": Dataset.from_list(rows)},
+        "test_split": "test",
+        "description": documents[0]["system"],
+        "doc_to_text": lambda row: row["prompt"],
+        "doc_to_image": lambda row: [decode_image(each, MAX_PIXELS) for each in images[row["row"]]],
+        "doc_to_target": "answer",
+        "process_results": _results,
+        "output_type": "generate_until",
+        "num_fewshot": 0,
+        "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.0, "max_gen_toks": longest},
+        "metric_list": [{"metric": name, "aggregation": by, "higher_is_better": by == "mean"} for name, by in metrics],
+        "metadata": {"version": version, "own": {"title": f"{label} (own data)", "rule": RULES[metric]}},
+    }
+    return OfflineTask(config)
+
+
+def _results(document: dict, answers: list[str]) -> dict[str, Any]:
+    """The score of the answer; of that to a blank image, how many of the questions so worded it answers rightly."""
+    options = dict(zip(ascii_uppercase, document["options"], strict=False))
+    answered, *of_blank = [_key(answer, options) for answer in answers]
+    scores = {"acc" if options else "exact_match": float(answered == document["answer"])}
+    blanks = {"blank": [document["blank"].count(of_blank[0]), len(document["blank"])]} if of_blank else {}
+    return {**scores, **blanks, "commonest": (document["answer"], document["text"])}
+
+
+def _key(answer: str, options: Mapping[str, str]) -> str | None:
+    """What answers that count as the same have in common: the letter, or the text without case and marks."""
+    return chosen_option(answer, options) if options else plain(answer) or answer.strip()
+
+
+def _commonest(answers: list[tuple[str, str]]) -> float:
+    """Accuracy of always giving the same letter, or the same text, whichever is right more often."""
+    return max(max(Counter(each).values()) for each in zip(*answers, strict=True)) / len(answers)

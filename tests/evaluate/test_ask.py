@@ -1,0 +1,57 @@
+"""`normalign ask`: a checkpoint's and an adapter's answers, and errors that say what is there."""
+
+import shutil
+
+import pytest
+import torch
+import training
+from asking import generate
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+from typer.testing import CliRunner
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.cli import app
+
+
+pytestmark = pytest.mark.slow
+
+QUESTION = "what is 7 plus 0?"
+
+
+def ask(model, image, *words):
+    return CliRunner().invoke(app, ["ask", str(model), str(image), QUESTION, *words], env={"COLUMNS": "500"})
+
+
+def test_answers_are_those_of_generate(checkpoint, tmp_path):
+    file, tokens = tmp_path / "noise.png", ("--max-new-tokens", "12")
+    file.write_bytes(training.image(1))
+    expected = generate(checkpoint, QUESTION, Image.open(file), tokens=12)[0]
+    assert ask(checkpoint, file, *tokens).stdout == expected + "\n"
+
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    targets = {"target_modules": r".*\.language_model\..*_proj", "modules_to_save": ["multi_modal_projector"]}
+    adapted = get_peft_model(model, LoraConfig(r=4, **targets))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in (each for name, each in adapted.named_parameters() if "lora_" in name or "to_save" in name):
+            parameter += torch.randn_like(parameter)
+    adapted.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "training.json").write_text('{"quantization": null}')
+    merged = shutil.copytree(checkpoint, tmp_path / "merged")
+    adapted.merge_and_unload().save_pretrained(merged)
+    of_adapter = generate(merged, QUESTION, Image.open(file), tokens=12)[0]
+    assert ask(tmp_path / "adapter", file, *tokens).stdout == of_adapter + "\n" != expected + "\n"
+
+
+def test_what_is_not_there_is_named(checkpoint, tmp_path):
+    (tmp_path / "broken.png").write_text("kite")
+    (tmp_path / "noise.png").write_bytes(training.image(1))
+    cases = {
+        (checkpoint, "kite.png"): f"{tmp_path / 'kite.png'}. In {tmp_path}: broken.png, noise.png.",
+        (checkpoint, "broken.png"): "broken.png cannot be used",
+        (checkpoint.parent / "language", "noise.png"): "language is a language model, which answers no questions",
+    }
+    for (model, image), reason in cases.items():
+        done = ask(model, tmp_path / image)
+        assert done.exit_code == 1 and reason in done.output

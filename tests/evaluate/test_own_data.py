@@ -1,0 +1,140 @@
+"""One's own questions and answers: scores by hand, rows that are refused; a tiny model is asked and published."""
+
+import json
+import shutil
+
+import pytest
+import training
+from lm_eval import evaluate as harness
+from scripted_tasks import Script
+from typer.testing import CliRunner
+
+from normalign_llava.cli import app
+from normalign_llava.evaluate.own_data import own_task
+from normalign_llava.evaluate.results import read_evaluations
+from normalign_llava.hub_cards.card.write import write_card
+from normalign_llava.hub_cards.push.leaks import check_private
+from normalign_llava.hub_cards.push.source import choose_files
+
+
+SECRET = "Who lives in this house?"
+TURNS = [{"role": role, "content": "what?"} for role in ("user", "assistant")]
+
+
+class Asked(Script):
+    """Answers the n-th row with the n-th answer, and everything with a white image with the last."""
+
+    def generate_until(self, requests, disable_tqdm=False):
+        self.asked = requests
+        for request in requests:
+            for image in request.args[2]["visual"]:
+                assert (image.getcolors(10**6)[0][1] == (255, 255, 255)) == (request.idx == 1)
+        return [self.answers[-1 if request.idx else request.doc_id] for request in requests]
+
+
+def scores(task, *answers):
+    model, name = Asked(answers), task.config.task
+    found = harness(model, {"tasks": {name: task}})["results"][name]
+    return {key.removesuffix(",none"): value for key, value in found.items() if "," in key}, model.asked
+
+
+def lines(file, *rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def folder_of(folder, *rows):
+    folder.mkdir()
+    for number in range(2 + len(rows)):
+        (folder / f"{number}.png").write_bytes(training.image(number))
+    lines(folder / "metadata.jsonl", *({"file_names": [f"{number}.png"], **row} for number, row in enumerate(rows)))
+    return str(folder)
+
+
+def asked(question, answer, **others):
+    return {"question": question, "answer": answer, **others}
+
+
+def test_exact_match_by_hand(tmp_path):
+    true = ["a kite", "A red kite.", "5", "kite", "a kite", "?"]
+    rows = (asked("what?" if number < 4 else "and this?", answer) for number, answer in enumerate(true))
+    task = own_task(folder_of(tmp_path / "my images", *rows))
+    found, requests = scores(task, " A  Kite!", "a red kite", "-5", "a kite", "a kite or a bird", "", "A kite.")
+    assert task.config.task == "own_my-images" and len(requests) == 6 + 2
+    assert {request.args[0] for request in requests} == {"<image>what?", "<image>and this?"}
+    # Right are the first two. Of a white image "A kite." is right to one question of each wording.
+    assert [found[name] for name in ("exact_match", "blank", "commonest")] == pytest.approx([2 / 6] * 3)
+    assert found["exact_match_stderr"] == pytest.approx((2 / 6 * 4 / 6 / 5) ** 0.5)
+
+
+def test_choices_by_hand(tmp_path):
+    options, others = ["yes", "no"], ["no", "yes"]
+    rows = [asked("Is it?", "Yes.", choices=options), asked("Is it?", "yes", choices=others)]
+    rows += [asked("Is it?", "b", choices=others), asked("Is it?", "no", choices=others)]
+    task = own_task(lines(tmp_path / "rows.jsonl", *rows))
+    found, requests = scores(task, "A", "yes", "A", "The answer is A.", "A")
+    prompt = "Is it?\nA. yes\nB. no\nAnswer with the option's letter from the given choices directly."
+    assert requests[0].args[0] == prompt and task.eval_docs["answer"] == ["A", "B", "B", "A"]
+    # The answer to a blank image is right to the first and the last; "yes" to three, each letter to two.
+    assert (found["acc"], found["blank"], found["commonest"]) == (3 / 4, 2 / 4, 3 / 4)
+    lettered = own_task(lines(tmp_path / "rows.jsonl", asked("Is it?", "B", A="yes", B="no", C="nan")))
+    assert lettered.eval_docs[0]["prompt"] == prompt and scores(lettered, "no", "")[0]["acc"] == 1
+
+
+def test_several_images_and_a_system_turn_are_asked(tmp_path, caplog):
+    image, text = {"type": "image"}, {"type": "text", "text": "or"}
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [image, text, image]}, TURNS[1]]
+    row = {"file_names": ["0.png", "1.png"], "messages": turns}
+    found, requests = scores(own_task(folder_of(tmp_path / "images", row)), "What", "")
+    assert requests[0].args[0] == "Be brief.<image>or<image>" and found["exact_match"] == 1
+    assert [len(each.args[2]["visual"]) for each in requests] == [2, 2] and not caplog.messages
+    own_task(folder_of(tmp_path / "captions", {"caption": "A red kite flies above a wide green field of grass."}))
+    assert caplog.messages[0].startswith("The median answer of captions has 11 words. exact_match counts")
+
+
+def test_rows_that_cannot_be_evaluated_are_named(tmp_path):
+    cases = {
+        "it has 2 questions; save each, with its answer, as a row of its own": {"messages": TURNS * 2},
+        "it has no assistant turn": {"question": "what?"},
+        "there is no such image": asked("what?", "it", image="gone.png"),
+        "the answer 'C' is not one of the choices ['dog', 'cat']": asked("what?", "C", choices=["dog", "cat"]),
+        "choices must be a list of texts, got 'a|b'; in CSV, use": asked("what?", "a", choices="a|b"),
+        "or whether it has choices, differs from the first row": asked("what?", "a", choices=["a", "b"]),
+        "its system turn, or": {"messages": [{"role": "system", "content": "Shout."}, *TURNS]},
+    }
+    for reason, row in cases.items():
+        with pytest.raises(ValueError, match="Rows that cannot be evaluated") as error:
+            own_task(lines(tmp_path / "rows.jsonl", asked("what?", "it"), row))
+        assert "rows.jsonl, row 1" in str(error.value) and reason in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_model_is_asked_compared_and_published(checkpoint, tmp_path):
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    data = folder_of(tmp_path / "my-images", asked(SECRET, "Ann"), asked(SECRET, "Bob"))
+
+    def run(*words):
+        return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"}).output
+
+    assert "own_my-images exact_match" in run("evaluate", model, "--data", data, "--batch-size", 2)
+    (result,) = read_evaluations(model)
+    assert (result.title, result.total, result.metrics[0].samples) == ("my-images (own data)", 2, 2)
+    assert result.metrics[0].references == {"blank image": 0, "commonest answer": 0.5}
+    other = shutil.copytree(model, tmp_path / "other")
+    shutil.make_archive(str(tmp_path / "images"), "zip", data)  # the same in other forms
+    (tmp_path / "my-images.csv").write_text(f"path,asked,label\n0.png,{SECRET},Ann\n1.png,{SECRET},Bob\n")
+    named = {"image_folder": str(tmp_path / "images.zip"), "columns": "image=path,question=asked,answer=label"}
+    assert result.versions["own_my-images"] == own_task(str(tmp_path / "my-images.csv"), **named).VERSION
+    assert "own_my-images: done before." in run("evaluate", model, "--data", data, "--batch-size", 2)
+    assert "Differences from model" in run("compare", model, other, "--output", tmp_path / "comparison")
+
+    write_card(model)
+    sent = choose_files(model, {})
+    check_private(sent, "")
+    card, summary = (sent.files[name].decode() for name in ("README.md", "evaluation/summary.json"))
+    assert "### my-images (own data)" in card and "own data of 2 rows (SHA-256 " in card
+    assert not any(word in text for word in (SECRET, "Ann", str(tmp_path)) for text in (card, summary))
+
+    (tmp_path / "my-images" / "1.png").write_bytes(training.image(7))  # the same answers to other images
+    assert "done before" not in run("evaluate", other, "--data", data)
+    assert "asked the models other questions" in run("compare", model, other)
