@@ -31,5 +31,9 @@ def html_text(text: object) -> str:
 
 
 def _row(tag: str, columns, texts) -> str:
-    cells = zip(columns, texts, strict=True)
-    return f"<tr>{''.join(f'<{tag} align={column.justify}>{html_text(text)}</{tag}>' for column, text in cells)}</tr>"
+    # Notebooks' style sheets align to the right what has no style of its own.
+    cells = (
+        f'<{tag} style="text-align: {column.justify}">{html_text(text)}</{tag}>'
+        for column, text in zip(columns, texts, strict=True)
+    )
+    return f"<tr>{''.join(cells)}</tr>"

@@ -60,7 +60,7 @@ class Diagnosis:
     folder: Path
 
     def _repr_html_(self) -> str:
-        claims = Table("the paper", "here", "")
+        claims = Table("the paper", "here", "measured")
         for each in findings(self.report, self.against):
             claims.add_row(each.claim, each.outcome, each.sentence)
         sentences = [*self.verdict, *self.report.left_out, f"Report: {self.folder / PAGE}"]
