@@ -19,8 +19,10 @@ _EXPORTS = {
     "mean_embedding_norm": "modeling_normalign_llava",
     "build_checkpoint": "assembly.build",
     "retrofit_checkpoint": "assembly.build",
+    "merge_adapter": "assembly.merge",
     "embedding_statistics": "assembly.gain",
     "half_precision_pays": "checkpoint.precision",
+    "publish": "hub_cards.push.publish",
     "NormAlignConfig": "train.options.arguments",
     "NormAlignTrainer": "train.trainer",
 }
@@ -30,8 +32,10 @@ __all__ = ["__version__", *_EXPORTS]  # noqa: PLE0604
 if TYPE_CHECKING:
     from .assembly.build import build_checkpoint, retrofit_checkpoint
     from .assembly.gain import embedding_statistics
+    from .assembly.merge import merge_adapter
     from .checkpoint.precision import half_precision_pays
     from .configuration_normalign_llava import NormAlignLlavaConfig
+    from .hub_cards.push.publish import publish
     from .modeling_normalign_llava import (
         GlobalWeightCompensatedLayerNorm,
         GlobalWeightCompensatedRMSNorm,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.table import Table
 
 from . import __version__
 from .errors import Console, errors_for_people
@@ -120,19 +119,7 @@ def build(
                 str(vision), str(language), output, arm=arm, norm=norm, feature_layer=layers,
                 select_strategy=select_strategy, chat_template=chat_template, dtype=dtype,
             )  # fmt: skip
-    table = Table(title="NormAlign-LLaVA checkpoint", show_header=False)
-    table.add_row("vision encoder", f"{report.vision} ({report.vision_parameters / 1e6:.1f} M parameters)")
-    table.add_row("projector and norm", f"{report.projector_parameters / 1e6:.2f} M parameters, {report.norm}")
-    table.add_row("language model", f"{report.language} ({report.language_parameters / 1e6:.1f} M parameters)")
-    table.add_row("hidden size, vocabulary", f"{report.hidden_size}, {report.vocabulary}")
-    table.add_row("arm", report.arm)
-    table.add_row("N_text", f"{report.n_text:.4g}")
-    table.add_row("gain", "no norm" if report.gain is None else f"{report.gain:.4g}")
-    table.add_row("visual tokens per image", str(report.tokens_per_image))
-    table.add_row("feature layer, strategy", f"{report.feature_layer}, {report.select_strategy}")
-    table.add_row("chat template", report.chat_template)
-    table.add_row("written to", str(output))
-    Console().print(table)
+    Console().print(report.table())
     if report.generation_marks:
         _print_next_command(output, "build")
 
@@ -291,13 +278,7 @@ def merge(
 
         report = merge_adapter(adapter, output, base=base, base_quantization=base_quantization, dtype=dtype)
         refresh_card(output)
-    table = Table(title="Merged checkpoint", show_header=False)
-    table.add_row("adapter", f"{report.adapter} ({report.kind}, rank {report.rank})")
-    table.add_row("base", f"{report.base} ({report.quantization or 'not quantized'} in training)")
-    table.add_row("parameters, dtype", f"{report.parameters / 1e6:.1f} M, {report.dtype}, norm float32")
-    table.add_row("largest difference of logits", f"{report.difference:.2g}")
-    table.add_row("written to", report.output)
-    Console().print(table)
+    Console().print(report.table())
     _print_next_command(output)
 
 

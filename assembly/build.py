@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from rich.table import Table
 from transformers import (
     MODEL_MAPPING,
     AutoImageProcessor,
@@ -24,6 +25,7 @@ from ..checkpoint.names import BUILD_RECORD
 from ..checkpoint.opening import Checkpoint, check_processor, open_checkpoint
 from ..checkpoint.provenance import licence_of
 from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..html_tables import html_table
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
 from .parts import (
     add_image_token,
@@ -87,6 +89,25 @@ class BuildReport:
     language_revision: str | None
     licenses: dict[str, dict[str, str | None] | None]
     from_llava: bool
+
+    def table(self) -> Table:
+        """The report, for `rich.console.Console.print`."""
+        table = Table(title="NormAlign-LLaVA checkpoint", show_header=False)
+        table.add_row("vision encoder", f"{self.vision} ({self.vision_parameters / 1e6:.1f} M parameters)")
+        table.add_row("projector and norm", f"{self.projector_parameters / 1e6:.2f} M parameters, {self.norm}")
+        table.add_row("language model", f"{self.language} ({self.language_parameters / 1e6:.1f} M parameters)")
+        table.add_row("hidden size, vocabulary", f"{self.hidden_size}, {self.vocabulary}")
+        table.add_row("arm", self.arm)
+        table.add_row("N_text", f"{self.n_text:.4g}")
+        table.add_row("gain", "no norm" if self.gain is None else f"{self.gain:.4g}")
+        table.add_row("visual tokens per image", str(self.tokens_per_image))
+        table.add_row("feature layer, strategy", f"{self.feature_layer}, {self.select_strategy}")
+        table.add_row("chat template", self.chat_template)
+        table.add_row("written to", self.output)
+        return table
+
+    def _repr_html_(self) -> str:
+        return html_table(self.table())
 
 
 def build_checkpoint(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from PIL import Image
+from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import LlavaProcessor
@@ -26,6 +27,7 @@ from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import dtype_to_load
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
+from ..html_tables import html_table
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter_settings import adapter_config, quantization_of_base, training_record
 from .build import torch_dtype
@@ -63,6 +65,19 @@ class MergeReport:
     dtype: str
     parameters: int
     difference: float
+
+    def table(self) -> Table:
+        """The report, for `rich.console.Console.print`."""
+        table = Table(title="Merged checkpoint", show_header=False)
+        table.add_row("adapter", f"{self.adapter} ({self.kind}, rank {self.rank})")
+        table.add_row("base", f"{self.base} ({self.quantization or 'not quantized'} in training)")
+        table.add_row("parameters, dtype", f"{self.parameters / 1e6:.1f} M, {self.dtype}, norm float32")
+        table.add_row("largest difference of logits", f"{self.difference:.2g}")
+        table.add_row("written to", self.output)
+        return table
+
+    def _repr_html_(self) -> str:
+        return html_table(self.table())
 
 
 def merge_adapter(

@@ -5,7 +5,7 @@
 import json
 import math
 import platform
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from rich.markup import escape
 from rich.progress import track
+from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, ProcessorMixin
 
@@ -22,6 +23,7 @@ from ..assembly.build import torch_dtype
 from ..checkpoint.files import replaced_folder
 from ..data.rows.questions import Sample
 from ..errors import Console, check_installed, escaped
+from ..html_tables import html_paragraph, html_table
 from .data import Samples, batches, image_batches, load_samples
 from .figures import draw
 from .findings import findings
@@ -52,10 +54,17 @@ QUESTIONS, QUESTIONS_DRAWN = 16, 4
 class Diagnosis:
     """The reports of a model and its baseline, the verdict, and the folder that was written."""
 
-    report: Report
-    against: Report | None
+    report: Report = field(repr=False)
+    against: Report | None = field(repr=False)
     verdict: list[str]
     folder: Path
+
+    def _repr_html_(self) -> str:
+        claims = Table("the paper", "here", "measured")
+        for each in findings(self.report, self.against):
+            claims.add_row(each.claim, each.outcome, each.sentence)
+        sentences = [*self.verdict, *self.report.left_out, f"Report: {self.folder / PAGE}"]
+        return "".join(map(html_paragraph, sentences)) + html_table(claims)
 
 
 def diagnose(

@@ -21,6 +21,7 @@ from rich.table import Table
 from scipy import stats
 
 from ..checkpoint.files import atomic_write
+from ..html_tables import html_table
 from .paper_columns import columns
 from .results import FOLDER, read_evaluations
 
@@ -73,6 +74,13 @@ class Difference:
         return self.score - self.reference
 
 
+class Comparison(list[Difference]):
+    """What [`compare`] found, which a notebook shows as [`render`] does."""
+
+    def _repr_html_(self) -> str:
+        return html_table(render(self))
+
+
 def read_arm(argument: str) -> Arm:
     """Reads `FOLDER`, or `NAME=FOLDER,FOLDER,...` for several runs.
 
@@ -89,7 +97,7 @@ def read_arm(argument: str) -> Arm:
     return Arm(name or paths[0].resolve().name, paths, runs, left_out, of_paper)
 
 
-def compare(arms: Sequence[Arm]) -> list[Difference]:
+def compare(arms: Sequence[Arm]) -> Comparison:
     """Each arm against the first, on each task that all of their runs have, over the questions that all were asked.
 
     Raises:
@@ -110,7 +118,7 @@ def compare(arms: Sequence[Arm]) -> list[Difference]:
         raise ValueError(
             f"The models have no task in common. Run `normalign evaluate` on each with the same tasks.{out}"
         )
-    found = []
+    found = Comparison()
     first, *others = arms
     for task in tasks:
         shared = set.intersection(*(set(run[task]) for run in runs))

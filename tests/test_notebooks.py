@@ -1,0 +1,114 @@
+"""The notebooks, run whole by a kernel: on tiny parts, with a hub of their own. They are kept without outputs."""
+
+import os
+import re
+from base64 import b64decode
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nbformat
+import pytest
+import tiny
+import tiny_parts as parts
+from jupyter_client import AsyncKernelManager
+from jupyter_client.provisioning import LocalProvisioner
+from nbclient import NotebookClient
+from paths import ROOT
+from rich.table import Table
+
+from normalign_llava.html_tables import html_table
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+class ForkedKernel(LocalProvisioner):
+    """A kernel that is a fork of the `prepared` process, which has imported the package."""
+
+    async def launch_kernel(self, cmd, cwd, **ignored):
+        self.process = self.parent.prepared.start(cmd[1:], Path(cwd), **self.parent.variables)
+        return self.connection_info
+
+    async def send_signal(self, number):
+        os.kill(self.process.pid, number)
+
+    async def wait(self):
+        self.process.wait()
+        self.process = None
+
+
+@pytest.fixture
+def run(prepared, tmp_path):
+    """A function that runs a notebook with other parameters, and gives the outputs of each cell, by its id."""
+
+    def run(name: str, variables: dict[str, str], **parameters) -> dict[str, list]:
+        notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+        (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
+        assert parameters.keys() <= set(re.findall(r"^(\w+) =", cell.source, flags=re.M))
+        cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
+        kernel = AsyncKernelManager(connection_file=str(tmp_path / "kernel.json"))
+        kernel.prepared, kernel.variables = prepared, {"IPYTHONDIR": str(tmp_path / "ipython"), **variables}
+        kernel.provisioner = ForkedKernel(kernel_id="notebook", kernel_spec=kernel.kernel_spec, parent=kernel)
+        (tmp_path / "here").mkdir()
+        client = NotebookClient(notebook, km=kernel, timeout=300, resources={"metadata": {"path": tmp_path / "here"}})
+        client.execute(cleanup_kc=True)
+        return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+
+    return run
+
+
+def shown(outputs: list, kind: str) -> list[str]:
+    """What a cell shows of one kind."""
+    return [output.data[kind] for output in outputs if kind in output.get("data", ())]
+
+
+def check_figures(cells: dict[str, list], *names: str) -> None:
+    for name in names:
+        figures = shown(cells[name], "image/png")
+        assert figures and all(b64decode(figure).startswith(b"\x89PNG") for figure in figures), name
+
+
+@pytest.mark.slow
+def test_a_model_is_built_trained_merged_compared_published_and_asked(run, hub, tmp_path):
+    vision, language = parts.vision(tmp_path / "vision", "siglip"), parts.language(tmp_path / "language")
+    small = dict(VISION=vision, LANGUAGE=language, DRAWN={"train": 4, "test": 2}, STEPS=1, BATCH=2)
+    variables = {"HF_TOKEN": hub.token("ann")}
+    cells = run("finetune", variables, **small, REPO_ID="ann/m", CHECK_LOADING=False)
+    check_figures(cells, "images", "curves", "answers")
+    assert all("<table>" in "".join(shown(cells[name], "text/html")) for name in ("build", "merge", "compare"))
+    assert "".join(output.text for output in cells["chat"] if output.get("name") == "stdout")
+    published, weights = hub.repository("ann/m"), (tmp_path / "here/my-model/model.safetensors").read_bytes()
+    assert published.read("model.safetensors") == weights and "README.md" in published.head().files
+
+
+@pytest.mark.slow
+def test_any_model_is_diagnosed_with_figures_and_claims(run, checkpoint, tmp_path):
+    llava = parts.llava(tmp_path / "llava", tiny.llava())
+    Path(llava, "chat_template.jinja").unlink()  # which knows no images
+    cells = run("diagnose", {}, MODEL=str(checkpoint), AGAINST=llava, SAMPLES=2, BATCH=2)
+    check_figures(cells, "norms", "paper", "rotation", "attention")
+    assert "<table>" in "".join(shown(cells["diagnose"], "text/html"))
+    assert (tmp_path / "here/diagnosis/report.html").exists()
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_notebooks_are_short_and_kept_without_outputs(file):
+    notebook = nbformat.read(file, as_version=4)
+    nbformat.validate(notebook)
+    assert 10 <= len(notebook.cells) <= 15
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code)
+
+
+def test_names_and_answers_in_a_table_are_no_html():
+    rows = [("<script>alert(1)</script>", "a & b"), ('"</td>', "two\nlines")]
+    table = Table("<b>model</b>", "answer", title="<i>", caption="</table>")
+    for row in rows:
+        table.add_row(*row)
+    tags, texts = [], []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tags.append(tag)
+    parser.handle_data = texts.append
+    parser.feed(html_table(table))
+    assert set(tags) == {"table", "caption", "tr", "th", "td", "br", "p"}
+    assert texts == ["<i>", "<b>model</b>", "answer", *rows[0], rows[1][0], "two", "lines", "</table>"]
