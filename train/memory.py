@@ -7,7 +7,7 @@ import os
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,7 @@ from accelerate.utils import DistributedType
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from transformers import TrainerCallback, TrainingArguments
 
 from .modules.model import base_model, module_of
@@ -237,26 +235,22 @@ def _optimizer_bytes(name: str, parameter: Tensor, embedding: bool) -> int:
 def _peak(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> Counter[str]:
     """Bytes by part, besides the static ones, where their sum is highest in a step of the trainer."""
     args, model = trainer.args, trainer.model
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    ledger = _Ledger(fake, args.device)
-    accumulated = args.gradient_accumulation_steps > 1
+    ledger = _Ledger(args.device)
     batch = {name: value.clone() for name, value in batch.items()}
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stack.enter_context(_as_trained(trainer))
-        weights = stack.enter_context(_fake_weights(model, ledger))
+        stack.enter_context(_shapes_for_weights(model, ledger))
         stack.enter_context(_parts_by_module(model, ledger))
-        stack.enter_context(fake)
-        ledger.ignore(weights)
         stack.enter_context(ledger)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda each: ledger.count(each.grad, GRADIENTS))
-                if accumulated:
+                parameter.register_post_accumulate_grad_hook(lambda each: ledger.move(each.grad, GRADIENTS))
+                if args.gradient_accumulation_steps > 1:
                     parameter.grad = torch.zeros_like(parameter)
-                    ledger.count(parameter.grad, GRADIENTS)
+                    ledger.move(parameter.grad, GRADIENTS)
         if "pixel_values" in batch:
-            batch["pixel_values"] = ledger.faked(batch["pixel_values"])
+            batch["pixel_values"] = torch.empty(batch["pixel_values"].shape, dtype=batch["pixel_values"].dtype)
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, batch)
         loss.backward()
@@ -294,26 +288,19 @@ def _as_trained(trainer: "NormAlignTrainer") -> Iterator[None]:
 
 
 @contextmanager
-def _fake_weights(model: nn.Module, ledger: "_Ledger") -> Iterator[list[Tensor]]:
-    """Puts a fake tensor in the place of each parameter and buffer, and these back afterwards."""
-    places, fakes = [], {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in fakes:
-                    fake = ledger.faked(tensor)
-                    if isinstance(tensor, nn.Parameter):
-                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                        fake.__dict__.update(getattr(tensor, "__dict__", {}))  # bitsandbytes keeps its constants there
-                    fakes[id(tensor)] = fake
-                places += [] if tensor is None else [(tensors, name, tensor)]
-    for tensors, name, tensor in places:
-        tensors[name] = fakes[id(tensor)]
+def _shapes_for_weights(model: nn.Module, ledger: "_Ledger") -> Iterator[None]:
+    """Puts a shape in the place of each parameter and buffer, and these back afterwards."""
+    stores = [each for module in model.modules() for each in (module._parameters, module._buffers)]
+    places = [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
+    shapes = {id(tensor): tensor for _, _, tensor in places}
+    shapes = {key: ledger.weight(tensor) for key, tensor in shapes.items()}
+    for store, name, tensor in places:
+        store[name] = shapes[id(tensor)]
     try:
-        yield list(fakes.values())
+        yield
     finally:
-        for tensors, name, tensor in places:
-            tensors[name] = tensor
+        for store, name, tensor in places:
+            store[name] = tensor
 
 
 @contextmanager
@@ -341,74 +328,97 @@ def _parts_by_module(model: nn.Module, ledger: "_Ledger") -> Iterator[None]:
             hook.remove()
 
 
-class _Ledger(TorchDispatchMode):
-    """Runs operations on fake tensors, and counts the bytes of the storages that live, by part.
+class _Shape(Tensor):
+    """A tensor of the device, for autograd and autocast, whose operations are run on one on meta."""
 
-    Tensors of integers that depend on the batch alone (ids, labels, masks, positions) are real: the control flow of
-    models reads them, and so do indices, which decide shapes.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    meta: Tensor
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device):
+        layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset(), "dtype": meta.dtype}
+        made = Tensor._make_wrapper_subclass(cls, meta.shape, **layout, device=device)
+        made.meta = meta
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError(f"{func} outside the estimate.")
+
+
+class _Ledger(TorchDispatchMode):
+    """Runs operations on shapes, and counts the bytes of the storages that live, by part.
+
+    Tensors that depend on the ids, labels, masks and positions of the batch alone are real, on the CPU: the control
+    flow of models reads them, and as indices they decide shapes.
     """
 
-    def __init__(self, fake: FakeTensorMode, device: torch.device):
+    def __init__(self, device: torch.device):
         super().__init__()
         self.part, self.parts = ACTIVATIONS, Counter[str]()
-        self._fake, self._device = fake, device
-        self._live, self._highest = Counter[str](), -1
+        self._device, self._live, self._highest = device, Counter[str](), -1
         self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
-        self._ignored: dict[int, Any] = {}
+        self._weights: dict[int, Tensor] = {}
 
-    def faked(self, tensor: Tensor) -> FakeTensor:
-        """A fake of a tensor, real or on meta."""
+    def weight(self, tensor: Tensor) -> Tensor:
+        """The shape of a parameter or buffer, which is counted elsewhere."""
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return self._fake.fake_tensor_converter.from_meta_and_device(self._fake, meta, self._device)
+        self._weights[meta.untyped_storage()._cdata] = meta
+        made: Tensor = _Shape(meta, self._device)
+        if isinstance(tensor, nn.Parameter):
+            with self:
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            made.__dict__.update(tensor.__dict__)  # where bitsandbytes keeps its constants
+        return made
 
-    def ignore(self, tensors: Sequence[Tensor]) -> None:
-        """Leaves out storages that are counted elsewhere."""
-        self._ignored = {each.untyped_storage()._cdata: each for each in tensors}
+    def move(self, tensor: Tensor, part: str) -> None:
+        """Enters what a tensor takes under another part."""
+        storage = _plain(tensor).untyped_storage()
+        if entry := self._storages.get(storage._cdata):
+            reference, before, size = entry
+            self._storages[storage._cdata] = (reference, part, size)
+            self._live[before] -= size
+            self._live[part] += size
 
-    def count(self, tensor: Tensor, part: str | None = None) -> None:
-        """Enters a storage that is new, or moves one to another part."""
-        storage = tensor.untyped_storage()
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, aten = kwargs or {}, torch.ops.aten
+        tensors = list(_tensors((args, tuple(kwargs.values()))))
+        on_meta = any(each.is_meta or isinstance(each, _Shape) for each in tensors)
+        if func is aten._local_scalar_dense.default and on_meta:
+            return 1.0 if args[0].is_floating_point() else 1  # for the log
+        makes = not tensors and any(argument.name == "device" for argument in func._schema.arguments)
+        if makes or "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        real = not on_meta and not (makes and (kwargs.get("dtype") or torch.get_default_dtype()).is_floating_point)
+        if real:
+            result = func(*args, **kwargs)
+            made = list(_tensors((result,)))
+        else:
+            if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+                args = (args[0], _positions(args[1]), *args[2:])
+            shapes = {id(each.meta): each for each in tensors if isinstance(each, _Shape)}
+            kwargs = {name: _map(_on_meta, value) for name, value in kwargs.items()}
+            if "device" in kwargs:
+                kwargs["device"] = torch.device("meta")
+            result = func(*_map(_on_meta, args), **kwargs)
+            made = list(_tensors((result,)))
+            # What is changed in place stays the same tensor.
+            result = _map(lambda each: shapes[id(each)] if id(each) in shapes else _Shape(each, self._device), result)
+        copied = func is aten._to_copy.default and _plain(args[0]).untyped_storage()._cdata in self._weights
+        for each in made:
+            self._count(each.untyped_storage(), WEIGHTS if copied else self.part)  # autocast's copies
+        self._mark(_inside(func, args))
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, part: str) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._ignored or (key in self._storages and part is None):
-            return
-        if key in self._storages:
-            self._live[self._storages[key][1]] -= size
-        part = part or self.part
-        self._storages[key] = (weakref.ref(storage, lambda _: self._free(key)), part, size)
-        self._live[part] += size
+        if key not in self._storages and key not in self._weights:
+            self._storages[key] = (weakref.ref(storage, lambda _: self._free(key)), part, size)
+            self._live[part] += size
 
     def _free(self, key: int) -> None:
         _, part, size = self._storages.pop(key)
         self._live[part] -= size
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, aten = kwargs or {}, torch.ops.aten
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if func is torch.ops.prim.device.default:
-            return func(*args)
-        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 1.0 if args[0].is_floating_point() else 1  # for the log
-        if tensors and not any(isinstance(each, FakeTensor) or each.is_meta for each in tensors):
-            result = _really(func, args, kwargs)
-        else:
-            if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
-                args = (args[0], _positions(args[1]), *args[2:])
-            with_fakes = tree_map(self._as_fake, (args, kwargs))
-            result = func(*with_fakes[0], **with_fakes[1])
-            if not tensors and isinstance(result, Tensor) and not result.is_floating_point():
-                result = _really(func, args, kwargs)
-        copied = func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._ignored
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor):
-                self.count(each, WEIGHTS if copied else None)  # autocast's copies
-        self._mark(_inside(func, args))
-        return result
-
-    def _as_fake(self, value: Any) -> Any:
-        """Real tensors of one element stay: fake ones mix with them."""
-        if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and (value.dim() or value.is_meta):
-            return self.faked(value)
-        return value
 
     def _mark(self, inside: int) -> None:
         total = sum(self._live.values()) + inside
@@ -417,19 +427,38 @@ class _Ledger(TorchDispatchMode):
             self.parts[self.part] += inside
 
 
-def _really(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation on integers, on the CPU whatever device is asked for."""
-    with unset_fake_temporarily():
-        return func(*args, **({**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs))
+def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """`value` with the tensors in it, and in its lists and tuples, replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    return type(value)(_map(function, each) for each in value) if isinstance(value, list | tuple) else value
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.meta if isinstance(tensor, _Shape) else tensor
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    plain = _plain(tensor)
+    return (
+        plain if plain.is_meta else torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device="meta")
+    )
 
 
 def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Indices, each mask in the form of positions, whose number is known."""
     found: list[Tensor | None] = []
-    with unset_fake_temporarily():
-        for each in indices:
-            is_mask = each is not None and each.dtype == torch.bool and not isinstance(each, FakeTensor)
-            found += each.nonzero(as_tuple=True) if is_mask else [each]
+    for each in indices:
+        is_mask = each is not None and each.dtype == torch.bool and not isinstance(each, _Shape)
+        found += each.nonzero(as_tuple=True) if is_mask else [each]  # type: ignore[union-attr]
     return found
 
 
