@@ -35,9 +35,9 @@ ROWS: dict[str, tuple[int, int, int]] = {
 """Rows of a step, images and words of a row, by shape."""
 
 METHODS = {
-    "full": ["--dtype", "float32"],
-    "lora": ["--use_peft", "true", "--dtype", "bfloat16"],
-    "qlora": ["--use_peft", "true", "--dtype", "bfloat16", "--load_in_4bit", "true"],
+    "full": [],
+    "lora": ["--use_peft", "true"],
+    "qlora": ["--use_peft", "true", "--load_in_4bit", "true"],
 }
 
 
@@ -77,6 +77,7 @@ def measure(folder: Path, shape: str, words: list[str], options: argparse.Namesp
         use_cpu=options.device == "cpu",
         save_strategy="no",
         disable_tqdm=True,
+        dtype="bfloat16" if options.bf16 and words[0] == "--use_peft" else "float32",
     )
     words = [word for name, value in own.items() for word in (f"--{name}", str(value))] + words
 
@@ -131,11 +132,10 @@ def main() -> None:
                     found = pipe.recv()
                     process.join()
                     figures[f"{shape}, {method}, checkpointing {checkpointing}"] = found
-                    print(shape, method, checkpointing, found, found["predicted"] / found["measured"], flush=True)
                     ratios.append(f"{found['predicted'] / found['measured']:.3f}")
-                rows.append(
-                    (f"memory, {shape}, {method}", "predicted / measured, with and without", ", ".join(ratios))
-                )
+                    print(f"{shape}, {method}, checkpointing {checkpointing}: {ratios[-1]}", flush=True)
+                what = "predicted / measured, with checkpointing and without"
+                rows.append((f"memory of a step, {shape}, {method}", what, ", ".join(ratios)))
     precision = "bfloat16" if options.bf16 else "float32"
     report(f"Memory of a step, {precision}, {options.device}", rows, options, figures=figures)
 

@@ -53,7 +53,8 @@ SHAPES: dict[str, tuple[dict[str, Any], PreTrainedConfig]] = {
     "3b": (SIGLIP_SO400M | dict(image_size=384, patch_size=14), LlamaConfig(**LLAMA_3_2_3B)),
     "7b": (SIGLIP_SO400M | dict(image_size=384, patch_size=14), Qwen2Config(**QWEN2_5_7B)),
 }
-"""Vision encoder and language model of each: for tests; two small ones; SigLIP-base with SmolLM2-135M; 1B; the paper (appendix E)."""
+"""Vision encoder and language model of each: for tests; two small ones; SigLIP-base with SmolLM2-135M; 1B; the paper
+(appendix E)."""
 
 
 def llava_config(shape: str, cls: type[LlavaConfig] = LlavaConfig) -> LlavaConfig:

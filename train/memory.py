@@ -75,10 +75,9 @@ class MemoryEstimate:
         """One sentence: whether it fits."""
         if self.available is None:
             return f"{gib(self.total)}; the memory of {self.device} is not known: give --device_memory."
-        kept = f", of which {gib(self.reserved)} are kept free" if self.reserved else ""
-        return f"{'Fits' if self.fits else 'Does not fit'}: {gib(self.total)} in {self.device} of " + (
-            f"{gib(self.available)}{kept}."
-        )
+        kept = f" ({gib(self.reserved)} are kept free)" if self.reserved else ""
+        begin = "Fits" if self.fits else "Does not fit"
+        return f"{begin}: {gib(self.total)} of the {gib(self.available)} of {self.device}{kept}."
 
     def to_dict(self) -> dict[str, Any]:
         """Its parts with their total, the pass, and the device, as JSON."""
@@ -123,15 +122,14 @@ def estimate_memory(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> Memor
     shape = batch["input_ids"].shape
     rows = len(batch["row_lengths"]) if "row_lengths" in batch else shape[0]
     images = 0 if pixels is None else len(pixels)
-    return MemoryEstimate(
-        {name: parts[name] for name in PARTS}, rows, shape.numel(), images, device, available, reserved
-    )
+    parts = {name: parts[name] for name in PARTS if parts[name]}
+    return MemoryEstimate(parts, rows, shape.numel(), images, device, available, reserved)
 
 
 def device_memory(args: Any) -> tuple[str, int | None, int]:
     """Name, bytes, and bytes to keep free, of the device in `args.device_memory`, or else of the one that trains."""
     if args.device_memory is not None:
-        return "a device", parse_bytes(args.device_memory), CONTEXT
+        return "device_memory", parse_bytes(args.device_memory), CONTEXT
     if args.device.type == "cuda":
         return torch.cuda.get_device_name(args.device), torch.cuda.mem_get_info(args.device)[1], CONTEXT
     if args.device.type == "cpu":
@@ -173,25 +171,25 @@ def parameter_count(parameter: Tensor) -> int:
 
 
 class PeakMemory(TrainerCallback):
-    """Measures the memory of the first two steps on a GPU: the second is the first that has optimizer states.
+    """Measures the first two steps on a GPU: the second is the first with optimizer states.
 
-    Attributes:
-        measured: The peak of what torch has allocated, in bytes; None on other devices.
+    Args:
+        memory: The estimate, as [`MemoryEstimate.to_dict`] gives it; the measured bytes are put there.
+        show: Prints a line with both.
     """
 
-    measured: int | None = None
-
-    def __init__(self, estimated: int | None):
-        self.estimated = estimated
+    def __init__(self, memory: dict[str, Any], show: Callable[[str], None]):
+        self.memory, self.show, self._last = memory, show, 0
 
     def on_train_begin(self, args, state, control, **kwargs):
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
-            self._until = min(state.global_step + 2, state.max_steps)
+            self._last = min(state.global_step + 2, state.max_steps)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if args.device.type == "cuda" and state.global_step == self._until:
-            self.measured = torch.cuda.max_memory_allocated(args.device)
+        if self._last and state.global_step == self._last:
+            self.memory["measured"] = torch.cuda.max_memory_allocated(args.device)
+            self.show(f"Memory: {gib(self.memory['measured'])} measured, {gib(self.memory['total'])} estimated.")
 
 
 def _zero_stage() -> int:
@@ -268,6 +266,7 @@ def _as_trained(trainer: "NormAlignTrainer") -> Iterator[None]:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given or None, **own)
     metrics = {mode: dict(logged) for mode, logged in trainer._metrics.items()}
     seen, training = state.num_input_tokens_seen, model.training
+    model.train()
     with ExitStack() as stack:
         stack.enter_context(patch.object(trainer.accelerator, "gather_for_metrics", lambda value: value))
         if on_gpu:

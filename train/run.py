@@ -22,12 +22,12 @@ from .batches.collator import ConversationCollator
 from .batches.packing import check_longest
 from .callbacks.suite import suite_tasks
 from .command import next_command
-from .dry_run import largest_batch, remedy
+from .dry_run import remedy
 from .keeping.lock import only_run
 from .keeping.record import check_same_run, render_options
 from .keeping.resume import StepCounter, after_stop, resolve_resume
 from .keeping.summary import render, render_dropped
-from .memory import estimate_memory
+from .memory import PeakMemory
 from .modules.model import check_checkpoint
 from .options.arguments import ModelArguments, NormAlignConfig
 from .options.parsing import accumulation_steps, check_stream, parse
@@ -79,6 +79,8 @@ def dry_run(arguments: Sequence[str]) -> None:
 
         def make(words: Sequence[str]) -> NormAlignTrainer:
             data, args, model = parse([*arguments, *words])
+            if is_deepspeed_zero3_enabled():
+                raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
             resume = resolve_resume(args.resume_from_checkpoint, Path(args.output_dir), args.world_size)
             check_checkpoint(str(model.model_name_or_path), args, model.model_revision)
             args.output_dir, args.push_to_hub = folder, False  # which the Trainer makes when it is made
@@ -88,7 +90,7 @@ def dry_run(arguments: Sequence[str]) -> None:
             return trainer
 
         trainer = make([])
-        estimate = estimate_memory(trainer, largest_batch(trainer))
+        estimate = trainer.estimate_memory()
         del trainer.facts["memory"]  # without activations
         console = Console(quiet=not trainer.is_world_process_zero())
         console.print(render_options(trainer.record), render(trainer.facts), estimate.table())
@@ -110,6 +112,12 @@ def _train(
         check_same_run(trainer.record, resume)
         trainer.record["seconds"] = (json_or_none(resume / TRAINING_RECORD) or {}).get("seconds", 0.0)
     console = Console(quiet=not trainer.is_world_process_zero())
+    if args.device.type != "cpu" or args.device_memory:
+        trainer.add_callback(PeakMemory(trainer.facts["memory"], console.print))
+        try:
+            trainer.facts["memory"] |= trainer.estimate_memory().to_dict()
+        except ValueError as error:  # which is no reason not to train
+            console.print(str(error), soft_wrap=True)
     console.print(render_options(trainer.record), render(trainer.facts))
     console.print(*render_dropped(dropped), sep="\n")
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)

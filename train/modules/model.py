@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft import PeftModel
@@ -116,12 +117,13 @@ def without_weights(
     quantizer.preprocess_model(model=model, device_map=device_map)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
-    for module in model.modules():
-        if type(module).__name__ == "Linear4bit":
-            module.to(dtype)  # as they are loaded
-            module.weight._quantize("meta")
-            if module.weight.quant_state.nested:
-                module.weight.quant_state.offset = torch.zeros(())  # which is read where bytes are counted
+    with patch.dict("bitsandbytes.functional.name2qmap"):  # which keeps a table for later models; here it is on meta
+        for module in model.modules():
+            if type(module).__name__ == "Linear4bit":
+                module.to(dtype)  # as they are loaded
+                module.weight._quantize("meta")
+                if module.weight.quant_state.nested:
+                    module.weight.quant_state.offset = torch.zeros(())  # which is read where bytes are counted
     return model
 
 
