@@ -11,7 +11,7 @@ import torch
 from datasets import IterableDataset
 
 from .batches.collator import ConversationCollator
-from .memory import MemoryEstimate, estimate_memory, gib
+from .memory import MemoryEstimate, estimate_memory
 from .modules.model import base_model
 
 
@@ -41,18 +41,18 @@ def remedy(trainer: "NormAlignTrainer", make: Callable[[list[str]], "NormAlignTr
     elif not getattr(base_model(trainer.model), "is_loaded_in_4bit", False):
         changes.append(["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "bfloat16"])
     one = ["--per_device_train_batch_size", "1"] if args.per_device_train_batch_size > 1 else []
-    every = [word for change in changes for word in change]
-    least = None
-    for words, shorten in [*((change, False) for change in changes), ([], True), (every, False), (every, True)]:
+    tried = [*((change, False) for change in changes), ([], True)]
+    if every := [word for change in changes for word in change]:
+        tried += [(every, False), (every, True)]
+    for words, shorten in tried:
         try:
             changed = make([*words, *one])
         except ValueError:
             continue  # these options do not go with the others
-        found = _longest_rows(changed) if shorten else ("", estimate_memory(changed, largest_batch(changed)))
-        if found and found[1].fits:
-            return f"Would fit: {' '.join([*words, *one, found[0]]).strip()}. {found[1].verdict}"
-        least = min(filter(None, [least, found and found[1]]), key=lambda each: each.total, default=None)
-    return f"Nothing that was tried fits. The least was {gib(least.total)}." if least else "Nothing could be tried."
+        with_limit = _longest_rows(changed) if shorten else ("", changed.estimate_memory())
+        if with_limit and with_limit[1].fits:
+            return f"Would fit: {' '.join([*words, *one, with_limit[0]]).strip()}. {with_limit[1].verdict}"
+    return "Nothing that was tried fits: a smaller batch, gradient checkpointing, 4 bits, fewer tokens."
 
 
 def largest_batch(trainer: "NormAlignTrainer", rows: int | None = None, limit: int | None = None) -> dict[str, Any]:
@@ -135,7 +135,9 @@ def _filled(batch: dict[str, Any], length: int) -> dict[str, Any]:
     missing = length - batch["input_ids"].shape[1]
     if missing <= 0:
         return batch
-    more = {name: batch[name][:, -1:].expand(-1, missing) for name in ("input_ids", "attention_mask") if name in batch}
+    more: dict[str, Any] = {
+        name: batch[name][:, -1:].expand(-1, missing) for name in ("input_ids", "attention_mask") if name in batch
+    }
     more["labels"] = more["input_ids"]
     if "position_ids" in batch:
         more["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)

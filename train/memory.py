@@ -98,7 +98,7 @@ class MemoryEstimate:
 def estimate_memory(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> MemoryEstimate:
     """The memory of a step on a batch that the trainer's collator made; no weight is read or changed.
 
-    A forward and a backward pass of the trainer are run with a fake tensor in place of each weight. What they
+    A forward and a backward pass of the trainer are run with a shape in place of each weight. What they
     allocate is followed storage by storage, so attention, precision, checkpointing and adapters need no formula.
     Optimizer states are there from the start, as after the first step, and gradients if steps are accumulated.
     What a kernel allocates inside is not seen.
@@ -113,7 +113,7 @@ def estimate_memory(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> Memor
     static = static_bytes(trainer.model, args)
     try:
         parts, pixels = _peak(trainer, batch), batch.get("pixel_values")
-    except Exception as error:  # of any layer of any language model, or of torch's fake tensors
+    except Exception as error:  # of any layer of any language model, or of torch's kernels on meta
         raise ValueError(f"The memory of a step cannot be estimated for this model: {error}") from error
     parts[GRADIENTS] = int(parts[GRADIENTS] * _shares(args)[GRADIENTS])
     for name, size in static.items():
@@ -122,8 +122,8 @@ def estimate_memory(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> Memor
     shape = batch["input_ids"].shape
     rows = len(batch["row_lengths"]) if "row_lengths" in batch else shape[0]
     images = 0 if pixels is None else len(pixels)
-    parts = {name: parts[name] for name in PARTS if parts[name]}
-    return MemoryEstimate(parts, rows, shape.numel(), images, device, available, reserved)
+    counted = {name: parts[name] for name in PARTS if parts[name]}
+    return MemoryEstimate(counted, rows, shape.numel(), images, device, available, reserved)
 
 
 def device_memory(args: Any) -> tuple[str, int | None, int]:

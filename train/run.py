@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     """
     data, args, model = parse(arguments)
     if args.dry_run:
-        return dry_run(sys.argv[1:] if arguments is None else arguments)
+        dry_run(sys.argv[1:] if arguments is None else arguments)
+        return None
     counter = StepCounter()
     try:
         output = train(data, args, model, [counter])
