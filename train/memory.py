@@ -101,7 +101,7 @@ def estimate_memory(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> Memor
     A forward and a backward pass of the trainer are run with a shape in place of each weight. What they
     allocate is followed storage by storage, so attention, precision, checkpointing and adapters need no formula.
     Optimizer states are there from the start, as after the first step, and gradients if steps are accumulated.
-    What a kernel allocates inside is not seen.
+    Kernels and autocast are the CPU's, also if a GPU is asked about. What a kernel allocates inside is not seen.
 
     One process is counted. Under DDP gradients count twice, for the buckets. Under FSDP and ZeRO, what is divided
     among processes is divided; a layer that is gathered for its turn does not count.
@@ -233,7 +233,7 @@ def _optimizer_bytes(name: str, parameter: Tensor, embedding: bool) -> int:
 def _peak(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> Counter[str]:
     """Bytes by part, besides the static ones, where their sum is highest in a step of the trainer."""
     args, model = trainer.args, trainer.model
-    ledger = _Ledger(args.device)
+    ledger, half = _Ledger(), torch.float16 if args.fp16 else torch.bfloat16
     batch = {name: value.clone() for name, value in batch.items()}
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -249,7 +249,7 @@ def _peak(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> Counter[str]:
                     ledger.move(parameter.grad, GRADIENTS)
         if "pixel_values" in batch:
             batch["pixel_values"] = torch.empty(batch["pixel_values"].shape, dtype=batch["pixel_values"].dtype)
-        with trainer.compute_loss_context_manager():
+        with torch.autocast("cpu", half, enabled=args.bf16 or args.fp16):
             loss = trainer.compute_loss(model, batch)
         loss.backward()
     return ledger.parts
@@ -328,15 +328,15 @@ def _parts_by_module(model: nn.Module, ledger: "_Ledger") -> Iterator[None]:
 
 
 class _Shape(Tensor):
-    """A tensor of the device, for autograd and autocast, whose operations are run on one on meta."""
+    """A tensor of the CPU, for autograd and autocast, whose operations are run on one on meta."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     meta: Tensor
 
     @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device):
+    def __new__(cls, meta: Tensor):
         layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset(), "dtype": meta.dtype}
-        made = Tensor._make_wrapper_subclass(cls, meta.shape, **layout, device=device)
+        made = Tensor._make_wrapper_subclass(cls, meta.shape, **layout)
         made.meta = meta
         return made
 
@@ -352,10 +352,10 @@ class _Ledger(TorchDispatchMode):
     flow of models reads them, and as indices they decide shapes.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self) -> None:
         super().__init__()
         self.part, self.parts = ACTIVATIONS, Counter[str]()
-        self._device, self._live, self._highest = device, Counter[str](), -1
+        self._live, self._highest = Counter[str](), -1
         self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
         self._weights: dict[int, Tensor] = {}
 
@@ -363,7 +363,7 @@ class _Ledger(TorchDispatchMode):
         """The shape of a parameter or buffer, which is counted elsewhere."""
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         self._weights[meta.untyped_storage()._cdata] = meta
-        made: Tensor = _Shape(meta, self._device)
+        made: Tensor = _Shape(meta)
         if isinstance(tensor, nn.Parameter):
             with self:
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -402,7 +402,7 @@ class _Ledger(TorchDispatchMode):
             result = func(*_map(_on_meta, args), **kwargs)
             made = list(_tensors((result,)))
             # What is changed in place stays the same tensor.
-            result = _map(lambda each: shapes[id(each)] if id(each) in shapes else _Shape(each, self._device), result)
+            result = _map(lambda each: shapes[id(each)] if id(each) in shapes else _Shape(each), result)
         copied = func is aten._to_copy.default and _plain(args[0]).untyped_storage()._cdata in self._weights
         for each in made:
             self._count(each.untyped_storage(), WEIGHTS if copied else self.part)  # autocast's copies
