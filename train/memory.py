@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The memory of a training step, before it is taken: the trainer's own step, on tensors that have shapes alone."""
 
+import copy
 import math
 import os
 import warnings
@@ -264,10 +265,11 @@ def _as_trained(trainer: "NormAlignTrainer") -> Iterator[None]:
         given = dict(args.gradient_checkpointing_kwargs or {})
         own = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given or None, **own)
-    metrics = {mode: dict(logged) for mode, logged in trainer._metrics.items()}
     seen, training = state.num_input_tokens_seen, model.training
     model.train()
     with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(patch.object(trainer, "_metrics", copy.deepcopy(trainer._metrics)))
         stack.enter_context(patch.object(trainer.accelerator, "gather_for_metrics", lambda value: value))
         if on_gpu:
             stack.enter_context(patch.object(trainer, "only_answers", False))
@@ -281,9 +283,6 @@ def _as_trained(trainer: "NormAlignTrainer") -> Iterator[None]:
         finally:
             model.train(training)
             state.num_input_tokens_seen = seen
-            for mode, logged in metrics.items():
-                trainer._metrics[mode].clear()
-                trainer._metrics[mode].update(logged)
 
 
 @contextmanager
