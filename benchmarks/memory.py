@@ -29,7 +29,7 @@ ROWS: dict[str, tuple[int, int, int]] = {
     "tiny": (16, 3, 100),
     "10m": (8, 1, 200),
     "50m": (4, 2, 120),
-    "135m": (2, 1, 150),
+    "135m": (2, 1, 60),
     "1b": (4, 1, 250),
 }
 """Rows of a step, images and words of a row, by shape."""
