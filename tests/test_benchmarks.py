@@ -12,12 +12,15 @@ SMALLEST = {
     "norm": ["--tokens", "8", "--widths", "32", "64", "--rounds", "2", "--no-compile"],
     "generate": ["--shape", "tiny", "--text", "2", "--tokens", "2", "--rounds", "2", "--bf16"],
     "probe": ["--batches", "1", "--rounds", "2"],
+    "memory": ["--shapes", "tiny", "--methods", "full"],
 }
 """Without startup.py, step.py and packing.py, whose shortest runs take longest."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["norm", "generate", pytest.param("probe", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "script", ["norm", "generate", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("probe", "memory"))]
+)
 def test_a_script_writes_its_machine_options_rows_and_figures(tmp_path, prepared, archives, script):
     output = tmp_path / "figures.json"
     done = prepared.run([FOLDER / f"{script}.py", *SMALLEST[script], "--output", output])

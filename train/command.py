@@ -49,6 +49,7 @@ SHOWN = {
     ),
     "Adapters": ("use_peft", "lora_r", "load_in_4bit"),
     "While training": ("eval_strategy", "eval_suite", "report_to", "resume_from_checkpoint"),
+    "Memory": ("dry_run", "device_memory"),
     "Several processes": ("accelerate_config", "num_processes"),
 }
 """What `--help` shows: the options that most runs need. `--help-all` lists all."""

@@ -72,7 +72,7 @@ def prepare(
     if getattr(model, "hf_device_map", None) is None:
         check_one_gpu(args)
     kwargs = args.model_init_kwargs or {}
-    if args.process_index == 0:
+    if args.process_index == 0 and not args.dry_run:
         for asked in ("bfloat16" if args.bf16 else None, kwargs.get("dtype")):
             warn_if_slow(asked, args.device.type)
     args.gradient_accumulation_steps = accumulation_steps(args)

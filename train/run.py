@@ -3,8 +3,10 @@
 """A training run from options to checkpoint: check, print the summary, train, save."""
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -20,10 +22,12 @@ from .batches.collator import ConversationCollator
 from .batches.packing import check_longest
 from .callbacks.suite import suite_tasks
 from .command import next_command
+from .dry_run import remedy
 from .keeping.lock import only_run
 from .keeping.record import check_same_run, render_options
 from .keeping.resume import StepCounter, after_stop, resolve_resume
 from .keeping.summary import render, render_dropped
+from .memory import PeakMemory
 from .modules.model import check_checkpoint
 from .options.arguments import ModelArguments, NormAlignConfig
 from .options.parsing import accumulation_steps, check_stream, parse
@@ -31,11 +35,11 @@ from .prepare import check_one_gpu
 from .trainer import NormAlignTrainer
 
 
-def main(arguments: Sequence[str] | None = None) -> Path:
+def main(arguments: Sequence[str] | None = None) -> Path | None:
     """`normalign train RECIPE.yaml --option value ...`.
 
     Returns:
-        The folder of the trained checkpoint, or of the adapter.
+        The folder of the trained checkpoint, or of the adapter; None with `dry_run`.
 
     Raises:
         ValueError: An option, the checkpoint or the data is wrong; nothing was trained.
@@ -44,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         KeyboardInterrupt, Terminated: The run was stopped; a note says what is lost and how to resume.
     """
     data, args, model = parse(arguments)
+    if args.dry_run:
+        dry_run(sys.argv[1:] if arguments is None else arguments)
+        return None
     counter = StepCounter()
     try:
         output = train(data, args, model, [counter])
@@ -67,11 +74,73 @@ def train(
         return _train(data_args, args, model_args, callbacks)
 
 
+def dry_run(arguments: Sequence[str]) -> None:
+    """Checks all that training checks, and prints the summary and whether a step fits in memory; writes no output."""
+    with TemporaryDirectory() as folder:
+
+        def make(words: Sequence[str]) -> NormAlignTrainer:
+            data, args, model = parse([*arguments, *words])
+            if is_deepspeed_zero3_enabled():
+                raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
+            resume = resolve_resume(args.resume_from_checkpoint, Path(args.output_dir), args.world_size)
+            check_checkpoint(str(model.model_name_or_path), args, model.model_revision)
+            args.output_dir, args.push_to_hub = folder, False  # which the Trainer makes when it is made
+            trainer = make_trainer(data, args, model, DroppedRows(Path(folder) / "dropped_rows.jsonl"))
+            if resume:
+                check_same_run(trainer.record, resume)
+            return trainer
+
+        trainer = make([])
+        estimate = trainer.estimate_memory()
+        del trainer.facts["memory"]  # without activations
+        console = Console(quiet=not trainer.is_world_process_zero())
+        console.print(render_options(trainer.record), render(trainer.facts), estimate.table())
+        console.print(estimate.verdict, soft_wrap=True)
+        if estimate.fits is False:
+            console.print(remedy(trainer, make), soft_wrap=True)
+
+
 def _train(
     data_args: DataArguments, args: NormAlignConfig, model_args: ModelArguments, callbacks: Sequence[TrainerCallback]
 ) -> Path:
     output = Path(args.output_dir)
     resume = resolve_resume(args.resume_from_checkpoint, output, args.world_size)
+    dropped = DroppedRows(output / "dropped_rows.jsonl")
+    if resume is None and args.process_index == 0:
+        dropped.path.unlink(missing_ok=True)
+    trainer = make_trainer(data_args, args, model_args, dropped, callbacks)
+    if resume:
+        check_same_run(trainer.record, resume)
+        trainer.record["seconds"] = (json_or_none(resume / TRAINING_RECORD) or {}).get("seconds", 0.0)
+    console = Console(quiet=not trainer.is_world_process_zero())
+    if args.device.type != "cpu" or args.device_memory:
+        trainer.add_callback(PeakMemory(trainer.facts["memory"], console.print))
+        try:
+            trainer.facts["memory"] |= trainer.estimate_memory().to_dict()
+        except ValueError as error:  # which is no reason not to train
+            console.print(str(error), soft_wrap=True)
+    console.print(render_options(trainer.record), render(trainer.facts))
+    console.print(*render_dropped(dropped), sep="\n")
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    trainer.save_state()
+    if args.push_to_hub:
+        pushed = trainer.push_to_hub()  # which saves first
+        console.print(f"Pushed to {pushed.repository.url}, commit {pushed.commit}." if pushed else "")
+    else:
+        trainer.save_model()
+    console.print(*render_dropped(dropped), sep="\n")
+    trainer.end()  # trackers, and the process group
+    return output
+
+
+def make_trainer(
+    data_args: DataArguments,
+    args: NormAlignConfig,
+    model_args: ModelArguments,
+    dropped: DroppedRows,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> NormAlignTrainer:
+    """Checks options, checkpoint and data, and makes the trainer; raises what [`main`] raises before training."""
     check_one_gpu(args)
     args.gradient_accumulation_steps = accumulation_steps(args)
     check_stream(data_args.dataset_streaming, args)
@@ -81,9 +150,6 @@ def _train(
         suite_tasks(args)
     checkpoint, _ = check_checkpoint(str(model_args.model_name_or_path), args, model_args.model_revision)
     processor = checkpoint.processor
-    dropped = DroppedRows(output / "dropped_rows.jsonl")
-    if resume is None and args.process_index == 0:
-        dropped.path.unlink(missing_ok=True)
     collator = ConversationCollator(
         processor,
         pad_to_multiple_of=args.pad_to_multiple_of,
@@ -111,7 +177,7 @@ def _train(
         "attn_implementation": model_args.attn_implementation,
         **(args.model_init_kwargs or {}),
     }
-    trainer = NormAlignTrainer(
+    return NormAlignTrainer(
         checkpoint.name,
         args,
         collator,
@@ -124,19 +190,3 @@ def _train(
         report=data.report,
         options=(data_args, model_args),
     )
-    if resume:
-        check_same_run(trainer.record, resume)
-        trainer.record["seconds"] = (json_or_none(resume / TRAINING_RECORD) or {}).get("seconds", 0.0)
-    console = Console(quiet=not trainer.is_world_process_zero())
-    console.print(render_options(trainer.record), render(trainer.facts))
-    console.print(*render_dropped(dropped), sep="\n")
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    trainer.save_state()
-    if args.push_to_hub:
-        pushed = trainer.push_to_hub()  # which saves first
-        console.print(f"Pushed to {pushed.repository.url}, commit {pushed.commit}." if pushed else "")
-    else:
-        trainer.save_model()
-    console.print(*render_dropped(dropped), sep="\n")
-    trainer.end()  # trackers, and the process group
-    return output

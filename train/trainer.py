@@ -45,10 +45,12 @@ from .callbacks.measurements import Measurements
 from .callbacks.progress import show_lines
 from .callbacks.samples import SampleCallback
 from .callbacks.suite import SuiteCallback
+from .dry_run import largest_batch
 from .keeping.checkpoints import writing_checkpoint
 from .keeping.record import Clock
 from .keeping.resume import after_stop
 from .keeping.summary import summary
+from .memory import MemoryEstimate, estimate_memory
 from .modules.adapter import train_in_float32
 from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
 from .modules.model import MODULES, base_model, eval_frozen, freeze, module_of
@@ -312,12 +314,19 @@ class NormAlignTrainer(PushingTrainer):
             self.data_collator.seen = 0  # where a process of the loader counted
         return samples
 
+    def estimate_memory(self) -> MemoryEstimate:
+        """The memory of a step on the longest rows: [`estimate_memory`]. No weight is read, none need be loaded."""
+        return estimate_memory(self, largest_batch(self))
+
     def train(self, *args, **kwargs):
         """The Trainer's training.
 
         Raises:
             OSError: A process that reads batches was killed.
+            ValueError: `dry_run` loaded no weights.
         """
+        if self.args.dry_run:
+            raise ValueError("With dry_run no weights are loaded. Make the trainer without it to train.")
         try:
             return super().train(*args, **kwargs)
         except RuntimeError as error:

@@ -2,14 +2,10 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What a run will train, printed before its first step and kept in `training.json`."""
 
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
@@ -19,6 +15,7 @@ from transformers import TrainingArguments
 
 from ...data.rows.parse import DroppedRows
 from ...data.rows.reports import DataReport
+from ..memory import ACTIVATIONS, PARTS, gib, parameter_count, static_bytes
 from ..modules.model import module_of
 
 
@@ -43,7 +40,10 @@ def summary(
     steps: int,
     tokens_per_image: int,
 ) -> dict[str, Any]:
-    """The facts of a run as JSON: modules, data, batch, steps, precision, and memory on each device."""
+    """The facts of a run as JSON: modules, data, batch, steps, precision, and memory on each device.
+
+    Memory is that of weights, gradients and optimizer states; a run puts [`estimate_memory`] in its place.
+    """
     batch = {
         "rows": rows,
         "per_device": None if tokens_per_device else args.per_device_train_batch_size,
@@ -63,7 +63,7 @@ def summary(
         "schedule": str(args.lr_scheduler_type.value),
         "optimizer": str(args.optim.value),
         "autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else None,
-        "memory": memory(model, args),
+        "memory": {**(found := static_bytes(model, args)), "total": sum(found.values())},
     }
 
 
@@ -80,7 +80,7 @@ def modules(model: nn.Module, learning_rates: dict[str, tuple[float, str]]) -> l
             continue
         learning_rate, origin = learning_rates[module_of(name)]
         row = found["adapters" if ".lora_" in name else module_of(name)]
-        count = _count(parameter)
+        count = parameter_count(parameter)
         row["parameters"] += count
         row["dtypes"][_dtype(parameter)] += count
         if parameter.requires_grad:
@@ -91,43 +91,6 @@ def modules(model: nn.Module, learning_rates: dict[str, tuple[float, str]]) -> l
     for row in found.values():
         row["dtypes"] = [dtype for dtype, _ in row["dtypes"].most_common()]
     return [row for row in found.values() if row["parameters"]]
-
-
-def memory(model: nn.Module, args: TrainingArguments) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer states on each device, and `"total"`. Activations come on top.
-
-    They are counted tensor by tensor: parameters with the constants of 4-bit and 8-bit quantization, and buffers; a
-    gradient in the dtype of each trained parameter, twice under DDP, which keeps a copy in buckets; AdamW's two states
-    in that dtype, or in bitsandbytes' 32 or 8 bits. Under autocast, weights include half-precision copies of float32
-    matrices. FSDP divides all by the number of processes, ZeRO-1 the states, ZeRO-2 gradients and states, ZeRO-3 all.
-    ZeRO-1 and ZeRO-2 keep the trained weights in float32 once more, with the states.
-    States of paged optimizers count although they may lie in the CPU's memory.
-    """
-    state = AcceleratorState()
-    stage = state.deepspeed_plugin.zero_stage if state.distributed_type == DistributedType.DEEPSPEED else 0
-    sharded = state.distributed_type == DistributedType.FSDP
-    half = args.bf16 or args.fp16
-    weights = gradients = optimizer = copies = 0
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    for parameter in model.parameters():
-        trained, bytes_ = parameter.requires_grad, _bytes(parameter)
-        weights += bytes_
-        if trained:
-            gradients += bytes_
-            optimizer += _optimizer_bytes(args.optim.value, parameter, parameter in embeddings)
-            optimizer += 4 * _count(parameter) if stage in (1, 2) else 0
-        if half and not sharded and stage < 3 and parameter.dtype == torch.float32 and parameter.dim() > 1:
-            copies += 2 * parameter.numel() if trained or not args.gradient_checkpointing else 0
-    weights += sum(buffer.nbytes for buffer in model.buffers())
-    if state.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-        gradients *= 2
-    world = args.world_size
-    found = {
-        "weights": weights // (world if sharded or stage == 3 else 1) + copies,
-        "gradients": gradients // (world if sharded or stage >= 2 else 1),
-        "optimizer": optimizer // (world if sharded or stage >= 1 else 1),
-    }
-    return {**found, "total": sum(found.values())}
 
 
 def render(facts: dict[str, Any]) -> Group:
@@ -177,8 +140,7 @@ def _data_table(sources: list[dict[str, Any]]) -> Table:
 
 
 def _facts_table(facts: dict[str, Any]) -> Table:
-    batch, used = facts["batch"], facts["memory"]
-    parts = ", ".join(f"{name} {_gib(used[name])}" for name in used if name != "total")
+    batch = facts["batch"]
     table = Table.grid(padding=(0, 2))
     passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
     divided = f"packed into {passes}" if batch["packed"] else f"= {batch['per_device']:,} per device x {passes}"
@@ -191,45 +153,16 @@ def _facts_table(facts: dict[str, Any]) -> Table:
         "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up; {facts['schedule']} schedule",
         "Optimizer": facts["optimizer"],
         "Precision": f"{facts['autocast']} autocast" if facts["autocast"] else "that of the weights",
-        "Memory": f"{_gib(used['total'])} on each device ({parts}), and activations",
     }.items():
         table.add_row(name, Text(value))
+    if used := facts.get("memory"):
+        parts = ", ".join(f"{name} {gib(used[name])}" for name in PARTS if used.get(name))
+        more = "" if ACTIVATIONS in used else ", and activations"
+        table.add_row("Memory", f"{gib(used['total'])} on each device ({parts}){more}")
     return table
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**27 else f"{size / 2**20:,.1f} MiB"
-
-
-def _count(parameter: Tensor) -> int:
-    if type(parameter).__name__ == "Params4bit":
-        return math.prod(parameter.quant_state.shape)
-    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty tensor behind
 
 
 def _dtype(parameter: Tensor) -> str:
     if type(parameter).__name__ == "Params4bit":
         return parameter.quant_type
     return str(parameter.dtype).removeprefix("torch.")
-
-
-def _bytes(parameter: Tensor) -> int:
-    size = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
-    if type(parameter).__name__ == "Params4bit":
-        size += sum(value.nbytes for value in parameter.quant_state.as_dict().values() if isinstance(value, Tensor))
-    elif type(parameter).__name__ == "Int8Params":
-        size += parameter.SCB.nbytes
-    return size
-
-
-def _optimizer_bytes(name: str, parameter: Tensor, embedding: bool) -> int:
-    count, states = _count(parameter), 1 if "lion" in name else 2
-    if name == "sgd":
-        return 0
-    if name == "adafactor":
-        return 4 * (sum(parameter.shape) if parameter.dim() > 1 else count)
-    if "8bit" in name and count >= 4096 and not embedding:  # bitsandbytes keeps small tensors in 32 bits
-        return states * (count + 4 * math.ceil(count / 256))
-    if "8bit" in name or "32bit" in name:
-        return states * 4 * count
-    return states * count * parameter.element_size()

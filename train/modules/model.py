@@ -7,11 +7,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import torch
 from peft import PeftModel
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...assembly.build import ARMS
 from ...assembly.parts import check_feature_layer
@@ -46,7 +50,8 @@ def check_checkpoint(
     if Path(folder).exists() and Path(folder).resolve() == Path(str(training.output_dir)).resolve():
         raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
     check_architecture(opened.model_type, folder)
-    check_weights(folder, opened.revision)  # as loading does, but before rows are read
+    if not training.dry_run:
+        check_weights(folder, opened.revision)  # as loading does, but before rows are read
     config = copy.deepcopy(opened.config)
     check_feature_layer(config.vision_feature_layer, config.vision_config)
     current = arm_of(config)
@@ -81,12 +86,44 @@ def load_model(
     if quantization_config is not None:
         kwargs |= {"quantization_config": quantization_config, "device_map": {"": training.device}}
     opened, config = check_checkpoint(checkpoint, training, kwargs.pop("revision", None))
+    if training.dry_run:
+        return without_weights(checkpoint, config, kwargs)
     model = opened.load(config=config, **kwargs)
     # The name is empty if the configuration differs from the folder's; training.json records the difference.
     model.name_or_path = model.config.name_or_path = str(checkpoint)
     stored, arm = arm_of(opened.config), arm_of(config)
     if {stored, arm} & {"none", "unit"} and arm not in (stored, "none"):
         model.align_projector_norm()
+    return model
+
+
+def without_weights(
+    name: str | os.PathLike, config: NormAlignLlavaConfig, kwargs: dict[str, Any]
+) -> NormAlignLlavaForConditionalGeneration:
+    """The model that `from_pretrained` would load with `kwargs`, on meta: shapes and dtypes alone, also in 4 bits."""
+    kwargs = {**kwargs, "dtype": config.dtype or "float32"} if kwargs["dtype"] == "auto" else dict(kwargs)
+    dtype = kwargs["dtype"] if isinstance(kwargs["dtype"], torch.dtype) else getattr(torch, kwargs["dtype"])
+    quantization, device_map = kwargs.pop("quantization_config", None), kwargs.pop("device_map", None)
+    with torch.device("meta"):
+        model = NormAlignLlavaForConditionalGeneration._from_config(config, **{**kwargs, "dtype": dtype})
+    model.name_or_path = model.config.name_or_path = str(name)
+    if quantization is None:
+        return model
+    if quantization.load_in_8bit:
+        raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or count with load_in_4bit.")
+    quantization = copy.copy(quantization)
+    quantization.llm_int8_skip_modules = ["lm_head", "model.vision_tower", "model.multi_modal_projector"]
+    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+    quantizer.preprocess_model(model=model, device_map=device_map)
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+    with patch.dict("bitsandbytes.functional.name2qmap"):  # which keeps a table for later models; here it is on meta
+        for module in model.modules():
+            if type(module).__name__ == "Linear4bit":
+                module.to(dtype)  # as they are loaded
+                module.weight._quantize("meta")
+                if module.weight.quant_state.nested:
+                    module.weight.quant_state.offset = torch.zeros(())  # which is read where bytes are counted
     return model
 
 

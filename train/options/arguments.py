@@ -3,6 +3,7 @@
 """Options of a training run, in YAML and on the command line: TRL's under TRL's names, and others."""
 
 import os
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -92,6 +93,8 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             self.dataloader_num_workers = 0 if self.use_cpu else default_workers()
         if self.dataloader_persistent_workers is None:
             self.dataloader_persistent_workers = self.dataloader_num_workers > 0
+        if self.device_memory is not None:
+            parse_bytes(self.device_memory)
         if self.bf16 is None and not self.fp16:
             self._choose_precision()
         super().__post_init__()
@@ -136,8 +139,15 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         self.fp16 = asked == "fp16"
         if asked in ("bf16", "fp16"):
             self.bf16 = asked == "bf16"
+        elif self.device_memory is not None and self.use_cpu:
+            self.bf16 = True  # of a GPU that is not here, as those that have it
         else:
             self.bf16 = half_precision_pays(device="cpu" if self.use_cpu else None) if began is None else began
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """Whether the Trainer moves the model; a dry run has no weights to move."""
+        return False if self.dry_run else super().place_model_on_device
 
     def _check_packing(self) -> None:
         if self.packing and self.train_sampling_strategy == "batch_rebalance":
@@ -195,6 +205,14 @@ class ModelArguments(ModelOptions, ModelConfig):
         given = [each.name for each in lora if getattr(self, each.name) != each.default]
         if given and not self.use_peft:
             raise ValueError(f"{', '.join(given)}: adapters are trained with use_peft alone. Add --use_peft.")
+
+
+def parse_bytes(size: str) -> int:
+    """Bytes of a size such as `24GiB` or `80GB`. Raises ValueError if it is none."""
+    found = re.fullmatch(r"([\d.]+) *([KMGT]i?)B", size.strip())
+    if not found:
+        raise ValueError(f"device_memory is {size!r}. Give a size such as 24GiB.")
+    return int(float(found[1]) * (1024 if found[2][1:] else 1000) ** (1 + "KMGT".index(found[2][0])))
 
 
 def default_workers() -> int:

@@ -119,6 +119,12 @@ class TrainingOptions:
         nargs="?",
         const="last",
     )
+    dry_run: bool = option(
+        False, "Check everything that training checks, and say whether a step fits in memory. Weights are not read."
+    )
+    device_memory: str | None = option(
+        None, "With dry_run: memory of a GPU to compare with, such as 24GiB. Default: the device that is here."
+    )
 
     eval_strategy: Literal["no", "steps", "epoch"] = option("no", "When held-out rows are evaluated.")
     report_to: None | str | list[str] = option(

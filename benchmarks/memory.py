@@ -1,0 +1,144 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The memory of a training step: what `normalign train --dry_run` predicts, and what steps take.
+
+    python benchmarks/memory.py [--device cuda] [--bf16] [--shapes tiny 135m] [--output results.json]
+
+Weights are random. Each shape, with rows of its own, trains in full, with LoRA and with QLoRA, with gradient
+checkpointing and without, two steps each in a process of its own.
+
+Measured is what torch has allocated, where it is highest: on a GPU by its caching allocator, on a CPU the weights and
+what the profiler sees allocated and freed after loading. Not measured: memory that libraries take without torch, the
+interpreter, and on a GPU CUDA's context.
+"""
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import Row, parser, report
+from shapes import SHAPES
+from step import random_checkpoint, write_rows
+
+
+ROWS: dict[str, tuple[int, int, int]] = {
+    "tiny": (16, 3, 100),
+    "10m": (8, 1, 200),
+    "50m": (4, 2, 120),
+    "135m": (2, 1, 60),
+    "1b": (4, 1, 250),
+}
+"""Rows of a step, images and words of a row, by shape."""
+
+METHODS = {
+    "full": [],
+    "lora": ["--use_peft", "true"],
+    "qlora": ["--use_peft", "true", "--load_in_4bit", "true"],
+}
+
+
+def allocated(function) -> int:
+    """The peak of what torch allocates on the CPU while `function` runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        function()
+    changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    highest = now = 0
+    for event in sorted(changes, key=lambda each: each.start_ns()):
+        now += event.nbytes()
+        highest = max(highest, now)
+    return highest
+
+
+def measure(folder: Path, shape: str, words: list[str], options: argparse.Namespace, pipe) -> None:
+    """Trains two steps in this process; sends predicted and measured bytes, and those by part."""
+    from transformers import PrinterCallback, logging
+
+    from normalign_llava.data.rows.parse import DroppedRows
+    from normalign_llava.train.dry_run import largest_batch
+    from normalign_llava.train.memory import estimate_memory
+    from normalign_llava.train.options.parsing import parse
+    from normalign_llava.train.run import make_trainer
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    own: dict[str, Any] = dict(
+        stage="tune",
+        model_name_or_path=folder / "checkpoint",
+        dataset_name=folder / "data",
+        output_dir=folder / "run",
+        global_batch_size=ROWS[shape][0],
+        per_device_train_batch_size=ROWS[shape][0],
+        max_steps=2,
+        bf16=options.bf16,
+        use_cpu=options.device == "cpu",
+        save_strategy="no",
+        disable_tqdm=True,
+        dtype="bfloat16" if options.bf16 and words[0] == "--use_peft" else "float32",
+    )
+    words = [word for name, value in own.items() for word in (f"--{name}", str(value))] + words
+
+    def trainer_of(*more: str):
+        data, args, model = parse([*words, *more])
+        return make_trainer(data, args, model, DroppedRows(folder / "dropped.jsonl"))
+
+    dry = trainer_of("--dry_run", "true")
+    estimate = estimate_memory(dry, largest_batch(dry))
+    del dry
+    trainer = trainer_of()
+    trainer.remove_callback(PrinterCallback)
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+        measured = torch.cuda.max_memory_allocated()
+    else:
+        tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
+        states = [getattr(each, "quant_state", None) for each in tensors]
+        constants = [value for state in states if state for value in state.as_dict().values()]
+        tensors += [value for value in constants if isinstance(value, torch.Tensor)]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+        measured = sum(storages.values()) + allocated(trainer.train)
+    pipe.send({"predicted": estimate.total, "measured": measured, "parts": estimate.parts})
+
+
+def main() -> None:
+    """Measures all of them, and prints predicted and measured memory."""
+    arguments = parser(__doc__)
+    arguments.add_argument("--shapes", nargs="+", default=["tiny", "10m", "50m", "135m"], choices=list(ROWS))
+    arguments.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    options = arguments.parse_args()
+
+    context = multiprocessing.get_context("forkserver")  # which imports once
+    context.set_forkserver_preload(["normalign_llava.train.run", "bitsandbytes", "measuring", "step"])
+    rows: list[Row] = []
+    figures: dict[str, Any] = {}
+    for shape in options.shapes:
+        with tempfile.TemporaryDirectory() as name:
+            os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
+            random_checkpoint(Path(name), shape)
+            count, images, words = ROWS[shape]
+            write_rows(Path(name), SHAPES[shape][0]["image_size"], [(images, words)] * 2 * count)
+            for method in options.methods:
+                ratios = []
+                for checkpointing in ("true", "false"):
+                    pipe, end = context.Pipe()
+                    given = [*METHODS[method], "--gradient_checkpointing", checkpointing]
+                    process = context.Process(target=measure, args=(Path(name), shape, given, options, end))
+                    process.start()
+                    end.close()
+                    found = pipe.recv()
+                    process.join()
+                    figures[f"{shape}, {method}, checkpointing {checkpointing}"] = found
+                    ratios.append(f"{found['predicted'] / found['measured']:.3f}")
+                    print(f"{shape}, {method}, checkpointing {checkpointing}: {ratios[-1]}", flush=True)
+                what = "predicted / measured, with checkpointing and without"
+                rows.append((f"memory of a step, {shape}, {method}", what, ", ".join(ratios)))
+    precision = "bfloat16" if options.bf16 else "float32"
+    report(f"Memory of a step, {precision}, {options.device}", rows, options, figures=figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""A dry run: what it needs and writes, what it counts, and that what it proposes fits."""
+
+import shutil
+
+import pytest
+import torch
+import training
+import yaml
+from typer.testing import CliRunner
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.cli import app
+from normalign_llava.train.dry_run import largest_batch, remedy
+from normalign_llava.train.memory import CONTEXT, estimate_memory
+
+
+pytestmark = pytest.mark.slow
+
+METHODS = {
+    "full": {},
+    "qlora": dict(use_peft=True, load_in_4bit=True, dtype="bfloat16"),
+}
+
+
+def device(size: int) -> str:
+    """`device_memory` of a GPU with so many bytes besides those that are kept free, rounded up a little."""
+    return f"{(size + CONTEXT + 64) / 2**30:.12f}GiB"
+
+
+def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
+    checkpoint = tmp_path / "without-weights"
+    shutil.copytree(parts / "model", checkpoint, ignore=shutil.ignore_patterns("*.safetensors"))
+    file = training.recipe(tmp_path, parts, model_name_or_path=str(checkpoint))
+    before = sorted(tmp_path.rglob("*"))
+    done = CliRunner().invoke(app, ["train", file, "--dry_run", "--device_memory", "24GiB"])
+    assert done.exit_code == 0, done.output
+    shown = " ".join(done.output.split())
+    assert "logits and loss" in shown and "of the 24.0 GiB of device_memory (1.0 GiB are kept free)." in shown
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device_memory", "24"], "device_memory is '24'"),
+        (["--dataset_name", "nowhere.json"], "nowhere.json"),
+        (["--global_batch_size", "3"], "3 is not a multiple"),
+    ],
+)
+def test_a_dry_run_finds_what_stops_training(tmp_path, parts, words, message):
+    done = CliRunner().invoke(app, ["train", training.recipe(tmp_path, parts), "--dry_run", *words])
+    assert done.exit_code == 1 and message in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_shapes_alone_take_what_loaded_weights_take(checkpoint, tmp_path, method):
+    if method == "qlora":
+        pytest.importorskip("bitsandbytes")
+    dry = training.trainer(tmp_path, checkpoint, dry_run=True, **METHODS[method])
+    loaded = training.trainer(tmp_path, checkpoint, **METHODS[method])  # later, so that nothing of the first remains
+    assert all(parameter.is_meta for name, parameter in dry.model.named_parameters() if ".norm." not in name)
+    assert dry.facts["modules"] == loaded.facts["modules"]
+    assert dry.estimate_memory() == loaded.estimate_memory()
+
+
+def test_training_goes_on_as_if_nothing_was_estimated(checkpoint, tmp_path):
+    options = dict(use_peft=True, lora_dropout=0.1, gradient_checkpointing=True)
+    plain, estimated = (training.trainer(tmp_path, checkpoint, **options) for _ in range(2))
+    random = torch.get_rng_state()
+    estimated.estimate_memory()
+    assert torch.equal(torch.get_rng_state(), random)
+    for trainer in (plain, estimated):
+        torch.manual_seed(0)
+        trainer.train()
+    after = training.weights(plain.model)
+    assert all(torch.equal(after[name], each) for name, each in estimated.model.named_parameters())
+    for name in ("num_tokens", "entropy", "mean_token_accuracy", "loss"):
+        assert plain.state.log_history[0][name] == estimated.state.log_history[0][name]
+
+
+def test_a_step_is_counted_by_part_as_its_tensors_say(checkpoint, tmp_path):
+    trainer = training.trainer(tmp_path, checkpoint, gradient_accumulation_steps=2, attn_implementation="eager")
+    parts, model = trainer.estimate_memory().parts, trainer.model
+    tower = [*model.model.vision_tower.parameters(), *model.model.vision_tower.buffers()]
+    every = [*model.parameters(), *model.buffers()]
+    assert parts["weights"] == sum(each.nbytes for each in every) - sum(each.nbytes for each in tower)
+    assert parts["vision tower"] >= sum(each.nbytes for each in tower)
+    assert parts["gradients"] >= sum(each.nbytes for each in model.parameters())
+    assert parts["optimizer"] == 2 * sum(each.nbytes for each in model.parameters())
+    assert "adapters" not in parts
+
+
+def test_checkpointing_takes_less_and_a_frozen_tower_keeps_nothing(checkpoint, tmp_path):
+    def parts(**options):
+        return training.trainer(tmp_path, checkpoint, dry_run=True, **options).estimate_memory().parts
+
+    plain, less = parts(), parts(gradient_checkpointing=True, vision_learning_rate=0.0)
+    assert less["activations"] < plain["activations"] / 2
+    tower = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).model.vision_tower
+    assert less["vision tower"] == sum(each.nbytes for each in [*tower.parameters(), *tower.buffers()])
+    assert less["vision tower"] < plain["vision tower"]
+
+
+def with_lengths(trainer, rows):
+    """Rows with their true lengths, which those of `training.rows` lack."""
+    lengths = [len(trainer.data_collator([row])["input_ids"][0]) for row in rows]
+    return rows.remove_columns("length").add_column("length", lengths)
+
+
+@pytest.fixture(scope="module")
+def mixed(checkpoint, tmp_path_factory):
+    """A trainer on shapes, and rows of several lengths."""
+    data = training.rows(8, images=lambda number: 1 + number % 3, turns=lambda number: 1 + number % 4)
+    options = dict(dry_run=True, per_device_train_batch_size=8, global_batch_size=8, vision_learning_rate=0.0)
+    trainer = training.trainer(tmp_path_factory.mktemp("mixed"), checkpoint, data, **options)
+    trainer.train_dataset = with_lengths(trainer, data)
+    return trainer
+
+
+def test_the_longest_rows_decide_and_memory_grows_with_them(mixed):
+    lengths = sorted(mixed.train_dataset["length"])
+    assert largest_batch(mixed, rows=2)["input_ids"].shape == (2, lengths[-1])
+    assert largest_batch(mixed, rows=4, limit=lengths[3])["input_ids"].shape == (4, lengths[3])
+    small, large = (estimate_memory(mixed, largest_batch(mixed, rows=rows)) for rows in (2, 8))
+    assert (small.rows, large.rows) == (2, 8)
+    assert 3 < large.parts["activations"] / small.parts["activations"] < 5
+
+
+def test_the_batch_that_is_named_fits_and_the_next_does_not(mixed):
+    mixed.args.device_memory = device(0)  # on a GPU
+    mixed.args.gradient_accumulation_steps = 2  # gradients stay, as they do with fewer rows in a pass
+    sizes = [estimate_memory(mixed, largest_batch(mixed, rows=rows)).total for rows in (2, 4, 8)]
+    mixed.args.gradient_accumulation_steps = 1
+    for size, named in [(sizes[1], "4"), (sizes[1] - 1000, "2")]:
+        mixed.args.device_memory = device(size)
+        answer = remedy(mixed, None)
+        assert answer.startswith(f"Would fit: --per_device_train_batch_size {named}, the largest that does. Fits")
+    mixed.args.device_memory = None
+
+
+def test_if_no_batch_fits_the_smallest_change_is_named(checkpoint, tmp_path):
+    def make(words, size=2**30):
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        options = {name.removeprefix("--"): yaml.safe_load(value) for name, value in given.items()}
+        options = {"per_device_train_batch_size": 1, **options, "device_memory": device(size), "dry_run": True}
+        trainer = training.trainer(tmp_path, checkpoint, **options)
+        trainer.train_dataset = with_lengths(trainer, trainer.train_dataset)
+        return trainer
+
+    checkpointed = make(["--gradient_checkpointing", "true"]).estimate_memory().total
+
+    def answer(size, *words):
+        return remedy(make(words, size), lambda more: make([*words, *more], size))
+
+    assert answer(checkpointed).startswith("Would fit: --gradient_checkpointing true. Fits")
+    adapters = ["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "bfloat16"]
+    shortened = answer(checkpointed - 1000, "--gradient_checkpointing", "true", *adapters)
+    assert shortened.startswith("Would fit: --max_length ") and "(drops 3 of 16 rows)" in shortened
+    assert answer(1, "--gradient_checkpointing", "true", *adapters).startswith("Nothing that was tried fits")

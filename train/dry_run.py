@@ -1,0 +1,144 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""`normalign train RECIPE --dry_run`: whether a step fits in memory, and what to change if it does not."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from datasets import IterableDataset
+
+from .batches.collator import ConversationCollator
+from .memory import MemoryEstimate, estimate_memory
+from .modules.model import base_model
+
+
+if TYPE_CHECKING:
+    from .trainer import NormAlignTrainer
+
+STREAM_STEP = 64
+"""Of a stream, whose lengths are not known, multiples of this are tried as `max_length`."""
+
+
+def remedy(trainer: "NormAlignTrainer", make: Callable[[list[str]], "NormAlignTrainer"]) -> str:
+    """Which options would make a step fit that does not: a smaller batch, or else the smallest change that helps.
+
+    Each is found by estimating the step again: fewer rows in a pass, then one row with gradient checkpointing, in 4
+    bits under adapters (or, if the language model is frozen, in bfloat16), with fewer tokens, and all of that.
+
+    Args:
+        trainer: That of the options as they are.
+        make: Returns one with further words on the command line.
+    """
+    args = trainer.args
+    if not args.packing and (found := _most_rows(trainer)):
+        return f"Would fit: --per_device_train_batch_size {found[0]}, the largest that does. {found[1].verdict}"
+    changes = [] if args.gradient_checkpointing else [["--gradient_checkpointing", "true"]]
+    if not trainer.learning_rates["language"]:
+        changes.append(["--dtype", "bfloat16"])
+    elif not getattr(base_model(trainer.model), "is_loaded_in_4bit", False):
+        changes.append(["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "bfloat16"])
+    one = ["--per_device_train_batch_size", "1"] if args.per_device_train_batch_size > 1 else []
+    tried = [*((change, False) for change in changes), ([], True)]
+    if every := [word for change in changes for word in change]:
+        tried += [(every, False), (every, True)]
+    for words, shorten in tried:
+        try:
+            changed = make([*words, *one])
+        except ValueError:
+            continue  # these options do not go with the others
+        with_limit = _longest_rows(changed) if shorten else ("", changed.estimate_memory())
+        if with_limit and with_limit[1].fits:
+            return f"Would fit: {' '.join([*words, *one, with_limit[0]]).strip()}. {with_limit[1].verdict}"
+    return "Nothing that was tried fits: a smaller batch, gradient checkpointing, 4 bits, fewer tokens."
+
+
+def largest_batch(trainer: "NormAlignTrainer", rows: int | None = None, limit: int | None = None) -> dict[str, Any]:
+    """The forward pass of the longest rows, as the trainer's collator makes it.
+
+    With packing it is the one of most tokens. Of a stream, whose lengths are not known, the first row is repeated and
+    filled with tokens that are learned, up to `max_length`.
+
+    Args:
+        trainer: Has the data.
+        rows: Rows in the pass, by default `per_device_train_batch_size`.
+        limit: Longer rows do not count, as with `max_length`.
+    """
+    args, data, collator = trainer.args, trainer.train_dataset, trainer.data_collator
+    rows = rows or args.per_device_train_batch_size
+    if isinstance(collator, ConversationCollator):
+        collator = replace(collator, bad_rows="skip", dropped_rows=None)
+    if isinstance(data, IterableDataset) or "length" not in data.column_names:
+        batch = collator(list(islice(data, 1)) * rows)
+        limit = limit or args.max_length
+        return _filled(batch, limit * (rows if args.padding_free else 1)) if limit else batch
+    lengths = data.with_format(None)["length"][:]
+    order = sorted((row for row in range(len(lengths)) if not limit or lengths[row] <= limit), key=lengths.__getitem__)
+    longest = (order[::-1] * rows)[:rows]
+    if args.tokens_per_device:
+        longest, tokens = [], 0
+        for row in order[::-1] * args.tokens_per_device:
+            if (tokens := tokens + lengths[row]) > args.tokens_per_device:
+                break
+            longest.append(row)
+    elif args.packing and not limit:
+        longest = max(trainer._get_train_sampler(), key=lambda chosen: sum(lengths[row] for row in chosen))
+    return collator([data[row] for row in longest])
+
+
+def _most_rows(trainer: "NormAlignTrainer") -> tuple[int, MemoryEstimate] | None:
+    """The most rows of a forward pass that fit, fewer than now, if the rows of a step stay the same."""
+    args, together = trainer.args, trainer.args.global_batch_size
+    now, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+
+    def estimate(rows: int) -> MemoryEstimate:
+        if together:
+            args.gradient_accumulation_steps = together // (rows * args.world_size)
+        return estimate_memory(trainer, largest_batch(trainer, rows))
+
+    try:
+        return _largest([n for n in range(1, now) if not together or together % (n * args.world_size) == 0], estimate)
+    finally:
+        args.gradient_accumulation_steps = accumulation
+
+
+def _longest_rows(trainer: "NormAlignTrainer") -> tuple[str, MemoryEstimate] | None:
+    """The greatest `max_length` with which a step fits, and how many rows it would drop."""
+    data, longest = trainer.train_dataset, trainer.args.max_length or 0
+    streamed = isinstance(data, IterableDataset) or "length" not in data.column_names
+    lengths = list(range(STREAM_STEP, longest, STREAM_STEP)) if streamed else data.with_format(None)["length"][:]
+    found = _largest(
+        sorted({*lengths})[:-1], lambda limit: estimate_memory(trainer, largest_batch(trainer, None, limit))
+    )
+    if not found:
+        return None
+    dropped = "" if streamed else f" (drops {sum(length > found[0] for length in lengths):,} of {len(lengths):,} rows)"
+    return f"--max_length {found[0]}{dropped}", found[1]
+
+
+def _largest(values: list[int], estimate: Callable[[int], MemoryEstimate]) -> tuple[int, MemoryEstimate] | None:
+    """The largest of some values in rising order for which a step fits, by bisection."""
+    found, low, high = None, 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        if (estimated := estimate(values[middle])).fits:
+            found, low = (values[middle], estimated), middle + 1
+        else:
+            high = middle
+    return found
+
+
+def _filled(batch: dict[str, Any], length: int) -> dict[str, Any]:
+    """A batch whose sequences have `length` tokens, the last of which are learned."""
+    missing = length - batch["input_ids"].shape[1]
+    if missing <= 0:
+        return batch
+    more: dict[str, Any] = {
+        name: batch[name][:, -1:].expand(-1, missing) for name in ("input_ids", "attention_mask") if name in batch
+    }
+    more["labels"] = more["input_ids"]
+    if "position_ids" in batch:
+        more["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)
+    return {**batch, **{name: torch.cat([batch[name], more[name]], 1) for name in more}}
