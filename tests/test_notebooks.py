@@ -75,7 +75,8 @@ def test_a_model_is_built_trained_merged_compared_published_and_asked(run, hub, 
     variables = {"HF_TOKEN": hub.token("ann")}
     cells = run("finetune", variables, **small, REPO_ID="ann/m", CHECK_LOADING=False)
     check_figures(cells, "images", "curves", "answers")
-    assert all("<table>" in "".join(shown(cells[name], "text/html")) for name in ("build", "merge", "compare"))
+    tables = [shown(cells[name], "text/html") for name in ("build", "recipe", "merge", "compare")]
+    assert all("<table>" in "".join(table) for table in tables)
     assert "".join(output.text for output in cells["chat"] if output.get("name") == "stdout")
     published, weights = hub.repository("ann/m"), (tmp_path / "here/my-model/model.safetensors").read_bytes()
     assert published.read("model.safetensors") == weights and "README.md" in published.head().files

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback, TrainingArguments
 
+from ..html_tables import html_paragraph, html_table
 from .modules.model import base_model, module_of
 from .options.arguments import parse_bytes
 
@@ -94,6 +95,9 @@ class MemoryEstimate:
         table.add_section()
         table.add_row("all", gib(self.total))
         return table
+
+    def _repr_html_(self) -> str:
+        return html_table(self.table()) + html_paragraph(self.verdict)
 
 
 def estimate_memory(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> MemoryEstimate:
