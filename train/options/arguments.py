@@ -139,7 +139,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         self.fp16 = asked == "fp16"
         if asked in ("bf16", "fp16"):
             self.bf16 = asked == "bf16"
-        elif self.device_memory is not None and self.use_cpu:
+        elif self.dry_run and self.device_memory is not None and self.use_cpu:
             self.bf16 = True  # of a GPU that is not here, as those that have it
         else:
             self.bf16 = half_precision_pays(device="cpu" if self.use_cpu else None) if began is None else began
