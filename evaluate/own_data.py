@@ -80,7 +80,8 @@ def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
     if options:
         found = [letter for letter in options if plain(options[letter]) == text] or [text.upper()]
         if len(found) > 1 or found[0] not in options:
-            raise ValueError(f"the answer {short(answer)} is not one of the choices {short([*options.values()])}")
+            several = "several" if len(found) > 1 else "not one"
+            raise ValueError(f"the answer {short(answer)} is {several} of the choices {short([*options.values()])}")
         answer, text = found[0], plain(options[found[0]])
         lines = [listed(options)] if row["raw"].get("choices") else []  # those in A to D are in the question
         prompt = "\n".join([prompt, *lines, ASK_FOR_LETTER])
@@ -96,7 +97,9 @@ def _options(raw: Mapping) -> dict[str, str]:
     choices = raw.get("choices") or [raw[name] for name in lettered]
     usable = isinstance(choices, list) and all(isinstance(each, str) and plain(each) for each in choices)
     if not usable or len(choices) == 1:
-        raise ValueError(f"choices must be a list of texts, got {short(choices)}; in CSV, use columns A to D")
+        raise ValueError(
+            f"choices must be a list of two texts or more, got {short(choices)}; in CSV, use columns A to D"
+        )
     return dict(zip(ascii_uppercase, choices, strict=False))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import IterableDataset
+from peft import PeftModel
 
 from .batches.collator import ConversationCollator
 from .memory import MemoryEstimate, estimate_memory
@@ -25,8 +26,9 @@ STREAM_STEP = 64
 def remedy(trainer: "NormAlignTrainer", make: Callable[[list[str]], "NormAlignTrainer"]) -> str:
     """Which options would make a step fit that does not: a smaller batch, or else the smallest change that helps.
 
-    Each is found by estimating the step again: fewer rows in a pass, then one row with gradient checkpointing, in 4
-    bits under adapters (or, if the language model is frozen, in bfloat16), with fewer tokens, and all of that.
+    Each is found by estimating the step again: fewer rows in a pass; gradient checkpointing; adapters; adapters on 4
+    bits (or, if the language model is frozen, bfloat16), each with the batch as it is and with one row; fewer tokens;
+    all of that.
 
     Args:
         trainer: That of the options as they are.
@@ -35,23 +37,27 @@ def remedy(trainer: "NormAlignTrainer", make: Callable[[list[str]], "NormAlignTr
     args = trainer.args
     if not args.packing and (found := _most_rows(trainer)):
         return f"Would fit: --per_device_train_batch_size {found[0]}, the largest that does. {found[1].verdict}"
-    changes = [] if args.gradient_checkpointing else [["--gradient_checkpointing", "true"]]
+    checkpointing = [] if args.gradient_checkpointing else ["--gradient_checkpointing", "true"]
+    adapters, smaller = [], []
     if not trainer.learning_rates["language"]:
-        changes.append(["--dtype", "bfloat16"])
+        smaller = ["--dtype", "bfloat16"]
     elif not getattr(base_model(trainer.model), "is_loaded_in_4bit", False):
-        changes.append(["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "bfloat16"])
+        adapters = [] if isinstance(trainer.model, PeftModel) else ["--use_peft", "true"]
+        smaller = ["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "bfloat16"]
     one = ["--per_device_train_batch_size", "1"] if args.per_device_train_batch_size > 1 else []
-    tried = [*((change, False) for change in changes), ([], True)]
-    if every := [word for change in changes for word in change]:
-        tried += [(every, False), (every, True)]
+    batches = [[], one] if one else [[]]
+    tried = [([*words, *rows], False) for words in (checkpointing, adapters, smaller) if words for rows in batches]
+    tried.append((one, True))
+    if every := [*checkpointing, *smaller]:
+        tried += [([*every, *one], False), ([*every, *one], True)]
     for words, shorten in tried:
         try:
-            changed = make([*words, *one])
+            changed = make(words)
         except ValueError:
             continue  # these options do not go with the others
         with_limit = _longest_rows(changed) if shorten else ("", changed.estimate_memory())
         if with_limit and with_limit[1].fits:
-            return f"Would fit: {' '.join([*words, *one, with_limit[0]]).strip()}. {with_limit[1].verdict}"
+            return f"Would fit: {' '.join([*words, with_limit[0]]).strip()}. {with_limit[1].verdict}"
     return "Nothing that was tried fits: a smaller batch, gradient checkpointing, 4 bits, fewer tokens."
 
 

@@ -46,10 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
         OSError: A checkpoint could not be written; the last complete one remains.
         FloatingPointError: Loss, gradients or weights are not finite; the last complete checkpoint remains.
         KeyboardInterrupt, Terminated: The run was stopped; a note says what is lost and how to resume.
+        SystemExit: With `dry_run`, a step does not fit in memory.
     """
     data, args, model = parse(arguments)
     if args.dry_run:
-        dry_run(sys.argv[1:] if arguments is None else arguments)
+        if not dry_run(sys.argv[1:] if arguments is None else arguments):
+            raise SystemExit(1)
         return None
     counter = StepCounter()
     try:
@@ -74,8 +76,12 @@ def train(
         return _train(data_args, args, model_args, callbacks)
 
 
-def dry_run(arguments: Sequence[str]) -> None:
-    """Checks all that training checks, and prints the summary and whether a step fits in memory; writes no output."""
+def dry_run(arguments: Sequence[str]) -> bool:
+    """Checks all that training checks, and prints the summary and whether a step fits in memory; writes no output.
+
+    Returns:
+        False if it does not fit.
+    """
     with TemporaryDirectory() as folder:
 
         def make(words: Sequence[str]) -> NormAlignTrainer:
@@ -98,6 +104,7 @@ def dry_run(arguments: Sequence[str]) -> None:
         console.print(estimate.verdict, soft_wrap=True)
         if estimate.fits is False:
             console.print(remedy(trainer, make), soft_wrap=True)
+        return estimate.fits is not False
 
 
 def _train(

@@ -46,11 +46,7 @@ class Shards(WebDataset):
     def _get_pipeline_from_tar(
         cls, tar_path: str, tar_iterator: Iterable[tuple[str, BinaryIO]]
     ) -> Iterator[dict[str, Any]]:
-        files: Iterable[tuple[str, Any]]
-        try:
-            files = _in_place(tarfile.TarFile(tar_path), os.path.abspath(tar_path))
-        except (OSError, tarfile.ReadError):  # it is on the Hub, or packed
-            files = tar_iterator
+        files = _in_place(os.path.abspath(tar_path)) if _is_plain(tar_path) else tar_iterator
         read = (  # a file may be sparse, or packed
             (name, file if isinstance(file, io.StringIO) else io.BytesIO(file.read(MAX_IMAGE_BYTES + 1)))
             for name, file in files
@@ -70,18 +66,43 @@ class Shards(WebDataset):
             yield {"__key__": key, "__url__": url, "images": images, "json": json, "txt": txt}
 
 
-def _in_place(archive: tarfile.TarFile, path: str) -> Iterator[tuple[str, Any]]:
-    """Name and content of the files in a local shard; of an image, its address."""
-    with archive:
+def _is_plain(path: str) -> bool:
+    """Whether a shard is a local file that is not packed. Raises ValueError if it is a file that is no shard."""
+    try:
+        tarfile.TarFile(path).close()
+    except tarfile.ReadError:
+        try:
+            tarfile.open(path).close()
+        except tarfile.ReadError as error:
+            raise ValueError(f"{path} is no tar file: {error}") from error
+        return False
+    except OSError:  # it is on the Hub
+        return False
+    return True
+
+
+def _in_place(path: str) -> Iterator[tuple[str, Any]]:
+    """Name and content of the files in a local shard; of an image its address, and of a link to one no file's.
+
+    Raises ValueError if the shard is cut off, which `tarfile` takes for its end.
+    """
+    with tarfile.TarFile(path) as archive:
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # which would keep all of them
             name = PurePosixPath(member.name)
-            if not member.isreg() or name.name.startswith((".", "__")):
+            is_image, is_link = name.suffix.lower() in SUFFIXES, member.issym() or member.islnk()
+            if name.name.startswith((".", "__")) or not (member.isreg() or (is_image and is_link)):
                 continue
-            if name.suffix.lower() in SUFFIXES and not member.issparse():
+            if is_link:
+                yield member.name, io.StringIO(f"{path}/{member.name}")
+            elif is_image and not member.issparse():
                 yield member.name, io.StringIO(part_address(path, member.offset_data, member.size))
             else:
                 yield member.name, archive.extractfile(member)
+        file: Any = archive.fileobj
+        file.seek(archive.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise ValueError(f"{path} is cut off or broken at byte {archive.offset:,}. Copy it again")
 
 
 def are_shards(data: Dataset | IterableDataset | None) -> bool:

@@ -38,6 +38,8 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
     assert done.exit_code == 0, done.output
     shown = " ".join(done.output.split())
     assert "logits and loss" in shown and "of the 24.0 GiB of device_memory (1.0 GiB are kept free)." in shown
+    done = CliRunner().invoke(app, ["train", file, "--dry_run", "--device_memory", "1GiB"])
+    assert done.exit_code == 1 and "Does not fit" in done.output and "Nothing that was tried fits" in done.output
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -155,6 +157,8 @@ def test_if_no_batch_fits_the_smallest_change_is_named(checkpoint, tmp_path):
         return remedy(make(words, size), lambda more: make([*words, *more], size))
 
     assert answer(checkpointed).startswith("Would fit: --gradient_checkpointing true. Fits")
+    adapted = make(less := ["--gradient_checkpointing", "true", "--use_peft", "true"]).estimate_memory().total
+    assert answer(adapted, *less[:2]).startswith("Would fit: --use_peft true. Fits")
     adapters = ["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "bfloat16"]
     shortened = answer(checkpointed - 1000, "--gradient_checkpointing", "true", *adapters)
     assert shortened.startswith("Would fit: --max_length ") and "(drops 3 of 16 rows)" in shortened

@@ -209,7 +209,7 @@ class ModelArguments(ModelOptions, ModelConfig):
 
 def parse_bytes(size: str) -> int:
     """Bytes of a size such as `24GiB` or `80GB`. Raises ValueError if it is none."""
-    found = re.fullmatch(r"([\d.]+) *([KMGT]i?)B", size.strip())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]I?)B", size.strip().upper())
     if not found:
         raise ValueError(f"device_memory is {size!r}. Give a size such as 24GiB.")
     return int(float(found[1]) * (1024 if found[2][1:] else 1000) ** (1 + "KMGT".index(found[2][0])))
