@@ -30,6 +30,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def environ(monkeypatch):
+    """`datasets` replaces `os.environ` by a copy when it starts processes, which rich does not see."""
+    monkeypatch.setattr(os, "environ", os.environ)
+
+
 @pytest.fixture(scope="session")
 def archives():
     """The real archives, in the cache. Without a connection their tests are skipped, but never in CI."""
