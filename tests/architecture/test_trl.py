@@ -97,8 +97,7 @@ def llava(checkpoint, tmp_path_factory):
 def test_a_llava_folder_gives_no_reference_model(tmp_path, llava, caplog):
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(llava)
     assert model.name_or_path == model.config.name_or_path == ""
-    (told,) = [record.getMessage() for record in caplog.records if "reference model" in record.getMessage()]
-    assert f"`normalign build --from-llava {llava}`" in told
+    assert "a reference or an adapter's base loaded by it would differ" in caplog.text
     processor = AutoProcessor.from_pretrained(llava)
     with pytest.raises(OSError):
         dpo(model, tmp_path / "dpo", processor)
