@@ -3,6 +3,7 @@
 """Builds a checkpoint from a vision encoder and a language model, or from a LLaVA checkpoint."""
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,13 +28,13 @@ from ..checkpoint.provenance import licence_of
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..html_tables import html_table
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
+from .chat_template import has_generation_marks
 from .parts import (
     add_image_token,
     check_feature_layer,
     check_language_model,
     check_text_outputs,
     check_vision_encoder,
-    describe_chat_template,
     load_language_model,
     set_chat_template,
     text_outputs,
@@ -42,6 +43,13 @@ from .parts import (
 )
 from .processing import make_processor
 
+
+logger = logging.getLogger(__name__)
+
+NO_MARKS = (
+    "The chat template has no {% generation %} marks, so this checkpoint is for inference only. Training on assistant "
+    "turns needs them: pass a template that has them with --chat-template."
+)
 
 ARMS = {
     "none": {"projector_norm": "none"},
@@ -76,13 +84,9 @@ class BuildReport:
     vision_parameters: int
     projector_parameters: int
     language_parameters: int
-    hidden_size: int
-    vocabulary: int
     n_text: float
     gain: float | None
     tokens_per_image: int
-    feature_layer: int | list[int]
-    select_strategy: str
     chat_template: str
     generation_marks: bool
     vision_revision: str | None
@@ -96,12 +100,10 @@ class BuildReport:
         table.add_row("vision encoder", f"{self.vision} ({self.vision_parameters / 1e6:.1f} M parameters)")
         table.add_row("projector and norm", f"{self.projector_parameters / 1e6:.2f} M parameters, {self.norm}")
         table.add_row("language model", f"{self.language} ({self.language_parameters / 1e6:.1f} M parameters)")
-        table.add_row("hidden size, vocabulary", f"{self.hidden_size}, {self.vocabulary}")
         table.add_row("arm", self.arm)
         table.add_row("N_text", f"{self.n_text:.4g}")
         table.add_row("gain", "no norm" if self.gain is None else f"{self.gain:.4g}")
         table.add_row("visual tokens per image", str(self.tokens_per_image))
-        table.add_row("feature layer, strategy", f"{self.feature_layer}, {self.select_strategy}")
         table.add_row("chat template", self.chat_template)
         table.add_row("written to", self.output)
         return table
@@ -203,7 +205,8 @@ def retrofit_checkpoint(
             chat_template=stock.chat_template,
             image_token=stock.image_token,
         )
-        template = describe_chat_template(stock.chat_template)
+        source = "the checkpoint's own" if stock.chat_template else "none"
+        template = source, has_generation_marks(stock.chat_template or "")
         return _finish(model, processor, folder, output, opened, opened, arm, template)
 
 
@@ -241,6 +244,8 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 def _finish(
     model, processor: LlavaProcessor, folder: Path, output, vision: Checkpoint, language: Checkpoint, arm, template
 ):
+    if not template[1]:
+        logger.warning(NO_MARKS)
     config = model.config
     if config.projector_norm == "none":
         n_text, gain = model.measure_text_embedding_norm(), None
@@ -257,13 +262,9 @@ def _finish(
         vision_parameters=model.model.vision_tower.num_parameters(),
         projector_parameters=sum(p.numel() for p in model.model.multi_modal_projector.parameters()),
         language_parameters=model.model.language_model.num_parameters(),
-        hidden_size=config.text_config.hidden_size,
-        vocabulary=config.text_config.vocab_size,
         n_text=n_text,
         gain=gain,
         tokens_per_image=tokens,
-        feature_layer=config.vision_feature_layer,
-        select_strategy=config.vision_feature_select_strategy,
         chat_template=template[0],
         generation_marks=template[1],
         vision_revision=vision.revision,

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from ..checkpoint.opening import Checkpoint
-from .chat_template import check_chat_template, has_generation_marks, multimodal_chat_template
+from .chat_template import multimodal_chat_template
 from .processing import VISION_ENCODERS
 
 
@@ -29,40 +29,28 @@ logger = logging.getLogger(__name__)
 
 IMAGE_TOKEN = "<image>"
 VOCABULARY_MULTIPLE = 64
-NO_MARKS = (
-    "The chat template has no {% generation %} marks, so this checkpoint is for inference only. Training on assistant "
-    "turns needs them: pass a template that has them with --chat-template."
-)
 
 
 @contextmanager
 def tower_alone() -> Iterator[None]:
-    """Hides transformers' warnings when the vision tower of a CLIP or a SigLIP is loaded without the rest.
-
-    They are about tensors left out on purpose (a report of UNEXPECTED ones alone), and about token ids in the text
-    tower's configuration. A report with missing or wrong tensors is shown.
-    """
-    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "configuration_utils")]
-    for each in loggers:
-        each.addFilter(_concerns_the_tower)
+    """Hides transformers' report of extra tensors when the vision tower of a CLIP or a SigLIP is loaded alone."""
+    report_logger = logging.getLogger("transformers.modeling_utils")
+    report_logger.addFilter(_has_faults_or_is_no_report)
     try:
         yield
     finally:
-        for each in loggers:
-            each.removeFilter(_concerns_the_tower)
+        report_logger.removeFilter(_has_faults_or_is_no_report)
 
 
-def _concerns_the_tower(record: logging.LogRecord) -> bool:
+def _has_faults_or_is_no_report(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    if "LOAD REPORT" in message:
-        return any(status in message for status in ("MISSING", "MISMATCH", "CONVERSION"))
-    return "must be `None` or an integer within the vocabulary" not in message
+    faults = ("MISSING", "MISMATCH", "CONVERSION")
+    return "LOAD REPORT" not in message or any(fault in message for fault in faults)
 
 
 def vision_config(vision: Checkpoint) -> PreTrainedConfig:
     """Configuration of the vision encoder alone. Raises ValueError if the encoder is not supported."""
-    with tower_alone():
-        config = vision.config
+    config = vision.config
     if config.model_type.startswith("siglip2"):
         raise ValueError(
             f"{vision.name} is a SigLIP 2 NaFlex encoder, whose images have any number of patches. LLaVA needs a "
@@ -125,19 +113,8 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
     made = multimodal_chat_template(original, image_token=IMAGE_TOKEN, special_tokens=tokenizer.special_tokens_map)
     if IMAGE_TOKEN not in tokenizer.get_vocab():
         tokenizer.add_tokens(AddedToken(IMAGE_TOKEN, special=True, normalized=False), special_tokens=True)
-    check_chat_template(tokenizer, made)
     tokenizer.chat_template = made.template
-    if not made.generation_marks:
-        logger.warning(NO_MARKS)
     return made.source, made.generation_marks
-
-
-def describe_chat_template(template: str | None) -> tuple[str, bool]:
-    """The result of [`set_chat_template`] for a template that stays as it is; warns if it has no marks."""
-    marks = has_generation_marks(template or "")
-    if not marks:
-        logger.warning(NO_MARKS)
-    return "the checkpoint's own" if template else "none", marks
 
 
 def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTrainedModel:
