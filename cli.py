@@ -29,7 +29,7 @@ ColumnsOption = Annotated[
     str | None, typer.Option(help="Names of the data's columns, such as image=image_path,answer=caption.")
 ]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
-BaseQuantization = Literal["none", "nf4", "nf4-double", "fp4", "fp4-double", "int8"]
+BaseQuantization = Literal["none", "nf4", "nf4-double", "int8"]
 
 if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this when it is imported
     os.environ |= {name: os.environ.get(name, "60") for name in ("TQDM_MININTERVAL", "TQDM_MAXINTERVAL")}
@@ -257,8 +257,7 @@ def merge(
         BaseQuantization | None,
         typer.Option(
             metavar="KIND",
-            help="How the base was quantized in training, if the adapter does not say: none, nf4, nf4-double, fp4, "
-            "fp4-double or int8.",
+            help="How the base was quantized in training, if the adapter does not say: none, nf4, nf4-double or int8.",
         ),
     ] = None,
     dtype: Annotated[

@@ -44,8 +44,8 @@ def find_model(
         raise ValueError(f"{absent}, and on the Hub it has no revision {revision!r}.") from error
     except RepositoryNotFoundError as error:
         raise ValueError(
-            f"{absent}, and the Hub has no model of that name, or none that you may see. Check the name; a private "
-            "one needs `hf auth login`."
+            f"{absent}, and the Hub has no model of that name, or none that you may see. {remedy} A private one needs "
+            "`hf auth login`."
         ) from error
     except (HTTPError, OSError, RevisionResolutionError) as error:
         raise ValueError(

@@ -307,8 +307,8 @@ def test_gain_of_weights_whose_header_or_index_is_broken(commands, kind):
         ("adapter_config.json", {"base_model_name_or_path": [1]}, "base_model_name_or_path"),
         ("adapter_config.json", {"alora_invocation_tokens": [1]}, "aLoRA"),
         ("training.json", hostile.DEEP, "training.json is nested too deeply"),
-        ("training.json", {"quantization": "nf4"}, "quantization in .*training.json"),
-        ("training.json", {"quantization": None, "config_changes": {"dtype": "x"}}, "config_changes in"),
+        ("training.json", {"quantization": "nf4"}, "training.json may have settings as quantization"),
+        ("training.json", {"quantization": None, "config_changes": {"dtype": "x"}}, "in config_changes"),
     ],
 )
 def test_an_adapter_with_broken_settings_is_not_merged(good, tmp_path, file, content, words):
