@@ -188,7 +188,7 @@ def test_gguf_scales_on_the_way_in(tmp_path, architecture, numbers, scale):
     "names, match",
     [
         (["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"], "2 tensors.*decoder.*encoder.*alone"),
-        (["vision_model.embeddings.patch_embedding.weight"], "no token embedding.*language model"),
+        (["vision_model.embeddings.patch_embedding.weight"], "0 tensors called.*Name a language model"),
     ],
 )
 def test_tensors_that_cannot_be_told_apart(tmp_path, names, match):
@@ -216,12 +216,12 @@ def test_folders_without_readable_weights(tmp_path):
     with pytest.raises(ValueError, match="no weights.*no files"):
         embedding_statistics(str(tmp_path))
     torch.save({NAME: table()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pickled weights only \(pytorch_model.bin\).*save it again"):
+    with pytest.raises(ValueError, match="no weights.*pytorch_model.bin.*save it again"):
         embedding_statistics(str(tmp_path))
     save_file({NAME: table()}, tmp_path / "model.safetensors")
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-100])
-    with pytest.raises(ValueError, match="model.safetensors of .* cannot be loaded"):
+    with pytest.raises(ValueError, match="model.safetensors of .* is damaged"):
         embedding_statistics(str(tmp_path))
 
 
