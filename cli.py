@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -17,9 +17,9 @@ from .notices import hide_notices
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-DTYPES = "float32, bfloat16 or float16"
 AGAIN = "Run the same command again: it resumes where it stopped."
-DtypeOption = Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the checkpoint's), {DTYPES}.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Of the weights; auto: the checkpoint's.")]
+BuiltDtypeOption = Annotated[Dtype, typer.Option(help="Of all but the norm; auto: the language model's.")]
 In4BitOption = Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")]
 ImageFolderOption = Annotated[
     str | None,
@@ -29,7 +29,6 @@ ColumnsOption = Annotated[
     str | None, typer.Option(help="Names of the data's columns, such as image=image_path,answer=caption.")
 ]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
-BaseQuantization = Literal["none", "nf4", "nf4-double", "int8"]
 
 if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this when it is imported
     os.environ |= {name: os.environ.get(name, "60") for name in ("TQDM_MININTERVAL", "TQDM_MAXINTERVAL")}
@@ -53,6 +52,11 @@ def main(
     hide_notices()
 
 
+def _layers(text: str) -> int | list[int]:
+    layers = [int(part) for part in text.split(",")]
+    return layers[0] if len(layers) == 1 else layers
+
+
 @app.command()
 def build(
     *,
@@ -62,50 +66,32 @@ def build(
     output: Annotated[Path, typer.Option(help="Folder to create.")],
     arm: Annotated[
         Literal["none", "unit", "aligned", "gwc"],
-        typer.Option(
-            metavar="ARM",
-            help="none (no norm), unit (norm with gain 1), aligned (gain of the text embeddings) or gwc (aligned, "
-            "with gradient compensation).",
-        ),
+        typer.Option(help="No norm; gain 1; gain of the text embeddings; the same with gradient compensation."),
     ] = "gwc",
-    norm: Annotated[
-        Literal["layer_norm", "rms_norm"], typer.Option(metavar="NORM", help="layer_norm or rms_norm.")
-    ] = "layer_norm",
+    norm: Annotated[Literal["layer_norm", "rms_norm"], typer.Option(help="Norm after the projector.")] = "layer_norm",
     feature_layer: Annotated[
-        str | None,
-        typer.Option(help="Hidden state(s) that the projector reads, such as -2 or -9,-4.", show_default="-2"),
+        Any, typer.Option(parser=_layers, metavar="N,...", help="The encoder's states to read.", show_default="-2")
     ] = None,
     select_strategy: Annotated[
         Literal["default", "full"] | None,
-        typer.Option(
-            metavar="STRATEGY",
-            help="Visual tokens: default (without the class token) or full.",
-            show_default="what suits the encoder",
-        ),
+        typer.Option(help="Visual tokens without the class token, or all.", show_default="what suits the encoder"),
     ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file to use as the chat template.", exists=True, dir_okay=False)
     ] = None,
-    dtype: Annotated[
-        Dtype,
-        typer.Option(metavar="DTYPE", help=f"Of everything but the norm: auto (the language model's), {DTYPES}."),
-    ] = "auto",
+    dtype: BuiltDtypeOption = "auto",
 ) -> None:
     """Join a vision encoder and a language model, or retrofit a LLaVA checkpoint, into a checkpoint folder."""
-    joined = {
-        "--vision": vision, "--language": language, "--feature-layer": feature_layer,
-        "--select-strategy": select_strategy, "--chat-template": chat_template,
-    }  # fmt: skip
-    if from_llava and (given := [name for name, value in joined.items() if value is not None]):
-        raise typer.BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {', '.join(given)}.")
-
+    joined = (vision, language, feature_layer, select_strategy, chat_template)
+    if from_llava and any(each is not None for each in joined):
+        others = "--vision, --language, --feature-layer, --select-strategy and --chat-template"
+        raise typer.BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {others}.")
     if not from_llava and not (vision and language):
         raise typer.BadParameter("Give --vision and --language, or --from-llava.")
     with errors_for_people():
         from .checkpoint.files import check_new
         from .checkpoint.find import find_checkpoint
 
-        layers = -2 if feature_layer is None else _layers(feature_layer)
         for part in [from_llava] if from_llava else [vision, language]:
             find_checkpoint(str(part))
         check_new(output)
@@ -116,8 +102,8 @@ def build(
             report = retrofit_checkpoint(from_llava, output, arm=arm, norm=norm, dtype=dtype)
         else:
             report = build_checkpoint(
-                str(vision), str(language), output, arm=arm, norm=norm, feature_layer=layers,
-                select_strategy=select_strategy, chat_template=chat_template, dtype=dtype,
+                str(vision), str(language), output, arm=arm, norm=norm, select_strategy=select_strategy,
+                feature_layer=-2 if feature_layer is None else feature_layer, chat_template=chat_template, dtype=dtype,
             )  # fmt: skip
     Console().print(report.table())
     if report.generation_marks:
@@ -128,19 +114,11 @@ def _print_next_command(checkpoint: Path, stage: str | None = None) -> None:
     from .train.command import next_command
 
     command = next_command(checkpoint, stage, adapters=False)
-    Console().print(f"Next: {command}", highlight=False, markup=False, soft_wrap=True)
+    Console().print(f"Next: {command}", soft_wrap=True)
 
 
 def _names(given: list[str] | None) -> list[str]:
     return [name for each in given or () for name in each.split(",") if name]
-
-
-def _layers(text: str) -> int | list[int]:
-    try:
-        layers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--feature-layer takes an integer or several, such as -2 or -9,-4; got {text!r}.") from None
-    return layers[0] if len(layers) == 1 else layers
 
 
 @app.command()
@@ -150,10 +128,7 @@ def gain(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     critical: Annotated[
         bool,
-        typer.Option(
-            "--critical",
-            help="Also run its layers on a small text, and predict from which norm on they stop turning a token.",
-        ),
+        typer.Option("--critical", help="Also run it on a text, and predict from which norm rotation falls."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -254,15 +229,10 @@ def merge(
     output: Annotated[Path, typer.Option(help="Folder to create.")],
     base: Annotated[str | None, typer.Option(help="Checkpoint that it was trained on, if it has moved.")] = None,
     base_quantization: Annotated[
-        BaseQuantization | None,
-        typer.Option(
-            metavar="KIND",
-            help="How the base was quantized in training, if the adapter does not say: none, nf4, nf4-double or int8.",
-        ),
+        Literal["none", "nf4", "nf4-double", "int8"] | None,
+        typer.Option(help="How the base was quantized in training, if the adapter does not say."),
     ] = None,
-    dtype: Annotated[
-        Dtype, typer.Option(metavar="DTYPE", help=f"Of everything but the norm: auto (the base's), {DTYPES}.")
-    ] = "auto",
+    dtype: BuiltDtypeOption = "auto",
 ) -> None:
     """Merge a LoRA adapter into its base: a checkpoint folder that needs no PEFT."""
     with errors_for_people(extra="qlora"):
@@ -293,9 +263,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N samples of a task.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder to write evaluation/ to.", show_default="MODEL's, or evaluations/MODEL for a Hub id"
-        ),
+        typer.Option(help="Folder for evaluation/.", show_default="MODEL's, or evaluations/MODEL for a Hub id"),
     ] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Samples together.")] = 1,
     dtype: DtypeOption = "auto",
@@ -397,8 +365,6 @@ def diagnose(
         Path | None,
         typer.Option(help="Folder to write.", show_default="MODEL/diagnostics, or diagnostics/MODEL for a Hub id"),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What to call the model in the report.")] = None,
-    against_name: Annotated[str | None, typer.Option(help="What to call the baseline.")] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Images per batch.")] = 8,
     seed: Annotated[int, typer.Option(help="Decides which samples are drawn.")] = 0,
     dtype: DtypeOption = "auto",
@@ -417,7 +383,7 @@ def diagnose(
         done = measure(
             model, against=against, data=data, image_folder=image_folder, columns=columns, samples=samples,
             output=output, batch_size=batch_size, seed=seed, dtype=dtype, load_in_4bit=load_in_4bit,
-            trust_remote_code=trust_remote_code, name=name, against_name=against_name,
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
     console = Console()
     for sentence in [*done.verdict, *done.report.left_out]:

@@ -84,7 +84,7 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
         ("build", "--output", "x", "--vision", "./none", "--language", "model"): f"./none {gone}",
         ("build", "--output", "x", "--vision", "empty", "--language", "model"): "empty has no config.json",
         ("build", *fits, "--output", "model"): "is not an empty folder",
-        ("build", *fits, "--feature-layer", "last"): "--feature-layer takes an integer or several",
+        ("build", *fits, "--feature-layer", "last"): "Invalid value for '--feature-layer'",
         ("train", "none"): "There is no file none, and no recipe of that name. Recipes: align-llama",
         ("train", "misspelt.yaml"): "no option dataset_nam. Did you mean dataset_name?",
         ("train", "recipe.yaml"): "./none is no file or folder here. Make it with `normalign build`",
