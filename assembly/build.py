@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..checkpoint.files import new_folder
+from ..checkpoint.files import check_new, finished_folder
 from ..checkpoint.loading import loading
 from ..checkpoint.names import BUILD_RECORD
 from ..checkpoint.opening import Checkpoint, check_processor, open_checkpoint
@@ -148,7 +148,8 @@ def build_checkpoint(
     dtype = torch_dtype(dtype)
     feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
     vision_part, language_part = open_checkpoint(vision), open_checkpoint(language)
-    with new_folder(output) as folder:
+    check_new(output)
+    with finished_folder(output) as folder:
         encoder = vision_config(vision_part)
         check_language_model(language_part)
         check_feature_layer(feature_layer, encoder)
@@ -189,7 +190,8 @@ def retrofit_checkpoint(
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
     opened = open_checkpoint(llava)
-    with new_folder(output) as folder:
+    check_new(output)
+    with finished_folder(output) as folder:
         if opened.model_type != "llava":
             raise ValueError(
                 f"{llava} is a {opened.model_type!r} model. --from-llava takes LLaVA checkpoints ('llava')."

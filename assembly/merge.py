@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers.utils import cached_file
 
-from ..checkpoint.files import json_or_none, new_folder
+from ..checkpoint.files import check_new, finished_folder, json_or_none
 from ..checkpoint.loading import loading
 from ..checkpoint.names import BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint
@@ -102,7 +102,8 @@ def merge_adapter(
     opened = open_adapter(adapter, base, base_quantization)
     config, peft_config = opened.config, opened.peft_config
     dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
-    with new_folder(output) as folder:
+    check_new(output)
+    with finished_folder(output) as folder:
         processor = opened.processor
         model, quantized = _load_base(opened.base, config, opened.quantization)
         adapted = opened.put_on(model)

@@ -55,14 +55,6 @@ def finished_folder(target: str | os.PathLike) -> Iterator[Path]:
             os.replace(staging, target)
 
 
-@contextmanager
-def new_folder(output: str | os.PathLike) -> Iterator[Path]:
-    """[`finished_folder`] for a folder that must not exist yet, or be empty."""
-    check_new(output)
-    with finished_folder(output) as folder:
-        yield folder
-
-
 def check_new(output: str | os.PathLike) -> None:
     """Raises ValueError if `output` is a file, or a folder that is not empty."""
     output = Path(output).resolve()
@@ -77,20 +69,13 @@ def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collect
     Given `target`, `written` has the names in its earlier version; a folder with anything else is not replaced.
     """
     target = Path(target).resolve()
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target} is a file. Choose another folder.")
     found = {each.name for each in target.iterdir()} if target.exists() else set()
     if others := sorted(found - set(written(target))):
         raise ValueError(
             f"{target} holds {others[0]}, which no earlier run has written there. Choose another folder, or move that "
             "away first."
         )
-    parent = _existing_parent(target)
-    try:
-        holder = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent)
-    except OSError as error:
-        raise OSError(f"{parent} cannot be written ({error.strerror}). Choose another output folder.") from error
-    with holder as temporary:
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=_existing_parent(target)) as temporary:
         staging, old = Path(temporary) / target.name, Path(temporary) / "old"
         staging.mkdir()
         yield staging

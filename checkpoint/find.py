@@ -88,15 +88,13 @@ def check_folder(folder: str | os.PathLike) -> None:
 
 def check_adapter(adapter: str | os.PathLike) -> None:
     """Raises ValueError unless the folder holds an adapter: its configuration and its weights."""
-    if not Path(adapter).exists():
-        raise ValueError(f"There is no folder {adapter}. Check the path of the adapter.")
     if (Path(adapter) / "config.json").is_file() and not (Path(adapter) / ADAPTER_CONFIG).is_file():
         raise ValueError(f"{adapter} is a whole model, which has nothing to merge.")
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (Path(adapter) / name).is_file():
             raise ValueError(
-                f"{adapter} holds no {name}, so it is no adapter folder. Give the folder that training with use_peft "
-                f"wrote, or a checkpoint-N in it.{_inside(Path(adapter), ADAPTER_CONFIG)}"
+                f"{adapter} holds no {name}, so it is no folder of an adapter. Give the one that training with "
+                f"use_peft wrote, or a checkpoint-N in it.{_inside(Path(adapter), ADAPTER_CONFIG)}"
             )
 
 

@@ -6,8 +6,8 @@ import hashlib
 import logging
 import os
 import platform
-import time
-from functools import cache
+import timeit
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -91,18 +91,12 @@ def _remembered_seconds() -> dict[str, float]:
 
 
 def _seconds() -> dict[str, float]:
-    return {name: _best_seconds(dtype) for name, dtype in {"float32": torch.float32, **HALVES}.items()}
-
-
-def _best_seconds(dtype: torch.dtype, repeats: int = 5) -> float:
-    """Shortest time of a matrix product of a size that is common in training."""
-    x, weight = torch.randn(1024, 576, dtype=dtype), torch.randn(1536, 576, dtype=dtype)
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    """The shortest time of a product of matrices whose sizes are common in training, by precision."""
+    found = {}
+    for name, dtype in {"float32": torch.float32, **HALVES}.items():
+        x, weight = torch.randn(1024, 576, dtype=dtype), torch.randn(1536, 576, dtype=dtype)
+        found[name] = min(timeit.repeat(partial(torch.nn.functional.linear, x, weight), number=1, repeat=5))
+    return found
 
 
 def processor() -> list[str]:

@@ -240,23 +240,6 @@ def test_a_configuration_that_takes_much_memory_is_refused(tmp_path, monkeypatch
         _ = open_checkpoint(tmp_path).config
 
 
-REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
-
-
-@pytest.mark.parametrize(
-    "part, step, count",
-    [
-        ("normalizer", REPLACE, 5),
-        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}, 2),
-        ("pre_tokenizer", {"type": "ByteLevel"}, 40),
-        ("decoder", REPLACE, 3),
-    ],
-)
-def test_a_tokenizer_that_lengthens_texts_without_end_is_refused(commands, part, step, count):
-    hostile.edit(commands.folder / "tokenizer.json", **{part: {"type": "Sequence", "steps": [step] * count}})
-    assert f"The {part} in {commands.folder / 'tokenizer.json'} may make a text" in commands.error("publish")
-
-
 def test_a_tokenizer_that_stops_ends_a_command_in_a_sentence(commands):
     pattern = {"Regex": 12 * "(" + "[a-z ]" + 12 * "+)" + "Z"}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
