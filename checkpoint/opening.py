@@ -109,14 +109,10 @@ class Checkpoint:
                         f"The {kind} of {self.name} makes images of up to {max(sides):,} pixels a side. {remedy}"
                     )
         except (OSError, ImportError, ValueError) as error:
-            if "torchvision" in str(error).lower() and not is_torchvision_available():  # in several wordings
-                raise ImportError(
-                    f"The {kind} of {self.name} needs torchvision, which is not installed. {install('vision')}"
-                ) from error
-            if isinstance(error, ValueError):
+            if "torchvision" not in str(error).lower() or is_torchvision_available():  # in several wordings
                 raise
-            raise ValueError(
-                f"{self.name} has no {kind} that can be loaded. {remedy} transformers says: {error}"
+            raise ImportError(
+                f"The {kind} of {self.name} needs torchvision, which is not installed. {install('vision')}"
             ) from error
         stored = getattr(found, "chat_template", None)
         for template in filter(None, stored.values() if isinstance(stored, dict) else [stored]):
