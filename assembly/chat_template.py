@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from importlib.resources import files
 from typing import Any
 
@@ -34,9 +34,8 @@ Messages = list[dict[str, Any]]
 Renderer = Callable[..., str]  # (messages, tools=None, add_generation_prompt=False) -> text
 
 
-def _preamble(image_token: str, reads_lists: bool = False) -> str:
-    values = {"IMAGE_TOKEN": repr(image_token), "READS_LISTS": str(reads_lists).lower()}
-    return re.sub("|".join(values), lambda match: values[match[0]], _PREAMBLE)
+def _preamble(image_token: str) -> str:
+    return _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
 
 
 @dataclass(frozen=True)
@@ -81,16 +80,13 @@ def multimodal_chat_template(
     text = _outcome(original, [{"role": "user", "content": "What is this?"}])
     if text.startswith("TemplateSyntaxError"):
         raise ValueError(f"The chat template is not valid Jinja: {text} Correct it, or give another.")
-    reads_lists = _reads_lists(original)
-    preamble = "" if _reads_images(original, image_token) else _preamble(image_token, reads_lists)
-    # After a preamble, lists of parts are compared only if the original's own rendering of them was kept.
-    lists = reads_lists or not preamble
+    preamble = "" if _reads_images(original, image_token) else _preamble(image_token)
     whose = "the model's own, behind the image preamble" if preamble else "the model's own, which reads images"
     for marked, marks in _candidates(template):
         render = _renderer(preamble + marked, special_tokens)
-        if not _difference(render, original, lists) and _marks_hold(preamble + marked, special_tokens):
+        if not _difference(render, original, lists=not preamble) and _marks_hold(preamble + marked, special_tokens):
             return MultimodalTemplate(preamble + marked, True, f"{whose}; {marks}")
-    if difference := _difference(_renderer(preamble + template, special_tokens), original, lists):
+    if difference := _difference(_renderer(preamble + template, special_tokens), original, lists=not preamble):
         raise ValueError(
             "With the image preamble the chat template renders the text-only conversation {!r} differently: {!r} "
             "instead of {!r}. Give another with `--chat-template`.".format(*difference)
@@ -103,20 +99,16 @@ def without_preamble(template: str, image_token: str) -> tuple[str, Callable[[Me
 
     A template without a preamble stays as it is, and so do messages.
     """
-    for reads_lists in (False, True):
-        if template.startswith(preamble := _preamble(image_token, reads_lists)):
-            return template.removeprefix(preamble), partial(_joined, image_token=image_token, reads_lists=reads_lists)
-    return template, lambda messages: messages
+    if not template.startswith(preamble := _preamble(image_token)):
+        return template, lambda messages: messages
 
+    def joined(messages: Messages) -> Messages:
+        texts = [
+            [image_token if part["type"] == "image" else part["text"] for part in each["content"]] for each in messages
+        ]
+        return [{**message, "content": "".join(text)} for message, text in zip(messages, texts, strict=True)]
 
-def _joined(messages: Messages, image_token: str, reads_lists: bool) -> Messages:
-    joined = []
-    for message in messages:
-        texts = [image_token if part["type"] == "image" else part["text"] for part in message["content"]]
-        if not reads_lists or any(part["type"] == "image" for part in message["content"]):
-            message = {**message, "content": "".join(texts)}
-        joined.append(message)
-    return joined
+    return template.removeprefix(preamble), joined
 
 
 def has_generation_marks(template: str) -> bool:
@@ -151,15 +143,6 @@ def _as_parts(messages: Messages, *images: dict[str, str]) -> Messages:
 def _reads_images(render: Renderer, image_token: str) -> bool:
     text = _outcome(render, _as_parts([{"role": "user", "content": "What is this?"}], {"type": "image"}))
     return text.count(image_token) == 1 and "What is this?" in text
-
-
-def _reads_lists(render: Renderer) -> bool:
-    """Whether the template itself renders lists of text parts like strings."""
-    return all(
-        _outcome(render, chat["messages"], chat.get("tools"))
-        == _outcome(render, _as_parts(chat["messages"]), chat.get("tools"))
-        for chat in _CONVERSATIONS.values()
-    )
 
 
 def _difference(render: Renderer, expect: Renderer, lists: bool) -> tuple[str, str, str] | None:

@@ -42,8 +42,6 @@ def make_processor(
     """
     class_tokens = VISION_ENCODERS[vision_config.model_type]
     strategy = select_strategy or ("default" if class_tokens else "full")
-    if strategy not in ("default", "full"):
-        raise ValueError(f"select_strategy must be 'default' or 'full', got {select_strategy!r}.")
     if strategy == "default" and not class_tokens:
         raise ValueError(
             f"select_strategy 'default' drops the first token, and {vision_config.model_type} has no class token: a "
