@@ -89,13 +89,6 @@ def build(
     if not from_llava and not (vision and language):
         raise typer.BadParameter("Give --vision and --language, or --from-llava.")
     with errors_for_people():
-        from .checkpoint.files import check_new
-        from .checkpoint.find import find_checkpoint
-
-        for part in [from_llava] if from_llava else [vision, language]:
-            find_checkpoint(str(part))
-        check_new(output)
-
         from .assembly.build import build_checkpoint, retrofit_checkpoint
 
         if from_llava:
@@ -236,12 +229,6 @@ def merge(
 ) -> None:
     """Merge a LoRA adapter into its base: a checkpoint folder that needs no PEFT."""
     with errors_for_people(extra="qlora"):
-        from .checkpoint.files import check_new
-        from .checkpoint.find import check_adapter
-
-        check_adapter(adapter)
-        check_new(output)
-
         from .assembly.merge import merge_adapter
         from .hub_cards.card.write import refresh_card
 
@@ -308,10 +295,6 @@ def ask(
 ) -> None:
     """Ask a model one question about an image, and print the answer as it comes."""
     with errors_for_people(extra="qlora"):
-        from .checkpoint.find import find_model
-
-        find_model(model)
-
         from .evaluate.ask import ask as run
 
         run(
@@ -373,11 +356,6 @@ def diagnose(
 ) -> None:
     """Measure norms, rotation and attention of any vision-language model, as the paper does, and write a report."""
     with errors_for_people(extra="qlora", stopped="Nothing was written."):
-        from .checkpoint.find import find_model
-
-        for each in filter(None, (model, against)):
-            find_model(each)
-
         from .diagnose.run import diagnose as measure
 
         done = measure(
@@ -418,14 +396,11 @@ def card(
 ) -> None:
     """Write the model card, README.md, from the checkpoint's records; text between its marks is kept."""
     with errors_for_people():
-        from .checkpoint.find import check_folder, check_repo_id
-
-        check_folder(checkpoint)
-        if repo_id is not None:
-            check_repo_id(repo_id)
-
+        from .checkpoint.find import check_repo_id
         from .hub_cards.card.write import write_card
 
+        if repo_id is not None:
+            check_repo_id(repo_id)
         written = write_card(checkpoint, repo_id=repo_id, replace=replace)
     console = Console()
     for warning in written.warnings:
@@ -461,11 +436,6 @@ def publish(
     console = Console()
     stopped = "The branch is unchanged or complete. Run the command again: it sends the rest, and verifies."
     with errors_for_people(stopped=stopped):
-        from .checkpoint.find import check_folder, check_repo_id
-
-        check_repo_id(repo_id)
-        check_folder(checkpoint)
-
         from huggingface_hub.utils import disable_progress_bars
 
         from .hub_cards.push.display import summary, unsent_tables

@@ -144,11 +144,11 @@ def build_checkpoint(
     Raises:
         ValueError: A part or an option does not fit; nothing is written.
     """
+    check_new(output)
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
     feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
     vision_part, language_part = open_checkpoint(vision), open_checkpoint(language)
-    check_new(output)
     with finished_folder(output) as folder:
         encoder = vision_config(vision_part)
         check_language_model(language_part)
@@ -187,10 +187,10 @@ def retrofit_checkpoint(
 
     Every tensor of the checkpoint stays as it is. Arguments, result and errors are those of [`build_checkpoint`].
     """
+    check_new(output)
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
     opened = open_checkpoint(llava)
-    check_new(output)
     with finished_folder(output) as folder:
         if opened.model_type != "llava":
             raise ValueError(

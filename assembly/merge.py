@@ -99,10 +99,10 @@ def merge_adapter(
             written.
     """
     adapter, dtype = Path(adapter), torch_dtype(dtype)
+    check_new(output)
     opened = open_adapter(adapter, base, base_quantization)
     config, peft_config = opened.config, opened.peft_config
     dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
-    check_new(output)
     with finished_folder(output) as folder:
         processor = opened.processor
         model, quantized = _load_base(opened.base, config, opened.quantization)
