@@ -41,7 +41,6 @@ class Adapter:
     """An adapter's folder, and its base with the `config` and quantization that it had in training."""
 
     folder: Path
-    peft_config: LoraConfig
     base: Checkpoint
     config: NormAlignLlavaConfig
     quantization: dict[str, Any] | None
@@ -88,7 +87,7 @@ def open_adapter(adapter: Path, base: str | None = None, base_quantization: str 
     trained = (adapter / "processor_config.json").exists()
     processor = Checkpoint(str(adapter), None, {}).processor if trained else opened.processor
     pad_left(processor.tokenizer)
-    return Adapter(adapter, peft_config, opened, config, quantization, realigned, processor)
+    return Adapter(adapter, opened, config, quantization, realigned, processor)
 
 
 def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str) -> None:

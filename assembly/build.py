@@ -87,7 +87,6 @@ class BuildReport:
     n_text: float
     gain: float | None
     tokens_per_image: int
-    chat_template: str
     generation_marks: bool
     vision_revision: str | None
     language_revision: str | None
@@ -104,7 +103,6 @@ class BuildReport:
         table.add_row("N_text", f"{self.n_text:.4g}")
         table.add_row("gain", "no norm" if self.gain is None else f"{self.gain:.4g}")
         table.add_row("visual tokens per image", str(self.tokens_per_image))
-        table.add_row("chat template", self.chat_template)
         table.add_row("written to", self.output)
         return table
 
@@ -154,7 +152,7 @@ def build_checkpoint(
         check_language_model(language_part)
         check_feature_layer(feature_layer, encoder)
         tokenizer = language_part.preprocessor(AutoTokenizer)
-        template = set_chat_template(tokenizer, chat_template)
+        marks = set_chat_template(tokenizer, chat_template)
         image_processor = vision_part.preprocessor(AutoImageProcessor)
         with loading(f"The image processor of {vision}"):
             processor = make_processor(image_processor, tokenizer, encoder, select_strategy)
@@ -177,7 +175,7 @@ def build_checkpoint(
         )
         model = _assemble(config, tower, language_model)
         check_text_outputs(model, outputs, language)
-        return _finish(model, processor, folder, output, vision_part, language_part, arm, template)
+        return _finish(model, processor, folder, output, vision_part, language_part, arm, marks)
 
 
 def retrofit_checkpoint(
@@ -207,9 +205,8 @@ def retrofit_checkpoint(
             chat_template=stock.chat_template,
             image_token=stock.image_token,
         )
-        source = "the checkpoint's own" if stock.chat_template else "none"
-        template = source, has_generation_marks(stock.chat_template or "")
-        return _finish(model, processor, folder, output, opened, opened, arm, template)
+        marks = has_generation_marks(stock.chat_template or "")
+        return _finish(model, processor, folder, output, opened, opened, arm, marks)
 
 
 def _norm_arguments(arm: str, norm: str) -> dict[str, str]:
@@ -244,9 +241,9 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 
 def _finish(
-    model, processor: LlavaProcessor, folder: Path, output, vision: Checkpoint, language: Checkpoint, arm, template
+    model, processor: LlavaProcessor, folder: Path, output, vision: Checkpoint, language: Checkpoint, arm, marks: bool
 ):
-    if not template[1]:
+    if not marks:
         logger.warning(NO_MARKS)
     config = model.config
     if config.projector_norm == "none":
@@ -267,8 +264,7 @@ def _finish(
         n_text=n_text,
         gain=gain,
         tokens_per_image=tokens,
-        chat_template=template[0],
-        generation_marks=template[1],
+        generation_marks=marks,
         vision_revision=vision.revision,
         language_revision=language.revision,
         licenses={

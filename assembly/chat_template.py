@@ -46,12 +46,10 @@ class MultimodalTemplate:
         template: The Jinja template for tokenizer and processor.
         generation_marks: Whether it marks what the model has to generate, as `return_assistant_tokens_mask=True` and
             `assistant_only_loss=True` need it. Without marks it is for inference only.
-        source: Where it comes from, in words for a table or a log line.
     """
 
     template: str
     generation_marks: bool
-    source: str
 
 
 def multimodal_chat_template(
@@ -74,24 +72,22 @@ def multimodal_chat_template(
     """
     if template is None:
         vicuna = _preamble(image_token) + _VICUNA
-        marks = _marks_hold(vicuna, special_tokens)  # not without an end-of-turn token
-        return MultimodalTemplate(vicuna, marks, "Vicuna v1.1, as the model has none")
+        return MultimodalTemplate(vicuna, _marks_hold(vicuna, special_tokens))  # not without an end-of-turn token
     original = _renderer(template, special_tokens)
     text = _outcome(original, [{"role": "user", "content": "What is this?"}])
     if text.startswith("TemplateSyntaxError"):
         raise ValueError(f"The chat template is not valid Jinja: {text} Correct it, or give another.")
     preamble = "" if _reads_images(original, image_token) else _preamble(image_token)
-    whose = "the model's own, behind the image preamble" if preamble else "the model's own, which reads images"
-    for marked, marks in _candidates(template):
+    for marked in _candidates(template):
         render = _renderer(preamble + marked, special_tokens)
         if not _difference(render, original, lists=not preamble) and _marks_hold(preamble + marked, special_tokens):
-            return MultimodalTemplate(preamble + marked, True, f"{whose}; {marks}")
+            return MultimodalTemplate(preamble + marked, True)
     if difference := _difference(_renderer(preamble + template, special_tokens), original, lists=not preamble):
         raise ValueError(
             "With the image preamble the chat template renders the text-only conversation {!r} differently: {!r} "
             "instead of {!r}. Give another with `--chat-template`.".format(*difference)
         )
-    return MultimodalTemplate(preamble + template, False, f"{whose}; no generation marks")
+    return MultimodalTemplate(preamble + template, False)
 
 
 def without_preamble(template: str, image_token: str) -> tuple[str, Callable[[Messages], Messages]]:
@@ -156,22 +152,22 @@ def _difference(render: Renderer, expect: Renderer, lists: bool) -> tuple[str, s
     return None
 
 
-def _candidates(template: str) -> Iterator[tuple[str, str]]:
-    """Candidates for `template` with marks, and where the marks come from."""
+def _candidates(template: str) -> Iterator[str]:
+    """Candidates for `template` with marks: its own, those of its family, TRL's."""
     if has_generation_marks(template):
-        yield template, "its own generation marks"
-    for family, edits in _EDITS.items():
+        yield template
+    for edits in _EDITS.values():
         for line_break in ("\n", r"\n"):
             pairs = [[edit[side].replace("NL", line_break) for side in ("find", "replace")] for edit in edits]
             if all(find in template for find, _ in pairs):
-                yield reduce(lambda text, pair: text.replace(*pair), pairs, template), f"marks for {family}"
+                yield reduce(lambda text, pair: text.replace(*pair), pairs, template)
     from trl.chat_template_utils import get_training_chat_template  # takes seconds, and few templates need it
 
     # TRL needs a tokenizer, but uses only its template and special tokens.
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), chat_template=template, **_STAND_INS)
     with suppress(Exception):  # TRL does not know the template, or the template refuses TRL's conversation
         if marked := get_training_chat_template(tokenizer):
-            yield marked, "marks from TRL"
+            yield marked
 
 
 def _marks_hold(template: str, special_tokens: dict[str, Any]) -> bool:

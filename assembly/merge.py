@@ -42,7 +42,6 @@ class MergeReport:
     """What `normalign merge` prints.
 
     Attributes:
-        kind: `"LoRA"`, `"DoRA"` or `"rsLoRA"`.
         quantization: The base's in training, `"4-bit nf4"` or `"8-bit"`; None if there was none.
         difference: Largest difference between the logits of the merged model and of the adapter on its (dequantized)
             base, for one image and sentence, in float32 before casting to `dtype`.
@@ -51,19 +50,16 @@ class MergeReport:
     output: str
     adapter: str
     base: str
-    kind: str
-    rank: int
     quantization: str | None
     dtype: str
-    parameters: int
     difference: float
 
     def table(self) -> Table:
         """The report, for `rich.console.Console.print`."""
         table = Table(title="Merged checkpoint", show_header=False)
-        table.add_row("adapter", f"{self.adapter} ({self.kind}, rank {self.rank})")
+        table.add_row("adapter", self.adapter)
         table.add_row("base", f"{self.base} ({self.quantization or 'not quantized'} in training)")
-        table.add_row("parameters, dtype", f"{self.parameters / 1e6:.1f} M, {self.dtype}, norm float32")
+        table.add_row("dtype", f"{self.dtype}, norm float32")
         table.add_row("largest difference of logits", f"{self.difference:.2g}")
         table.add_row("written to", self.output)
         return table
@@ -101,11 +97,10 @@ def merge_adapter(
     adapter, dtype = Path(adapter), torch_dtype(dtype)
     check_new(output)
     opened = open_adapter(adapter, base, base_quantization)
-    config, peft_config = opened.config, opened.peft_config
-    dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
+    dtype = (opened.config.dtype or torch.float32) if dtype == "auto" else dtype
     with finished_folder(output) as folder:
         processor = opened.processor
-        model, quantized = _load_base(opened.base, config, opened.quantization)
+        model, quantized = _load_base(opened.base, opened.config, opened.quantization)
         adapted = opened.put_on(model)
         image, text = Image.linear_gradient("L").convert("RGB"), f"{processor.image_token} What is in the image?"
         inputs = processor(images=image, text=text, return_tensors="pt")
@@ -125,11 +120,8 @@ def merge_adapter(
         output=str(output),
         adapter=str(adapter),
         base=opened.base.name,
-        kind="DoRA" if peft_config.use_dora else "rsLoRA" if peft_config.use_rslora else "LoRA",
-        rank=peft_config.r,
         quantization=quantized,
         dtype=str(dtype).removeprefix("torch."),
-        parameters=merged.num_parameters(),
         difference=difference,
     )
 

@@ -99,11 +99,10 @@ def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig
             raise ValueError(f"feature_layer {layer} does not exist: the encoder has {states} hidden states.")
 
 
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> tuple[str, bool]:
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> bool:
     """Adds the image token, and gives the tokenizer a chat template that reads images: its own, or that of a file.
 
-    Returns:
-        The template's source in words, and whether it has generation marks.
+    Returns whether the template has generation marks.
     """
     original = tokenizer.chat_template
     if isinstance(original, dict):  # of several named templates, apply_chat_template uses this one
@@ -114,7 +113,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
     if IMAGE_TOKEN not in tokenizer.get_vocab():
         tokenizer.add_tokens(AddedToken(IMAGE_TOKEN, special=True, normalized=False), special_tokens=True)
     tokenizer.chat_template = made.template
-    return made.source, made.generation_marks
+    return made.generation_marks
 
 
 def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTrainedModel:

@@ -46,11 +46,11 @@ def finished_folder(target: str | os.PathLike) -> Iterator[Path]:
     If another process has filled `target` in the meantime, that folder stays.
     """
     target = Path(target).resolve()
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=_existing_parent(target)) as temporary:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
         staging = Path(temporary) / target.name
         staging.mkdir()
         yield staging
-        target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists() or not any(target.iterdir()):
             os.replace(staging, target)
 
@@ -75,11 +75,11 @@ def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collect
             f"{target} holds {others[0]}, which no earlier run has written there. Choose another folder, or move that "
             "away first."
         )
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=_existing_parent(target)) as temporary:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
         staging, old = Path(temporary) / target.name, Path(temporary) / "old"
         staging.mkdir()
         yield staging
-        target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
             os.replace(target, old)
         os.replace(staging, target)
@@ -127,7 +127,3 @@ def write_failure(error: BaseException | None) -> str | None:
             return "a file could not be written to its end"  # torch.save gives no reason
         error = error.__cause__ or error.__context__
     return None
-
-
-def _existing_parent(path: Path) -> Path:
-    return next(parent for parent in path.parents if parent.exists())

@@ -40,12 +40,10 @@ def find_model(
         raise ValueError(f"{absent}. {remedy} A model of the Hub is named owner/name.")
     try:
         return name, HfApi().resolve_revision(name, revision=revision).resolved
-    except RevisionNotFoundError as error:
-        raise ValueError(f"{absent}, and on the Hub it has no revision {revision!r}.") from error
-    except RepositoryNotFoundError as error:
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise ValueError(
-            f"{absent}, and the Hub has no model of that name, or none that you may see. {remedy} A private one needs "
-            "`hf auth login`."
+            f"{absent}, and the Hub has no model of that name and revision, or none that you may see. {remedy} A "
+            "private one needs `hf auth login`."
         ) from error
     except (HTTPError, OSError, RevisionResolutionError) as error:
         raise ValueError(
@@ -100,10 +98,7 @@ def check_adapter(adapter: str | os.PathLike) -> None:
 
 def check_repo_id(repo_id: str) -> None:
     """Raises ValueError unless `repo_id` is `"namespace/name"` as the Hub allows it."""
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(f"{error} Give user/name or organisation/name.") from None
+    validate_repo_id(repo_id)
     if "/" not in repo_id:
         raise ValueError(f"The repository {repo_id!r} lacks its owner. Give user/name or organisation/name.")
 

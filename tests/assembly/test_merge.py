@@ -96,8 +96,7 @@ def test_the_checkpoint_is_adapter_plus_base(bases, tmp_path, kind, base):
     # Largest differences seen: LoRA 3e-6, DoRA 1e-6, rsLoRA 3e-6, where logits reach 15; without the adapter, 8.
     torch.testing.assert_close(logits(merged, bases[base]), expected, rtol=0, atol=1e-5)
     assert (logits(load(bases[base]), bases[base]) - expected).abs().max() > 0.1
-    assert (report.kind, report.rank, report.quantization, report.dtype) == (kind, 4, None, "float32")
-    assert report.difference < 1e-5 and report.parameters == merged.num_parameters()
+    assert (report.quantization, report.dtype) == (None, "float32") and report.difference < 1e-5
 
     before, after = (load_file(folder / "model.safetensors") for folder in (bases[base], tmp_path / "merged"))
     assert before.keys() == after.keys()  # tied embeddings are stored once, as they were
