@@ -197,14 +197,9 @@ def retrofit_checkpoint(
         check_vision_encoder(llava, opened.config.vision_config)
         model = opened.load(NormAlignLlavaForConditionalGeneration, dtype, **arguments)
         stock = opened.preprocessor(AutoProcessor)
-        processor = make_processor(
-            stock.image_processor,
-            stock.tokenizer,
-            model.config.vision_config,
-            model.config.vision_feature_select_strategy,
-            chat_template=stock.chat_template,
-            image_token=stock.image_token,
-        )
+        strategy = model.config.vision_feature_select_strategy
+        processor = make_processor(stock.image_processor, stock.tokenizer, model.config.vision_config, strategy)
+        processor.chat_template = stock.chat_template
         marks = has_generation_marks(stock.chat_template or "")
         return _finish(model, processor, folder, output, opened, opened, arm, marks)
 

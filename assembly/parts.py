@@ -25,8 +25,6 @@ from .chat_template import multimodal_chat_template
 from .processing import VISION_ENCODERS
 
 
-logger = logging.getLogger(__name__)
-
 IMAGE_TOKEN = "<image>"
 VOCABULARY_MULTIPLE = 64
 
@@ -50,13 +48,7 @@ def _has_faults_or_is_no_report(record: logging.LogRecord) -> bool:
 
 def vision_config(vision: Checkpoint) -> PreTrainedConfig:
     """Configuration of the vision encoder alone. Raises ValueError if the encoder is not supported."""
-    config = vision.config
-    if config.model_type.startswith("siglip2"):
-        raise ValueError(
-            f"{vision.name} is a SigLIP 2 NaFlex encoder, whose images have any number of patches. LLaVA needs a "
-            "fixed number: use a SigLIP 2 checkpoint of fixed resolution."
-        )
-    config = getattr(config, "vision_config", config)
+    config = getattr(vision.config, "vision_config", vision.config)
     check_vision_encoder(vision.name, config)
     if config.model_type == "siglip_vision_model":
         config.vision_use_head = False  # the pooling head is not read
@@ -67,8 +59,8 @@ def check_vision_encoder(name: str, config: PreTrainedConfig) -> None:
     """Raises ValueError if the vision encoder with this configuration is not supported."""
     if config.model_type not in VISION_ENCODERS:
         raise ValueError(
-            f"The vision encoder of {name} is a {config.model_type!r} model. Those that can be built in: "
-            f"{', '.join(VISION_ENCODERS)}."
+            f"The vision encoder of {name} is a {config.model_type!r} model. Those that can be built in give every "
+            f"image as many patches: {', '.join(VISION_ENCODERS)}."
         )
 
 
@@ -83,8 +75,6 @@ def check_language_model(language: Checkpoint) -> None:
         raise ValueError(
             f"{language.name} is a {config.model_type!r} model, which has no key-value cache as LLaVA needs one."
         )
-    if config.model_type in ("bloom", "nanochat"):
-        logger.warning(f"{language.name} normalises its embeddings, visual tokens too: the gain has no effect on it.")
 
 
 def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
@@ -92,8 +82,6 @@ def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig
     states = config.num_hidden_layers + 1
     if feature_layer == 0:
         raise ValueError(f"LLaVA reads feature_layer 0 as none at all. The embeddings are {-states}.")
-    if feature_layer == []:
-        raise ValueError("feature_layer names no hidden state. Give one, such as -2, or several.")
     for layer in [feature_layer] if isinstance(feature_layer, int) else feature_layer:
         if not -states <= layer < states:
             raise ValueError(f"feature_layer {layer} does not exist: the encoder has {states} hidden states.")

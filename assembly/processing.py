@@ -31,9 +31,6 @@ def make_processor(
     tokenizer: PreTrainedTokenizerBase,
     vision_config: PreTrainedConfig,
     select_strategy: str | None = None,
-    *,
-    chat_template: str | None = None,
-    image_token: str = "<image>",
 ) -> LlavaProcessor:
     """A [`LlavaProcessor`] for this encoder and tokenizer; the tokenizer gets a pad token, on the left.
 
@@ -61,6 +58,5 @@ def make_processor(
         patch_size=vision_config.patch_size,
         vision_feature_select_strategy=strategy,
         num_additional_image_tokens=class_tokens + getattr(vision_config, "num_register_tokens", 0),
-        chat_template=chat_template or tokenizer.chat_template,
-        image_token=image_token,
+        chat_template=tokenizer.chat_template,
     )
