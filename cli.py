@@ -127,12 +127,10 @@ def gain(
 ) -> None:
     """Measure N_text and the gain of a model, reading only its embedding tensor unless --critical is given."""
     with errors_for_people():
+        from .assembly.gain import embedding_statistics
         from .checkpoint.find import find_model
 
         _, revision = find_model(model, revision)
-
-        from .assembly.gain import embedding_statistics
-
         statistics = embedding_statistics(model, top=top, revision=revision)
         updates = None
         if critical:
@@ -199,12 +197,9 @@ def data(
     """Check data before training: count rows by form, images and tokens, and name every fault at once."""
     with errors_for_people():
         from .data.sources.arguments import DataSource
-
-        named = DataSource.named(source, image_folder=image_folder, columns=columns)
-        named.check_paths()
-
         from .train.data_check import check_data
 
+        named = DataSource.named(source, image_folder=image_folder, columns=columns)
         check = check_data(named, model, check_images)
     console = Console()
     console.print(check.table(source))
@@ -436,13 +431,9 @@ def publish(
     console = Console()
     stopped = "The branch is unchanged or complete. Run the command again: it sends the rest, and verifies."
     with errors_for_people(stopped=stopped):
-        from huggingface_hub.utils import disable_progress_bars
-
         from .hub_cards.push.display import summary, unsent_tables
         from .hub_cards.push.publish import publish as send
 
-        if not sys.stderr.isatty():
-            disable_progress_bars()
         done = send(
             checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, space=space,
             as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run, check_loading=not no_verify,

@@ -67,13 +67,11 @@ def check_vision_encoder(name: str, config: PreTrainedConfig) -> None:
 def check_language_model(language: Checkpoint) -> None:
     """Raises ValueError if `language` is not a causal language model of transformers that takes LLaVA's inputs."""
     config = language.config
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.get_text_config() is not config:
+    fits = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.get_text_config() is config
+    if not fits or "past_key_values" not in inspect.signature(MODEL_MAPPING[type(config)].forward).parameters:
         raise ValueError(
-            f"{language.name} is a {config.model_type!r} model, not a causal language model of transformers for text."
-        )
-    if "past_key_values" not in inspect.signature(MODEL_MAPPING[type(config)].forward).parameters:
-        raise ValueError(
-            f"{language.name} is a {config.model_type!r} model, which has no key-value cache as LLaVA needs one."
+            f"{language.name} is a {config.model_type!r} model, not a causal language model of transformers for text "
+            "with a key-value cache."
         )
 
 
@@ -107,19 +105,13 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
 def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTrainedModel:
     """Loads a causal language model. Raises ValueError if LLaVA cannot contain it."""
     model = language.load(AutoModelForCausalLM, dtype)
-    head = model.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    fits = head is not None and getattr(head, "bias", None) is None
+    fits &= embeddings.embedding_dim == model.config.hidden_size
+    if not fits or type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
         raise ValueError(
-            f"The head of {language.name} has a bias, which LLaVA's head cannot hold. Use another language model."
-        )
-    if type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
-        raise ValueError(
-            f"{language.name} has no base model that transformers' AutoModel knows; LLaVA cannot hold it."
-        )
-    width = model.get_input_embeddings().embedding_dim
-    if width != model.config.hidden_size:
-        raise ValueError(
-            f"{language.name} projects embeddings of {width} to its hidden size of {model.config.hidden_size}."
+            f"LLaVA cannot hold {language.name}: its head has a bias, its embeddings are not as wide as its hidden "
+            "states, or transformers' AutoModel does not know its base model. Use another language model."
         )
     return model
 

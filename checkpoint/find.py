@@ -24,13 +24,10 @@ def find_model(
 
     transformers takes a folder that does not exist for a repository, and asks the Hub for each of its files several
     times. Here the Hub is asked once, and only about a valid Hub id. A branch may move while a model is checked and
-    loaded: whoever reads it must give this commit as the revision, everywhere. Errors of a folder name the `remedy`.
+    loaded: whoever reads it must give this commit as the revision, everywhere. It is None for a path, and comes from
+    the cache if the Hub cannot be reached.
 
-    Returns:
-        The path or Hub id, and the commit: None for a path; from the cache if the Hub cannot be reached.
-
-    Raises:
-        ValueError: It does not exist, or the Hub cannot be reached and it is not in the cache.
+    Raises ValueError, with the `remedy`, if it does not exist or neither the Hub nor the cache has it.
     """
     path = Path(model).expanduser()
     if path.exists():
