@@ -119,10 +119,7 @@ def gain(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file or Hub id.")],
     top: Annotated[int, typer.Option(metavar="N", min=0, help="How many tokens of largest norm to list.")] = 10,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
-    critical: Annotated[
-        bool,
-        typer.Option("--critical", help="Also run it on a text, and predict from which norm rotation falls."),
-    ] = False,
+    critical: Annotated[bool, typer.Option("--critical", help="Run it, and predict where rotation falls.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure N_text and the gain of a model, reading only its embedding tensor unless --critical is given."""
@@ -184,14 +181,10 @@ def train(
 
 @app.command()
 def data(
-    source: Annotated[
-        str, typer.Argument(metavar="DATA", help="File, folder or Hub data set (DATA:SPLIT) to train on.")
-    ],
+    source: Annotated[str, typer.Argument(metavar="DATA", help="File, folder or Hub data set (DATA:SPLIT).")],
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    model: Annotated[
-        str | None, typer.Option(help="Checkpoint, whose processor counts tokens and shows what of a row is learned.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Checkpoint that counts tokens and shows what is learned.")] = None,
     check_images: Annotated[bool, typer.Option("--check-images", help="Decode every image.")] = False,
 ) -> None:
     """Check data before training: count rows by form, images and tokens, and name every fault at once."""
@@ -331,8 +324,7 @@ def diagnose(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Folder, file or Hub data set (DATA:SPLIT) in any form that can be trained on (docs/data.md), or "
-            "mmbench, pope, mmstar or paper (all three).",
+            help="What can be trained on (docs/data.md), or mmbench, pope, mmstar or paper (all three).",
             show_default="the quickstart's held-out images",
         ),
     ] = None,
@@ -366,12 +358,8 @@ def diagnose(
 
 @app.command()
 def quickstart(
-    output: Annotated[Path, typer.Option(help="Folder for checkpoint, figures and results.")] = Path(
-        "outputs/quickstart"
-    ),
-    full_baseline: Annotated[
-        bool, typer.Option("--full-baseline", help="Train the model without the norm to the end as well, and compare.")
-    ] = False,
+    output: Annotated[Path, typer.Option(help="Folder for all that it makes.")] = Path("outputs/quickstart"),
+    full_baseline: Annotated[bool, typer.Option("--full-baseline", help="Train the baseline to the end.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of data, initial weights and training.")] = 0,
 ) -> None:
     """Fetch real parts and data, build, train, evaluate and diagnose a small model: minutes on two CPU cores."""
@@ -385,9 +373,7 @@ def quickstart(
 def card(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
     repo_id: Annotated[str | None, typer.Option(help="Repository that the card's code loads from: user/name.")] = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Overwrite a README.md that this command did not write.")
-    ] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Overwrite a README.md of your own.")] = False,
 ) -> None:
     """Write the model card, README.md, from the checkpoint's records; text between its marks is kept."""
     with errors_for_people():
@@ -413,19 +399,11 @@ def publish(
     revision: Annotated[str, typer.Option(help="Branch; made if it does not exist.")] = "main",
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
     space: Annotated[bool, typer.Option("--space", help="Publish a demo as well: the Space REPO_ID-demo.")] = False,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Publish an adapter as it is, without merging it.")
-    ] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Publish an adapter without merging it.")] = False,
     base: Annotated[str | None, typer.Option(help="The adapter's base, if it has moved: folder or Hub id.")] = None,
-    replace_card: Annotated[
-        bool, typer.Option("--replace-card", help="Overwrite a card that `normalign card` did not write.")
-    ] = False,
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Do not load the model, which may be too large for this machine.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the folder, and show what would be sent. Asks the Hub nothing.")
-    ] = False,
+    replace_card: Annotated[bool, typer.Option("--replace-card", help="Overwrite a card of your own.")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not load the model, if it is large.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and show what would be sent.")] = False,
 ) -> None:
     """Check a checkpoint, send it to the Hub in one commit, and load it from there in a clean process."""
     console = Console()

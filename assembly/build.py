@@ -80,7 +80,6 @@ class BuildReport:
     vision: str
     language: str
     arm: str
-    norm: str
     vision_parameters: int
     projector_parameters: int
     language_parameters: int
@@ -97,7 +96,7 @@ class BuildReport:
         """The report, for `rich.console.Console.print`."""
         table = Table(title="NormAlign-LLaVA checkpoint", show_header=False)
         table.add_row("vision encoder", f"{self.vision} ({self.vision_parameters / 1e6:.1f} M parameters)")
-        table.add_row("projector and norm", f"{self.projector_parameters / 1e6:.2f} M parameters, {self.norm}")
+        table.add_row("projector and norm", f"{self.projector_parameters / 1e6:.2f} M parameters")
         table.add_row("language model", f"{self.language} ({self.language_parameters / 1e6:.1f} M parameters)")
         table.add_row("arm", self.arm)
         table.add_row("N_text", f"{self.n_text:.4g}")
@@ -252,7 +251,6 @@ def _finish(
         vision=_public_name(vision.name),
         language=_public_name(language.name),
         arm=arm,
-        norm=config.projector_norm,
         vision_parameters=model.model.vision_tower.num_parameters(),
         projector_parameters=sum(p.numel() for p in model.model.multi_modal_projector.parameters()),
         language_parameters=model.model.language_model.num_parameters(),

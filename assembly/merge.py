@@ -27,11 +27,7 @@ from .build import torch_dtype
 
 
 CARRIED = (CARD, TRAINING_RECORD, BUILD_RECORD)
-"""Card and records, copied from the adapter's folder, or else from the base.
-
-The curves of training, `DYNAMICS` and the log in `STATE`, come from the adapter's folder alone: the base's belong to
-another run.
-"""
+"""Card and records, copied from the adapter's folder, or else from the base."""
 
 TOLERANCE = 1e-3
 """Largest allowed difference of logits after merging in float32, as a share of the largest logit."""
@@ -152,12 +148,10 @@ def _logits(model, inputs: dict[str, Tensor]) -> Tensor:
 
 def _carry(adapter: Path, base: Checkpoint, folder: Path) -> None:
     for name in CARRIED:
-        found: str | os.PathLike | None = adapter / name
-        if not (adapter / name).is_file():
-            found = cached_file(base.name, name, revision=base.revision, _raise_exceptions_for_missing_entries=False)
-        if found:
+        theirs = cached_file(base.name, name, revision=base.revision, _raise_exceptions_for_missing_entries=False)
+        if found := adapter / name if (adapter / name).is_file() else theirs:
             shutil.copyfile(found, folder / name)
-    if (adapter / DYNAMICS).is_file():
+    if (adapter / DYNAMICS).is_file():  # curves and log are the adapter's alone: the base's are another run's
         shutil.copyfile(adapter / DYNAMICS, folder / DYNAMICS)
     if isinstance(state := json_or_none(adapter / STATE), dict):
         state["best_model_checkpoint"] = None  # a local path

@@ -132,11 +132,9 @@ class Checkpoint:
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():  # which would shard the meta model
             with loading(f"The configuration of {self.name}", memory=SETTINGS_BYTES), torch.device("meta"):
                 expected = copy.deepcopy(config or self.config)
-                if type(expected) is getattr(cls, "config_class", None):
-                    parameters = cls._from_config(expected).num_parameters()
-                else:  # an Auto class, or this package's for a LLaVA
-                    make = getattr(cls, "from_config", AutoModelForImageTextToText.from_config)
-                    parameters = make(expected).num_parameters()
+                make = getattr(cls, "from_config", AutoModelForImageTextToText.from_config)  # of a LLaVA
+                make = cls._from_config if type(expected) is getattr(cls, "config_class", None) else make
+                parameters = make(expected).num_parameters()
             if parameters > _PER_BYTE * size + _NEW:
                 raise ValueError(
                     f"config.json of {self.name} has {parameters:,} parameters, but its weights have {size:,} bytes. "

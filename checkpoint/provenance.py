@@ -44,21 +44,16 @@ def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] 
         return None
     if link and "://" not in str(link):
         link = None if os.path.isdir(name) else f"{constants.ENDPOINT}/{name}/blob/{revision or 'main'}/{link}"
-    return {
-        "license": str(licence),
-        "license_name": str(called) if called else None,
-        "license_link": str(link) if link else None,
-    }
+    found = {"license": licence, "license_name": called, "license_link": link}
+    return {key: str(value) if value else None for key, value in found.items()}
 
 
 def hub_dataset(name: str) -> dict[str, Any]:
     """A Hub data set as it is now: `id`, `revision` (the commit), `license` and `language` of its card."""
     card, commit = _card(name, None, "dataset")
     if commit is None:
-        try:
+        with suppress(*FAILURES):
             commit = HfApi().dataset_info(name).sha
-        except FAILURES:
-            commit = None
     licence, language = card.get("license"), card.get("language")
     return {
         "id": name,
