@@ -7,12 +7,10 @@ import tiny
 import tiny_parts as parts
 import torch
 from PIL import Image
-from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
-    AutoTokenizer,
     FalconH1Config,
     GemmaConfig,
     GPT2Config,
@@ -174,27 +172,6 @@ def test_logits_that_are_transformed_in_another_way_are_refused(tmp_path):
     language = parts.language(tmp_path / "language", cls=InklingTextConfig)
     with pytest.raises(ValueError, match="computes other logits than by itself"):
         build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
-
-
-def test_the_first_token_is_there_once(tmp_path):
-    """Templates that print it meet tokenizers that add it."""
-    language = parts.language(tmp_path / "language", chat_template="{{ '<|im_start|>' }}" + parts.CHATML)
-    tokenizer = AutoTokenizer.from_pretrained(language)
-    tokenizer.bos_token = "<|im_start|>"
-    first = tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|im_start|> $A", special_tokens=[("<|im_start|>", first)]
-    )
-    tokenizer.save_pretrained(language)
-    build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
-    processor = AutoProcessor.from_pretrained(tmp_path / "built")
-    assert processor.tokenizer("a")["input_ids"][0] == first
-    content = [{"type": "image", "image": Image.new("RGB", (16, 16))}, {"type": "text", "text": "what"}]
-    ids = processor.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=True
-    )["input_ids"][0]
-    written = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    assert ids.count(first) == written.count("<|im_start|>")
 
 
 def test_a_template_without_marks_makes_an_inference_checkpoint_with_a_warning(tmp_path, caplog):

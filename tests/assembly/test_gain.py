@@ -153,20 +153,6 @@ def test_gguf_unquantized(tmp_path, place, kind, small_chunks):
     assert [text for _, text, _ in statistics.top] == [f"token {row}" for row, _, _ in statistics.top]
 
 
-def test_gguf_quantized(tmp_path, small_chunks):
-    weight = table(width=64).numpy()
-    write_gguf(tmp_path / "model.gguf", weight, gguf.GGMLQuantizationType.Q8_0)
-    # Q8_0 written out: blocks of 32 numbers, a float16 scale and 32 int8 each.
-    blocks = weight.reshape(-1, 32).astype(np.float64)
-    scales = np.abs(blocks).max(1, keepdims=True) / 127
-    codes = np.where(scales == 0, 0, blocks / np.where(scales == 0, 1, scales))
-    restored = np.sign(codes) * np.floor(np.abs(codes) + 0.5) * scales.astype(np.float16).astype(np.float64)
-    statistics = embedding_statistics(str(tmp_path))
-    norms, _ = reference(restored.reshape(weight.shape))
-    assert statistics.raw_mean == pytest.approx(norms.mean(), rel=1e-6)
-    assert statistics.zero_rows == 2
-
-
 @pytest.mark.parametrize(
     "architecture, numbers, scale",
     [
