@@ -216,46 +216,23 @@ CLIENT = """
 import json, sys
 from dataclasses import asdict
 from normalign_llava.assembly.gain import embedding_statistics
-answers = []
-for model, revision in json.loads(sys.argv[1]):
-    try:
-        answers.append(asdict(embedding_statistics(model, top=3, revision=revision)))
-    except ValueError as error:
-        answers.append(str(error))
-print(json.dumps(answers))
+print(json.dumps(asdict(embedding_statistics(sys.argv[1], top=3))))
 """
 
 
-@pytest.fixture(scope="module")
-def told(server, prepared, tmp_path_factory):
-    """A hub that one client process has asked about every repository, and what the client was told."""
-    root = tmp_path_factory.mktemp("hub")
-    torch.manual_seed(0)
+@pytest.mark.parametrize("dtype, shard", [(torch.float32, "5GB"), (torch.bfloat16, "1MB")])
+def test_hub_sends_only_the_header_and_the_tensor(hub, prepared, tmp_path, dtype, shard):
     sizes = dict(vocab_size=997, hidden_size=64, intermediate_size=4096, num_hidden_layers=3)
-    model = LlamaForCausalLM(tiny.text_config(**sizes))
-    model.save_pretrained(root / "whole")
-    model.to(torch.bfloat16).save_pretrained(root / "sharded", max_shard_size="1MB")
-    folders = {f"acme/{folder.name}.v1": folder for folder in root.iterdir()}
-    server.clear()
-    for name, folder in folders.items():
-        server.serve(name, folder)
-    questions = [(name, None) for name in folders]
-    client = prepared.run(["-c", CLIENT, json.dumps(questions)])
+    LlamaForCausalLM(tiny.text_config(**sizes)).to(dtype).save_pretrained(tmp_path / "model", max_shard_size=shard)
+    repository = hub.serve("acme/model.v1", tmp_path / "model")
+    client = prepared.run(["-c", CLIENT, "acme/model.v1"])
     assert client.returncode == 0, client.stderr
-    return dict(zip(questions, json.loads(client.stdout), strict=True))
-
-
-@pytest.mark.parametrize("name", ["whole", "sharded"])
-def test_hub_sends_only_the_header_and_the_tensor(server, told, name):
-    repository = server.repositories[f"acme/{name}.v1"]
-    local = json.loads(json.dumps(asdict(embedding_statistics(str(repository.folder), top=3))))
-    assert told[f"acme/{name}.v1", None] == {**local, "model": f"acme/{name}.v1"}
+    local = json.loads(json.dumps(asdict(embedding_statistics(str(tmp_path / "model"), top=3))))
+    assert json.loads(client.stdout) == {**local, "model": "acme/model.v1"}
 
     weights = {path: size for path, size in repository.files().items() if path.endswith(".safetensors")}
-    assert (len(weights) > 1) == (name == "sharded")
-    prefix = f"acme/{name}.v1/"
-    sent = {path.removeprefix(prefix): count for path, count in server.sent.items() if path.startswith(prefix)}
+    assert (len(weights) > 1) == (shard == "1MB")
+    sent = {path.removeprefix("acme/model.v1/"): count for path, count in hub.sent.items()}
     (holder,) = [path for path in sent if path in weights]
-    header = int.from_bytes((repository.folder / holder).read_bytes()[:8], "little")
-    assert sent[holder] == 8 + header + 997 * 64 * (4 if name == "whole" else 2)
-    assert sent[holder] < 0.2 * sum(weights.values())
+    header = int.from_bytes((tmp_path / "model" / holder).read_bytes()[:8], "little")
+    assert sent[holder] == 8 + header + 997 * 64 * dtype.itemsize < 0.2 * sum(weights.values())
