@@ -169,7 +169,8 @@ def test_damaged_weights_are_named(tmp_path):
 
 
 def test_logits_that_are_transformed_in_another_way_are_refused(tmp_path):
-    language = parts.language(tmp_path / "language", cls=InklingTextConfig)
+    sizes = dict(n_routed_experts=8, moe_intermediate_size=16)
+    language = parts.language(tmp_path / "language", cls=InklingTextConfig, **sizes)
     with pytest.raises(ValueError, match="computes other logits than by itself"):
         build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
 
