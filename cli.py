@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -17,9 +17,9 @@ from .notices import hide_notices
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-DTYPES = "float32, bfloat16 or float16"
 AGAIN = "Run the same command again: it resumes where it stopped."
-DtypeOption = Annotated[Dtype, typer.Option(metavar="DTYPE", help=f"auto (the checkpoint's), {DTYPES}.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Of the weights; auto: the checkpoint's.")]
+BuiltDtypeOption = Annotated[Dtype, typer.Option(help="Of all but the norm; auto: the language model's.")]
 In4BitOption = Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")]
 ImageFolderOption = Annotated[
     str | None,
@@ -29,7 +29,6 @@ ColumnsOption = Annotated[
     str | None, typer.Option(help="Names of the data's columns, such as image=image_path,answer=caption.")
 ]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
-BaseQuantization = Literal["none", "nf4", "nf4-double", "fp4", "fp4-double", "int8"]
 
 if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this when it is imported
     os.environ |= {name: os.environ.get(name, "60") for name in ("TQDM_MININTERVAL", "TQDM_MAXINTERVAL")}
@@ -53,6 +52,11 @@ def main(
     hide_notices()
 
 
+def _layers(text: str) -> int | list[int]:
+    layers = [int(part) for part in text.split(",")]
+    return layers[0] if len(layers) == 1 else layers
+
+
 @app.command()
 def build(
     *,
@@ -62,62 +66,37 @@ def build(
     output: Annotated[Path, typer.Option(help="Folder to create.")],
     arm: Annotated[
         Literal["none", "unit", "aligned", "gwc"],
-        typer.Option(
-            metavar="ARM",
-            help="none (no norm), unit (norm with gain 1), aligned (gain of the text embeddings) or gwc (aligned, "
-            "with gradient compensation).",
-        ),
+        typer.Option(help="No norm; gain 1; gain of the text embeddings; the same with gradient compensation."),
     ] = "gwc",
-    norm: Annotated[
-        Literal["layer_norm", "rms_norm"], typer.Option(metavar="NORM", help="layer_norm or rms_norm.")
-    ] = "layer_norm",
+    norm: Annotated[Literal["layer_norm", "rms_norm"], typer.Option(help="Norm after the projector.")] = "layer_norm",
     feature_layer: Annotated[
-        str | None,
-        typer.Option(help="Hidden state(s) that the projector reads, such as -2 or -9,-4.", show_default="-2"),
+        Any, typer.Option(parser=_layers, metavar="N,...", help="The encoder's states to read.", show_default="-2")
     ] = None,
     select_strategy: Annotated[
         Literal["default", "full"] | None,
-        typer.Option(
-            metavar="STRATEGY",
-            help="Visual tokens: default (without the class token) or full.",
-            show_default="what suits the encoder",
-        ),
+        typer.Option(help="Visual tokens without the class token, or all.", show_default="what suits the encoder"),
     ] = None,
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file to use as the chat template.", exists=True, dir_okay=False)
     ] = None,
-    dtype: Annotated[
-        Dtype,
-        typer.Option(metavar="DTYPE", help=f"Of everything but the norm: auto (the language model's), {DTYPES}."),
-    ] = "auto",
+    dtype: BuiltDtypeOption = "auto",
 ) -> None:
     """Join a vision encoder and a language model, or retrofit a LLaVA checkpoint, into a checkpoint folder."""
-    joined = {
-        "--vision": vision, "--language": language, "--feature-layer": feature_layer,
-        "--select-strategy": select_strategy, "--chat-template": chat_template,
-    }  # fmt: skip
-    if from_llava and (given := [name for name, value in joined.items() if value is not None]):
-        raise typer.BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {', '.join(given)}.")
-
+    joined = (vision, language, feature_layer, select_strategy, chat_template)
+    if from_llava and any(each is not None for each in joined):
+        others = "--vision, --language, --feature-layer, --select-strategy and --chat-template"
+        raise typer.BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {others}.")
     if not from_llava and not (vision and language):
         raise typer.BadParameter("Give --vision and --language, or --from-llava.")
     with errors_for_people():
-        from .checkpoint.files import check_new
-        from .checkpoint.find import find_checkpoint
-
-        layers = -2 if feature_layer is None else _layers(feature_layer)
-        for part in [from_llava] if from_llava else [vision, language]:
-            find_checkpoint(str(part))
-        check_new(output)
-
         from .assembly.build import build_checkpoint, retrofit_checkpoint
 
         if from_llava:
             report = retrofit_checkpoint(from_llava, output, arm=arm, norm=norm, dtype=dtype)
         else:
             report = build_checkpoint(
-                str(vision), str(language), output, arm=arm, norm=norm, feature_layer=layers,
-                select_strategy=select_strategy, chat_template=chat_template, dtype=dtype,
+                str(vision), str(language), output, arm=arm, norm=norm, select_strategy=select_strategy,
+                feature_layer=-2 if feature_layer is None else feature_layer, chat_template=chat_template, dtype=dtype,
             )  # fmt: skip
     Console().print(report.table())
     if report.generation_marks:
@@ -128,19 +107,11 @@ def _print_next_command(checkpoint: Path, stage: str | None = None) -> None:
     from .train.command import next_command
 
     command = next_command(checkpoint, stage, adapters=False)
-    Console().print(f"Next: {command}", highlight=False, markup=False, soft_wrap=True)
+    Console().print(f"Next: {command}", soft_wrap=True)
 
 
 def _names(given: list[str] | None) -> list[str]:
     return [name for each in given or () for name in each.split(",") if name]
-
-
-def _layers(text: str) -> int | list[int]:
-    try:
-        layers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--feature-layer takes an integer or several, such as -2 or -9,-4; got {text!r}.") from None
-    return layers[0] if len(layers) == 1 else layers
 
 
 @app.command()
@@ -148,23 +119,15 @@ def gain(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file or Hub id.")],
     top: Annotated[int, typer.Option(metavar="N", min=0, help="How many tokens of largest norm to list.")] = 10,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
-    critical: Annotated[
-        bool,
-        typer.Option(
-            "--critical",
-            help="Also run its layers on a small text, and predict from which norm on they stop turning a token.",
-        ),
-    ] = False,
+    critical: Annotated[bool, typer.Option("--critical", help="Run it, and predict where rotation falls.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure N_text and the gain of a model, reading only its embedding tensor unless --critical is given."""
     with errors_for_people():
+        from .assembly.gain import embedding_statistics
         from .checkpoint.find import find_model
 
         _, revision = find_model(model, revision)
-
-        from .assembly.gain import embedding_statistics
-
         statistics = embedding_statistics(model, top=top, revision=revision)
         updates = None
         if critical:
@@ -218,25 +181,18 @@ def train(
 
 @app.command()
 def data(
-    source: Annotated[
-        str, typer.Argument(metavar="DATA", help="File, folder or Hub data set (DATA:SPLIT) to train on.")
-    ],
+    source: Annotated[str, typer.Argument(metavar="DATA", help="File, folder or Hub data set (DATA:SPLIT).")],
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    model: Annotated[
-        str | None, typer.Option(help="Checkpoint, whose processor counts tokens and shows what of a row is learned.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="Checkpoint that counts tokens and shows what is learned.")] = None,
     check_images: Annotated[bool, typer.Option("--check-images", help="Decode every image.")] = False,
 ) -> None:
     """Check data before training: count rows by form, images and tokens, and name every fault at once."""
     with errors_for_people():
         from .data.sources.arguments import DataSource
-
-        named = DataSource.named(source, image_folder=image_folder, columns=columns)
-        named.check_paths()
-
         from .train.data_check import check_data
 
+        named = DataSource.named(source, image_folder=image_folder, columns=columns)
         check = check_data(named, model, check_images)
     console = Console()
     console.print(check.table(source))
@@ -254,25 +210,13 @@ def merge(
     output: Annotated[Path, typer.Option(help="Folder to create.")],
     base: Annotated[str | None, typer.Option(help="Checkpoint that it was trained on, if it has moved.")] = None,
     base_quantization: Annotated[
-        BaseQuantization | None,
-        typer.Option(
-            metavar="KIND",
-            help="How the base was quantized in training, if the adapter does not say: none, nf4, nf4-double, fp4, "
-            "fp4-double or int8.",
-        ),
+        Literal["none", "nf4", "nf4-double", "int8"] | None,
+        typer.Option(help="How the base was quantized in training, if the adapter does not say."),
     ] = None,
-    dtype: Annotated[
-        Dtype, typer.Option(metavar="DTYPE", help=f"Of everything but the norm: auto (the base's), {DTYPES}.")
-    ] = "auto",
+    dtype: BuiltDtypeOption = "auto",
 ) -> None:
     """Merge a LoRA adapter into its base: a checkpoint folder that needs no PEFT."""
     with errors_for_people(extra="qlora"):
-        from .checkpoint.files import check_new
-        from .checkpoint.find import check_adapter
-
-        check_adapter(adapter)
-        check_new(output)
-
         from .assembly.merge import merge_adapter
         from .hub_cards.card.write import refresh_card
 
@@ -294,9 +238,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N samples of a task.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder to write evaluation/ to.", show_default="MODEL's, or evaluations/MODEL for a Hub id"
-        ),
+        typer.Option(help="Folder for evaluation/.", show_default="MODEL's, or evaluations/MODEL for a Hub id"),
     ] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Samples together.")] = 1,
     dtype: DtypeOption = "auto",
@@ -341,10 +283,6 @@ def ask(
 ) -> None:
     """Ask a model one question about an image, and print the answer as it comes."""
     with errors_for_people(extra="qlora"):
-        from .checkpoint.find import find_model
-
-        find_model(model)
-
         from .evaluate.ask import ask as run
 
         run(
@@ -386,8 +324,7 @@ def diagnose(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Folder, file or Hub data set (DATA:SPLIT) in any form that can be trained on (docs/data.md), or "
-            "mmbench, pope, mmstar or paper (all three).",
+            help="What can be trained on (docs/data.md), or mmbench, pope, mmstar or paper (all three).",
             show_default="the quickstart's held-out images",
         ),
     ] = None,
@@ -398,8 +335,6 @@ def diagnose(
         Path | None,
         typer.Option(help="Folder to write.", show_default="MODEL/diagnostics, or diagnostics/MODEL for a Hub id"),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What to call the model in the report.")] = None,
-    against_name: Annotated[str | None, typer.Option(help="What to call the baseline.")] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Images per batch.")] = 8,
     seed: Annotated[int, typer.Option(help="Decides which samples are drawn.")] = 0,
     dtype: DtypeOption = "auto",
@@ -408,17 +343,12 @@ def diagnose(
 ) -> None:
     """Measure norms, rotation and attention of any vision-language model, as the paper does, and write a report."""
     with errors_for_people(extra="qlora", stopped="Nothing was written."):
-        from .checkpoint.find import find_model
-
-        for each in filter(None, (model, against)):
-            find_model(each)
-
         from .diagnose.run import diagnose as measure
 
         done = measure(
             model, against=against, data=data, image_folder=image_folder, columns=columns, samples=samples,
             output=output, batch_size=batch_size, seed=seed, dtype=dtype, load_in_4bit=load_in_4bit,
-            trust_remote_code=trust_remote_code, name=name, against_name=against_name,
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
     console = Console()
     for sentence in [*done.verdict, *done.report.left_out]:
@@ -428,12 +358,8 @@ def diagnose(
 
 @app.command()
 def quickstart(
-    output: Annotated[Path, typer.Option(help="Folder for checkpoint, figures and results.")] = Path(
-        "outputs/quickstart"
-    ),
-    full_baseline: Annotated[
-        bool, typer.Option("--full-baseline", help="Train the model without the norm to the end as well, and compare.")
-    ] = False,
+    output: Annotated[Path, typer.Option(help="Folder for all that it makes.")] = Path("outputs/quickstart"),
+    full_baseline: Annotated[bool, typer.Option("--full-baseline", help="Train the baseline to the end.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of data, initial weights and training.")] = 0,
 ) -> None:
     """Fetch real parts and data, build, train, evaluate and diagnose a small model: minutes on two CPU cores."""
@@ -447,20 +373,15 @@ def quickstart(
 def card(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
     repo_id: Annotated[str | None, typer.Option(help="Repository that the card's code loads from: user/name.")] = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Overwrite a README.md that this command did not write.")
-    ] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Overwrite a README.md of your own.")] = False,
 ) -> None:
     """Write the model card, README.md, from the checkpoint's records; text between its marks is kept."""
     with errors_for_people():
-        from .checkpoint.find import check_folder, check_repo_id
-
-        check_folder(checkpoint)
-        if repo_id is not None:
-            check_repo_id(repo_id)
-
+        from .checkpoint.find import check_repo_id
         from .hub_cards.card.write import write_card
 
+        if repo_id is not None:
+            check_repo_id(repo_id)
         written = write_card(checkpoint, repo_id=repo_id, replace=replace)
     console = Console()
     for warning in written.warnings:
@@ -478,36 +399,19 @@ def publish(
     revision: Annotated[str, typer.Option(help="Branch; made if it does not exist.")] = "main",
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
     space: Annotated[bool, typer.Option("--space", help="Publish a demo as well: the Space REPO_ID-demo.")] = False,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Publish an adapter as it is, without merging it.")
-    ] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Publish an adapter without merging it.")] = False,
     base: Annotated[str | None, typer.Option(help="The adapter's base, if it has moved: folder or Hub id.")] = None,
-    replace_card: Annotated[
-        bool, typer.Option("--replace-card", help="Overwrite a card that `normalign card` did not write.")
-    ] = False,
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Do not load the model, which may be too large for this machine.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the folder, and show what would be sent. Asks the Hub nothing.")
-    ] = False,
+    replace_card: Annotated[bool, typer.Option("--replace-card", help="Overwrite a card of your own.")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not load the model, if it is large.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and show what would be sent.")] = False,
 ) -> None:
     """Check a checkpoint, send it to the Hub in one commit, and load it from there in a clean process."""
     console = Console()
     stopped = "The branch is unchanged or complete. Run the command again: it sends the rest, and verifies."
     with errors_for_people(stopped=stopped):
-        from .checkpoint.find import check_folder, check_repo_id
-
-        check_repo_id(repo_id)
-        check_folder(checkpoint)
-
-        from huggingface_hub.utils import disable_progress_bars
-
         from .hub_cards.push.display import summary, unsent_tables
         from .hub_cards.push.publish import publish as send
 
-        if not sys.stderr.isatty():
-            disable_progress_bars()
         done = send(
             checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, space=space,
             as_adapter=adapter, base=base, replace_card=replace_card, dry_run=dry_run, check_loading=not no_verify,

@@ -31,12 +31,9 @@ class Console(rich.console.Console):
 
 def escaped(text: str) -> str:
     """`text` with control and invisible characters written as in Python, `\\x1b`, except line breaks and tabs."""
-    return "".join(each if each in "\n\t" or _is_shown(each) else ascii(each)[1:-1] for each in text)
-
-
-def _is_shown(character: str) -> bool:
-    # Not control (C0, C1), format (bidirectional, of no width), half of a surrogate pair, line or paragraph separator.
-    return unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    # Control (C0, C1), format (bidirectional, of no width), half of a surrogate pair, line or paragraph separator.
+    hidden = {each for each in text if unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n", "\t"}
+    return text.translate({ord(each): ascii(each)[1:-1] for each in hidden})
 
 
 class Terminated(SystemExit):

@@ -15,17 +15,12 @@ from importlib import import_module
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-    BitsAndBytesConfig,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.llava import modeling_llava as llava
 from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import can_return_tuple, logging
+from transformers.utils.quantization_config import BitsAndBytesConfig
 
 from .configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
 
@@ -35,8 +30,7 @@ logger = logging.get_logger(__name__)
 
 def gain_magnitude(gain: Tensor, gain_floor: float) -> Tensor:
     """s = max(mean |gain|, gain_floor), the divisor of Global Weight Compensation (eq. 12); 0-d."""
-    wide = torch.promote_types(gain.dtype, torch.float32)
-    return (torch.linalg.vector_norm(gain.detach(), 1, dtype=wide) / gain.numel()).clamp(min=gain_floor)
+    return gain.detach().abs().mean(dtype=torch.promote_types(gain.dtype, torch.float32)).clamp(min=gain_floor)
 
 
 class _CompensatedLayerNorm(torch.autograd.Function):
@@ -145,7 +139,7 @@ def _gathered(*parameters: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 @torch.no_grad()
-def embedding_row_norms(weight: Tensor, chunk_rows: int = 4096) -> Tensor:
+def embedding_row_norms(weight: Tensor) -> Tensor:
     """L2 norm of every row of an embedding matrix `(V, d)`: `(V,)`, float64, on the CPU.
 
     Rows are widened in chunks, without a float64 copy of the matrix. Sharded matrices (DTensor, DeepSpeed ZeRO-3) are
@@ -155,22 +149,19 @@ def embedding_row_norms(weight: Tensor, chunk_rows: int = 4096) -> Tensor:
         if whole.is_meta or whole.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             state = "on meta (not loaded, or offloaded to disk)" if whole.is_meta else f"quantized ({whole.dtype})"
             raise ValueError(f"The embedding matrix is {state}. Load it in full precision to measure N_text.")
-        return torch.cat([chunk.cpu().double().norm(dim=-1) for chunk in whole.detach().split(chunk_rows)])
+        return torch.cat([chunk.cpu().double().norm(dim=-1) for chunk in whole.detach().split(4096)])
 
 
 def mean_embedding_norm(weight: Tensor, exclude_rows: Iterable[int] = ()) -> float:
     """N_text: mean L2 norm of the rows of an embedding matrix that are not all zero (eq. 11), in float64.
 
     `weight` is the matrix `(V, d)`, or the norms of its rows `(V,)`. `exclude_rows` do not count: image token, padding
-    of the vocabulary. Raises ValueError if `weight` is on meta or quantized, an excluded row does not exist, a row
-    that counts is NaN or infinite, or no row counts.
+    of the vocabulary. Raises ValueError if `weight` is on meta or quantized, if a row that counts is NaN or infinite,
+    or if none counts.
     """
     norms = weight if weight.ndim == 1 else embedding_row_norms(weight)
-    excluded = torch.as_tensor(list(exclude_rows), dtype=torch.long)
-    if bad := [row for row in excluded.tolist() if not 0 <= row < len(norms)]:
-        raise ValueError(f"exclude_rows names rows {bad}, the embedding matrix has {len(norms)} rows.")
     counts = norms != 0
-    counts[excluded] = False
+    counts[list(exclude_rows)] = False
     if bad := (counts & ~norms.isfinite()).nonzero().flatten().tolist():
         raise ValueError(f"{len(bad)} embedding rows have NaN or infinite values, the first of them {bad[:10]}.")
     if not counts.any():
@@ -275,12 +266,9 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         if norm:  # Trainers would load the reference model by this name, and PEFT the base, without this norm.
             model.name_or_path = model.config.name_or_path = ""
             if not with_report:
-                differs, remedy = "has a norm that this configuration drops", ""
-                if norm & set(report["missing_keys"]):
-                    differs, remedy = "lacks this model's norm", f" A LLaVA: `normalign build --from-llava {path}`."
                 logger.warning(
-                    f"{path} {differs}, so its name is dropped: a reference model or an adapter's base loaded by it "
-                    f"would differ. Save this model with `save_pretrained`, and load it from there.{remedy}"
+                    f"This model's norm is not that of {path}, so the name is dropped: a reference or an adapter's "
+                    "base loaded by it would differ. Save this model with `save_pretrained`, and load it from there."
                 )
         for module in model.modules():
             if type(module).__name__ == "Linear4bit":  # On AVX512, the first forward in eval mode would repack the

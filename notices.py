@@ -12,6 +12,7 @@ NOTICES = {
     "DeepSpeed": "Setting accelerator to CPU",  # on standard output, with and without it in use
     "accelerate.accelerator": "Gradient accumulation steps mismatch",  # the Trainer counts them itself
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "transformers.configuration_utils": "must be `None` or an integer within the vocabulary",  # of a CLIP's text part
     "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
     "transformers.utils.import_utils": "requires torchvision (not installed)",  # Pillow's serve as well
 }

@@ -3,6 +3,7 @@
 """Builds a checkpoint from a vision encoder and a language model, or from a LLaVA checkpoint."""
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..checkpoint.files import new_folder
+from ..checkpoint.files import check_new, finished_folder
 from ..checkpoint.loading import loading
 from ..checkpoint.names import BUILD_RECORD
 from ..checkpoint.opening import Checkpoint, check_processor, open_checkpoint
@@ -27,13 +28,13 @@ from ..checkpoint.provenance import licence_of
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..html_tables import html_table
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
+from .chat_template import has_generation_marks
 from .parts import (
     add_image_token,
     check_feature_layer,
     check_language_model,
     check_text_outputs,
     check_vision_encoder,
-    describe_chat_template,
     load_language_model,
     set_chat_template,
     text_outputs,
@@ -42,6 +43,13 @@ from .parts import (
 )
 from .processing import make_processor
 
+
+logger = logging.getLogger(__name__)
+
+NO_MARKS = (
+    "The chat template has no {% generation %} marks, so this checkpoint is for inference only. Training on assistant "
+    "turns needs them: pass a template that has them with --chat-template."
+)
 
 ARMS = {
     "none": {"projector_norm": "none"},
@@ -72,18 +80,12 @@ class BuildReport:
     vision: str
     language: str
     arm: str
-    norm: str
     vision_parameters: int
     projector_parameters: int
     language_parameters: int
-    hidden_size: int
-    vocabulary: int
     n_text: float
     gain: float | None
     tokens_per_image: int
-    feature_layer: int | list[int]
-    select_strategy: str
-    chat_template: str
     generation_marks: bool
     vision_revision: str | None
     language_revision: str | None
@@ -94,15 +96,12 @@ class BuildReport:
         """The report, for `rich.console.Console.print`."""
         table = Table(title="NormAlign-LLaVA checkpoint", show_header=False)
         table.add_row("vision encoder", f"{self.vision} ({self.vision_parameters / 1e6:.1f} M parameters)")
-        table.add_row("projector and norm", f"{self.projector_parameters / 1e6:.2f} M parameters, {self.norm}")
+        table.add_row("projector and norm", f"{self.projector_parameters / 1e6:.2f} M parameters")
         table.add_row("language model", f"{self.language} ({self.language_parameters / 1e6:.1f} M parameters)")
-        table.add_row("hidden size, vocabulary", f"{self.hidden_size}, {self.vocabulary}")
         table.add_row("arm", self.arm)
         table.add_row("N_text", f"{self.n_text:.4g}")
         table.add_row("gain", "no norm" if self.gain is None else f"{self.gain:.4g}")
         table.add_row("visual tokens per image", str(self.tokens_per_image))
-        table.add_row("feature layer, strategy", f"{self.feature_layer}, {self.select_strategy}")
-        table.add_row("chat template", self.chat_template)
         table.add_row("written to", self.output)
         return table
 
@@ -142,16 +141,17 @@ def build_checkpoint(
     Raises:
         ValueError: A part or an option does not fit; nothing is written.
     """
+    check_new(output)
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
     feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
     vision_part, language_part = open_checkpoint(vision), open_checkpoint(language)
-    with new_folder(output) as folder:
+    with finished_folder(output) as folder:
         encoder = vision_config(vision_part)
         check_language_model(language_part)
         check_feature_layer(feature_layer, encoder)
         tokenizer = language_part.preprocessor(AutoTokenizer)
-        template = set_chat_template(tokenizer, chat_template)
+        marks = set_chat_template(tokenizer, chat_template)
         image_processor = vision_part.preprocessor(AutoImageProcessor)
         with loading(f"The image processor of {vision}"):
             processor = make_processor(image_processor, tokenizer, encoder, select_strategy)
@@ -174,7 +174,7 @@ def build_checkpoint(
         )
         model = _assemble(config, tower, language_model)
         check_text_outputs(model, outputs, language)
-        return _finish(model, processor, folder, output, vision_part, language_part, arm, template)
+        return _finish(model, processor, folder, output, vision_part, language_part, arm, marks)
 
 
 def retrofit_checkpoint(
@@ -184,10 +184,11 @@ def retrofit_checkpoint(
 
     Every tensor of the checkpoint stays as it is. Arguments, result and errors are those of [`build_checkpoint`].
     """
+    check_new(output)
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
     opened = open_checkpoint(llava)
-    with new_folder(output) as folder:
+    with finished_folder(output) as folder:
         if opened.model_type != "llava":
             raise ValueError(
                 f"{llava} is a {opened.model_type!r} model. --from-llava takes LLaVA checkpoints ('llava')."
@@ -195,16 +196,11 @@ def retrofit_checkpoint(
         check_vision_encoder(llava, opened.config.vision_config)
         model = opened.load(NormAlignLlavaForConditionalGeneration, dtype, **arguments)
         stock = opened.preprocessor(AutoProcessor)
-        processor = make_processor(
-            stock.image_processor,
-            stock.tokenizer,
-            model.config.vision_config,
-            model.config.vision_feature_select_strategy,
-            chat_template=stock.chat_template,
-            image_token=stock.image_token,
-        )
-        template = describe_chat_template(stock.chat_template)
-        return _finish(model, processor, folder, output, opened, opened, arm, template)
+        strategy = model.config.vision_feature_select_strategy
+        processor = make_processor(stock.image_processor, stock.tokenizer, model.config.vision_config, strategy)
+        processor.chat_template = stock.chat_template
+        marks = has_generation_marks(stock.chat_template or "")
+        return _finish(model, processor, folder, output, opened, opened, arm, marks)
 
 
 def _norm_arguments(arm: str, norm: str) -> dict[str, str]:
@@ -239,8 +235,10 @@ def torch_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 
 def _finish(
-    model, processor: LlavaProcessor, folder: Path, output, vision: Checkpoint, language: Checkpoint, arm, template
+    model, processor: LlavaProcessor, folder: Path, output, vision: Checkpoint, language: Checkpoint, arm, marks: bool
 ):
+    if not marks:
+        logger.warning(NO_MARKS)
     config = model.config
     if config.projector_norm == "none":
         n_text, gain = model.measure_text_embedding_norm(), None
@@ -253,19 +251,13 @@ def _finish(
         vision=_public_name(vision.name),
         language=_public_name(language.name),
         arm=arm,
-        norm=config.projector_norm,
         vision_parameters=model.model.vision_tower.num_parameters(),
         projector_parameters=sum(p.numel() for p in model.model.multi_modal_projector.parameters()),
         language_parameters=model.model.language_model.num_parameters(),
-        hidden_size=config.text_config.hidden_size,
-        vocabulary=config.text_config.vocab_size,
         n_text=n_text,
         gain=gain,
         tokens_per_image=tokens,
-        feature_layer=config.vision_feature_layer,
-        select_strategy=config.vision_feature_select_strategy,
-        chat_template=template[0],
-        generation_marks=template[1],
+        generation_marks=marks,
         vision_revision=vision.revision,
         language_revision=language.revision,
         licenses={

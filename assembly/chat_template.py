@@ -12,14 +12,14 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from importlib.resources import files
 from typing import Any
 
 import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 
@@ -34,9 +34,8 @@ Messages = list[dict[str, Any]]
 Renderer = Callable[..., str]  # (messages, tools=None, add_generation_prompt=False) -> text
 
 
-def _preamble(image_token: str, reads_lists: bool = False) -> str:
-    values = {"IMAGE_TOKEN": repr(image_token), "READS_LISTS": str(reads_lists).lower()}
-    return re.sub("|".join(values), lambda match: values[match[0]], _PREAMBLE)
+def _preamble(image_token: str) -> str:
+    return _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,10 @@ class MultimodalTemplate:
         template: The Jinja template for tokenizer and processor.
         generation_marks: Whether it marks what the model has to generate, as `return_assistant_tokens_mask=True` and
             `assistant_only_loss=True` need it. Without marks it is for inference only.
-        source: Where it comes from, in words for a table or a log line.
     """
 
     template: str
     generation_marks: bool
-    source: str
 
 
 def multimodal_chat_template(
@@ -67,33 +64,30 @@ def multimodal_chat_template(
 
     Returns:
         The template. Text-only conversations render exactly as before; a template that already prints `image_token`
-        for image parts gets no preamble. It claims marks only if each marked span is what follows the generation
-        prompt, through the end-of-turn token (up to white space around it, if the marks are not this package's).
+        for image parts gets no preamble. It claims marks only if each marked span is, up to white space around it,
+        what follows the generation prompt, through the end-of-turn token.
 
     Raises:
         ValueError: `template` is not valid Jinja, or renders a text-only conversation differently with the preamble.
     """
     if template is None:
-        return MultimodalTemplate(_preamble(image_token) + _VICUNA, True, "Vicuna v1.1, as the model has none")
+        vicuna = _preamble(image_token) + _VICUNA
+        return MultimodalTemplate(vicuna, _marks_hold(vicuna, special_tokens))  # not without an end-of-turn token
     original = _renderer(template, special_tokens)
     text = _outcome(original, [{"role": "user", "content": "What is this?"}])
     if text.startswith("TemplateSyntaxError"):
         raise ValueError(f"The chat template is not valid Jinja: {text} Correct it, or give another.")
-    reads_lists = _reads_lists(original)
-    preamble = "" if _reads_images(original, image_token) else _preamble(image_token, reads_lists)
-    # After a preamble, lists of parts are compared only if the original's own rendering of them was kept.
-    lists = reads_lists or not preamble
-    whose = "the model's own, behind the image preamble" if preamble else "the model's own, which reads images"
-    for marked, words, exact in _candidates(template):
+    preamble = "" if _reads_images(original, image_token) else _preamble(image_token)
+    for marked in _candidates(template):
         render = _renderer(preamble + marked, special_tokens)
-        if not _difference(render, original, lists) and _marks_hold(preamble + marked, special_tokens, exact):
-            return MultimodalTemplate(preamble + marked, True, f"{whose}; {words}")
-    if difference := _difference(_renderer(preamble + template, special_tokens), original, lists):
+        if not _difference(render, original, lists=not preamble) and _marks_hold(preamble + marked, special_tokens):
+            return MultimodalTemplate(preamble + marked, True)
+    if difference := _difference(_renderer(preamble + template, special_tokens), original, lists=not preamble):
         raise ValueError(
             "With the image preamble the chat template renders the text-only conversation {!r} differently: {!r} "
             "instead of {!r}. Give another with `--chat-template`.".format(*difference)
         )
-    return MultimodalTemplate(preamble + template, False, f"{whose}; no generation marks")
+    return MultimodalTemplate(preamble + template, False)
 
 
 def without_preamble(template: str, image_token: str) -> tuple[str, Callable[[Messages], Messages]]:
@@ -101,52 +95,16 @@ def without_preamble(template: str, image_token: str) -> tuple[str, Callable[[Me
 
     A template without a preamble stays as it is, and so do messages.
     """
-    for reads_lists in (False, True):
-        if template.startswith(preamble := _preamble(image_token, reads_lists)):
-            return template.removeprefix(preamble), partial(_joined, image_token=image_token, reads_lists=reads_lists)
-    return template, lambda messages: messages
+    if not template.startswith(preamble := _preamble(image_token)):
+        return template, lambda messages: messages
 
+    def joined(messages: Messages) -> Messages:
+        texts = [
+            [image_token if part["type"] == "image" else part["text"] for part in each["content"]] for each in messages
+        ]
+        return [{**message, "content": "".join(text)} for message, text in zip(messages, texts, strict=True)]
 
-def _joined(messages: Messages, image_token: str, reads_lists: bool) -> Messages:
-    joined = []
-    for message in messages:
-        texts = [image_token if part["type"] == "image" else part["text"] for part in message["content"]]
-        if not reads_lists or any(part["type"] == "image" for part in message["content"]):
-            message = {**message, "content": "".join(texts)}
-        joined.append(message)
-    return joined
-
-
-def check_chat_template(tokenizer: PreTrainedTokenizerBase, template: MultimodalTemplate) -> None:
-    """Checks the marks of a template on fixed conversations with the real tokenizer, which has to be a fast one.
-
-    Raises:
-        ValueError: The template claims marks, and the masked tokens of a conversation are not what follows each
-            generation prompt, through the end-of-turn token. The conversation is named.
-    """
-    if not template.generation_marks:
-        return
-    render = _renderer(template.template, tokenizer.special_tokens_map)
-    if not (conversations := list(_markable(render))):
-        example = _outcome(render, _as_parts(_CONVERSATIONS["two questions and answers"]["messages"]))
-        raise ValueError(
-            f"The chat template prints no conversation with answers in full; one gave {example!r}. Give another with "
-            f"`--chat-template`, or set the tokenizer's eos_token (now {tokenizer.eos_token!r}) if it uses that."
-        )
-    for name, messages, tools in conversations:
-        how: Any = {"chat_template": template.template, "return_dict": True, "return_assistant_tokens_mask": True}
-        encoded: Any = tokenizer.apply_chat_template(messages, tools=tools, **how)
-        masked = [token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mask]
-        text = render(messages, tools)
-        spans = [text[start:stop] for start, stop in _assistant_spans(render, messages, tools)]
-        wanted = [token for span in spans for token in tokenizer.encode(span, add_special_tokens=False)]
-        # Both are decoded and compared without white space, which some tokenizers lose.
-        marked_text, wanted_text = (str(tokenizer.decode(tokens)) for tokens in (masked, wanted))
-        if not wanted or "".join(marked_text.split()) != "".join(wanted_text.split()):
-            raise ValueError(
-                f"The generation marks of the chat template cover {marked_text!r} in the conversation {name!r}, but "
-                f"the model has to generate {wanted_text or 'answers with an end-of-turn token'!r}. Correct the marks."
-            )
+    return template.removeprefix(preamble), joined
 
 
 def has_generation_marks(template: str) -> bool:
@@ -183,15 +141,6 @@ def _reads_images(render: Renderer, image_token: str) -> bool:
     return text.count(image_token) == 1 and "What is this?" in text
 
 
-def _reads_lists(render: Renderer) -> bool:
-    """Whether the template itself renders lists of text parts like strings."""
-    return all(
-        _outcome(render, chat["messages"], chat.get("tools"))
-        == _outcome(render, _as_parts(chat["messages"]), chat.get("tools"))
-        for chat in _CONVERSATIONS.values()
-    )
-
-
 def _difference(render: Renderer, expect: Renderer, lists: bool) -> tuple[str, str, str] | None:
     """Name, text and original text of the first text-only conversation that renders differently, or None."""
     for name, chat in _CONVERSATIONS.items():
@@ -203,68 +152,55 @@ def _difference(render: Renderer, expect: Renderer, lists: bool) -> tuple[str, s
     return None
 
 
-def _candidates(template: str) -> Iterator[tuple[str, str, bool]]:
-    """Candidates for `template` with marks: the text, its source, and whether the marks must be exact."""
+def _candidates(template: str) -> Iterator[str]:
+    """Candidates for `template` with marks: its own, those of its family, TRL's."""
     if has_generation_marks(template):
-        yield template, "its own generation marks", False
-    for family, edits in _EDITS.items():
+        yield template
+    for edits in _EDITS.values():
         for line_break in ("\n", r"\n"):
             pairs = [[edit[side].replace("NL", line_break) for side in ("find", "replace")] for edit in edits]
             if all(find in template for find, _ in pairs):
-                yield reduce(lambda text, pair: text.replace(*pair), pairs, template), f"marks for {family}", True
+                yield reduce(lambda text, pair: text.replace(*pair), pairs, template)
     from trl.chat_template_utils import get_training_chat_template  # takes seconds, and few templates need it
 
     # TRL needs a tokenizer, but uses only its template and special tokens.
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), chat_template=template, **_STAND_INS)
     with suppress(Exception):  # TRL does not know the template, or the template refuses TRL's conversation
         if marked := get_training_chat_template(tokenizer):
-            yield marked, "marks from TRL", False
+            yield marked
 
 
-def _markable(render: Renderer) -> Iterator[tuple[str, Messages, list | None]]:
-    """Name, messages (parts and an image) and tools of the conversations whose answers the template prints."""
-    for name, chat in _CONVERSATIONS.items():
+def _marks_hold(template: str, special_tokens: dict[str, Any]) -> bool:
+    """Whether the marks are what the model has to generate, up to white space, wherever all answers are printed."""
+    render, checked = _renderer(template, special_tokens), False
+    for chat in _CONVERSATIONS.values():
         answers = [message["content"].strip() for message in chat["messages"] if message["role"] == "assistant"]
         messages, tools = _as_parts(chat["messages"], {"type": "image"}), chat.get("tools")
         text = _outcome(render, messages, tools)
-        if answers and all(answer in text for answer in answers):
-            yield name, messages, tools
+        if not answers or not all(answer in text for answer in answers):
+            continue
+        how: Any = {"chat_template": template, "return_assistant_tokens_mask": True, **special_tokens}
+        spans = render_jinja_template([messages], tools=tools, **how)[1][0]
+        wanted = _answers_in(text, render, messages, tools)
+        if not wanted or [text[start:stop].strip() for start, stop in spans] != wanted:
+            return False
+        checked = True
+    return checked
 
 
-def _assistant_spans(render: Renderer, messages: Messages, tools: list | None) -> list[tuple[int, int]]:
-    """Start and stop of what the model has to generate: from each generation prompt through the end-of-turn token.
+def _answers_in(text: str, render: Renderer, messages: Messages, tools: list | None) -> list[str]:
+    """What the model has to generate of a rendered conversation: each answer, through its end-of-turn token.
 
     Empty if the conversation does not start with a generation prompt, or nothing ends an answer.
     """
     exchange = [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": "A red kite."}]
     end_of_turn = render(_as_parts(exchange)).rpartition("A red kite.")[2].split()[:1]
-    text, spans = render(messages, tools), []
+    answers = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             prompt = render(messages[:index], tools, True)
             stop = text.find(end_of_turn[0], len(prompt)) if end_of_turn else -1
             if stop < 0 or not text.startswith(prompt):
                 return []
-            spans.append((len(prompt), stop + len(end_of_turn[0])))
-    return spans
-
-
-def _marks_hold(template: str, special_tokens: dict[str, Any], exact: bool) -> bool:
-    """Whether the marks are what the model has to generate; if not `exact`, up to white space around them."""
-    render = _renderer(template, special_tokens)
-    checked = 0
-    for _, messages, tools in _markable(render):
-        rendered: Any = render_jinja_template(
-            [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **special_tokens
-        )
-        (text,), (marked,) = rendered
-        wanted = _assistant_spans(render, messages, tools)
-        alike = marked == wanted if exact else _stripped(text, marked) == _stripped(text, wanted)
-        if not wanted or not alike:
-            return False
-        checked += 1
-    return checked > 0
-
-
-def _stripped(text: str, spans: list[tuple[int, int]]) -> list[str]:
-    return [text[start:stop].strip() for start, stop in spans]
+            answers.append(text[len(prompt) : stop + len(end_of_turn[0])].strip())
+    return answers

@@ -2,18 +2,18 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The token-embedding matrix of a checkpoint, read without its other tensors, some rows at a time.
 
-Of a safetensors file on the Hub only the header and the bytes of one tensor are fetched: `safetensors` opens local
+Of a safetensors file only the header and the bytes of one tensor are read, on the Hub too: `safetensors` opens local
 files only, and `huggingface_hub` does not tell how long the header is, from which the tensors' offsets count.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from huggingface_hub import HfApi, HfFileSystem
-from safetensors import safe_open
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
@@ -72,12 +72,14 @@ def read_embeddings(model: str, revision: str | None = None) -> EmbeddingRows:
     source = str(folder) if path.exists() else model
     config, text_of = known_config(source, commit), _token_text(source, commit)
     if weights == INDEX:
-        where = f"{weights} of {model}"
-        index = json_object(Path(cached_file(source, INDEX, revision=commit)).read_bytes(), where)
-        shards(index, where)
+        index = json_object(Path(cached_file(source, INDEX, revision=commit)).read_bytes(), f"{INDEX} of {model}")
+        shards(index, f"{INDEX} of {model}")
         weights = index["weight_map"][_embedding_name(model, index["weight_map"])]
-    read = _safetensors(model, folder / weights) if path.exists() else _hub_safetensors(model, weights, commit)
-    return EmbeddingRows(*read, config, text_of)
+    where = f"{weights} of {model}"
+    # Without read-ahead only the requested bytes are fetched.
+    hub = None if path.exists() else HfFileSystem().open(f"{model}/{weights}", revision=commit, cache_type="none")
+    with loading(where), hub or (folder / weights).open("rb") as file:
+        return EmbeddingRows(*_safetensors(model, file, where), config, text_of)
 
 
 def known_config(source: str, revision: str | None = None) -> PreTrainedConfig | None:
@@ -96,12 +98,10 @@ def _weight_file(model: str, files: list[str]) -> str:
             return found[0]
         if found:
             raise ValueError(f"{model} has {len(found)} {suffix} files and no index: {', '.join(found)}. Name one.")
-    if pickles := [name for name in files if name.endswith(PICKLES)]:
-        raise ValueError(
-            f"{model} has pickled weights only ({', '.join(pickles)}), which run code when read. Load it with "
-            "transformers where you trust it, and save it again: that writes safetensors."
-        )
-    raise ValueError(f"{model} has no weights: no safetensors or GGUF file among {', '.join(files) or 'no files'}.")
+    raise ValueError(
+        f"{model} has no weights in safetensors or GGUF among {', '.join(files) or 'no files'}. Pickled weights "
+        f"(*{', *'.join(PICKLES)}) run code when read: load the model where you trust it, and save it again."
+    )
 
 
 def _embedding_name(model: str, names: Iterable[str]) -> str:
@@ -109,60 +109,36 @@ def _embedding_name(model: str, names: Iterable[str]) -> str:
     # Layers that predict further tokens repeat the table (DeepSeek-V3).
     found = [name for name in found if ".layers." not in name]
     found = [name for name in found if "language_model." in name] or found
-    if len(found) > 1:
+    if len(found) != 1:
         raise ValueError(
-            f"{model} has {len(found)} tensors that may be its token embedding: {', '.join(found)}. Measure a "
-            "checkpoint of the language model alone."
-        )
-    if not found:
-        raise ValueError(
-            f"{model} has no token embedding: no tensor is called {' or '.join(_NAMES)} (.weight). Name a language "
-            "model or, for an adapter, its base model."
+            f"{model} has {len(found)} tensors called {' or '.join(_NAMES)} (.weight), of which one would be its "
+            f"embedding: {', '.join(found) or 'none'}. Name a language model alone; for an adapter, its base model."
         )
     return found[0]
 
 
-def _safetensors(model: str, file: Path) -> tuple[str, Tensor, int]:
-    """Name, row norms `(V,)` and width of the token embedding in a safetensors file."""
-    with loading(f"{file.name} of {model}"), safe_open(file, "pt") as opened:
-        name = _embedding_name(model, opened.keys())
-        tensor = opened.get_slice(name)
-        rows, width, step = _matrix(model, name, tensor.get_dtype(), tensor.get_shape())
-        norms = [embedding_row_norms(tensor[start : start + step]) for start in range(0, rows, step)]
-    return name, torch.cat(norms), width
-
-
-def _hub_safetensors(model: str, weights: str, commit: str | None) -> tuple[str, Tensor, int]:
-    """The same of a file on the Hub."""
-    where = f"{weights} of {model}"
-    # Without read-ahead only the requested bytes are fetched.
-    opened = HfFileSystem().open(f"{model}/{weights}", revision=commit, cache_type="none")
-    with loading(where), opened as file:
-        start = 8 + int.from_bytes(file.read(8), "little")  # of the tensors' bytes
-        if not 8 < start <= _LARGEST_HEADER:
-            raise ValueError(f"{where} is not a safetensors file. {AGAIN}")
-        header = json_object(file.read(start - 8), f"The header of {where}")
-        name = _embedding_name(model, header)
-        kind, shape, (begin, stop) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
-        rows, width, step = _matrix(model, name, kind, shape)
-        if stop - begin != rows * width * _DTYPES[kind].itemsize:
-            raise ValueError(f"{where} is damaged: {name} is {header[name]} by its header. {AGAIN}")
-        file.seek(start + begin)
-        norms = []
-        for first in range(0, rows, step):
-            content = bytearray(file.read(min(step, rows - first) * width * _DTYPES[kind].itemsize))
-            norms.append(embedding_row_norms(torch.frombuffer(content, dtype=_DTYPES[kind]).view(-1, width)))
-    return name, torch.cat(norms), width
-
-
-def _matrix(model: str, name: str, kind: str, shape: list[int]) -> tuple[int, int, int]:
-    """Rows, width and the rows to read at a time."""
+def _safetensors(model: str, file: BinaryIO, where: str) -> tuple[str, Tensor, int]:
+    """Name, row norms `(V,)` and width of the token embedding in an open safetensors file."""
+    start = 8 + int.from_bytes(file.read(8), "little")  # of the tensors' bytes
+    if not 8 < start <= _LARGEST_HEADER:
+        raise ValueError(f"{where} is not a safetensors file. {AGAIN}")
+    header = json_object(file.read(start - 8), f"The header of {where}")
+    name = _embedding_name(model, header)
+    kind, shape, (begin, stop) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
     if kind not in _DTYPES or len(shape) != 2 or min(shape) < 1:
         raise ValueError(
             f"{name} of {model} is {kind} of shape {shape}: quantized, or not a matrix of {', '.join(_DTYPES)}. "
             "Measure the checkpoint that was quantized."
         )
-    return shape[0], shape[1], max(1, _CHUNK_BYTES // (shape[1] * _DTYPES[kind].itemsize))
+    (rows, width), dtype = shape, _DTYPES[kind]
+    if stop - begin != rows * width * dtype.itemsize or start + stop > file.seek(0, os.SEEK_END):
+        raise ValueError(f"{where} is damaged: {name} is {header[name]} by its header. {AGAIN}")
+    file.seek(start + begin)
+    step, norms = max(1, _CHUNK_BYTES // (width * dtype.itemsize)), []
+    for first in range(0, rows, step):
+        content = bytearray(file.read(min(step, rows - first) * width * dtype.itemsize))
+        norms.append(embedding_row_norms(torch.frombuffer(content, dtype=dtype).view(-1, width)))
+    return name, torch.cat(norms), width
 
 
 def _gguf(path: Path) -> EmbeddingRows:

@@ -62,8 +62,6 @@ class EmbeddingStatistics:
             ("gain", f"{self.gain:.4f}"),
         ):
             figures.add_row(name, value)
-        if self.top and all(text is None for _, text, _ in self.top):
-            figures.add_row("tokenizer", "none that loads: tokens have no text")
         tokens = Table("id", "token", "norm", title="Tokens of largest norm")
         for token_id, text, norm in self.top:
             tokens.add_row(str(token_id), "" if text is None else repr(text), f"{norm:.3f}")

@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Merges an adapter and the base it was trained on into one checkpoint."""
 
-import copy
 import json
 import os
 import shutil
@@ -11,35 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from PIL import Image
 from rich.table import Table
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import LlavaProcessor
 from transformers.utils import cached_file
 
-from ..checkpoint.files import json_or_none, new_folder, write_failure
-from ..checkpoint.limits import SETTINGS_BYTES
+from ..checkpoint.files import check_new, finished_folder, json_or_none
 from ..checkpoint.loading import loading
-from ..checkpoint.names import ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
-from ..checkpoint.opening import Checkpoint, open_checkpoint
-from ..checkpoint.precision import dtype_to_load
+from ..checkpoint.names import BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
+from ..checkpoint.opening import Checkpoint
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..errors import check_installed
 from ..html_tables import html_table
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .adapter_settings import adapter_config, quantization_of_base, training_record
+from .adapter import open_adapter
 from .build import torch_dtype
-from .processing import pad_left
 
 
 CARRIED = (CARD, TRAINING_RECORD, BUILD_RECORD)
-"""Card and records, copied from the adapter's folder, or else from the base.
-
-The curves of training, `DYNAMICS` and the log in `STATE`, come from the adapter's folder alone: the base's belong to
-another run.
-"""
+"""Card and records, copied from the adapter's folder, or else from the base."""
 
 TOLERANCE = 1e-3
 """Largest allowed difference of logits after merging in float32, as a share of the largest logit."""
@@ -50,7 +38,6 @@ class MergeReport:
     """What `normalign merge` prints.
 
     Attributes:
-        kind: `"LoRA"`, `"DoRA"` or `"rsLoRA"`.
         quantization: The base's in training, `"4-bit nf4"` or `"8-bit"`; None if there was none.
         difference: Largest difference between the logits of the merged model and of the adapter on its (dequantized)
             base, for one image and sentence, in float32 before casting to `dtype`.
@@ -59,19 +46,16 @@ class MergeReport:
     output: str
     adapter: str
     base: str
-    kind: str
-    rank: int
     quantization: str | None
     dtype: str
-    parameters: int
     difference: float
 
     def table(self) -> Table:
         """The report, for `rich.console.Console.print`."""
         table = Table(title="Merged checkpoint", show_header=False)
-        table.add_row("adapter", f"{self.adapter} ({self.kind}, rank {self.rank})")
+        table.add_row("adapter", self.adapter)
         table.add_row("base", f"{self.base} ({self.quantization or 'not quantized'} in training)")
-        table.add_row("parameters, dtype", f"{self.parameters / 1e6:.1f} M, {self.dtype}, norm float32")
+        table.add_row("dtype", f"{self.dtype}, norm float32")
         table.add_row("largest difference of logits", f"{self.difference:.2g}")
         table.add_row("written to", self.output)
         return table
@@ -105,15 +89,14 @@ def merge_adapter(
         ValueError: The folder has no LoRA adapter; the base does not exist, or has another architecture or other
             shapes; a tensor of the adapter does not fit it; or its quantization in training is not known. Nothing is
             written.
-        OSError: The disk is full. Nothing of what was written is left.
     """
     adapter, dtype = Path(adapter), torch_dtype(dtype)
+    check_new(output)
     opened = open_adapter(adapter, base, base_quantization)
-    config, peft_config = opened.config, opened.peft_config
-    dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
-    with new_folder(output) as folder:
+    dtype = (opened.config.dtype or torch.float32) if dtype == "auto" else dtype
+    with finished_folder(output) as folder:
         processor = opened.processor
-        model, quantized = _load_base(opened.base, config, opened.quantization)
+        model, quantized = _load_base(opened.base, opened.config, opened.quantization)
         adapted = opened.put_on(model)
         image, text = Image.linear_gradient("L").convert("RGB"), f"{processor.image_token} What is in the image?"
         inputs = processor(images=image, text=text, return_tensors="pt")
@@ -126,125 +109,17 @@ def merge_adapter(
         for name, parameter in merged.named_parameters():
             if "multi_modal_projector.norm." not in name:
                 parameter.data = parameter.data.to(dtype)
-        try:
-            merged.save_pretrained(folder)
-            processor.save_pretrained(folder)
-            _carry(adapter, opened.base, folder)
-        except Exception as error:  # those of safetensors and tokenizers are not OSErrors
-            if (cause := write_failure(error)) is None:
-                raise
-            raise OSError(f"{output} could not be written: {cause}. Nothing of it is left. Make room.") from error
+        merged.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        _carry(adapter, opened.base, folder)
     return MergeReport(
         output=str(output),
         adapter=str(adapter),
         base=opened.base.name,
-        kind="DoRA" if peft_config.use_dora else "rsLoRA" if peft_config.use_rslora else "LoRA",
-        rank=peft_config.r,
         quantization=quantized,
         dtype=str(dtype).removeprefix("torch."),
-        parameters=merged.num_parameters(),
         difference=difference,
     )
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter's folder, and its base with the `config` and quantization that it had in training."""
-
-    folder: Path
-    peft_config: LoraConfig
-    base: Checkpoint
-    config: NormAlignLlavaConfig
-    quantization: dict[str, Any] | None
-    realigned: bool
-    processor: LlavaProcessor
-
-    def put_on(self, model: NormAlignLlavaForConditionalGeneration) -> PeftModel:
-        """The loaded base with the adapter on it."""
-        if self.realigned:
-            model.align_projector_norm()  # as the run that changed it did
-        with loading(f"The adapter {self.folder}"):
-            return PeftModel.from_pretrained(model, self.folder, torch_device=str(model.device))
-
-    def load(self) -> PeftModel:
-        """The base as in training, on a GPU if there is one, with the adapter on it, in eval mode."""
-        settings, config = self.quantization, self.config
-        dtype = (settings or {}).get("bnb_4bit_compute_dtype") or dtype_to_load("auto", config)
-        device = "auto" if torch.cuda.is_available() else None
-        model = self.base.load(dtype=dtype, config=config, quantization_config=settings, device_map=device)
-        return self.put_on(model).eval()
-
-
-def open_adapter(adapter: Path, base: str | None = None, base_quantization: str | None = None) -> Adapter:
-    """Finds an adapter's base and checks that they fit; nothing is loaded. For the rest see [`merge_adapter`]."""
-    peft_config = adapter_config(adapter)
-    record = training_record(adapter)
-    quantization = quantization_of_base(adapter, record, base_quantization)
-    if quantization:
-        check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
-    named = peft_config.base_model_name_or_path
-    base = base or named
-    if not base:
-        raise ValueError(f"The adapter {adapter} does not name its base. Give its folder or Hub id with --base.")
-    opened = _open_base(base, adapter, peft_config.revision if base == named else None)
-    config = opened.read_config(NormAlignLlavaConfig)
-    stored = (config.projector_norm, config.projector_gain_init)
-    for name, value in record["config_changes"].items():
-        setattr(config, name, value)
-    _check_tensors(adapter, peft_config, config, opened.name)
-    realigned = stored != (config.projector_norm, config.projector_gain_init) and config.projector_norm != "none"
-    trained = (adapter / "processor_config.json").exists()
-    processor = Checkpoint(str(adapter), None, {}).processor if trained else opened.processor
-    pad_left(processor.tokenizer)
-    return Adapter(adapter, peft_config, opened, config, quantization, realigned, processor)
-
-
-def _open_base(base: str, adapter: Path, revision: str | None) -> Checkpoint:
-    try:
-        opened = open_checkpoint(base, revision)
-    except ValueError as error:
-        raise ValueError(
-            f"The base {base!r} of the adapter {adapter} was not found. Give its folder or Hub id with --base. "
-            f"({error})"
-        ) from error
-    if opened.model_type not in (NormAlignLlavaConfig.model_type, "llava"):
-        raise ValueError(
-            f"The base {base} is a {opened.model_type!r} model, no NormAlign-LLaVA. Give the right one with --base."
-        )
-    return opened
-
-
-def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str) -> None:
-    """Raises ValueError if names or shapes in the adapter's file do not fit the base, before anything is loaded.
-
-    PEFT only warns of a missing tensor, and ignores one that it does not know.
-    """
-    peft_config = copy.deepcopy(peft_config)
-    peft_config.init_lora_weights = False  # initial values computed from weights cannot be on meta
-    with torch.device("meta"):
-        with loading(f"The model {base}", memory=SETTINGS_BYTES):
-            model = NormAlignLlavaForConditionalGeneration(config)
-        with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
-            adapted = PeftModel(model, peft_config, low_cpu_mem_usage=True)
-    places = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    expected = {name: list(tensor.shape) for name, tensor in places.items()}
-    try:
-        with safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
-            found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(
-            f"{adapter / ADAPTER_WEIGHTS} cannot be read: {error}. Was it cut short? Take another."
-        ) from error
-    faults = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
-    faults += [f"{name} has no place" for name in sorted(found.keys() - expected.keys())]
-    faults += [
-        f"{name} has shape {found[name]}, not {expected[name]}"
-        for name in sorted(expected.keys() & found.keys())
-        if found[name] != expected[name]
-    ]
-    if faults:
-        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if faults[5:] else "")
-        raise ValueError(f"The adapter {adapter} does not fit the base {base}: {shown}. Is it the right --base?")
 
 
 def _load_base(
@@ -273,12 +148,10 @@ def _logits(model, inputs: dict[str, Tensor]) -> Tensor:
 
 def _carry(adapter: Path, base: Checkpoint, folder: Path) -> None:
     for name in CARRIED:
-        found: str | os.PathLike | None = adapter / name
-        if not (adapter / name).is_file():
-            found = cached_file(base.name, name, revision=base.revision, _raise_exceptions_for_missing_entries=False)
-        if found:
+        theirs = cached_file(base.name, name, revision=base.revision, _raise_exceptions_for_missing_entries=False)
+        if found := adapter / name if (adapter / name).is_file() else theirs:
             shutil.copyfile(found, folder / name)
-    if (adapter / DYNAMICS).is_file():
+    if (adapter / DYNAMICS).is_file():  # curves and log are the adapter's alone: the base's are another run's
         shutil.copyfile(adapter / DYNAMICS, folder / DYNAMICS)
     if isinstance(state := json_or_none(adapter / STATE), dict):
         state["best_model_checkpoint"] = None  # a local path

@@ -21,54 +21,34 @@ from transformers import (
 )
 
 from ..checkpoint.opening import Checkpoint
-from .chat_template import check_chat_template, has_generation_marks, multimodal_chat_template
+from .chat_template import multimodal_chat_template
 from .processing import VISION_ENCODERS
 
 
-logger = logging.getLogger(__name__)
-
 IMAGE_TOKEN = "<image>"
 VOCABULARY_MULTIPLE = 64
-NO_MARKS = (
-    "The chat template has no {% generation %} marks, so this checkpoint is for inference only. Training on assistant "
-    "turns needs them: pass a template that has them with --chat-template."
-)
 
 
 @contextmanager
 def tower_alone() -> Iterator[None]:
-    """Hides transformers' warnings when the vision tower of a CLIP or a SigLIP is loaded without the rest.
-
-    They are about tensors left out on purpose (a report of UNEXPECTED ones alone), and about token ids in the text
-    tower's configuration. A report with missing or wrong tensors is shown.
-    """
-    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "configuration_utils")]
-    for each in loggers:
-        each.addFilter(_concerns_the_tower)
+    """Hides transformers' report of extra tensors when the vision tower of a CLIP or a SigLIP is loaded alone."""
+    report_logger = logging.getLogger("transformers.modeling_utils")
+    report_logger.addFilter(_has_faults_or_is_no_report)
     try:
         yield
     finally:
-        for each in loggers:
-            each.removeFilter(_concerns_the_tower)
+        report_logger.removeFilter(_has_faults_or_is_no_report)
 
 
-def _concerns_the_tower(record: logging.LogRecord) -> bool:
+def _has_faults_or_is_no_report(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    if "LOAD REPORT" in message:
-        return any(status in message for status in ("MISSING", "MISMATCH", "CONVERSION"))
-    return "must be `None` or an integer within the vocabulary" not in message
+    faults = ("MISSING", "MISMATCH", "CONVERSION")
+    return "LOAD REPORT" not in message or any(fault in message for fault in faults)
 
 
 def vision_config(vision: Checkpoint) -> PreTrainedConfig:
     """Configuration of the vision encoder alone. Raises ValueError if the encoder is not supported."""
-    with tower_alone():
-        config = vision.config
-    if config.model_type.startswith("siglip2"):
-        raise ValueError(
-            f"{vision.name} is a SigLIP 2 NaFlex encoder, whose images have any number of patches. LLaVA needs a "
-            "fixed number: use a SigLIP 2 checkpoint of fixed resolution."
-        )
-    config = getattr(config, "vision_config", config)
+    config = getattr(vision.config, "vision_config", vision.config)
     check_vision_encoder(vision.name, config)
     if config.model_type == "siglip_vision_model":
         config.vision_use_head = False  # the pooling head is not read
@@ -79,24 +59,20 @@ def check_vision_encoder(name: str, config: PreTrainedConfig) -> None:
     """Raises ValueError if the vision encoder with this configuration is not supported."""
     if config.model_type not in VISION_ENCODERS:
         raise ValueError(
-            f"The vision encoder of {name} is a {config.model_type!r} model. Those that can be built in: "
-            f"{', '.join(VISION_ENCODERS)}."
+            f"The vision encoder of {name} is a {config.model_type!r} model. Those that can be built in give every "
+            f"image as many patches: {', '.join(VISION_ENCODERS)}."
         )
 
 
 def check_language_model(language: Checkpoint) -> None:
     """Raises ValueError if `language` is not a causal language model of transformers that takes LLaVA's inputs."""
     config = language.config
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.get_text_config() is not config:
+    fits = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.get_text_config() is config
+    if not fits or "past_key_values" not in inspect.signature(MODEL_MAPPING[type(config)].forward).parameters:
         raise ValueError(
-            f"{language.name} is a {config.model_type!r} model, not a causal language model of transformers for text."
+            f"{language.name} is a {config.model_type!r} model, not a causal language model of transformers for text "
+            "with a key-value cache."
         )
-    if "past_key_values" not in inspect.signature(MODEL_MAPPING[type(config)].forward).parameters:
-        raise ValueError(
-            f"{language.name} is a {config.model_type!r} model, which has no key-value cache as LLaVA needs one."
-        )
-    if config.model_type in ("bloom", "nanochat"):
-        logger.warning(f"{language.name} normalises its embeddings, visual tokens too: the gain has no effect on it.")
 
 
 def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
@@ -104,18 +80,15 @@ def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig
     states = config.num_hidden_layers + 1
     if feature_layer == 0:
         raise ValueError(f"LLaVA reads feature_layer 0 as none at all. The embeddings are {-states}.")
-    if feature_layer == []:
-        raise ValueError("feature_layer names no hidden state. Give one, such as -2, or several.")
     for layer in [feature_layer] if isinstance(feature_layer, int) else feature_layer:
         if not -states <= layer < states:
             raise ValueError(f"feature_layer {layer} does not exist: the encoder has {states} hidden states.")
 
 
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> tuple[str, bool]:
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike | None) -> bool:
     """Adds the image token, and gives the tokenizer a chat template that reads images: its own, or that of a file.
 
-    Returns:
-        The template's source in words, and whether it has generation marks.
+    Returns whether the template has generation marks.
     """
     original = tokenizer.chat_template
     if isinstance(original, dict):  # of several named templates, apply_chat_template uses this one
@@ -125,37 +98,20 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
     made = multimodal_chat_template(original, image_token=IMAGE_TOKEN, special_tokens=tokenizer.special_tokens_map)
     if IMAGE_TOKEN not in tokenizer.get_vocab():
         tokenizer.add_tokens(AddedToken(IMAGE_TOKEN, special=True, normalized=False), special_tokens=True)
-    check_chat_template(tokenizer, made)
     tokenizer.chat_template = made.template
-    if not made.generation_marks:
-        logger.warning(NO_MARKS)
-    return made.source, made.generation_marks
-
-
-def describe_chat_template(template: str | None) -> tuple[str, bool]:
-    """The result of [`set_chat_template`] for a template that stays as it is; warns if it has no marks."""
-    marks = has_generation_marks(template or "")
-    if not marks:
-        logger.warning(NO_MARKS)
-    return "the checkpoint's own" if template else "none", marks
+    return made.generation_marks
 
 
 def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTrainedModel:
     """Loads a causal language model. Raises ValueError if LLaVA cannot contain it."""
     model = language.load(AutoModelForCausalLM, dtype)
-    head = model.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    fits = head is not None and getattr(head, "bias", None) is None
+    fits &= embeddings.embedding_dim == model.config.hidden_size
+    if not fits or type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
         raise ValueError(
-            f"The head of {language.name} has a bias, which LLaVA's head cannot hold. Use another language model."
-        )
-    if type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
-        raise ValueError(
-            f"{language.name} has no base model that transformers' AutoModel knows; LLaVA cannot hold it."
-        )
-    width = model.get_input_embeddings().embedding_dim
-    if width != model.config.hidden_size:
-        raise ValueError(
-            f"{language.name} projects embeddings of {width} to its hidden size of {model.config.hidden_size}."
+            f"LLaVA cannot hold {language.name}: its head has a bias, its embeddings are not as wide as its hidden "
+            "states, or transformers' AutoModel does not know its base model. Use another language model."
         )
     return model
 
@@ -186,16 +142,8 @@ def check_text_outputs(model: PreTrainedModel, expected: tuple[torch.Tensor, tor
     if not all(tensor.isfinite().all() for tensor in expected):
         raise ValueError(f"{language} computes NaN or infinite values on text. Its weights are damaged.")
     hidden, logits = text_outputs(model)
-    if not _close(hidden, expected[0]):
-        raise ValueError(
-            f"Inside LLaVA, {language} computes other hidden states than by itself. This family cannot be built in."
-        )
-    if not _close(logits[..., : expected[1].shape[-1]], expected[1]):
-        raise ValueError(
-            f"{language} does something to its logits after the head that this package does not know. It knows the "
-            "scaling of Granite, Cohere, MiniCPM3 and HyperCLOVA X, and the soft-capping of Gemma 2. Use another."
-        )
-
-
-def _close(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(got, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item())
+    for name, got, wanted in (("hidden states", hidden, expected[0]), ("logits", logits, expected[1])):
+        if not torch.allclose(got[..., : wanted.shape[-1]], wanted, rtol=1e-2, atol=1e-2 * wanted.abs().max().item()):
+            raise ValueError(
+                f"Inside LLaVA, {language} computes other {name} than by itself. This family cannot be built in."
+            )

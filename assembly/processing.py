@@ -31,9 +31,6 @@ def make_processor(
     tokenizer: PreTrainedTokenizerBase,
     vision_config: PreTrainedConfig,
     select_strategy: str | None = None,
-    *,
-    chat_template: str | None = None,
-    image_token: str = "<image>",
 ) -> LlavaProcessor:
     """A [`LlavaProcessor`] for this encoder and tokenizer; the tokenizer gets a pad token, on the left.
 
@@ -42,8 +39,6 @@ def make_processor(
     """
     class_tokens = VISION_ENCODERS[vision_config.model_type]
     strategy = select_strategy or ("default" if class_tokens else "full")
-    if strategy not in ("default", "full"):
-        raise ValueError(f"select_strategy must be 'default' or 'full', got {select_strategy!r}.")
     if strategy == "default" and not class_tokens:
         raise ValueError(
             f"select_strategy 'default' drops the first token, and {vision_config.model_type} has no class token: a "
@@ -63,6 +58,5 @@ def make_processor(
         patch_size=vision_config.patch_size,
         vision_feature_select_strategy=strategy,
         num_additional_image_tokens=class_tokens + getattr(vision_config, "num_register_tokens", 0),
-        chat_template=chat_template or tokenizer.chat_template,
-        image_token=image_token,
+        chat_template=tokenizer.chat_template,
     )

@@ -22,10 +22,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from measuring import in_turns, parser, quartiles, report, spread
+from measuring import in_turns, parser, quartiles, report, seconds, spread
 from PIL import Image
 from shapes import TINY
 
@@ -151,13 +152,6 @@ def cpu_time(function: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def wall_time(function: Callable[[], object]) -> float:
-    """Seconds of a call."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
 def main() -> None:
     """Runs all of it and prints it."""
     arguments = parser(__doc__)
@@ -185,7 +179,7 @@ def main() -> None:
         readers = loaders(folder, options.images)
         workers = {each: readers.pop(each) for each in [f"{count} workers" for count in WORKERS]}
         cpu = in_turns(readers, options.rounds, cpu_time)
-        wall = in_turns({"ours": readers["ours"], **workers}, options.rounds, wall_time)
+        wall = in_turns({"ours": readers["ours"], **workers}, options.rounds, partial(seconds, device="cpu"))
     what = "batches, 640 x 480 to 384 x 384"
     rows = [
         (what, f"images per second of CPU: {each} / bare decoding", spread(quartiles(cpu["bare"], cpu[each])))

@@ -4,6 +4,7 @@
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -74,6 +75,19 @@ def spread(ratios: Sequence[float]) -> str:
     """Quartiles as text, the median first."""
     low, middle, high = ratios
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def in_process(function: Callable[..., None], *arguments: Any, start: str = "spawn") -> Any:
+    """What a function sends from a process of its own to the pipe that is its last argument."""
+    context = multiprocessing.get_context(start)
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=function, args=(*arguments, theirs))
+    process.start()
+    theirs.close()  # so that recv raises EOFError if the process fails
+    try:
+        return pipe.recv()
+    finally:
+        process.join()
 
 
 def peak_bytes(device: str) -> int:

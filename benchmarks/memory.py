@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Row, parser, report
+from measuring import Row, in_process, parser, report
 from shapes import SHAPES
 from step import random_checkpoint, write_rows
 
@@ -111,8 +111,8 @@ def main() -> None:
     arguments.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     options = arguments.parse_args()
 
-    context = multiprocessing.get_context("forkserver")  # which imports once
-    context.set_forkserver_preload(["normalign_llava.train.run", "bitsandbytes", "measuring", "step"])
+    preloaded = ["normalign_llava.train.run", "bitsandbytes", "measuring", "step"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)  # which imports once
     rows: list[Row] = []
     figures: dict[str, Any] = {}
     for shape in options.shapes:
@@ -124,13 +124,8 @@ def main() -> None:
             for method in options.methods:
                 ratios = []
                 for checkpointing in ("true", "false"):
-                    pipe, end = context.Pipe()
                     given = [*METHODS[method], "--gradient_checkpointing", checkpointing]
-                    process = context.Process(target=measure, args=(Path(name), shape, given, options, end))
-                    process.start()
-                    end.close()
-                    found = pipe.recv()
-                    process.join()
+                    found = in_process(measure, Path(name), shape, given, options, start="forkserver")
                     figures[f"{shape}, {method}, checkpointing {checkpointing}"] = found
                     ratios.append(f"{found['predicted'] / found['measured']:.3f}")
                     print(f"{shape}, {method}, checkpointing {checkpointing}: {ratios[-1]}", flush=True)

@@ -16,19 +16,17 @@ allocated at most in training, and is compared with what the run's summary says 
 
 import argparse
 import math
-import multiprocessing
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import parser, peak_bytes, report, seconds
+from measuring import in_process, parser, peak_bytes, report, seconds
 from shapes import SHAPES
 from step import random_checkpoint, write_rows
 from torch.utils.flop_counter import FlopCounterMode
@@ -56,12 +54,11 @@ def make_checkpoint(folder: Path, parts: str, rows: int, device: str, pipe) -> N
 
 def train(recipe: str, folder: Path, options: argparse.Namespace, words: list[str], pipe) -> None:
     """Trains in this process and sends what was measured."""
-    from transformers import AutoProcessor, PrinterCallback, TrainerCallback, logging
-    from trl import get_peft_config, get_quantization_config
+    from transformers import PrinterCallback, TrainerCallback, logging
 
-    from normalign_llava.data.sources.mixtures import load_data
+    from normalign_llava.data.rows.parse import DroppedRows
     from normalign_llava.train.options.parsing import parse
-    from normalign_llava.train.trainer import NormAlignTrainer
+    from normalign_llava.train.run import make_trainer
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -81,7 +78,6 @@ def train(recipe: str, folder: Path, options: argparse.Namespace, words: list[st
         own |= {"use_cpu": True, "optim": "adamw_torch"}
     given = [word for name, value in own.items() for word in (f"--{name}", str(value))]
     data_args, args, model_args = parse([recipe, *given, *words])
-    args.model_init_kwargs = {"dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
     mapping = {}
     if model_args.load_in_4bit:
         import bitsandbytes  # noqa: F401  has the operation
@@ -109,17 +105,7 @@ def train(recipe: str, folder: Path, options: argparse.Namespace, words: list[st
         def on_train_end(self, args, state, control, **kwargs):
             self.mark(state)
 
-    processor = AutoProcessor.from_pretrained(folder / "checkpoint", trust_remote_code=False)
-    data = load_data(data_args, processor, max_length=args.max_length, seed=0, with_eval=False)
-    trainer = NormAlignTrainer(
-        str(folder / "checkpoint"),
-        args,
-        train_dataset=data.train,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-        callbacks=[Steps()],
-        report=data.report,
-    )
+    trainer = make_trainer(data_args, args, model_args, DroppedRows(folder / "dropped.jsonl"), [Steps()])
     trainer.remove_callback(PrinterCallback)
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -135,19 +121,6 @@ def train(recipe: str, folder: Path, options: argparse.Namespace, words: list[st
             "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         }
     )
-
-
-def in_process(function: Callable[..., None], *arguments: Any) -> Any:
-    """What a function sends from a process of its own to the pipe that is its last argument."""
-    spawn = multiprocessing.get_context("spawn")
-    pipe, theirs = spawn.Pipe()
-    process = spawn.Process(target=function, args=(*arguments, theirs), daemon=True)
-    process.start()
-    theirs.close()  # so that recv raises EOFError if the process fails
-    try:
-        return pipe.recv()
-    finally:
-        process.join()
 
 
 def main() -> None:

@@ -140,6 +140,7 @@ def trainer_of(folder: Path, settings: dict[str, Any], own: dict[str, Any], *, s
         max_length=None,
         assistant_only_loss=True,
         gradient_checkpointing=False,
+        dataloader_num_workers=0,  # as TRL's; and a daemon can have no processes
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,

@@ -46,21 +46,13 @@ def finished_folder(target: str | os.PathLike) -> Iterator[Path]:
     If another process has filled `target` in the meantime, that folder stays.
     """
     target = Path(target).resolve()
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=_existing_parent(target)) as temporary:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
         staging = Path(temporary) / target.name
         staging.mkdir()
         yield staging
-        target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists() or not any(target.iterdir()):
             os.replace(staging, target)
-
-
-@contextmanager
-def new_folder(output: str | os.PathLike) -> Iterator[Path]:
-    """[`finished_folder`] for a folder that must not exist yet, or be empty."""
-    check_new(output)
-    with finished_folder(output) as folder:
-        yield folder
 
 
 def check_new(output: str | os.PathLike) -> None:
@@ -77,24 +69,17 @@ def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collect
     Given `target`, `written` has the names in its earlier version; a folder with anything else is not replaced.
     """
     target = Path(target).resolve()
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target} is a file. Choose another folder.")
     found = {each.name for each in target.iterdir()} if target.exists() else set()
     if others := sorted(found - set(written(target))):
         raise ValueError(
             f"{target} holds {others[0]}, which no earlier run has written there. Choose another folder, or move that "
             "away first."
         )
-    parent = _existing_parent(target)
-    try:
-        holder = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent)
-    except OSError as error:
-        raise OSError(f"{parent} cannot be written ({error.strerror}). Choose another output folder.") from error
-    with holder as temporary:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
         staging, old = Path(temporary) / target.name, Path(temporary) / "old"
         staging.mkdir()
         yield staging
-        target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
             os.replace(target, old)
         os.replace(staging, target)
@@ -142,7 +127,3 @@ def write_failure(error: BaseException | None) -> str | None:
             return "a file could not be written to its end"  # torch.save gives no reason
         error = error.__cause__ or error.__context__
     return None
-
-
-def _existing_parent(path: Path) -> Path:
-    return next(parent for parent in path.parents if parent.exists())

@@ -24,13 +24,10 @@ def find_model(
 
     transformers takes a folder that does not exist for a repository, and asks the Hub for each of its files several
     times. Here the Hub is asked once, and only about a valid Hub id. A branch may move while a model is checked and
-    loaded: whoever reads it must give this commit as the revision, everywhere. Errors of a folder name the `remedy`.
+    loaded: whoever reads it must give this commit as the revision, everywhere. It is None for a path, and comes from
+    the cache if the Hub cannot be reached.
 
-    Returns:
-        The path or Hub id, and the commit: None for a path; from the cache if the Hub cannot be reached.
-
-    Raises:
-        ValueError: It does not exist, or the Hub cannot be reached and it is not in the cache.
+    Raises ValueError, with the `remedy`, if it does not exist or neither the Hub nor the cache has it.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -40,12 +37,10 @@ def find_model(
         raise ValueError(f"{absent}. {remedy} A model of the Hub is named owner/name.")
     try:
         return name, HfApi().resolve_revision(name, revision=revision).resolved
-    except RevisionNotFoundError as error:
-        raise ValueError(f"{absent}, and on the Hub it has no revision {revision!r}.") from error
-    except RepositoryNotFoundError as error:
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise ValueError(
-            f"{absent}, and the Hub has no model of that name, or none that you may see. Check the name; a private "
-            "one needs `hf auth login`."
+            f"{absent}, and the Hub has no model of that name and revision, or none that you may see. {remedy} A "
+            "private one needs `hf auth login`."
         ) from error
     except (HTTPError, OSError, RevisionResolutionError) as error:
         raise ValueError(
@@ -88,24 +83,19 @@ def check_folder(folder: str | os.PathLike) -> None:
 
 def check_adapter(adapter: str | os.PathLike) -> None:
     """Raises ValueError unless the folder holds an adapter: its configuration and its weights."""
-    if not Path(adapter).exists():
-        raise ValueError(f"There is no folder {adapter}. Check the path of the adapter.")
     if (Path(adapter) / "config.json").is_file() and not (Path(adapter) / ADAPTER_CONFIG).is_file():
         raise ValueError(f"{adapter} is a whole model, which has nothing to merge.")
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (Path(adapter) / name).is_file():
             raise ValueError(
-                f"{adapter} holds no {name}, so it is no adapter folder. Give the folder that training with use_peft "
-                f"wrote, or a checkpoint-N in it.{_inside(Path(adapter), ADAPTER_CONFIG)}"
+                f"{adapter} holds no {name}, so it is no folder of an adapter. Give the one that training with "
+                f"use_peft wrote, or a checkpoint-N in it.{_inside(Path(adapter), ADAPTER_CONFIG)}"
             )
 
 
 def check_repo_id(repo_id: str) -> None:
     """Raises ValueError unless `repo_id` is `"namespace/name"` as the Hub allows it."""
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(f"{error} Give user/name or organisation/name.") from None
+    validate_repo_id(repo_id)
     if "/" not in repo_id:
         raise ValueError(f"The repository {repo_id!r} lacks its owner. Give user/name or organisation/name.")
 

@@ -21,9 +21,6 @@ MAX_NUMBER = 2**25
 MAX_LAYERS = 1_000
 """Layers of a model. Each takes milliseconds and kilobytes, so that a limit of memory acts after minutes only."""
 
-MAX_GROWTH = 4_000
-"""How many times as long a tokenizer may make a text, if each of its steps does so as much as it can."""
-
 SETTINGS_BYTES = 2 * 2**30
 """Memory that reading a configuration may take, and making its model without weights; a large one takes 100 MiB."""
 

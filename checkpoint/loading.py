@@ -47,8 +47,6 @@ def loading(what: str, *, memory: int | None = None, remedy: str = AGAIN) -> Ite
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason:
             raise ValueError(f"{what} needs code that comes with it, which this command does not run.") from error
-        if "ignore_mismatched_sizes" in reason:
-            reason = "tensors have other shapes than config.json asks for, which are listed above"
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{what} cannot be loaded: {kind}{reason[:600].rstrip('.')}. {remedy}") from error
 

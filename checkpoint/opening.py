@@ -109,14 +109,10 @@ class Checkpoint:
                         f"The {kind} of {self.name} makes images of up to {max(sides):,} pixels a side. {remedy}"
                     )
         except (OSError, ImportError, ValueError) as error:
-            if "torchvision" in str(error).lower() and not is_torchvision_available():  # in several wordings
-                raise ImportError(
-                    f"The {kind} of {self.name} needs torchvision, which is not installed. {install('vision')}"
-                ) from error
-            if isinstance(error, ValueError):
+            if "torchvision" not in str(error).lower() or is_torchvision_available():  # in several wordings
                 raise
-            raise ValueError(
-                f"{self.name} has no {kind} that can be loaded. {remedy} transformers says: {error}"
+            raise ImportError(
+                f"The {kind} of {self.name} needs torchvision, which is not installed. {install('vision')}"
             ) from error
         stored = getattr(found, "chat_template", None)
         for template in filter(None, stored.values() if isinstance(stored, dict) else [stored]):
@@ -136,11 +132,9 @@ class Checkpoint:
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():  # which would shard the meta model
             with loading(f"The configuration of {self.name}", memory=SETTINGS_BYTES), torch.device("meta"):
                 expected = copy.deepcopy(config or self.config)
-                if type(expected) is getattr(cls, "config_class", None):
-                    parameters = cls._from_config(expected).num_parameters()
-                else:  # an Auto class, or this package's for a LLaVA
-                    make = getattr(cls, "from_config", AutoModelForImageTextToText.from_config)
-                    parameters = make(expected).num_parameters()
+                make = getattr(cls, "from_config", AutoModelForImageTextToText.from_config)  # of a LLaVA
+                make = cls._from_config if type(expected) is getattr(cls, "config_class", None) else make
+                parameters = make(expected).num_parameters()
             if parameters > _PER_BYTE * size + _NEW:
                 raise ValueError(
                     f"config.json of {self.name} has {parameters:,} parameters, but its weights have {size:,} bytes. "

@@ -6,8 +6,8 @@ import hashlib
 import logging
 import os
 import platform
-import time
-from functools import cache
+import timeit
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -27,9 +27,8 @@ HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None = None) -> bool:
     """Whether a device multiplies matrices of half precision at least twice as fast as float32 ones.
 
-    A CPU is measured. Processors with AVX512-BF16 or AMX are three times as fast and more; others emulate bfloat16,
-    and take several times as long. The seconds are kept in `precision/` of the cache folder, so that all processes of
-    a machine agree. GPUs are asked; one that only emulates bfloat16, such as a T4, counts as slow.
+    A CPU is measured, since many only emulate bfloat16, and the seconds are kept in `precision/` of the cache folder,
+    so that all processes agree. GPUs are asked; one that only emulates bfloat16, such as a T4, counts as slow.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
@@ -91,25 +90,17 @@ def _remembered_seconds() -> dict[str, float]:
 
 
 def _seconds() -> dict[str, float]:
-    return {name: _best_seconds(dtype) for name, dtype in {"float32": torch.float32, **HALVES}.items()}
-
-
-def _best_seconds(dtype: torch.dtype, repeats: int = 5) -> float:
-    """Shortest time of a matrix product of a size that is common in training."""
-    x, weight = torch.randn(1024, 576, dtype=dtype), torch.randn(1536, 576, dtype=dtype)
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    """The shortest time of a product of matrices whose sizes are common in training, by precision."""
+    found = {}
+    for name, dtype in {"float32": torch.float32, **HALVES}.items():
+        x, weight = torch.randn(1024, 576, dtype=dtype), torch.randn(1536, 576, dtype=dtype)
+        found[name] = min(timeit.repeat(partial(torch.nn.functional.linear, x, weight), number=1, repeat=5))
+    return found
 
 
 def processor() -> list[str]:
     """What tells this processor from another: on Linux the name and features of the first core."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
-    except OSError:
-        lines = []
+    about = Path("/proc/cpuinfo").read_text(encoding="utf-8") if platform.system() == "Linux" else ""
     names = ("model name", "flags", "CPU implementer", "CPU part", "Features")
-    return [line for line in lines if line.startswith(names)] or [platform.machine(), platform.processor()]
+    lines = [line for line in about.partition("\n\n")[0].splitlines() if line.startswith(names)]
+    return lines or [platform.machine(), platform.processor()]

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -43,21 +44,16 @@ def licence_of(name: str, revision: str | None = None) -> dict[str, str | None] 
         return None
     if link and "://" not in str(link):
         link = None if os.path.isdir(name) else f"{constants.ENDPOINT}/{name}/blob/{revision or 'main'}/{link}"
-    return {
-        "license": str(licence),
-        "license_name": str(called) if called else None,
-        "license_link": str(link) if link else None,
-    }
+    found = {"license": licence, "license_name": called, "license_link": link}
+    return {key: str(value) if value else None for key, value in found.items()}
 
 
 def hub_dataset(name: str) -> dict[str, Any]:
     """A Hub data set as it is now: `id`, `revision` (the commit), `license` and `language` of its card."""
     card, commit = _card(name, None, "dataset")
     if commit is None:
-        try:
+        with suppress(*FAILURES):
             commit = HfApi().dataset_info(name).sha
-        except FAILURES:
-            commit = None
     licence, language = card.get("license"), card.get("language")
     return {
         "id": name,
@@ -83,13 +79,14 @@ def code_commit() -> str | None:
     It is known if the code is in its own git checkout, or pip installed it from one.
     """
     root = Path(__file__).resolve().parents[1]
-    if (top := _git(root, "rev-parse", "--show-toplevel")) and Path(top).resolve() == root:
-        return _git(root, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
-    try:  # as pip recorded where it installed this package from (PEP 610)
+    git = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
+    words = [*git, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(words, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+    with suppress(PackageNotFoundError, ValueError):  # as pip recorded where it installed this package from (PEP 610)
         origin = json.loads(distribution("normalign-llava").read_text("direct_url.json") or "{}")
-    except (PackageNotFoundError, ValueError):
-        origin = {}
-    return origin.get("vcs_info", {}).get("commit_id")
+        return origin.get("vcs_info", {}).get("commit_id")
+    return None
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
@@ -98,7 +95,8 @@ def hardware(device: torch.device) -> dict[str, Any]:
     A machine's CPU counts once. All processes must call this at the same time, each with its own device.
     """
     accelerator = device.type in ("cuda", "xpu")
-    name = torch.get_device_module(device).get_device_name(device) if accelerator else _processor_name()
+    cpu = [line.partition(":")[2].strip() for line in processor() if line.startswith("model name")]
+    name = torch.get_device_module(device).get_device_name(device) if accelerator else (*cpu, platform.machine())[0]
     seen = gather_object([(platform.node(), device.index if accelerator else None, name)])
     machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores"
     return {"devices": sorted({name for *_, name in seen}), "count": len(set(seen)), "machine": machine}
@@ -112,16 +110,3 @@ def _card(name: str, revision: str | None, kind: str) -> tuple[dict[str, Any], s
         return metadata_load(file) or {}, None if local else file.parent.name
     except FAILURES:
         return {}, None
-
-
-def _git(folder: Path, *words: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _processor_name() -> str:
-    names = [line.partition(":")[2].strip() for line in processor() if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

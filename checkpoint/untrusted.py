@@ -8,20 +8,18 @@ command opens.
 """
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from transformers.quantizers import AutoQuantizationConfig
-from transformers.utils.hub import cached_file, cached_files
+from safetensors import safe_open
+from transformers.utils.hub import cached_files
 
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import escaped
-from .limits import MAX_GROWTH, MAX_LAYERS, MAX_NUMBER
+from .limits import MAX_LAYERS, MAX_NUMBER
 from .loading import AGAIN, loading
 from .names import ADAPTER_CONFIG, INDEX, PICKLES, WEIGHTS
 
@@ -44,9 +42,7 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
     Raises:
         ValueError: A file is not valid JSON, is a link out of the folder, names code or another file to read, asks for
             an absurd number, or has control characters; or there is a model and an adapter.
-        OSError: There is no such checkpoint.
     """
-    cached_file(str(checkpoint), "config.json", revision=revision)  # its error says that there is no checkpoint
     # Records are copied and results written, so all files count.
     for parent, folders, names in os.walk(str(checkpoint)):
         for name in (*folders, *names):
@@ -77,13 +73,6 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
                 raise ValueError(
                     f"{files['config.json']} has {key} {number:,}; {least:,} to {most:,} are allowed. {AGAIN}"
                 )
-    for part in ("normalizer", "pre_tokenizer", "decoder"):
-        growth = math.prod(map(_growth, _nested(settings.get("tokenizer.json", {}).get(part))))
-        if growth > MAX_GROWTH:
-            raise ValueError(
-                f"The {part} in {files['tokenizer.json']} may make a text {growth:.3g} times as long, which would "
-                f"take all memory; {MAX_GROWTH:,} times are allowed. {AGAIN}"
-            )
     return config
 
 
@@ -93,8 +82,7 @@ def check_weights(checkpoint: str | os.PathLike, revision: str | None = None) ->
     Those of a Hub id are fetched.
 
     Raises:
-        ValueError: There are no weights in safetensors, they lie elsewhere or cannot be read, or their quantization is
-            not known.
+        ValueError: There are no weights in safetensors, or they lie elsewhere or cannot be read.
     """
     weights = _files(checkpoint, [WEIGHTS], revision)
     for index in _files(checkpoint, [INDEX], revision) if not weights else ():
@@ -110,15 +98,8 @@ def check_weights(checkpoint: str | os.PathLike, revision: str | None = None) ->
         )
     for file in weights:
         check_inside(file)
-        try:
-            with safe_open(file, "pt") as opened:
-                _check_characters(file, list(opened.keys()))
-        except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read: {error}. Was it cut short? {AGAIN}") from error
-    for file in _files(checkpoint, ["config.json"], revision):
-        if (quantization := json_object(file.read_bytes(), str(file)).get("quantization_config")) is not None:
-            with loading(f"The quantization_config of {checkpoint}"):  # an unknown one would only be warned of
-                AutoQuantizationConfig.from_dict(quantization)
+        with loading(str(file)), safe_open(file, "pt") as opened:
+            _check_characters(file, list(opened.keys()))
     return sum(file.stat().st_size for file in weights)
 
 
@@ -182,16 +163,6 @@ def _nested(content: Any) -> Iterator[Any]:
     while rest:
         yield (each := rest.pop())
         rest += [*each, *each.values()] if isinstance(each, dict) else each if isinstance(each, list) else []
-
-
-def _growth(step: Any) -> float:
-    """How many times as long a step of a tokenizer may make a text."""
-    step = step if isinstance(step, dict) else {}
-    if step.get("type") != "Replace":
-        return {"ByteLevel": 2.0, "Precompiled": 64.0}.get(str(step.get("type")), 1.0)  # a character of NFKC has 18
-    pattern = step["pattern"].get("String", "") if isinstance(step.get("pattern"), dict) else ""
-    content = len(str(step.get("content")))
-    return max(1.0, content / len(str(pattern))) if pattern else 1.0 + content  # which an expression may put anywhere
 
 
 def _items(content: Any) -> list[tuple[str, Any]]:

@@ -96,8 +96,7 @@ def find(model: str, revision: str | None = None, *, trust_remote_code: bool = F
         )
     trust = bool(remote)
     opened = Checkpoint(source, revision, stored, trust)
-    with tower_alone():
-        config = opened.config
+    config = opened.config
     kind, cls, config = _remote_kind(name, config, remote) if remote else _kind(name, config)
     if kind == "language model":
         return Found(kind, name, source, revision, config=config)

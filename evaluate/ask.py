@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TextStreamer
 
-from ..assembly.merge import open_adapter
+from ..assembly.adapter import open_adapter
 from ..checkpoint.names import ADAPTER_CONFIG
 from ..data.rows.forms import SUFFIXES
 from ..data.rows.questions import Sample

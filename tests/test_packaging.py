@@ -1,9 +1,8 @@
-"""The wheel and the sdist contain the package, its data and what builds it, and nothing else."""
+"""The wheel contains the package and its data, and nothing else."""
 
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -47,17 +46,3 @@ def test_wheel(tree, tmp_path):
     assert about == f"{wheel.name.split('-py3')[0]}.dist-info"
     entries = zipfile.ZipFile(wheel).read(f"{about}/entry_points.txt").decode()
     assert "[lmms_eval.models]\nnormalign_llava = normalign_llava.evaluate:lmms_model" in entries
-
-
-def test_sdist(tree, tmp_path):
-    code = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=tree, check=True, capture_output=True)
-    (sdist,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        files = {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
-    files = {name for name in files if not name.startswith("normalign_llava.egg-info/")}
-    tests = {
-        str(path.relative_to(tree)) for folder in ("tests", "benchmarks") for path in tree.glob(f"{folder}/**/*.py")
-    }
-    project = {"pyproject.toml", "setup.cfg", "MANIFEST.in", "PKG-INFO", "README.md", "LICENSE", "Makefile"}
-    assert files == sources(tree) | tests | project | {"CHANGELOG.md", "CITATION.cff"}

@@ -10,8 +10,8 @@ import time
 import httpx
 import openai
 import pytest
+import tiny
 import tiny_parts as parts
-import torch
 from asking import generate, request
 from paths import DOCS
 from PIL import Image
@@ -34,10 +34,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("serving")
     build_checkpoint(parts.vision(root / "vision"), parts.language(root / "language", tied=False), root / "built")
     model = AutoModelForImageTextToText.from_pretrained(root / "built")
-    with torch.no_grad():  # at its initial scale so small a decoder answers every question alike
-        for parameter in model.model.language_model.layers.parameters():
-            parameter.mul_(8.0 if parameter.ndim == 2 else 1.0)
-    model.save_pretrained(root / "my-model")
+    tiny.heeding(model).save_pretrained(root / "my-model")
     AutoProcessor.from_pretrained(root / "built").save_pretrained(root / "my-model")
     IMAGES[0].save(root / "kite.png")
     return root

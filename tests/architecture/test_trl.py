@@ -1,4 +1,4 @@
-"""TRL's own trainers on our checkpoints: images arrive, references are the model itself, everything trained moves."""
+"""TRL's own trainers on our checkpoints: references are the model itself, and everything trained moves."""
 
 import logging
 import math
@@ -11,7 +11,6 @@ from peft import LoraConfig
 from PIL import Image
 from transformers import AutoProcessor, BitsAndBytesConfig, LlavaConfig, LlavaForConditionalGeneration
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.build import retrofit_checkpoint
@@ -50,35 +49,6 @@ def first_loss(trainer):
     return trainer.state.log_history[0]["loss"]
 
 
-# -------------------------------------------------------------------------------------------------------- Online DPO
-def test_online_dpo_shows_the_images_to_the_tower(tmp_path, checkpoint):
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    shown = []
-    model.model.vision_tower.register_forward_pre_hook(
-        lambda module, args, kwargs: shown.append((args[0] if args else kwargs["pixel_values"]).clone()),
-        with_kwargs=True,
-    )
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    content = [{"type": "image"}, {"type": "text", "text": "what is it"}]
-    rows = [{"prompt": said("user", content), "image": image} for image in IMAGES]
-    arguments = OnlineDPOConfig(
-        output_dir=str(tmp_path), max_new_tokens=4, missing_eos_penalty=None, gradient_checkpointing=False, **SHORT
-    )
-    trainer = OnlineDPOTrainer(
-        model,
-        reward_funcs=lambda prompts, completions, **kwargs: [float(len(str(text))) for text in completions],
-        args=arguments,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=processor,
-    )
-    trainer.train()
-    assert shown, "the tower was never called"
-    seen = torch.cat(shown)
-    for image in IMAGES:
-        pixels = processor.image_processor(image, return_tensors="pt")["pixel_values"]
-        assert any(torch.equal(each[None], pixels) for each in seen)
-
-
 # ---------------------------------------------------------------------------------- reference models and LLaVA folders
 @pytest.fixture(scope="module")
 def llava(checkpoint, tmp_path_factory):
@@ -97,8 +67,7 @@ def llava(checkpoint, tmp_path_factory):
 def test_a_llava_folder_gives_no_reference_model(tmp_path, llava, caplog):
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(llava)
     assert model.name_or_path == model.config.name_or_path == ""
-    (told,) = [record.getMessage() for record in caplog.records if "reference model" in record.getMessage()]
-    assert f"`normalign build --from-llava {llava}`" in told
+    assert "a reference or an adapter's base loaded by it would differ" in caplog.text
     processor = AutoProcessor.from_pretrained(llava)
     with pytest.raises(OSError):
         dpo(model, tmp_path / "dpo", processor)

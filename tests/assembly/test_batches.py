@@ -2,6 +2,7 @@
 
 import json
 
+import tiny
 import tiny_parts as parts
 import torch
 import train_data
@@ -20,19 +21,11 @@ QUESTIONS = ["what is it", "say in more words what there is in the image"]
 MODULES = r".*\.language_model\..*\.(q_proj|v_proj)"
 
 
-def with_louder_layers(model):
-    """At its initial scale, so small a decoder gives the same answer to everything."""
-    with torch.no_grad():
-        for parameter in model.model.language_model.layers.parameters():
-            parameter.mul_(8.0 if parameter.ndim == 2 else 1.0)
-    return model
-
-
 def built(folder):
     language = parts.language(folder / "language", tied=False)
     build_checkpoint(parts.vision(folder / "vision"), language, folder / "built")
     model = AutoModelForImageTextToText.from_pretrained(folder / "built")
-    with_louder_layers(model).save_pretrained(folder / "built")
+    tiny.heeding(model).save_pretrained(folder / "built")
     return folder / "built"
 
 

@@ -7,12 +7,10 @@ import tiny
 import tiny_parts as parts
 import torch
 from PIL import Image
-from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
-    AutoTokenizer,
     FalconH1Config,
     GemmaConfig,
     GPT2Config,
@@ -140,17 +138,17 @@ def test_encoders_that_do_not_fit_are_refused(tmp_path):
         build_checkpoint(vision, parts.language(tmp_path / "l"), tmp_path / "built", select_strategy="default")
     sizes = {k: v for k, v in parts.SIZES.items() if k != "image_size"}
     Siglip2VisionModel(Siglip2VisionConfig(**sizes)).save_pretrained(tmp_path / "naflex")
-    with pytest.raises(ValueError, match="NaFlex"):
+    with pytest.raises(ValueError, match="a 'siglip2_vision_model' model"):
         build_checkpoint(str(tmp_path / "naflex"), parts.language(tmp_path / "l"), tmp_path / "built")
 
 
 def test_language_models_that_llava_would_change_or_cannot_hold_are_refused(tmp_path):
     vision = parts.vision(tmp_path / "vision")
     half = parts.language(tmp_path / "opt", cls=OPTConfig, word_embed_proj_dim=16, ffn_dim=48)
-    with pytest.raises(ValueError, match="projects embeddings of 16 to its hidden size of 32"):
+    with pytest.raises(ValueError, match="embeddings are not as wide as its hidden"):
         build_checkpoint(vision, half, tmp_path / "built")
     state = parts.language(tmp_path / "mamba", cls=MambaConfig, state_size=4)
-    with pytest.raises(ValueError, match="'mamba' model, which has no key-value cache"):
+    with pytest.raises(ValueError, match="'mamba' model, not a causal .* with a key-value cache"):
         build_checkpoint(vision, state, tmp_path / "built")
     # Falcon-H1 multiplies embeddings only where it looks them up itself, which LLaVA does in its place.
     sizes = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8)
@@ -171,30 +169,10 @@ def test_damaged_weights_are_named(tmp_path):
 
 
 def test_logits_that_are_transformed_in_another_way_are_refused(tmp_path):
-    language = parts.language(tmp_path / "language", cls=InklingTextConfig)
-    with pytest.raises(ValueError, match="to its logits after the head that this package does not know"):
+    sizes = dict(n_routed_experts=8, moe_intermediate_size=16)
+    language = parts.language(tmp_path / "language", cls=InklingTextConfig, **sizes)
+    with pytest.raises(ValueError, match="computes other logits than by itself"):
         build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
-
-
-def test_the_first_token_is_there_once(tmp_path):
-    """Templates that print it meet tokenizers that add it."""
-    language = parts.language(tmp_path / "language", chat_template="{{ '<|im_start|>' }}" + parts.CHATML)
-    tokenizer = AutoTokenizer.from_pretrained(language)
-    tokenizer.bos_token = "<|im_start|>"
-    first = tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|im_start|> $A", special_tokens=[("<|im_start|>", first)]
-    )
-    tokenizer.save_pretrained(language)
-    build_checkpoint(parts.vision(tmp_path / "vision"), language, tmp_path / "built")
-    processor = AutoProcessor.from_pretrained(tmp_path / "built")
-    assert processor.tokenizer("a")["input_ids"][0] == first
-    content = [{"type": "image", "image": Image.new("RGB", (16, 16))}, {"type": "text", "text": "what"}]
-    ids = processor.apply_chat_template(
-        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=True
-    )["input_ids"][0]
-    written = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    assert ids.count(first) == written.count("<|im_start|>")
 
 
 def test_a_template_without_marks_makes_an_inference_checkpoint_with_a_warning(tmp_path, caplog):

@@ -153,20 +153,6 @@ def test_gguf_unquantized(tmp_path, place, kind, small_chunks):
     assert [text for _, text, _ in statistics.top] == [f"token {row}" for row, _, _ in statistics.top]
 
 
-def test_gguf_quantized(tmp_path, small_chunks):
-    weight = table(width=64).numpy()
-    write_gguf(tmp_path / "model.gguf", weight, gguf.GGMLQuantizationType.Q8_0)
-    # Q8_0 written out: blocks of 32 numbers, a float16 scale and 32 int8 each.
-    blocks = weight.reshape(-1, 32).astype(np.float64)
-    scales = np.abs(blocks).max(1, keepdims=True) / 127
-    codes = np.where(scales == 0, 0, blocks / np.where(scales == 0, 1, scales))
-    restored = np.sign(codes) * np.floor(np.abs(codes) + 0.5) * scales.astype(np.float16).astype(np.float64)
-    statistics = embedding_statistics(str(tmp_path))
-    norms, _ = reference(restored.reshape(weight.shape))
-    assert statistics.raw_mean == pytest.approx(norms.mean(), rel=1e-6)
-    assert statistics.zero_rows == 2
-
-
 @pytest.mark.parametrize(
     "architecture, numbers, scale",
     [
@@ -188,7 +174,7 @@ def test_gguf_scales_on_the_way_in(tmp_path, architecture, numbers, scale):
     "names, match",
     [
         (["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"], "2 tensors.*decoder.*encoder.*alone"),
-        (["vision_model.embeddings.patch_embedding.weight"], "no token embedding.*language model"),
+        (["vision_model.embeddings.patch_embedding.weight"], "0 tensors called.*Name a language model"),
     ],
 )
 def test_tensors_that_cannot_be_told_apart(tmp_path, names, match):
@@ -216,12 +202,12 @@ def test_folders_without_readable_weights(tmp_path):
     with pytest.raises(ValueError, match="no weights.*no files"):
         embedding_statistics(str(tmp_path))
     torch.save({NAME: table()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pickled weights only \(pytorch_model.bin\).*save it again"):
+    with pytest.raises(ValueError, match="no weights.*pytorch_model.bin.*save it again"):
         embedding_statistics(str(tmp_path))
     save_file({NAME: table()}, tmp_path / "model.safetensors")
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-100])
-    with pytest.raises(ValueError, match="model.safetensors of .* cannot be loaded"):
+    with pytest.raises(ValueError, match="model.safetensors of .* is damaged"):
         embedding_statistics(str(tmp_path))
 
 
@@ -230,46 +216,23 @@ CLIENT = """
 import json, sys
 from dataclasses import asdict
 from normalign_llava.assembly.gain import embedding_statistics
-answers = []
-for model, revision in json.loads(sys.argv[1]):
-    try:
-        answers.append(asdict(embedding_statistics(model, top=3, revision=revision)))
-    except ValueError as error:
-        answers.append(str(error))
-print(json.dumps(answers))
+print(json.dumps(asdict(embedding_statistics(sys.argv[1], top=3))))
 """
 
 
-@pytest.fixture(scope="module")
-def told(server, prepared, tmp_path_factory):
-    """A hub that one client process has asked about every repository, and what the client was told."""
-    root = tmp_path_factory.mktemp("hub")
-    torch.manual_seed(0)
+@pytest.mark.parametrize("dtype, shard", [(torch.float32, "5GB"), (torch.bfloat16, "1MB")])
+def test_hub_sends_only_the_header_and_the_tensor(hub, prepared, tmp_path, dtype, shard):
     sizes = dict(vocab_size=997, hidden_size=64, intermediate_size=4096, num_hidden_layers=3)
-    model = LlamaForCausalLM(tiny.text_config(**sizes))
-    model.save_pretrained(root / "whole")
-    model.to(torch.bfloat16).save_pretrained(root / "sharded", max_shard_size="1MB")
-    folders = {f"acme/{folder.name}.v1": folder for folder in root.iterdir()}
-    server.clear()
-    for name, folder in folders.items():
-        server.serve(name, folder)
-    questions = [(name, None) for name in folders]
-    client = prepared.run(["-c", CLIENT, json.dumps(questions)])
+    LlamaForCausalLM(tiny.text_config(**sizes)).to(dtype).save_pretrained(tmp_path / "model", max_shard_size=shard)
+    repository = hub.serve("acme/model.v1", tmp_path / "model")
+    client = prepared.run(["-c", CLIENT, "acme/model.v1"])
     assert client.returncode == 0, client.stderr
-    return dict(zip(questions, json.loads(client.stdout), strict=True))
-
-
-@pytest.mark.parametrize("name", ["whole", "sharded"])
-def test_hub_sends_only_the_header_and_the_tensor(server, told, name):
-    repository = server.repositories[f"acme/{name}.v1"]
-    local = json.loads(json.dumps(asdict(embedding_statistics(str(repository.folder), top=3))))
-    assert told[f"acme/{name}.v1", None] == {**local, "model": f"acme/{name}.v1"}
+    local = json.loads(json.dumps(asdict(embedding_statistics(str(tmp_path / "model"), top=3))))
+    assert json.loads(client.stdout) == {**local, "model": "acme/model.v1"}
 
     weights = {path: size for path, size in repository.files().items() if path.endswith(".safetensors")}
-    assert (len(weights) > 1) == (name == "sharded")
-    prefix = f"acme/{name}.v1/"
-    sent = {path.removeprefix(prefix): count for path, count in server.sent.items() if path.startswith(prefix)}
+    assert (len(weights) > 1) == (shard == "1MB")
+    sent = {path.removeprefix("acme/model.v1/"): count for path, count in hub.sent.items()}
     (holder,) = [path for path in sent if path in weights]
-    header = int.from_bytes((repository.folder / holder).read_bytes()[:8], "little")
-    assert sent[holder] == 8 + header + 997 * 64 * (4 if name == "whole" else 2)
-    assert sent[holder] < 0.2 * sum(weights.values())
+    header = int.from_bytes((tmp_path / "model" / holder).read_bytes()[:8], "little")
+    assert sent[holder] == 8 + header + 997 * 64 * dtype.itemsize < 0.2 * sum(weights.values())

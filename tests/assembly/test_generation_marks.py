@@ -20,9 +20,8 @@ from chat_families import (
 from PIL import Image
 from transformers import LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-from normalign_llava.assembly.chat_template import MultimodalTemplate, check_chat_template, multimodal_chat_template
+from normalign_llava.assembly.chat_template import multimodal_chat_template
 
 
 # ------------------------------------------------------------------------------------------------------------- marks
@@ -70,7 +69,7 @@ def test_variants_of_a_family_are_known_by_their_statements():
 @pytest.mark.parametrize("name", ["cohere", "cohere2", "lfm2", "lfm2_v2", "qwen2_5_vl", "qwen3_vl"])
 def test_marks_from_trl_are_used_where_we_have_no_edit(name):
     new = multimodal_chat_template(SHIPPED[name])
-    assert new.generation_marks and new.source.endswith("marks from TRL")
+    assert new.generation_marks
     first, second = marked(new.template, parts(chat("What?", "A kite.", "And?", "Two."), {"type": "image"}))
     assert "A kite." in first and first.rstrip().endswith(">") and "What?" not in first
     assert "Two." in second and "And?" not in second
@@ -80,15 +79,29 @@ def test_marks_from_trl_are_used_where_we_have_no_edit(name):
 def test_marks_that_would_change_the_text_are_not_used(name):
     new = multimodal_chat_template(SHIPPED[name])
     assert not new.generation_marks and "generation %}" not in new.template
-    assert "no generation marks" in new.source
 
 
-def test_wrong_marks_of_a_template_itself_are_not_claimed():
-    wrong = SMOLLM2.replace("{{'<|im_start|>' + message", "{% generation %}{{'<|im_start|>' + message").replace(
-        "{% endfor %}", "{% endgeneration %}{% endfor %}"
-    )
-    assert not multimodal_chat_template(wrong).generation_marks
-    assert not multimodal_chat_template(LLAVA_15).generation_marks  # nothing ends its answers
+ANSWER = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        (ANSWER, "{{ message['content'] }}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}"),
+        (ANSWER, "{% generation %}{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}"),
+        ("{%- else %}{{ message['content'] + '<|im_end|>' }}", "{%- else %}" + ANSWER),
+    ],
+    ids=["answer left out", "end of turn left out", "questions marked"],
+)
+def test_wrong_marks_of_a_template_itself_are_not_claimed(old, new):
+    right = multimodal_chat_template(SMOLLM2).template
+    assert right.count(old) == 1 and multimodal_chat_template(right).generation_marks
+    assert not multimodal_chat_template(right.replace(old, new)).generation_marks
+
+
+def test_marks_need_an_end_of_turn():
+    assert not multimodal_chat_template(LLAVA_15).generation_marks
+    assert not multimodal_chat_template(None, special_tokens={"bos_token": "<s>"}).generation_marks
 
 
 # ------------------------------------------------------------------------------------------------------------ Vicuna
@@ -111,44 +124,6 @@ def test_vicuna_written_out():
 
 
 # ---------------------------------------------------------------------------------------------------- real tokenizers
-@pytest.mark.parametrize("name", [*END_OF_TURN, "cohere", "cohere2", "lfm2", "qwen2_5_vl", "qwen3_vl"])
-def test_check_passes_and_trl_sees_the_stop_token_trained(name):
-    new = multimodal_chat_template(TEMPLATES[name])
-    tokens = ("<|END_OF_TURN_TOKEN|>", "<|END_RESPONSE|>", "<|im_start|>", "<|start_header_id|>", "<start_of_turn>")
-    tokenizer = byte_tokenizer(*{END_OF_TURN.get(name, "<|im_end|>"), *tokens} - {"</s>"})
-    check_chat_template(tokenizer, new)
-    assert is_chat_template_stop_token_trained(tokenizer, chat_template=new.template)
-
-
-ANSWER = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-
-
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        (ANSWER, "{{ message['content'] }}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}"),
-        (ANSWER, "{% generation %}{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}"),
-        ("{%- else %}{{ message['content'] + '<|im_end|>' }}", "{%- else %}" + ANSWER),
-    ],
-    ids=["answer left out", "end of turn left out", "questions marked"],
-)
-def test_check_compares_the_marked_tokens(old, new):
-    right = multimodal_chat_template(SMOLLM2)
-    assert right.template.count(old) == 1
-    wrong = right.template.replace(old, new)
-    tokenizer = byte_tokenizer("<|im_end|>", "<|im_start|>")
-    check_chat_template(tokenizer, right)
-    check_chat_template(tokenizer, MultimodalTemplate(wrong, False, "no marks claimed"))
-    with pytest.raises(ValueError, match="(?s)marks of the chat template cover .* 'two questions and answers'"):
-        check_chat_template(tokenizer, MultimodalTemplate(wrong, True, "marks claimed"))
-
-
-def test_vicuna_needs_an_end_of_turn_token():
-    check_chat_template(byte_tokenizer(), multimodal_chat_template(None))
-    with pytest.raises(ValueError, match="eos_token"):
-        check_chat_template(byte_tokenizer(eos=None), multimodal_chat_template(None))
-
-
 @pytest.mark.parametrize("name", ["smollm2", "qwen3", "gemma3"])
 def test_the_processor_masks_the_same_answers_around_expanded_images(name):
     tokenizer = byte_tokenizer("<image>", END_OF_TURN[name])

@@ -10,17 +10,14 @@ import pytest
 import tiny
 import tiny_parts as parts
 import torch
-import training
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
-from trl import SFTConfig, SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.train.batches.collator import ConversationCollator
 
 
 pytestmark = pytest.mark.slow
@@ -96,8 +93,7 @@ def test_the_checkpoint_is_adapter_plus_base(bases, tmp_path, kind, base):
     # Largest differences seen: LoRA 3e-6, DoRA 1e-6, rsLoRA 3e-6, where logits reach 15; without the adapter, 8.
     torch.testing.assert_close(logits(merged, bases[base]), expected, rtol=0, atol=1e-5)
     assert (logits(load(bases[base]), bases[base]) - expected).abs().max() > 0.1
-    assert (report.kind, report.rank, report.quantization, report.dtype) == (kind, 4, None, "float32")
-    assert report.difference < 1e-5 and report.parameters == merged.num_parameters()
+    assert (report.quantization, report.dtype) == (None, "float32") and report.difference < 1e-5
 
     before, after = (load_file(folder / "model.safetensors") for folder in (bases[base], tmp_path / "merged"))
     assert before.keys() == after.keys()  # tied embeddings are stored once, as they were
@@ -162,46 +158,13 @@ def test_a_4_bit_base_is_dequantized_in_float32_and_merged(bases, tmp_path, base
     assert torch.equal(norm_of(tmp_path / "merged")["weight"], norm_of(tmp_path / "adapter")["weight"])
 
     # Merged with the base as it was before quantization, it would be another model: seen 0.12 to 0.21.
-    (tmp_path / "adapter" / "training.json").unlink()
-    merge_adapter(tmp_path / "adapter", tmp_path / "wrong", dtype="float32", base_quantization="none")
+    (tmp_path / "adapter" / "training.json").unlink()  # which TRL alone does not write
+    with pytest.raises(ValueError, match="How the base of .* was quantized.*--base-quantization KIND"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "wrong")
+    for name, kind in (("right", "nf4-double" if double else "nf4"), ("wrong", "none")):
+        merge_adapter(tmp_path / "adapter", tmp_path / name, dtype="float32", base_quantization=kind)
+    torch.testing.assert_close(logits(load(tmp_path / "right"), bases["tied"]), expected, rtol=0, atol=1e-5)
     assert (logits(load(tmp_path / "wrong"), bases["tied"]) - expected).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("kind, settings", [("nf4-double", NF4), ("none", None)])
-def test_an_adapter_that_trl_alone_trained_is_merged(bases, tmp_path, kind, settings):
-    adapter, settings = tmp_path / "adapter", settings and BitsAndBytesConfig(**settings)
-
-    def base():
-        model = NormAlignLlavaForConditionalGeneration.from_pretrained(bases["tied"], quantization_config=settings)
-        for module in model.modules():
-            if type(module).__name__ == "Linear4bit":
-                module.support_avx512bf16_for_cpu = False  # it would pack its weights in evaluation, and leave them so
-        return model
-
-    trainer = SFTTrainer(
-        model=base(),
-        args=SFTConfig(
-            str(adapter), max_steps=2, learning_rate=1e-2, per_device_train_batch_size=2, bf16=bool(settings),
-            use_cpu=True, max_length=None, report_to="none", save_strategy="no", gradient_checkpointing=False,
-            disable_tqdm=True, remove_unused_columns=False,
-        ),
-        train_dataset=training.rows(4),
-        processing_class=AutoProcessor.from_pretrained(bases["tied"]),
-        data_collator=ConversationCollator(AutoProcessor.from_pretrained(bases["tied"])),
-        peft_config=LoraConfig(r=4, target_modules=LINEARS, modules_to_save=["multi_modal_projector"]),
-    )  # fmt: skip
-    trainer.train()
-    trainer.save_model()
-    expected = logits(PeftModel.from_pretrained(base(), adapter).eval(), bases["tied"])  # without training's autocast
-    with pytest.raises(ValueError, match="does not say whether its base was quantized.*--base-quantization KIND"):
-        merge_adapter(adapter, tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
-    report = merge_adapter(adapter, tmp_path / "merged", base_quantization=kind)
-    assert report.quantization == (settings and f"4-bit {kind.split('-')[0]}")
-    torch.testing.assert_close(logits(load(tmp_path / "merged"), bases["tied"]), expected, rtol=0, atol=1e-5)
-    if settings:
-        merge_adapter(adapter, tmp_path / "wrong", base_quantization="none")
-        assert (logits(load(tmp_path / "wrong"), bases["tied"]) - expected).abs().max() > 1e-2
 
 
 def test_an_8_bit_base_is_dequantized_and_merged(bases, tmp_path):
@@ -246,10 +209,10 @@ def damage(adapter, change):
 
 Q_PROJ = "base_model.model.model.language_model.layers.1.self_attn.q_proj"
 REFUSED = {
-    "a missing tensor": (lambda t: t.pop(f"{Q_PROJ}.lora_B.weight"), r"q_proj.lora_B.weight is missing"),
+    "a missing tensor": (lambda t: t.pop(f"{Q_PROJ}.lora_B.weight"), "q_proj.lora_B.weight has shape none, on"),
     "another shape": (
         lambda t: t.update({f"{Q_PROJ}.lora_A.weight": torch.ones(4, 7)}),
-        r"q_proj.lora_A.weight has shape \[4, 7\], not \[4, 64\]",
+        r"q_proj.lora_A.weight has shape \[4, 7\], on the base \[4, 64\]",
     ),
     "no number": (lambda t: t[f"{Q_PROJ}.lora_A.weight"].fill_(float("nan")), "NaNs detected"),
 }
@@ -267,7 +230,7 @@ def test_an_adapter_that_does_not_fit_is_refused(bases, tmp_path, change, messag
 def test_a_base_that_does_not_fit_is_refused(bases, tmp_path):
     adapter = tmp_path / "adapter"
     make_adapter(bases["tied"], adapter)
-    with pytest.raises(ValueError, match="does not fit the base .* has shape .*; and .* more. Is it the right --base"):
+    with pytest.raises(ValueError, match="does not fit the base .* has shape .*; and .* more. Give the right --base"):
         merge_adapter(adapter, tmp_path / "merged", base=str(bases["wide"]))
     with pytest.raises(ValueError, match="is a 'siglip_vision_model' model, no NormAlign-LLaVA"):
         merge_adapter(adapter, tmp_path / "merged", base=str(bases["tied"].parent / "vision"))
@@ -284,7 +247,7 @@ def test_a_base_that_does_not_fit_is_refused(bases, tmp_path):
 def test_what_is_no_adapter_is_refused(bases, tmp_path):
     (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
     (tmp_path / "run" / "checkpoint-5" / "adapter_config.json").touch()
-    with pytest.raises(ValueError, match="no adapter_config.json, so it is no adapter folder.*It has checkpoint-5"):
+    with pytest.raises(ValueError, match="no adapter_config.json, so it is no folder of.*It has checkpoint-5"):
         merge_adapter(tmp_path / "run", tmp_path / "merged")
     with pytest.raises(ValueError, match="is a whole model, which has nothing to merge"):
         merge_adapter(bases["tied"], tmp_path / "merged")
@@ -295,7 +258,7 @@ def test_what_is_no_adapter_is_refused(bases, tmp_path):
     make_adapter(bases["tied"], tmp_path / "adapter")
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
-    with pytest.raises(ValueError, match="adapter_model.safetensors cannot be read"):
+    with pytest.raises(ValueError, match="adapter_model.safetensors cannot be loaded"):
         merge_adapter(tmp_path / "adapter", tmp_path / "merged")
     make_adapter(bases["tied"], tmp_path / "adapter")
     with pytest.raises(ValueError, match="exists and is not an empty folder"):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import tiny
@@ -13,6 +14,7 @@ import train_data
 import training
 from hub_server import HubServer
 
+from normalign_llava.checkpoint.find import check_folder, find_checkpoint
 from normalign_llava.train.run import main as train
 
 
@@ -45,27 +47,37 @@ def test_the_hub_is_asked_once_and_only_of_what_may_be_there(tmp_path):
     paths = ["none", "./user/none", "/user/none", "user/none/", "a/b/c", "../model", "~/model", "user/a..b"]
     with HubServer({"user/model": tmp_path / "model"}) as hub:
         environment = hub.environment(tmp_path / "home")
-        for path, said in zip(paths, asked([[path, None, False] for path in paths], environment), strict=True):
-            assert said == f"{path} is no file or folder here. Check the path. A model of the Hub is named owner/name."
-        assert hub.requests == []
-
         names = [["user/none", None, False], ["user/model", "v9", False], ["user/model", None, True]]
-        absent, unversioned, found = asked(names, environment)
-        assert absent.startswith("user/none is no file or folder here, and the Hub has no model of that name")
-        assert unversioned == "user/model is no file or folder here, and on the Hub it has no revision 'v9'."
+        *said, absent, unversioned, found = asked([[path, None, False] for path in paths] + names, environment)
+        for path, text in zip(paths, said, strict=True):
+            assert text == f"{path} is no file or folder here. Check the path. A model of the Hub is named owner/name."
+        for name, text in (("user/none", absent), ("user/model", unversioned)):
+            assert text.startswith(f"{name} is no file or folder here, and the Hub has no model of that name and revi")
         assert found == "user/model"
-        assert len([request for request in hub.requests if "/api/models/user/none" in request]) == 1
+        about = [request.split("?")[0] for request in hub.requests if "/api/models/" in request]
+        assert about.count("GET /api/models/user/none") == 1 and {each.split("/")[3] for each in about} == {"user"}
         count = len(hub.requests)
         assert asked([["user/model", None, False]], environment) == ["user/model"]
         of_the_model = [request for request in hub.requests[count:] if "user/model" in request]
         assert of_the_model == ["GET /api/models/user/model"]  # which commit is the newest
-    (unreachable,) = asked([["user/none", None, False]], environment)
+    both = [["user/none", None, False], ["user/model", None, False]]
+    unreachable, kept = asked(both, environment)
     assert unreachable.startswith(f"user/none is no file or folder here, and the Hub ({hub.url}) cannot be asked: ")
-    assert unreachable.endswith(". Check the name and your connection.")
-    (offline,) = asked([["user/none", None, False]], environment | {"HF_HUB_OFFLINE": "1"})
+    assert unreachable.endswith(". Check the name and your connection.") and kept == "user/model"
+    offline, kept = asked(both, environment | {"HF_HUB_OFFLINE": "1"})
     assert offline.startswith("user/none is no file or folder here, and the Hub") and "offline" in offline
-    for gone in (environment, environment | {"HF_HUB_OFFLINE": "1"}):
-        assert asked([["user/model", None, False]], gone) == ["user/model"]
+    assert kept == "user/model"
+
+
+def test_what_a_folder_lacks_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    with pytest.raises(ValueError, match="empty is no checkpoint: it has no config.json and no adapter_config.json"):
+        check_folder("empty")
+    with pytest.raises(ValueError, match="is fetched with `hf download user/none --local-dir"):
+        check_folder("user/none")
+    with pytest.raises(ValueError, match="empty has no config.json, so it is no model"):
+        find_checkpoint("empty")
 
 
 TRAIN = {"max_steps": 1, "learning_rate": 1e-3, "bf16": False, "use_cpu": True, "report_to": "none"}

@@ -96,8 +96,8 @@ def run(*words, answers="y\n" * 9):
 @pytest.mark.parametrize(
     "command, kind",
     [
-        *((command, "tokenizer's code") for command in ("merge", "diagnose", "publish", "demo", "build")),
-        *((command, "configuration's code") for command in ("merge", "diagnose", "publish", "demo", "build")),
+        *((command, "tokenizer's code") for command in ("merge", "diagnose", "publish", "build")),
+        *((command, "configuration's code") for command in ("merge", "diagnose", "publish", "build")),
         *(("train", kind) for kind in hostile.CODE),
     ],
 )
@@ -111,7 +111,8 @@ def test_every_auto_class_is_told_whether_to_run_code():
     for file in ROOT.rglob("*.py"):
         if {"tests", ".venv", "build"} & {*file.relative_to(ROOT).parts}:
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        text = file.read_text()
+        for node in ast.walk(ast.parse(text)) if ".from_pretrained(" in text else ():
             if isinstance(node, ast.Call) and re.fullmatch(r"Auto\w+\.from_pretrained", ast.unparse(node.func)):
                 keywords = {keyword.arg for keyword in node.keywords}
                 calls.append((file.name, node.lineno, bool(keywords & {"trust_remote_code", None})))
@@ -136,22 +137,11 @@ def test_an_adapter_that_names_a_module_or_a_kernel_is_refused(good, tmp_path):
         check_files(adapter)
 
 
-@pytest.mark.parametrize("command", ["train", "merge", "diagnose", "publish", "demo", "build", "gain"])
+@pytest.mark.parametrize("command", ["train", "merge", "diagnose", "publish", "build", "gain"])
 def test_a_model_with_an_adapter_in_its_folder_is_refused(commands, command):
     shutil.copy(commands.good / "adapter" / "adapter_config.json", commands.folder)
     shutil.copy(commands.good / "adapter" / "adapter_model.safetensors", commands.folder)
     assert "has both config.json and adapter_config.json" in commands.error(command)
-
-
-def test_an_adapter_in_a_model_s_repository_leads_to_no_other(hub, prepared, good, tmp_path):
-    both = shutil.copytree(good / "model", tmp_path / "both")
-    hub.serve("eve/base", good / "model")
-    hostile.edit(both / "adapter_config.json", base_model_name_or_path="eve/base", peft_type="LORA")
-    hub.serve("eve/both", both)
-    for words in (["diagnose", "eve/both", "--output", tmp_path / "out"], ["gain", "eve/both"]):
-        done = prepared.run(["-m", "normalign_llava", *words])
-        assert done.returncode == 1 and "eve/both has both config.json and adapter_config.json" in done.stderr
-    assert not [request for request in hub.requests if "eve/base" in request]
 
 
 def test_parts_that_need_code_or_make_no_images_are_not_built_in(good, tmp_path):
@@ -173,7 +163,7 @@ def test_parts_that_need_code_or_make_no_images_are_not_built_in(good, tmp_path)
     assert too_large in run("diagnose", vision, "--data", good / "images", "--output", tmp_path / "out")
 
 
-@pytest.mark.parametrize("command", ["train", "gain", "merge", "diagnose", "demo"])
+@pytest.mark.parametrize("command", ["train", "gain", "merge", "diagnose"])
 def test_pickled_weights_are_not_opened(commands, command):
     commands.spoil("pickle")
     error = commands.error(command)
@@ -215,7 +205,7 @@ def test_the_hub_caches_own_links_are_followed(good, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------- time and memory
-@pytest.mark.parametrize("command", ["merge", "diagnose", "publish", "demo"])
+@pytest.mark.parametrize("command", ["merge", "diagnose", "publish"])
 def test_a_configuration_of_absurd_size_is_refused(commands, command):
     commands.spoil("10^7 layers")
     assert "num_hidden_layers 10,000,000" in commands.error(command)
@@ -238,23 +228,6 @@ def test_a_configuration_that_takes_much_memory_is_refused(tmp_path, monkeypatch
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_labels": 2**22}))
     with pytest.raises(ValueError, match=f"The configuration of {tmp_path} takes too much memory"):
         _ = open_checkpoint(tmp_path).config
-
-
-REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
-
-
-@pytest.mark.parametrize(
-    "part, step, count",
-    [
-        ("normalizer", REPLACE, 5),
-        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}, 2),
-        ("pre_tokenizer", {"type": "ByteLevel"}, 40),
-        ("decoder", REPLACE, 3),
-    ],
-)
-def test_a_tokenizer_that_lengthens_texts_without_end_is_refused(commands, part, step, count):
-    hostile.edit(commands.folder / "tokenizer.json", **{part: {"type": "Sequence", "steps": [step] * count}})
-    assert f"The {part} in {commands.folder / 'tokenizer.json'} may make a text" in commands.error("publish")
 
 
 def test_a_tokenizer_that_stops_ends_a_command_in_a_sentence(commands):
@@ -289,7 +262,7 @@ def test_training_from_a_broken_checkpoint_ends_in_a_sentence(commands, kind):
     assert str(commands.folder) in error or "feature_layer" in error, error
 
 
-@pytest.mark.parametrize("command", ["gain", "card", "merge", "diagnose", "demo", "publish"])
+@pytest.mark.parametrize("command", ["gain", "card", "merge", "diagnose", "publish"])
 def test_other_commands_say_it_in_a_sentence_too(commands, command):
     commands.spoil("list for text_config")
     assert str(commands.folder) in commands.error(command)
@@ -307,8 +280,8 @@ def test_gain_of_weights_whose_header_or_index_is_broken(commands, kind):
         ("adapter_config.json", {"base_model_name_or_path": [1]}, "base_model_name_or_path"),
         ("adapter_config.json", {"alora_invocation_tokens": [1]}, "aLoRA"),
         ("training.json", hostile.DEEP, "training.json is nested too deeply"),
-        ("training.json", {"quantization": "nf4"}, "quantization in .*training.json"),
-        ("training.json", {"quantization": None, "config_changes": {"dtype": "x"}}, "config_changes in"),
+        ("training.json", {"quantization": "nf4"}, "training.json may have settings as quantization"),
+        ("training.json", {"quantization": None, "config_changes": {"dtype": "x"}}, "in config_changes"),
     ],
 )
 def test_an_adapter_with_broken_settings_is_not_merged(good, tmp_path, file, content, words):
@@ -324,8 +297,7 @@ def test_an_adapter_with_broken_settings_is_not_merged(good, tmp_path, file, con
 SHOWN = "evil\\x1b]0;owned\\x07\\x1b[31m["
 
 
-@pytest.mark.parametrize("command", ["train", "card", "diagnose", "publish"])
-@pytest.mark.parametrize("kind", ["escapes in model_type", "escapes in a key"])
+@pytest.mark.parametrize("command, kind", [("train", "escapes in model_type"), ("card", "escapes in a key")])
 def test_escapes_in_a_configuration_are_shown(commands, command, kind):
     commands.spoil(kind)
     assert SHOWN in commands.error(command)

@@ -53,21 +53,6 @@ def image_processor(folder: Path, marker: Path) -> None:
     edit(folder / "processor_config.json", image_processor=named)
 
 
-def hidden_in_escapes(folder: Path, marker: Path) -> None:
-    """The key as JSON may also spell it."""
-    foreign("tokenizer_config.json", "AutoTokenizer", tokenizer_class="Evil")(folder, marker)
-    file = folder / "tokenizer_config.json"
-    file.write_text(file.read_text().replace('"auto_map"', '"auto\\u005fmap"'))
-
-
-def other_configuration(folder: Path, marker: Path) -> None:
-    """The configuration that is compared names another one, which transformers reads in its place."""
-    code(folder, marker)
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.5.0.0.json").write_text(json.dumps({**content, "auto_map": {"AutoConfig": "evil.Evil"}}))
-    edit(folder / "config.json", configuration_files=["config.5.0.0.json"])
-
-
 def custom_generate(folder: Path, marker: Path) -> None:
     code(folder, marker)
     (folder / "custom_generate").mkdir()
@@ -104,11 +89,12 @@ def weights_elsewhere(how: str) -> Spoil:
         if how == "link":
             (folder / WEIGHTS).symlink_to(other / WEIGHTS)
             return
+        name = f"../{other.name}/{WEIGHTS}"
         if how == "transformers_weights":
-            edit(folder / "config.json", transformers_weights=f"../{other.name}/{WEIGHTS}")
+            edit(folder / "config.json", transformers_weights=name)
             return
-        name = {"absolute": str(other / WEIGHTS), "relative": f"../{other.name}/{WEIGHTS}", "shard": SHARD}[how]
         if how == "shard":
+            name = SHARD
             (folder / SHARD).symlink_to(other / WEIGHTS)
         names = dict.fromkeys(load_file(other / WEIGHTS), name)
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": names}))
@@ -129,23 +115,14 @@ def elsewhere(name: str) -> Spoil:
     return spoil
 
 
-def linked(name: str, *, to_nothing: bool = False) -> Spoil:
-    """A link to a folder elsewhere, or to a name there under which a file would be written."""
+def linked(name: str) -> Spoil:
+    """A link to a name elsewhere under which a file would be written."""
 
     def spoil(folder: Path, marker: Path) -> None:
-        other = folder.parent / f"{folder.name}-private"
-        other.mkdir()
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).symlink_to(other / "new" if to_nothing else other)
+        (folder / name).symlink_to(folder.parent / "private" / "new")
 
     return spoil
-
-
-def tokenizer_elsewhere(folder: Path, marker: Path) -> None:
-    other = folder.parent / f"{folder.name}-private"
-    other.mkdir()
-    (folder / "tokenizer.json").rename(other / "tokenizer.1.0.0.json")
-    edit(folder / "tokenizer_config.json", fast_tokenizer_files=[f"../{other.name}/tokenizer.1.0.0.json"])
 
 
 def pipe(name: str) -> Spoil:
@@ -210,13 +187,10 @@ def processor(**changes) -> Spoil:
 
 CODE: dict[str, Spoil] = {
     "tokenizer's code": foreign("tokenizer_config.json", "AutoTokenizer", tokenizer_class="Evil"),
-    "tokenizer's code beside a class": foreign("tokenizer_config.json", "AutoTokenizer"),
     "processor's code beside a class": foreign("processor_config.json", "AutoProcessor"),
     "preprocessor's code": foreign("preprocessor_config.json", "AutoImageProcessor", image_processor_type="Evil"),
     "image processor's code": image_processor,
     "configuration's code": foreign("config.json", "AutoConfig", model_type="evil"),
-    "code behind an escaped key": hidden_in_escapes,
-    "code of another configuration": other_configuration,
     "code for generation": custom_generate,
     "code of a kernel": config(attn_implementation="stranger/kernel"),
     "code of a kernel, private key": config(TEXT, _attn_implementation="stranger/kernel"),
@@ -225,21 +199,16 @@ CODE: dict[str, Spoil] = {
 ELSEWHERE: dict[str, Spoil] = {
     **{
         f"weights elsewhere, {how}": weights_elsewhere(how)
-        for how in ("link", "absolute", "relative", "shard", "transformers_weights")
+        for how in ("link", "relative", "shard", "transformers_weights")
     },
     "training.json elsewhere": elsewhere("training.json"),
-    "README.md elsewhere": elsewhere("README.md"),
-    "tokenizer_config.json elsewhere": tokenizer_elsewhere,
     "trainer_state.json is a pipe": pipe("trainer_state.json"),
-    "evaluation elsewhere": linked("evaluation"),
     "evaluation/ai2d elsewhere": linked("evaluation/ai2d"),
-    ".README.md-1 to nothing": linked(".README.md-1", to_nothing=True),
+    ".README.md-1 elsewhere": linked(".README.md-1"),
 }
 LARGE: dict[str, Spoil] = {
     "10^7 layers": config(TEXT, num_hidden_layers=10**7),
     "hidden size 10^9": config(TEXT, hidden_size=10**9),
-    "vocabulary 10^12": config(TEXT, vocab_size=10**12),
-    "images of 10^8 pixels a side": config(VISION, image_size=10**8),
     "processor, images of 10^6 pixels a side": processor(
         image_processor={"size": {"shortest_edge": 10**6}, "crop_size": {"height": 10**6, "width": 10**6}}
     ),

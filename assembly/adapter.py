@@ -1,0 +1,148 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Opens adapters: finds the base, and checks that both fit before anything is loaded."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
+from safetensors import safe_open
+from transformers import LlavaProcessor
+
+from ..checkpoint.find import check_adapter
+from ..checkpoint.limits import SETTINGS_BYTES
+from ..checkpoint.loading import loading
+from ..checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINING_RECORD
+from ..checkpoint.opening import Checkpoint, open_checkpoint
+from ..checkpoint.precision import dtype_to_load
+from ..checkpoint.untrusted import check_files, check_inside, json_object
+from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..errors import check_installed
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .build import ARM_FIELDS
+from .processing import pad_left
+
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "nf4": NF4,
+    "nf4-double": NF4 | {"bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True},
+}
+"""bitsandbytes' settings by the names of `--base-quantization`; `double`: its constants are quantized too."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's folder, and its base with the `config` and quantization that it had in training."""
+
+    folder: Path
+    base: Checkpoint
+    config: NormAlignLlavaConfig
+    quantization: dict[str, Any] | None
+    realigned: bool
+    processor: LlavaProcessor
+
+    def put_on(self, model: NormAlignLlavaForConditionalGeneration) -> PeftModel:
+        """The loaded base with the adapter on it."""
+        if self.realigned:
+            model.align_projector_norm()  # as the run that changed it did
+        with loading(f"The adapter {self.folder}"):
+            return PeftModel.from_pretrained(model, self.folder, torch_device=str(model.device))
+
+    def load(self) -> PeftModel:
+        """The base as in training, on a GPU if there is one, with the adapter on it, in eval mode."""
+        settings, config = self.quantization, self.config
+        dtype = (settings or {}).get("bnb_4bit_compute_dtype") or dtype_to_load("auto", config)
+        device = "auto" if torch.cuda.is_available() else None
+        model = self.base.load(dtype=dtype, config=config, quantization_config=settings, device_map=device)
+        return self.put_on(model).eval()
+
+
+def open_adapter(adapter: Path, base: str | None = None, base_quantization: str | None = None) -> Adapter:
+    """Finds an adapter's base and checks that they fit; nothing is loaded. Arguments and errors: [`merge_adapter`]."""
+    peft_config = _adapter_config(adapter)
+    quantization, changes = _training_settings(adapter, base_quantization)
+    if quantization:
+        check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
+    named = peft_config.base_model_name_or_path
+    if not (base := base or named):
+        raise ValueError(f"The adapter {adapter} does not name its base. Give its folder or Hub id with --base.")
+    remedy = f"It is the base of the adapter {adapter}: if it has moved, name it with --base."
+    opened = open_checkpoint(base, peft_config.revision if base == named else None, remedy=remedy)
+    if opened.model_type not in (NormAlignLlavaConfig.model_type, "llava"):
+        raise ValueError(
+            f"The base {base} is a {opened.model_type!r} model, no NormAlign-LLaVA. Give the right one with --base."
+        )
+    config = opened.read_config(NormAlignLlavaConfig)
+    stored = (config.projector_norm, config.projector_gain_init)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    _check_tensors(adapter, peft_config, config, opened.name)
+    realigned = stored != (config.projector_norm, config.projector_gain_init) and config.projector_norm != "none"
+    trained = (adapter / "processor_config.json").exists()
+    processor = Checkpoint(str(adapter), None, {}).processor if trained else opened.processor
+    pad_left(processor.tokenizer)
+    return Adapter(adapter, opened, config, quantization, realigned, processor)
+
+
+def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str) -> None:
+    """Raises ValueError if names or shapes in the adapter's file do not fit the base, before anything is loaded.
+
+    PEFT only warns of a missing tensor, and ignores one that it does not know.
+    """
+    peft_config = copy.deepcopy(peft_config)
+    peft_config.init_lora_weights = False  # initial values computed from weights cannot be on meta
+    with torch.device("meta"):
+        with loading(f"The model {base}", memory=SETTINGS_BYTES):
+            model = NormAlignLlavaForConditionalGeneration(config)
+        with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
+            adapted = PeftModel(model, peft_config, low_cpu_mem_usage=True)
+    places = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    expected = {name: list(tensor.shape) for name, tensor in places.items()}
+    with loading(f"{adapter / ADAPTER_WEIGHTS}"), safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
+        found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    faults = [
+        f"{name} has shape {found.get(name, 'none')}, on the base {expected.get(name, 'none')}"
+        for name in sorted(expected.keys() | found.keys())
+        if found.get(name) != expected.get(name)
+    ]
+    if faults:
+        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if faults[5:] else "")
+        raise ValueError(f"The adapter {adapter} does not fit the base {base}: {shown}. Give the right --base.")
+
+
+def _adapter_config(adapter: Path) -> LoraConfig:
+    check_adapter(adapter)
+    check_files(adapter)
+    check_inside(adapter / ADAPTER_WEIGHTS)
+    with loading(f"{adapter / ADAPTER_CONFIG}"):
+        config = PeftConfig.from_pretrained(adapter)
+    if config.peft_type != PeftType.LORA:
+        raise ValueError(f"{adapter} is a {config.peft_type} adapter. Only LoRA, DoRA and rsLoRA can be merged here.")
+    return config
+
+
+def _training_settings(adapter: Path, base_quantization: str | None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """How the base was quantized in training, and what was changed in its configuration."""
+    file = adapter / TRAINING_RECORD
+    record = json_object(file.read_bytes(), str(file)) if file.is_file() else {}
+    changes, quantization = record.get("config_changes", {}), record.get("quantization")
+    if not isinstance(changes, dict) or changes.keys() - {*ARM_FIELDS} or not isinstance(quantization, dict | None):
+        raise ValueError(
+            f"{file} may have settings as quantization, and {', '.join(ARM_FIELDS)} in config_changes, got "
+            f"{quantization!r} and {changes!r}."
+        )
+    if base_quantization in BASE_QUANTIZATIONS:
+        quantization = BASE_QUANTIZATIONS[base_quantization]
+    elif base_quantization or "quantization" not in record:
+        raise ValueError(
+            f"How the base of {adapter} was quantized in training is not known, and the merged model depends on it. "
+            f"Give it: `normalign merge {adapter} --output DIR --base-quantization KIND`, where KIND is one of "
+            f"{', '.join(BASE_QUANTIZATIONS)}."
+        )
+    return quantization, changes
