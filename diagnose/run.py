@@ -30,9 +30,8 @@ from .findings import findings
 from .load import Found, find, load
 from .measure.attention import attention_maps
 from .measure.dynamics import read_dynamics, read_training_log
-from .measure.embeddings import embedding_table_of, probe_language
+from .measure.embeddings import embedding_table_of, gain_of, probe_language
 from .measure.encoder import probe_encoder
-from .measure.gain_table import gain_of
 from .measure.positions import tokenizer_ids
 from .measure.probe import probe
 from .page.write import write_page
@@ -160,7 +159,7 @@ def _measure(
 ) -> Report:
     """The report of one model; the images that attention is drawn on are written into `folder`."""
     if found.kind == "language model" or drawn is None:
-        return probe_language(found.source, name=name, revision=found.revision)
+        return probe_language(found.source, name=name, config=found.config, revision=found.revision)
     checkpoint = Path(found.source)
     dynamics, training = read_dynamics(checkpoint), read_training_log(checkpoint)  # both for their errors, too
     model = load(found, **loading)

@@ -60,7 +60,7 @@ def attention_maps(
         return output[0], None, *output[2:]  # without the map, which the layer would keep in memory
 
     with in_evaluation_mode(parts.inner), _eager(parts.decoder), ExitStack() as hooks:
-        for number, layer in enumerate(parts.layers, 1):
+        for number, layer in enumerate(parts.decoder.layers, 1):
             if attention := dict(layer.named_children()).get("self_attn"):
                 hooks.enter_context(attention.register_forward_hook(partial(reduce, number), with_kwargs=True))
         parts.inner(**inputs, use_cache=False)
@@ -70,8 +70,8 @@ def attention_maps(
         )
     if not (received := {number: row for number, row in received.items() if row.sum() > 0}):
         raise ValueError(
-            f"None of the {len(parts.layers)} layers of {type(parts.decoder).__name__} has an attention map that "
-            "reaches the whole image: looked at the second output of each layer's self_attn under eager attention."
+            f"None of the {len(parts.decoder.layers)} layers of {type(parts.decoder).__name__} has an attention map "
+            "that reaches the whole image."
         )
     shares = [row.sum().item() for row in received.values()]
     # Learned queries are not places in the image, even if their number is a square.
@@ -138,7 +138,7 @@ def _positions(parts: Parts, inputs: Mapping[str, Any], special_ids: Iterable[in
     kinds = token_kinds(ids, inputs.get("attention_mask"), config, boundary_ids(config) | set(special_ids))
     visual, text = (kinds[KINDS.index(kind)].nonzero().flatten().cpu() for kind in ("visual", "text"))
     if not len(visual):
-        raise ValueError(f"The sequence has no visual token, id {parts.image_token} (config.image_token_id).")
+        raise ValueError(f"The sequence has no visual token, id {config.image_token_id} (config.image_token_id).")
     asking = text[text > visual[-1]]
     if not len(asking):
         raise ValueError("No text comes after the image. Put the question after it.")

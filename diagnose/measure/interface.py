@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
 from ...assembly.gain import counted_rows
 from ...configuration_normalign_llava import embedding_scales
-from ...modeling_normalign_llava import embedding_row_norms
 from ..report import Interface, Moments
+from .embeddings import row_norms
 from .families import Parts
 from .moments import RunningMoments, widest
 
@@ -28,8 +27,7 @@ class InterfaceProbe:
         self._table = parts.projector if isinstance(parts.projector, nn.Embedding) else None
         names = ("encoder_output", "projector_input", "projector_output", "norm_input", "text_raw")
         self._moments = {name: RunningMoments() for name in names}
-        with align_module_device(parts.embeddings):
-            self._row_norms = embedding_row_norms(parts.embeddings.weight)  # type: ignore[arg-type]
+        self._row_norms = row_norms(parts.model.get_input_embeddings())
         self.newline: Tensor | None = None
         """For each image token of the last forward pass, in order, whether it is a learned newline."""
 
@@ -65,41 +63,32 @@ class InterfaceProbe:
     def result(self, received: dict[str, Moments]) -> Interface:
         """The norms at all stages, given those that the decoder received, by kind."""
         found = {name: moments.result() for name, moments in self._moments.items()}
-        raw = RunningMoments()
-        raw.add(self._row_norms[counted_rows(self._row_norms, self._parts.image_token)])
-        stored, text, text_raw = raw.result(), received.get("text"), found["text_raw"]
+        stored = _moments(self._row_norms[counted_rows(self._row_norms, self._parts.model.config.image_token_id)])
+        text, text_raw = received.get("text"), found["text_raw"]
         scale: float | None = math.prod(embedding_scales(self._parts.model.config.get_text_config()))
         if text and text_raw and text_raw.mean:
             scale = text.mean / text_raw.mean
             # If more than a factor lies between rows and decoder, the deviation does not scale with the mean.
             scale = scale if abs(text.std - scale * text_raw.std) <= 0.01 * text.mean else None
         vocabulary = None
-        if stored is not None and scale is not None:
+        if scale is not None:
             vocabulary = Moments(scale * stored.mean, scale * stored.std, stored.count)
         visual = received.get("visual")
-        visual_table, indicator_table = self._tables()
+        tables = {}
+        if self._table is not None:
+            norms = row_norms(self._table)
+            rows = len(norms) - len(self._parts.model.config.visual_indicator_token_ids)
+            tables = {"visual_table": _moments(norms[:rows]), "indicator_table": _moments(norms[rows:])}
         return Interface(
             **found,
             **received,
+            **tables,
             vocabulary_raw=stored,
             vocabulary=vocabulary,
             scale=scale,
-            visual_table=visual_table,
-            indicator_table=indicator_table,
             ratio=visual.mean / vocabulary.mean if visual and vocabulary else None,
             ratio_data=visual.mean / text.mean if visual and text and text.mean else None,
         )
-
-    def _tables(self) -> tuple[Moments | None, Moments | None]:
-        if self._table is None:
-            return None, None
-        with align_module_device(self._table):
-            norms = embedding_row_norms(self._table.weight)
-        visual, indicators = RunningMoments(), RunningMoments()
-        rows = len(norms) - len(self._parts.model.config.visual_indicator_token_ids)
-        visual.add(norms[:rows])
-        indicators.add(norms[rows:])
-        return visual.result(), indicators.result()
 
     def _at_features(self, output: Any) -> None:
         features = output.last_hidden_state
@@ -128,3 +117,7 @@ class InterfaceProbe:
 
     def _add(self, name: str, rows: Tensor) -> None:
         self._moments[name].add(rows.detach().to(widest(rows.device)).norm(dim=-1).flatten())
+
+
+def _moments(norms: Tensor) -> Moments:
+    return Moments(norms.mean().item(), norms.std(correction=0).item(), len(norms))

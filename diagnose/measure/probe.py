@@ -46,18 +46,15 @@ def probe(
         ValueError: The model cannot be read (`find_parts`), there is no batch, a batch has no `input_ids`, no batch
             has a visual token, or hidden states are NaN or infinite.
     """
-    if isinstance(batches, Mapping):
-        raise ValueError("batches is one mapping. Give a list of batches, or any iterable of them.")
     parts = find_parts(model)
-    interface, depth = InterfaceProbe(parts), DepthProbe(parts.layers, parts.final_norm)
-    special = boundary_ids(parts.model.config) | tokenizer_ids(getattr(tokenizer, "tokenizer", tokenizer))
+    config = parts.model.config
+    interface, depth = InterfaceProbe(parts), DepthProbe(parts.decoder.layers, parts.decoder.norm)
+    special = boundary_ids(config) | tokenizer_ids(getattr(tokenizer, "tokenizer", tokenizer))
     tokens, samples = torch.zeros(len(KINDS), dtype=torch.long), 0
     inputs: dict[str, Any] = {}
 
     def masks() -> Tensor:
-        return token_kinds(
-            inputs["input_ids"], inputs.get("attention_mask"), parts.model.config, special, interface.newline
-        )
+        return token_kinds(inputs["input_ids"], inputs.get("attention_mask"), config, special, interface.newline)
 
     for batch in batches:
         inputs = model_inputs(parts, batch)
@@ -73,10 +70,10 @@ def probe(
     counts = {kind: count for kind, count in zip(KINDS, tokens.tolist(), strict=True) if count}
     if "visual" not in counts:
         raise ValueError(
-            f"None of the {samples} sequences has a visual token, id {parts.image_token} (config.image_token_id). Put "
-            "the image token into the prompts, as the processor does."
+            f"None of the {samples} sequences has a visual token, id {config.image_token_id} (config.image_token_id). "
+            "Put the image token into the prompts, as the processor does."
         )
-    config, found = parts.model.config, interface.result(depth.norm_received())
+    found = interface.result(depth.norm_received())
     left_out = []
     if parts.projector is None:
         left_out.append(f"The projector: its module in models of type {config.model_type!r} is not known.")
@@ -107,7 +104,7 @@ def decoder_dtype(parts: Parts) -> str:
     for name, bits in (("Linear4bit", "4-bit"), ("Linear8bitLt", "8-bit")):
         if name in classes:
             return bits
-    return str(next(parts.layers.parameters()).dtype).removeprefix("torch.")
+    return str(next(parts.decoder.layers.parameters()).dtype).removeprefix("torch.")
 
 
 def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:

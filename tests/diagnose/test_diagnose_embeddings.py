@@ -56,7 +56,7 @@ def test_vision_language_models_as_transformers_saves_them(tmp_path, family):
     model, _ = vlm_families.make(family)
     stretch(model).save_pretrained(tmp_path / "saved")
     expected = reference(model.get_input_embeddings().weight, "saved", excluded={model.config.image_token_id})
-    assert_same(probe_language(tmp_path / "saved").embeddings, expected)
+    assert_same(probe_language(str(tmp_path / "saved"), name="saved").embeddings, expected)
     assert_same(embedding_table_of(model, name="saved"), expected)
     assert {token.id for token in expected.top} == set(range(40, 50))
 
@@ -69,10 +69,10 @@ def test_padding_that_repeats_the_image_token_and_zero_rows_do_not_count(tmp_pat
         weight[tiny.IMAGE + 1] = weight[tiny.IMAGE]
         weight[[4, 7]] = 0
     model.save_pretrained(tmp_path / "saved")
-    expected = reference(weight, "saved", excluded={tiny.IMAGE, tiny.IMAGE + 1}, top=3)
+    expected = reference(weight, "saved", excluded={tiny.IMAGE, tiny.IMAGE + 1})
     assert expected.rows == tiny.VOCABULARY - 4
-    assert_same(probe_language(str(tmp_path / "saved"), top=3).embeddings, expected)
-    assert_same(embedding_table_of(model, name="saved", top=3), expected)
+    assert_same(probe_language(str(tmp_path / "saved"), name="saved").embeddings, expected)
+    assert_same(embedding_table_of(model, name="saved"), expected)
 
 
 def test_tokens_are_decoded_and_spare_rows_have_no_text(tmp_path):
@@ -84,7 +84,7 @@ def test_tokens_are_decoded_and_spare_rows_have_no_text(tmp_path):
     vocabulary = {row: token for token, row in tokenizer.get_vocab().items()}
     expected = reference(model.get_input_embeddings().weight, "language", text=vocabulary.get)
     assert (expected.top[0].id, expected.top[0].text) == (115, None) and all(token.text for token in expected.top[1:])
-    assert_same(probe_language(folder).embeddings, expected)
+    assert_same(probe_language(folder, name="language").embeddings, expected)
     assert_same(embedding_table_of(model, tokenizer, name="language"), expected)
 
 
@@ -97,7 +97,7 @@ def test_other_precisions(tmp_path, kind):
     assert weight.dtype == torch.bfloat16
     expected = reference(weight, "saved", excluded={tiny.IMAGE})
     assert_same(embedding_table_of(loaded, name="saved"), expected)
-    assert_same(probe_language(tmp_path / "saved").embeddings, expected)
+    assert_same(probe_language(str(tmp_path / "saved"), name="saved").embeddings, expected)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_language_model_alone(tmp_path, kwargs, scale):
     folder = parts.language(tmp_path / "language", **kwargs)
     model = stretch(AutoModelForCausalLM.from_pretrained(folder))
     model.to(torch.bfloat16).save_pretrained(folder)
-    report = probe_language(folder)
+    report = probe_language(folder, name="language", config=model.config)
     expected = reference(model.get_input_embeddings().weight, "language")
     found = report.interface
     assert found.vocabulary_raw.count == found.vocabulary.count == expected.rows

@@ -11,7 +11,7 @@ from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, GraniteConfig
 
-from normalign_llava.diagnose.measure.gain_table import gain_of
+from normalign_llava.diagnose.measure.embeddings import gain_of
 
 
 def norm_of(model):

@@ -9,9 +9,8 @@ from strict_device import STRICT, on_device
 from normalign_llava.checkpoint.opening import check_processor
 from normalign_llava.diagnose import probe
 from normalign_llava.diagnose.measure.attention import attention_maps
-from normalign_llava.diagnose.measure.embeddings import embedding_table_of
+from normalign_llava.diagnose.measure.embeddings import embedding_table_of, gain_of
 from normalign_llava.diagnose.measure.encoder import probe_encoder
-from normalign_llava.diagnose.measure.gain_table import gain_of
 from normalign_llava.hub_cards.push.clean_process import _answer, answer_each, difference
 from normalign_llava.hub_cards.space import demo
 from normalign_llava.hub_cards.space.demo.measuring import Meter
