@@ -8,7 +8,7 @@ from ..report import Drawing, Report
 from .attention import attention_figures
 from .depth import depth_figures, predicted
 from .dynamics import dynamics, training
-from .interface import embeddings, interface
+from .interface import interface
 from .style import DPI, Sketch, shown
 
 
@@ -22,7 +22,6 @@ def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
     sketches: list[Sketch | None] = [
         interface(models),
         *depth_figures(deep),
-        embeddings(models),
         dynamics(models),
         training(models),
         *attention_figures(models, output),

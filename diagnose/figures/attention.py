@@ -33,10 +33,9 @@ Answers = Sequence[tuple[Shown, Attention]]
 def attention_figures(models: Sequence[Shown], images: Path) -> list[Sketch]:
     """A figure for each question drawn of the last of `models`, and one of the measures over depth."""
     sketches = []
-    for index, own in enumerate(each for each in models[-1].report.attention if each.maps):
+    for index in range(sum(bool(each.maps) for each in models[-1].report.attention)):
         answers = [(model, model.report.attention[index]) for model in models if len(model.report.attention) > index]
-        same = [(model, answer) for model, answer in answers if answer.question == own.question and answer.maps]
-        sketches.append(draw_question(same, index + 1, images))
+        sketches.append(draw_question(answers, index + 1, images))
     deep = [model for model in models if model.report.attention]
     return [*sketches, attention_depth(deep)] if sketches else []
 

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 
 from ..measure.theory import predicted_rotation
 from ..report import Curve, Drawing
-from .style import COLORS, MARKERS, Shown, Sketch, compare, layer_axis, legend, new_figure, number, scale_y, tidy
+from ..verdict import number
+from .style import COLORS, MARKERS, Shown, Sketch, compare, layer_axis, legend, log_scale, new_figure, tidy
 
 
 MODALITIES = ("visual", "text")
@@ -36,45 +37,37 @@ def curves(model: Shown, quantity: str) -> dict[str, Curve]:
 
 def norms(models: Sequence[Shown]) -> Sketch:
     """Norm of the states, and a mark for the state after the final norm (figures 1b, 4a)."""
-    ratios: list[float | None] = []
-    finals: list[tuple[Shown, str, float]] = []
-    for model in models:
-        assert model.report.depth is not None
-        entering = {kind: curve.mean[0] for kind, curve in curves(model, "norm").items()}
-        ratios.append(entering["visual"] / entering["text"] if len(entering) == 2 else None)
-        final = model.report.depth.final_norm
-        finals += [(model, kind, final[kind].mean) for kind in MODALITIES if kind in final]
+    entering = [[curve.mean[0] for curve in curves(model, "norm").values()] for model in models]
+    ratios = [each[0] / each[1] if len(each) == 2 else None for each in entering]
     title = compare(models, ratios, "Visual tokens start with {} the norm of text in the data", " ×")
     figure = new_figure(4.4, title or "Norm of the hidden states")
     axes = figure.subplots()
-    drawn = [curve for model in models for curve in curves(model, "norm").values()]
-    means = [value for curve in drawn for value in curve.mean]
-    floor = scale_y(axes, [*means, *lower_ends(models, "log_norm"), *(value for *_, value in finals)])
+    last = max(len(curve.mean) for model in models for curve in curves(model, "norm").values()) - 1
+    at = last + max(0.5, 0.07 * last)
     for model in models:
+        assert model.report.depth is not None
         for kind, curve in curves(model, "norm").items():
             band = typical(curves(model, "log_norm")[kind])
             draw_curve(axes, model, kind, range(len(curve.mean)), np.asarray(curve.mean), band)
-    last = max(len(curve.mean) for curve in drawn) - 1
-    at = last + max(0.5, 0.07 * last)
-    for model, kind, value in finals:
-        axes.plot(at, value, **model.line(kind) | {"linestyle": "none", "markersize": 7})
+            if final := model.report.depth.final_norm.get(kind):
+                axes.plot(at, final.mean, **model.line(kind) | {"linestyle": "none", "markersize": 7})
+    log_scale(axes, "y")
     axes.axvline((last + at) / 2, color="#BBBBBB", linewidth=0.8)
     step = max(1, round(last / 10))
     ticks = [*range(0, last - step + 1, step), last]
     axes.set_xticks([*ticks, at], [*map(str, ticks), "after\nfinal norm"])
-    axes.set_ylim(bottom=floor)
-    tidy(axes, "state (0 enters the first layer)", "mean L2 norm")
+    tidy(axes, "state (0 enters the first layer)", "mean L2 norm (logarithmic)")
     legend(figure, axes, len(models))
     caption = (
         "Mean L2 norm of the hidden states (figures 1b and 4a); state 0 enters the first layer, the last leaves the "
-        f"last layer. At the right, the last state after the final norm. {TYPICAL}"
+        f"last layer. The marks at the right are after the final norm. {TYPICAL}"
     )
     return Sketch(figure, Drawing("norms.png", "Norm in depth", caption, "depth"))
 
 
 def cosine(models: Sequence[Shown]) -> Sketch:
     """Cosine similarity of consecutive states (figures 2, 3, 4b)."""
-    means = {kind: number(float(np.mean(curve.mean))) for kind, curve in curves(models[-1], "cosine").items()}
+    means = {kind: number(float(np.mean(curve.mean)), 3) for kind, curve in curves(models[-1], "cosine").items()}
     listed = ", ".join(f"{value} for {kind}" for kind, value in means.items())
     title = f"Cosine similarity between layers is {listed} tokens"
     figure = by_layer(models, "cosine", title, "cosine similarity\nof consecutive states")
@@ -106,11 +99,9 @@ def updates(models: Sequence[Shown]) -> Sketch:
     """Size and angle of the updates, which section 3.1 assumes to be alike."""
     figure = new_figure(4.2, "Size and angle of the updates, which the theory assumes to be alike")
     size, angle = figure.subplots(1, 2)
-    means = [value for model in models for curve in curves(model, "update_norm").values() for value in curve.mean]
-    floor = scale_y(size, [*means, *lower_ends(models, "log_update")])
     draw_layers(size, models, "update_norm")
-    size.set_ylim(bottom=floor)
-    tidy(size, "layer", "L2 norm of the update, c")
+    log_scale(size, "y")
+    tidy(size, "layer", "L2 norm of the update, c (logarithmic)")
     draw_layers(angle, models, "update_angle", degrees(1))
     angle.axhline(90, color="black", linewidth=0.8, linestyle=":")
     tidy(angle, "layer", "angle to the state, φ (degrees)")
@@ -178,9 +169,3 @@ def typical(logarithm: Curve) -> Band:
     """One standard deviation of the logarithm to each side of the geometric mean."""
     mean, std = np.asarray(logarithm.mean), np.asarray(logarithm.std)
     return np.exp(mean - std), np.exp(mean + std)
-
-
-def lower_ends(models: Sequence[Shown], quantity: str) -> list[float]:
-    """Lower ends of the bands that are drawn of `quantity`, a logarithm."""
-    drawn = [curve for model in models if not model.baseline for curve in curves(model, quantity).values()]
-    return [end for curve in drawn for end in typical(curve)[0].tolist()]

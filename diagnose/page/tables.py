@@ -19,8 +19,6 @@ from ..verdict import layers, number
 Row = list[str]
 Models = Sequence[Report]
 
-NORMS: dict[str | None, str] = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm", "none": "none"}
-
 
 @dataclass(frozen=True)
 class Table:
@@ -45,19 +43,31 @@ def names(models: Models) -> list[str]:
 
 def interface_tables(models: Models) -> list[Table]:
     """Norms at every stage, and their ratios."""
-    stages = [
-        [label, *(_spread(getattr(model.interface, name)) for model in models)] for name, (_, label) in STAGES.items()
-    ]
-    ratios = [
+    rows = [
+        *([label, *(_spread(getattr(m.interface, name)) for m in models)] for name, (_, label) in STAGES.items()),
         ["visual tokens / vocabulary", *(number(model.interface.ratio) for model in models)],
         ["visual tokens / text in the data", *(number(model.interface.ratio_data) for model in models)],
         ["text as received / text as stored", *(number(model.interface.scale) for model in models)],
     ]
+    known = [row for row in rows if any(cell != "–" for cell in row[1:])]
     low, high = (number(limit(paper_ratios().values()), 2) for limit in (min, max))
-    caption = f"Ratios of mean norms; 1 is aligned, and visual tokens of the paper's models have {low} to {high}."
+    caption = (
+        "L2 norms from the encoder to the first decoder layer, and ratios of their means: 1 is aligned, and visual "
+        f"tokens of the paper's models have {low} to {high}."
+    )
+    return [Table(caption, ["Tokens", *names(models)], known)]
+
+
+def embedding_tables(models: Models) -> list[Table]:
+    """Mean and deviation of an embedding matrix, and its rows of largest norm (tables 6 to 8)."""
     return [
-        Table("L2 norms from the encoder to the first decoder layer.", ["Tokens", *names(models)], _known(stages)),
-        Table(caption, ["Ratio", *names(models)], _known(ratios)),
+        Table(
+            f"{table.model}: {number(table.mean)} ± {number(table.std)}, and the tokens of largest norm.",
+            ["Token", "Text", "Norm"],
+            [[f"{row.id}", "–" if row.text is None else repr(row.text), number(row.norm)] for row in table.top],
+        )
+        for model in models
+        if (table := model.embeddings)
     ]
 
 
@@ -99,7 +109,7 @@ def model_table(models: Models) -> Table:
         ["Hidden size d", *(str(model.hidden_size) for model in models)],
         ["Layers L of the decoder", *(str(layers(model) or "–") for model in models)],
         ["Projector", *(model.projector or "–" for model in models)],
-        ["Norm after the projector", *(NORMS.get(model.norm, "–") for model in models)],
+        ["Norm after the projector", *(model.norm or "–" for model in models)],
         ["Data", *(model.data or "–" for model in models)],
         ["Samples", *(f"{model.samples:,}" for model in models)],
     ]
@@ -107,10 +117,6 @@ def model_table(models: Models) -> Table:
         if any(kind in model.tokens for model in models):
             rows.append([f"{kind.capitalize()} tokens", *(f"{model.tokens.get(kind, 0):,}" for model in models)])
     return Table("What was measured.", ["", *names(models)], rows)
-
-
-def _known(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if any(cell != "–" for cell in row[1:])]
 
 
 def _spread(moments: Moments | None) -> str:

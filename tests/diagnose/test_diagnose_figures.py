@@ -15,27 +15,19 @@ from normalign_llava.diagnose.figures import draw
 from normalign_llava.diagnose.figures.attention import attention_figures
 from normalign_llava.diagnose.figures.depth import cosine, norms, rotation, updates
 from normalign_llava.diagnose.figures.dynamics import training
-from normalign_llava.diagnose.figures.interface import embeddings, interface
+from normalign_llava.diagnose.figures.interface import interface
 from normalign_llava.diagnose.figures.style import shown
-from normalign_llava.diagnose.report import EmbeddingTable, Interface, Moments, Report, TopToken
+from normalign_llava.diagnose.report import Interface, Moments, Report
 
 
 pytestmark = pytest.mark.slow
-
-
-TEXTS = ["áveis", ">();\n\n", "是", "$x$", "<|vision_start|>", None, "\x00", "\\"]
-
-
-def table_of(model, largest):
-    top = [TopToken(row, text, largest - 0.05 * row) for row, text in enumerate(TEXTS)]
-    return EmbeddingTable(model=model, mean=0.8, std=0.18, rows=1000, top=top)
 
 
 def asking(model, layers, ratio):
     """Question 1 has a grid and an image, question 2 is of tiles."""
     words = "Which colour is at the left? $5 是"
     asked = [attention_of(words, layers, (3, 4), "image.png", sharp=2.0), attention_of("How many?", layers, None)]
-    return diagnosed(ratio, model=model, layers=layers, attention=asked, embeddings=table_of(model, 2.0))
+    return diagnosed(ratio, model=model, layers=layers, attention=asked)
 
 
 def part(model, interface=Interface(), depth=None):  # noqa: B008  (frozen)
@@ -67,7 +59,7 @@ def line(axes, label):
 def test_everything_is_drawn(images):
     ours, baseline = asking("ours", 30, 1.0), asking("baseline", 30, 30.0)
     drawings = draw(ours, baseline, images)
-    expected = ["interface", "norms", "cosine", "rotation", "updates", "embeddings", "dynamics"]
+    expected = ["interface", "norms", "cosine", "rotation", "updates", "dynamics"]
     assert names(drawings) == [*expected, "attention_1", "attention_2", "attention_depth", "predicted"]
     assert {path.name for path in images.iterdir()} == {drawing.file for drawing in drawings} | {"image.png"}
     for drawing in drawings:
@@ -119,16 +111,6 @@ def test_interface_shows_mean_and_deviation():
     assert whiskers[0] == pytest.approx((57.83, 85.73))
     left = axes.get_xlim()[0]
     assert whiskers[2] == pytest.approx((left, 85.54)) and left > 0  # the mean less the deviation is negative
-
-
-def test_embeddings_and_their_texts():
-    base = diagnosed(embeddings=table_of("base", 1.1))
-    left, right = embeddings(shown(diagnosed(embeddings=table_of("vl", 2.4)), base)).figure.axes
-    np.testing.assert_allclose([bar.get_width() for bar in left.patches[1:]], 1.1 - 0.05 * np.arange(8))
-    np.testing.assert_allclose([bar.get_width() for bar in right.patches[1:]], 2.4 - 0.05 * np.arange(8))
-    texts = [label.get_text() for label in right.get_yticklabels()]
-    assert texts[:3] == ["'áveis'", r"'>();\n\n'", r"'\u662f'"]
-    assert texts[3:] == [r"'\$x\$'", "'<|vision_start|>'", "#5", r"'\x00'", r"'\\'"]
 
 
 def test_what_training_logged():

@@ -146,7 +146,7 @@ def test_every_file_is_listed_and_every_figure_there(compared, alone):
                 image.verify()
     names = {name.removesuffix(".png") for name in listed(stored(compared[0].folder))}
     assert {f"{kind}_{number}" for kind in ("attention", "image", "baseline_image") for number in (1, 4)} <= names
-    assert {"interface", "norms", "cosine", "rotation", "embeddings", "dynamics", "predicted"} <= names
+    assert {"interface", "norms", "cosine", "rotation", "dynamics", "predicted"} <= names
 
 
 def test_no_path_and_nobody_is_named(compared, alone, root):
