@@ -12,8 +12,8 @@ from statistics import fmean
 
 from ..figures.interface import STAGES
 from ..paper import paper_ratios
-from ..report import KINDS, Moments, Report
-from ..verdict import layers, number
+from ..report import KINDS, Report
+from ..verdict import layers, number, spread
 
 
 Row = list[str]
@@ -44,7 +44,7 @@ def names(models: Models) -> list[str]:
 def interface_tables(models: Models) -> list[Table]:
     """Norms at every stage, and their ratios."""
     rows = [
-        *([label, *(_spread(getattr(m.interface, name)) for m in models)] for name, (_, label) in STAGES.items()),
+        *([label, *(spread(getattr(m.interface, name)) for m in models)] for name, (_, label) in STAGES.items()),
         ["visual tokens / vocabulary", *(number(model.interface.ratio) for model in models)],
         ["visual tokens / text in the data", *(number(model.interface.ratio_data) for model in models)],
         ["text as received / text as stored", *(number(model.interface.scale) for model in models)],
@@ -62,7 +62,7 @@ def embedding_tables(models: Models) -> list[Table]:
     """Mean and deviation of an embedding matrix, and its rows of largest norm (tables 6 to 8)."""
     return [
         Table(
-            f"{table.model}: {number(table.mean)} ± {number(table.std)}, and the tokens of largest norm.",
+            f"{table.model}: {spread(table)}, and the tokens of largest norm.",
             ["Token", "Text", "Norm"],
             [[f"{row.id}", "–" if row.text is None else repr(row.text), number(row.norm)] for row in table.top],
         )
@@ -117,10 +117,6 @@ def model_table(models: Models) -> Table:
         if any(kind in model.tokens for model in models):
             rows.append([f"{kind.capitalize()} tokens", *(f"{model.tokens.get(kind, 0):,}" for model in models)])
     return Table("What was measured.", ["", *names(models)], rows)
-
-
-def _spread(moments: Moments | None) -> str:
-    return f"{number(moments.mean)} ± {number(moments.std)}" if moments else "–"
 
 
 def _degrees(angle: float | None) -> str:
