@@ -144,8 +144,8 @@ def diagnose(
             "schema_version": SCHEMA_VERSION,
             "verdict": conclusion,
             "findings": [asdict(each) for each in findings(report, baseline)],
-            "report": report.to_dict(),
-            "against": baseline and baseline.to_dict(),
+            "report": asdict(report),
+            "against": baseline and asdict(baseline),
             "figures": [asdict(drawing) for drawing in drawings],
             "provenance": provenance,
         }

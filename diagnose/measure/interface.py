@@ -16,7 +16,7 @@ from ...configuration_normalign_llava import embedding_scales
 from ..report import Interface, Moments
 from .embeddings import row_norms
 from .families import Parts
-from .moments import RunningMoments, widest
+from .moments import RunningMoments, token_rows, widest
 
 
 class InterfaceProbe:
@@ -91,18 +91,11 @@ class InterfaceProbe:
         )
 
     def _at_features(self, output: Any) -> None:
-        features = output.last_hidden_state
-        if features is not None:
-            # Convolutional encoders (FastVLM) give (images, channels, height, width).
-            self._add("encoder_output", features.flatten(2).mT if features.dim() == 4 else features)
+        if output.last_hidden_state is not None:
+            self._add("encoder_output", token_rows(output.last_hidden_state))
         learned = [row for row in self._parts.inner.parameters(recurse=False) if row.dim() == 1]
         if not learned:
             return
-        if output.pooler_output is None:
-            raise ValueError(
-                f"get_image_features of {type(self._parts.inner).__name__} has no pooler_output, which is needed to "
-                "tell learned rows from the image's. This family cannot be measured."
-            )
         rows = torch.cat([each.reshape(-1, each.shape[-1]) for each in output.pooler_output])
         same = [(rows == row.to(rows.device, rows.dtype)).all(-1) for row in learned if len(row) == rows.shape[-1]]
         self.newline = torch.stack(same).any(0) if same else None
@@ -116,7 +109,7 @@ class InterfaceProbe:
         self._add("projector_output", output)
 
     def _add(self, name: str, rows: Tensor) -> None:
-        self._moments[name].add(rows.detach().to(widest(rows.device)).norm(dim=-1).flatten())
+        self._moments[name].add(rows.to(widest(rows.device)).norm(dim=-1).flatten())
 
 
 def _moments(norms: Tensor) -> Moments:

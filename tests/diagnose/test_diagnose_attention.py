@@ -235,6 +235,3 @@ def test_errors_say_what_to_do():
     last = {name: value[:, :5] if name != "pixel_values" else value for name, value in batch.items()}
     with pytest.raises(ValueError, match="No text comes after the image.*question after"):
         ask(model, last)
-    torch.nn.init.constant_(model.get_decoder().layers[1].self_attn.k_proj.weight, torch.nan)
-    with pytest.raises(ValueError, match="NaN"):
-        ask(model, batch)

@@ -55,7 +55,7 @@ def test_norms_of_an_encoder_equal_those_of_all_its_rows(kind, tmp_path):
     folder = tiny_parts.vision(tmp_path / kind, kind)
     found = find(folder)
     images = samples(tmp_path, [(24, 16)] * 5)
-    report = probe_encoder(load(found), image_batches(found.image_processor, images, 2), data="noise")
+    report = probe_encoder(load(found), image_batches(found.image_processor, images, 2), name=kind, data="noise")
 
     reference = AutoModel.from_pretrained(folder)
     reference = reference.vision_model if kind == "clip_full" else reference
@@ -88,7 +88,7 @@ def test_padding_of_naflex_does_not_count(full, tmp_path):
     images = samples(tmp_path, [(8, 64), (64, 24), (40, 40)])
     given = list(image_batches(found.image_processor, images, 3))
     assert not given[0]["pixel_attention_mask"].all()
-    report = probe_encoder(load(found), given)
+    report = probe_encoder(load(found), given, name="naflex")
 
     tower = (made.vision_model if full else made).eval()
     norms = row_norms(tower(**given[0]).last_hidden_state).reshape(3, 16)
@@ -107,7 +107,7 @@ def test_the_encoder_of_kimi_whose_images_lie_one_after_the_other(tmp_path):
         {"pixel_values": torch.cat(pixels[:2]), "image_grid_thw": torch.tensor(grids[:2])},
         {"pixel_values": pixels[2], "image_grid_thw": torch.tensor(grids[2:])},
     ]
-    report = probe_encoder(encoder, given)
+    report = probe_encoder(encoder, given, name="kimi")
     rows = [encoder(p, grid_thw=torch.tensor([g])).last_hidden_state for p, g in zip(pixels, grids, strict=True)]
     assert report.interface.encoder_output.count == 28 and report.samples == 3
     assert report.interface.encoder_output.mean == pytest.approx(row_norms(torch.cat(rows)).mean(), rel=1e-6)

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib.metadata import version
 
 import pytest
@@ -109,8 +109,8 @@ def test_the_report_holds_what_the_api_returned(compared):
     done, content = compared[0], stored(compared[0].folder)
     assert content["schema_version"] == report.SCHEMA_VERSION == 1
     assert content["verdict"] == done.verdict and len(done.verdict) == 2
-    assert content["report"] == as_json(done.report.to_dict())
-    assert content["against"] == as_json(done.against.to_dict())
+    assert content["report"] == as_json(asdict(done.report))
+    assert content["against"] == as_json(asdict(done.against))
     outcomes = {"agrees", "disagrees", "unclear", "no difference", "not measured"}
     assert {finding["outcome"] for finding in content["findings"]} <= outcomes
     assert content["provenance"]["first question"] == done.report.attention[0].question

@@ -1,5 +1,7 @@
 """Diagnosis and the demo: the same numbers and answers as on the CPU."""
 
+from dataclasses import asdict
+
 import pytest
 import space_parts
 import tiny
@@ -35,8 +37,8 @@ def same(found, expected):
 @pytest.mark.parametrize("family", ["normalign_llava", "qwen3_vl", "ovis2"])
 def test_probe(family):
     model, batch = vlm_families.make(family)
-    expected = probe(model, [batch]).to_dict()
-    same(probe(model.to(STRICT), [batch]).to_dict(), expected)
+    expected = asdict(probe(model, [batch]))
+    same(asdict(probe(model.to(STRICT), [batch])), expected)
 
 
 def test_attention_tables_and_encoder():
@@ -44,9 +46,9 @@ def test_attention_tables_and_encoder():
 
     def measured():
         attention = attention_maps(model, batch, question="?")
-        encoder = probe_encoder(model.model.vision_tower, [{"pixel_values": batch["pixel_values"]}])
+        encoder = probe_encoder(model.model.vision_tower, [{"pixel_values": batch["pixel_values"]}], name="tower")
         table = embedding_table_of(model, name="tiny")
-        return [attention.__dict__, encoder.to_dict(), gain_of(model).__dict__, table.__dict__]
+        return [attention.__dict__, asdict(encoder), gain_of(model).__dict__, table.__dict__]
 
     expected = measured()
     model.to(STRICT)
