@@ -66,8 +66,6 @@ def load_samples(
         image_folder: Folder that image paths start from and may not leave; by default that of the data.
         columns: Names of its columns, such as `"image=image_path,question=asked"`.
     """
-    if count < 1:
-        raise ValueError(f"The number of samples is {count}; it must be at least 1.")
     rng = random.Random(seed)
     if data is None:
         questions = held_out(per_kind=100, emoji_count=40)
@@ -104,9 +102,6 @@ def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: in
     tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    image_token = getattr(processor, "image_token", None)
-    if not processor.chat_template and not isinstance(image_token, str):
-        raise ValueError(f"{type(processor).__name__} has neither a chat template nor an image token. Add one.")
     for start in range(0, len(samples), batch_size):
         yield _inputs_of(processor, samples[start : start + batch_size])
 

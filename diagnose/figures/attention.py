@@ -166,9 +166,8 @@ def attention_depth(models: Sequence[Shown]) -> Sketch:
         tidy(axes, "layer", "", label)
     legend(figure, panels[0], 2)
     caption = (
-        "By layer, averaged over the questions: the share of all attention of the text after the image that falls "
-        "on the image; the entropy of its map, relative to that of an even one; and attention on the bottom third of "
-        "the image over what an even map has there (section 5.3 and appendix G describe a bias to the bottom)."
+        "By layer, averaged over the questions: share of the attention of the text after the image that falls on it, "
+        "entropy of its map, and bias to its bottom third (section 5.3 and appendix G)."
     )
     return Sketch(figure, Drawing("attention_depth.png", "Attention in depth", caption, "attention"))
 

@@ -72,9 +72,8 @@ def cosine(models: Sequence[Shown]) -> Sketch:
     title = f"Cosine similarity between layers is {listed} tokens"
     figure = by_layer(models, "cosine", title, "cosine similarity\nof consecutive states")
     caption = (
-        "Cosine similarity of a token's states before a layer and before the next, averaged over tokens (figures 2, 3 "
-        "and 4b): 1 is no change of direction. The bands are one standard deviation over the model's tokens; the "
-        "title has the mean over layers."
+        "Cosine similarity of a token's states before a layer and before the next (figures 2, 3 and 4b): mean and one "
+        "standard deviation over tokens. The title has the mean over layers."
     )
     return Sketch(figure, Drawing("cosine.png", "Cosine similarity between layers", caption, "depth"))
 
@@ -88,9 +87,8 @@ def rotation(models: Sequence[Shown]) -> Sketch:
     )
     figure.axes[0].set_ylim(bottom=0)
     caption = (
-        "Effective rotation angle ω of each layer's update (eqs. 8 and 13), mean and one standard deviation over "
-        "tokens. The ratio in the title is of the means over all layers but the last: the paper says that it falls "
-        "below 1 if visual tokens have the larger norm (eqs. 9 and 14)."
+        "Rotation angle ω of each layer's update (eqs. 8 and 13): mean and one standard deviation over tokens. The "
+        "title has the ratio of the means over all layers but the last (eqs. 9 and 14)."
     )
     return Sketch(figure, Drawing("rotation.png", "Rotation in depth", caption, "depth"))
 
@@ -107,9 +105,8 @@ def updates(models: Sequence[Shown]) -> Sketch:
     tidy(angle, "layer", "angle to the state, φ (degrees)")
     legend(figure, size, len(models))
     caption = (
-        "What each layer adds to a state: its mean L2 norm c, and its mean angle φ to the state; 90 degrees is "
-        "dotted. Section 3.1 assumes that within a layer both are the same for visual and text tokens: then the two "
-        f"curves of a model coincide. {TYPICAL} For angles they are one standard deviation around the mean."
+        "What each layer adds to a state: its mean L2 norm c, and its mean angle φ to the state. Section 3.1 assumes "
+        f"that both are the same for visual and text tokens. {TYPICAL} For angles they are around the mean."
     )
     return Sketch(figure, Drawing("updates.png", "Assumptions about updates", caption, "depth"))
 

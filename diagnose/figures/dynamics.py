@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The figures of training dynamics (appendix F, figure 5) and of what training logged."""
+"""The figures of training dynamics (appendix F, figure 5) and of the norms that training logged."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ..report import Drawing
 from .depth import MODALITIES
-from .style import COLORS, Shown, Sketch, layer_axis, legend, new_figure, tidy
+from .style import Shown, Sketch, layer_axis, legend, new_figure, tidy
 
 
 def dynamics(models: Sequence[Shown]) -> Sketch | None:
@@ -32,8 +32,8 @@ def dynamics(models: Sequence[Shown]) -> Sketch | None:
                 values: list[float] = getattr(entry, kind)
                 axes.plot(range(1, len(values) + 1), values, color=scale.to_rgba(entry.step), linewidth=1.3)
             layer_axis(axes, max(len(getattr(entry, kind)) for entry in model.report.dynamics))
-            x, y = "layer" if model is recorded[-1] else "", "cosine similarity" if kind == "visual" else ""
-            tidy(axes, x, y, f"{kind}, {model.label}")
+            tidy(axes, "layer", "cosine similarity", f"{kind}, {model.label}")
+            axes.label_outer()
     bar = figure.colorbar(scale, ax=grid, label="optimizer step", aspect=30, pad=0.02)
     bar.locator = MaxNLocator(integer=True, nbins=8)
     bar.update_ticks()
@@ -44,38 +44,21 @@ def dynamics(models: Sequence[Shown]) -> Sketch | None:
     return Sketch(figure, Drawing("dynamics.png", "Training dynamics", caption, "dynamics"))
 
 
-LOGGED = (
-    ("L2 norm, entering the decoder", {"norm/visual": "visual", "norm/text": "text"}),
-    ("mean |gain|", {"gain/mean_abs": "visual"}),
-    ("mean |bias|", {"bias/mean_abs": "visual"}),
-)
-"""The panels of `training`: title, and the logged curves in it with the kind of token whose style they have."""
-
-
 def training(models: Sequence[Shown]) -> Sketch | None:
-    """What `normalign train` logged of norms, gain and bias, over steps; None if nothing was."""
-    panels = [
-        (label, curves)
-        for label, curves in LOGGED
-        if any(name in m.report.training for m in models for name in curves)
-    ]
-    if not panels:
+    """Norms of tokens that `normalign train` logged over steps; None if none were."""
+    logged = [model for model in models if "norm/text" in model.report.training]
+    if not logged:
         return None
-    figure = new_figure(3.0, "Norms of tokens, gain and bias during training")
-    row = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (label, curves) in zip(row, panels, strict=True):
-        for model in models:
-            for name, kind in curves.items():
-                if points := model.report.training.get(name):
-                    what = f"{kind if len(curves) > 1 else 'gain and bias'}, {model.label}"
-                    style = model.line(kind) | {"markersize": 3, "color": COLORS[kind]}
-                    axes.plot([step for step, _ in points], [value for _, value in points], label=what, **style)
-        axes.set_ylim(0, 1.1 * max(axes.dataLim.y1, 1e-9))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-        tidy(axes, "optimizer step", "", label)
-    legend(figure, row[0], len(models))
-    caption = (
-        "Means over the tokens of each logged step as they enter the first decoder layer, and means over the elements "
-        "of the norm's gain and bias after it."
-    )
-    return Sketch(figure, Drawing("training.png", "Norms and gain during training", caption, "dynamics"))
+    figure = new_figure(3.0, "Norms of tokens during training")
+    axes = figure.subplots()
+    for model in logged:
+        for kind in MODALITIES:
+            if points := model.report.training.get(f"norm/{kind}"):
+                style = model.line(kind) | {"markersize": 3}
+                axes.plot(*zip(*points, strict=True), label=f"{kind}, {model.label}", **style)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    tidy(axes, "optimizer step", "L2 norm")
+    legend(figure, axes, len(logged))
+    caption = "Means over the tokens of each logged step, as they enter the first decoder layer."
+    return Sketch(figure, Drawing("training.png", "Norms during training", caption, "dynamics"))

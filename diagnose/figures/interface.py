@@ -49,9 +49,8 @@ def interface(models: Sequence[Shown]) -> Sketch | None:
     if len(models) > 1:
         figure.legend(loc="outside lower left", ncols=2, fontsize=9, frameon=False)
     caption = (
-        "L2 norm of tokens from the vision encoder to the first decoder layer (tables 1 to 3): mean, and a whisker "
-        "of one standard deviation to each side, which ends at the left edge if it would reach zero. Circles are "
-        "visual tokens, squares text. The dotted line is the mean of the vocabulary as received, N_text (eq. 11)."
+        "L2 norm of tokens from the vision encoder to the first decoder layer (tables 1 to 3): mean, and one standard "
+        "deviation to each side, cut off where it would reach zero. The dotted line is N_text (eq. 11)."
     )
     return Sketch(figure, Drawing("interface.png", "Norms at the interface", caption, "interface"))
 

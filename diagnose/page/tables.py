@@ -5,10 +5,8 @@
 Models come as `Models`: one, or the baseline and then the model in question.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from ..figures.interface import STAGES
 from ..paper import paper_ratios
@@ -71,25 +69,6 @@ def embedding_tables(models: Models) -> list[Table]:
     ]
 
 
-def depth_tables(models: Models) -> list[Table]:
-    """What the layers do to the tokens of each kind, averaged over layers."""
-    rows = []
-    for kind in KINDS:
-        for name, model in zip(names(models), models, strict=True):
-            if (depth := model.depth) is None or kind not in depth.rotation:
-                continue
-            norm, final = depth.norm[kind].mean, depth.final_norm.get(kind)
-            curves = (depth.cosine, depth.rotation, depth.update_norm, depth.update_angle)
-            means = [curve[kind].mean[:-1] for curve in curves]
-            cosine, rotation, size, angle = (fmean(values) if values else None for values in means)
-            norms = [number(value) for value in (norm[0], norm[-1], final.mean if final else None)]
-            label = f"{kind}, {name}" if len(models) > 1 else kind
-            rows.append([label, *norms, number(cosine), _degrees(rotation), number(size), _degrees(angle)])
-    columns = ["Tokens", "First norm", "Last norm", "After final norm"]
-    columns += ["Cosine", "Rotation", "Update norm", "Update angle"]
-    return [Table("Norms of the states, and means over layers 1 to L − 1.", columns, rows)]
-
-
 def gain_tables(models: Models) -> list[Table]:
     """Gain and bias of the norm after the projector (table 5)."""
     rows = []
@@ -117,7 +96,3 @@ def model_table(models: Models) -> Table:
         if any(kind in model.tokens for model in models):
             rows.append([f"{kind.capitalize()} tokens", *(f"{model.tokens.get(kind, 0):,}" for model in models)])
     return Table("What was measured.", ["", *names(models)], rows)
-
-
-def _degrees(angle: float | None) -> str:
-    return "–" if angle is None else f"{number(math.degrees(angle), 3)}°"

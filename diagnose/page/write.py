@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ..findings import findings
 from ..report import PAGE, Drawing, Report
 from ..verdict import verdict
-from .tables import depth_tables, embedding_tables, gain_tables, interface_tables, model_table
+from .tables import embedding_tables, gain_tables, interface_tables, model_table
 
 
 SECTIONS = {
@@ -21,7 +21,7 @@ SECTIONS = {
         "Tokens between the vision encoder and the first decoder layer (RQ1, RQ2).",
         interface_tables,
     ),
-    "depth": ("In depth", "What the decoder's layers do to visual and to text tokens (RQ3, section 3).", depth_tables),
+    "depth": ("In depth", "What the decoder's layers do to visual and to text tokens (RQ3, section 3).", None),
     "embeddings": ("Embedding matrices", "L2 norms of text embeddings, as stored (appendix C).", embedding_tables),
     "gain": ("Gain", "The norm after the projector, and what training changed (section 5.3).", gain_tables),
     "dynamics": ("Training dynamics", "Inter-layer cosines recorded during training (appendix F).", None),

@@ -1,7 +1,5 @@
-import math
 import re
 from html.parser import HTMLParser
-from statistics import fmean
 
 from browser import chromium, load
 from diagnosed import diagnosed
@@ -65,11 +63,9 @@ def hostile() -> tuple[Report, Report]:
 def test_every_number_appears(tmp_path):
     report = diagnosed(1.02, "layer_norm", "with-norm", left_out=["Attention: it takes images."])
     page = written(tmp_path, report, diagnosed())
-    rotation = f"{math.degrees(fmean(report.depth.rotation['text'].mean[:-1])):.1f}°"
     for section, expected in {
         "interface": {"71.78 ± 13.95", "28.71 ± 16.87", "39.96 ± 45.58", "12.34 ± 5.678", "3.240 ± 0.001234"},
         "ratios": {"37.00", "1.020", "32.38", "0.8927", "1.000"},
-        "depth": {"55.50", "8.625", "33.69", "97.4°", rotation},
         "embeddings": {"1000", "' token0'", "2.459", "1009", "' token9'", "1.334"},
         "gain": {"2.281", "0.04000", "0.01520", "0.01970", "0.8765", "0.4321"},
         "data": {"layer_norm", "bfloat16", "576", "easy-VQA, held out", "64", "1,024", "30"},
