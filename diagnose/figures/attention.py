@@ -10,14 +10,15 @@ from textwrap import fill
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
-from matplotlib.figure import Figure, FigureBase
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from PIL import Image
 
 from ..report import Attention, Drawing
 from .style import WIDTH, Shown, Sketch, compare, elide, layer_axis, legend, new_figure, printable, tidy
 
 
-COLUMNS, MAPS = 6, 12
+COLUMNS, MAPS = 4, 12
 """How many layers' maps are drawn, and how many side by side."""
 COLORMAP = "magma"
 MEASURES = {
@@ -50,48 +51,36 @@ def draw_question(answers: Answers, number: int, images: Path) -> Sketch:
     else:
         draw, how = draw_rows, "by layer and order of visual tokens, since tiles form no single grid"
     figure = draw(answers, image, f"Where text looks when asked:\n{words}")
-    several = " The baseline is above, and both have the same scale." if len(answers) > 1 else ""
     caption = (
         f"Attention from the text after the image to the image's tokens, {how} (appendix G). Each layer's map "
-        f"sums to 100 %.{several} Question: {elide(asked.question, 300)}"
+        f"sums to 100 %. Question: {elide(asked.question, 300)}"
     )
     return Sketch(figure, Drawing(f"attention_{number}.png", f"Attention, question {number}", caption, "attention"))
 
 
 def draw_maps(answers: Answers, image: Image.Image | None, title: str) -> Figure:
-    """The image, the averages over layers on it, and below them the maps of each model's layers."""
+    """The image, the average over layers of each model on it, and below them the maps of each model's layers."""
     rows, columns = answers[-1][1].grid or (1, 1)
     shape = min(2.0, max(0.3, image.height / image.width if image else rows / columns))
     chosen = [evenly_spaced(len(answer.maps), MAPS) for _, answer in answers]
     lines = [ceil(len(layers) / COLUMNS) for layers in chosen]
-    heights = [0.45 + shape * (WIDTH - 1) / 3]
-    heights += [0.35 + count * (0.2 + shape * (WIDTH - 1.1) / COLUMNS) for count in lines]
-    figure = new_figure(sum(heights) + 0.25 * (title.count("\n") + 2), title)
-    above, *below = figure.subfigures(1 + len(answers), 1, height_ratios=heights)
-
-    averages = [np.mean(answer.maps, axis=0) for _, answer in answers]
-    scale = Normalize(0, 100 * max(float(average.max()) for average in averages))
-    panels = above.subplots(1, 3, squeeze=False)[0]
-    for axes in panels:
+    height = (1 + sum(lines)) * (0.25 + shape * (WIDTH - 0.8) / COLUMNS)
+    figure = new_figure(height + 0.25 * (title.count("\n") + 2), title)
+    grid = figure.subplots(1 + sum(lines), COLUMNS, squeeze=False)
+    for axes in grid.flat:
         axes.set_axis_off()
     if image is not None:
-        panels[0].imshow(image)
-        panels[0].set_title("the image", fontsize=9)
-    for axes, (model, _), average in zip(panels[1:], answers, averages, strict=False):
-        draw_map(axes, average, scale, image, shape)
-        axes.set_title(fill(model.label, 30), fontsize=9)
-    color_bar(above, panels[1 : 1 + len(answers)], panels[1].images[-1])
-
-    scale = common_scale(answers)
-    for part, (model, answer), layers, count in zip(below, answers, chosen, lines, strict=True):
-        part.suptitle(f"{model.label}, by layer", fontsize=9.5, x=0.01, ha="left")
-        grid = part.subplots(count, COLUMNS, squeeze=False)
-        for axes in grid.flat:
-            axes.set_axis_off()
-        for axes, layer in zip(grid.flat, layers, strict=False):
+        grid[0, 0].imshow(image)
+        grid[0, 0].set_title("the image", fontsize=8.5)
+    scale, first = common_scale(answers), 1
+    for (model, answer), average, layers, count in zip(answers, grid[0, 1:], chosen, lines, strict=False):
+        draw_map(average, np.mean(answer.maps, axis=0), scale, image, shape)
+        average.set_title(fill(model.label, 26), fontsize=8.5)
+        for axes, layer in zip(grid[first : first + count].flat, layers, strict=False):
             draw_map(axes, np.asarray(answer.maps[layer]), scale, None, shape)
-            axes.set_title(f"layer {answer.layers[layer]}", fontsize=8.5, pad=3)
-        color_bar(part, list(grid.flat), grid[0, 0].images[-1])
+            axes.set_title(f"layer {answer.layers[layer]}{', baseline' * model.baseline}", fontsize=8.5, pad=3)
+        first += count
+    color_bar(figure, list(grid.flat), grid[1, 0].images[-1])
     return figure
 
 
@@ -138,10 +127,9 @@ def draw_map(axes: Axes, shares: np.ndarray, scale: Normalize, image: Image.Imag
     axes.set_aspect("equal")
 
 
-def color_bar(figure: FigureBase, axes: Sequence[Axes], image) -> None:
-    """A colour bar beside `axes`, with an arrow if the scale ends below the largest value."""
-    over = "max" if float(np.max(image.get_array())) > image.norm.vmax else "neither"
-    bar = figure.colorbar(image, ax=axes, extend=over, aspect=14, shrink=0.9, pad=0.02)
+def color_bar(figure: Figure, axes: Sequence[Axes], image: AxesImage) -> None:
+    """A colour bar beside `axes`; the largest values may exceed it."""
+    bar = figure.colorbar(image, ax=axes, extend="max", aspect=40, extendfrac=0.02, pad=0.02)
     bar.set_label("share of the attention\nto the image (%)", fontsize=8)
     bar.ax.tick_params(labelsize=8)
 
