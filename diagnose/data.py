@@ -147,9 +147,6 @@ def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Ten
             return_tensors="pt",
             **options,
         )
-    tokens, limit = inputs["input_ids"].shape[1], processor.tokenizer.model_max_length
-    if tokens > limit:
-        raise ValueError(f"its {tokens:,} tokens are more than the {limit:,} that the tokenizer allows. Leave it out.")
     return {name: value for name, value in inputs.items() if name != "labels"}  # PaliGemma's makes labels too
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from ..report import Drawing, Report
 from .attention import attention_figures
-from .depth import depth_figures, predicted
-from .dynamics import dynamics, training
+from .depth import depth_figures, dynamics, predicted, training
 from .interface import interface
 from .style import DPI, Sketch, shown
 

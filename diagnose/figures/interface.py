@@ -3,13 +3,11 @@
 """The figure of norms where vision meets language (tables 1 to 3)."""
 
 from collections.abc import Sequence
-from math import isclose, isfinite
-
-from matplotlib.axes import Axes
+from math import isfinite
 
 from ..report import Drawing, Interface, Moments
 from ..verdict import number
-from .style import COLORS, MARKERS, MUTED, Shown, Sketch, compare, log_scale, new_figure, tidy
+from .style import COLORS, MARKERS, MUTED, Shown, Sketch, compare, legend, log_scale, new_figure, tidy
 
 
 STAGES = {
@@ -33,36 +31,17 @@ STAGES = {
 
 def interface(models: Sequence[Shown]) -> Sketch | None:
     """Norms on the way into the language model, a row for each stage; None if nothing of it was measured."""
-    # Rows as stored differ from those as received only if something scales them on the way.
-    scaled = any(not isclose(model.report.interface.scale or 1.0, 1.0, rel_tol=1e-3) for model in models)
     rows = [
         name
         for name in STAGES
-        if (scaled or not name.endswith("_raw")) and any(positive(model.report.interface, name) for model in models)
+        if not name.endswith("_raw") and any(positive(model.report.interface, name) for model in models)
     ]
     if not rows:
         return None
     ratios = [model.report.interface.ratio for model in models]
     title = compare(models, ratios, "Visual tokens enter with {} the norm of text embeddings", " ×")
     figure = new_figure(1.3 + (0.25 + 0.17 * (len(models) - 1)) * len(rows), title or "L2 norms at the interface")
-    draw_stages(figure.subplots(), models, rows)
-    if len(models) > 1:
-        figure.legend(loc="outside lower left", ncols=2, fontsize=9, frameon=False)
-    caption = (
-        "L2 norm of tokens from the vision encoder to the first decoder layer (tables 1 to 3): mean, and one standard "
-        "deviation to each side, cut off where it would reach zero. The dotted line is N_text (eq. 11)."
-    )
-    return Sketch(figure, Drawing("interface.png", "Norms at the interface", caption, "interface"))
-
-
-def positive(values: Interface, name: str) -> Moments | None:
-    """The moments of stage `name`; None if there are none or a logarithmic axis cannot show them."""
-    moments: Moments | None = getattr(values, name)
-    return moments if moments is not None and isfinite(moments.mean + moments.std) and moments.mean > 0 else None
-
-
-def draw_stages(axes: Axes, models: Sequence[Shown], rows: Sequence[str]) -> None:
-    """Draws a row for each stage, from top to bottom, and in it a mark and whiskers for each model."""
+    axes = figure.subplots()
     drawn = [
         (row + 0.34 * (place - (len(models) - 1) / 2), STAGES[name][0], model, moments)
         for row, name in enumerate(rows)
@@ -89,3 +68,15 @@ def draw_stages(axes: Axes, models: Sequence[Shown], rows: Sequence[str]) -> Non
     axes.set_ylim(len(rows) - 0.5, -0.5)
     tidy(axes, "L2 norm (logarithmic)", "")
     axes.grid(False, axis="y")
+    legend(figure, axes, 2)
+    caption = (
+        "L2 norm of tokens from the vision encoder to the first decoder layer (tables 1 to 3): mean, and one standard "
+        "deviation to each side, cut off where it would reach zero. The dotted line is N_text (eq. 11)."
+    )
+    return Sketch(figure, Drawing("interface.png", "Norms at the interface", caption, "interface"))
+
+
+def positive(values: Interface, name: str) -> Moments | None:
+    """The moments of stage `name`; None if there are none or a logarithmic axis cannot show them."""
+    moments: Moments | None = getattr(values, name)
+    return moments if moments is not None and isfinite(moments.mean + moments.std) and moments.mean > 0 else None

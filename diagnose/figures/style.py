@@ -80,18 +80,14 @@ def printable(text: str) -> str:
 
 def elide(text: str, length: int) -> str:
     """`text` in at most `length` characters, without its middle if it is longer."""
-    if len(text) <= length:
-        return text
-    half = (length - 1) // 2
-    return f"{text[: length - 1 - half]}…{text[-half:]}"
+    return text if len(text) <= length else f"{text[: length // 2]}…{text[1 - length // 2 :]}"
 
 
 def new_figure(height: float, title: str) -> Figure:
     """An empty figure, `height` inches high, under a title that wraps."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    figure.suptitle(
-        "\n".join(fill(line, 80) for line in title.split("\n")), x=0.01, ha="left", fontsize=11, fontweight="bold"
-    )
+    lines = "\n".join(fill(line, 80) for line in title.split("\n"))
+    figure.suptitle(lines, x=0.01, ha="left", fontsize=11, fontweight="bold")
     return figure
 
 
@@ -134,6 +130,5 @@ def log_scale(axes: Axes, which: str) -> None:
 
 def legend(figure: Figure, axes: Axes, columns: int) -> None:
     """A legend of what `axes` shows, below the figure."""
-    figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside lower left", ncols=columns, fontsize=9, frameon=False
-    )
+    style: dict[str, Any] = {"loc": "outside lower left", "fontsize": 9, "frameon": False}
+    figure.legend(*axes.get_legend_handles_labels(), ncols=columns, **style)

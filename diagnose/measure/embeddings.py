@@ -2,6 +2,8 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What weights alone show: norms of token embeddings (tables 6 to 8), and gain and bias of the norm (table 5)."""
 
+import math
+
 import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
@@ -9,9 +11,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from ...assembly.embedding_table import EmbeddingRows
 from ...assembly.gain import EmbeddingStatistics, embedding_statistics, statistics_of
-from ...configuration_normalign_llava import NormAlignLlavaConfig, embedding_scales
+from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import _gathered, embedding_row_norms, initial_gain
 from ..report import EmbeddingTable, Gain, Interface, Moments, Report, TopToken
+
+
+TOP = 10
+"""How many rows of largest norm are named."""
 
 
 def row_norms(embeddings: nn.Module) -> Tensor:
@@ -21,7 +27,7 @@ def row_norms(embeddings: nn.Module) -> Tensor:
 
 
 def embedding_table_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str, top: int = 10
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str
 ) -> EmbeddingTable:
     """The table of a model in memory, which may be sharded or offloaded, without the image token's row."""
     norms = row_norms(model.get_input_embeddings())
@@ -30,7 +36,7 @@ def embedding_table_of(
         return None if tokenizer is None or row >= len(tokenizer) else str(tokenizer.decode([row]))
 
     rows = EmbeddingRows("", norms, model.config.get_text_config().hidden_size, model.config, text)
-    return _table(statistics_of(rows, name, top), name)
+    return _table(statistics_of(rows, name, TOP), name)
 
 
 def probe_language(
@@ -41,7 +47,7 @@ def probe_language(
     Takes what [`~normalign_llava.assembly.gain.embedding_statistics`] does, and raises the same. The report has
     `embeddings`, and of `interface` `vocabulary_raw`, `vocabulary` and `scale`; `left_out` names the rest.
     """
-    statistics = embedding_statistics(model, revision=revision)
+    statistics = embedding_statistics(model, top=TOP, revision=revision)
     scale, table = statistics.scale, _table(statistics, name)
     left_out = [
         "Visual tokens, the projector and the ratio of norms: a language model alone has none of them.",
@@ -76,11 +82,7 @@ def gain_of(model: PreTrainedModel) -> Gain | None:
     norm = model.base_model.multi_modal_projector.norm
     if isinstance(norm, nn.Identity):
         return None
-    n_text = model.config.text_embedding_norm  # of the initial embeddings
-    if n_text is None:
-        scale_text, scale_all = embedding_scales(model.config.text_config)
-        n_text = scale_text * scale_all * embedding_table_of(model, name="", top=0).mean
-    start = initial_gain(model.config, n_text)
+    start = initial_gain(model.config, model.config.text_embedding_norm or math.nan)  # of the initial embeddings
     with align_module_device(norm), _gathered(*norm.parameters()) as (gain, *rest):
         # Rounded as the gain is, so that a gain that never moved has distance 0.
         stored = torch.tensor(start, dtype=gain.dtype).double()

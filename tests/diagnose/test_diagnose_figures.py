@@ -13,8 +13,7 @@ from PIL import Image
 
 from normalign_llava.diagnose.figures import draw
 from normalign_llava.diagnose.figures.attention import attention_figures
-from normalign_llava.diagnose.figures.depth import cosine, norms, rotation, updates
-from normalign_llava.diagnose.figures.dynamics import training
+from normalign_llava.diagnose.figures.depth import cosine, norms, rotation, training, updates
 from normalign_llava.diagnose.figures.interface import interface
 from normalign_llava.diagnose.figures.style import shown
 from normalign_llava.diagnose.report import Interface, Moments, Report

@@ -43,6 +43,7 @@ def test_probe(family):
 
 def test_attention_tables_and_encoder():
     model, batch = tiny.model(), tiny.inputs()
+    model.align_projector_norm()
 
     def measured():
         attention = attention_maps(model, batch, question="?")
