@@ -129,11 +129,9 @@ def _inputs_of(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, 
 def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Tensor]:
     options = {"padding": True, "padding_side": "left"}
     if processor.chat_template:
-        turns = [
-            [{"type": "image", "image": sample.image}, {"type": "text", "text": sample.question}] for sample in batch
-        ]
+        parts = ([{"type": "image", "image": each.image}, {"type": "text", "text": each.question}] for each in batch)
         inputs = processor.apply_chat_template(
-            [[{"role": "user", "content": turn}] for turn in turns],
+            [[{"role": "user", "content": content}] for content in parts],
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
@@ -169,16 +167,15 @@ def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Ite
 
 
 def _samples(rows: Iterable[tuple[str, int, Any]], label: str, rules: ImageRules) -> Iterator[Sample]:
-    without, unread, any_image = 0, Counter[str](), False
+    with_image, without, unread = 0, 0, Counter[str]()
     for name, row, raw in rows:
         if sample := sample_of_row(raw, f"{name}, row {row}", rules):
-            any_image = True
+            with_image += 1
             yield sample
         else:
             without += 1
             unread.update(filter(None, [unread_image(raw, [])]))
-    if not any_image:
-        check_images_are_read(label, without, 0, unread)
+    check_images_are_read(label, without, with_image, unread)
 
 
 def _take(label: str, candidates: Iterable[Sample], count: int) -> list[Sample]:

@@ -46,21 +46,19 @@ def draw_question(answers: Answers, number: int, images: Path) -> Sketch:
     asked = answers[-1][1]
     image = None if asked.image is None else Image.open(images / asked.image, formats=("PNG",)).convert("RGB")
     words = fill(printable(asked.question), 76, max_lines=3, placeholder=" …")
-    if all(answer.grid is not None for _, answer in answers):
-        draw, how = draw_maps, "averaged over layers on the image, then layer by layer"
-    else:
-        draw, how = draw_rows, "by layer and order of visual tokens, since tiles form no single grid"
-    figure = draw(answers, image, f"Where text looks when asked:\n{words}")
+    single = all(answer.grid is not None for _, answer in answers)
+    how = "on the image" if single else "visual tokens in order, since they form no single grid"
+    figure = draw_maps(answers, image, f"Where text looks when asked:\n{words}")
     caption = (
-        f"Attention from the text after the image to the image's tokens, {how} (appendix G). Each layer's map "
-        f"sums to 100 %. Question: {elide(asked.question, 300)}"
+        f"Attention from the text after the image to the image's tokens: average over layers, {how}, and layer by "
+        f"layer (appendix G). Each map sums to 100 %. Question: {elide(asked.question, 300)}"
     )
     return Sketch(figure, Drawing(f"attention_{number}.png", f"Attention, question {number}", caption, "attention"))
 
 
 def draw_maps(answers: Answers, image: Image.Image | None, title: str) -> Figure:
     """The image, the average over layers of each model on it, and below them the maps of each model's layers."""
-    rows, columns = answers[-1][1].grid or (1, 1)
+    rows, columns = answers[-1][1].grid or (1, 3)
     shape = min(2.0, max(0.3, image.height / image.width if image else rows / columns))
     chosen = [evenly_spaced(len(answer.maps), MAPS) for _, answer in answers]
     lines = [ceil(len(layers) / COLUMNS) for layers in chosen]
@@ -74,34 +72,13 @@ def draw_maps(answers: Answers, image: Image.Image | None, title: str) -> Figure
         grid[0, 0].set_title("the image", fontsize=8.5)
     scale, first = common_scale(answers), 1
     for (model, answer), average, layers, count in zip(answers, grid[0, 1:], chosen, lines, strict=False):
-        draw_map(average, np.mean(answer.maps, axis=0), scale, image, shape)
+        draw_map(average, np.mean(answer.maps, axis=0), scale, image if answer.grid else None, shape)
         average.set_title(fill(model.label, 26), fontsize=8.5)
         for axes, layer in zip(grid[first : first + count].flat, layers, strict=False):
             draw_map(axes, np.asarray(answer.maps[layer]), scale, None, shape)
             axes.set_title(f"layer {answer.layers[layer]}{', baseline' * model.baseline}", fontsize=8.5, pad=3)
         first += count
     color_bar(figure, list(grid.flat), grid[1, 0].images[-1])
-    return figure
-
-
-def draw_rows(answers: Answers, image: Image.Image | None, title: str) -> Figure:
-    """The image, and for each model a row of shares for every layer, by the order of visual tokens."""
-    figure = new_figure((2.4 if image else 0.5) + 1.9 * len(answers), title)
-    heights = [*([1.2] if image else []), *[1.0] * len(answers)]
-    panels = list(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
-    if image is not None:
-        panels[0].imshow(image)
-        panels.pop(0).set_axis_off()
-    scale = common_scale(answers)
-    for axes, (model, answer) in zip(panels, answers, strict=True):
-        shares = 100 * np.asarray(answer.maps).reshape(len(answer.maps), -1)
-        extent = (0.5, shares.shape[1] + 0.5, len(shares) + 0.5, 0.5)
-        drawn = axes.imshow(shares, cmap=COLORMAP, norm=scale, extent=extent, aspect="auto", interpolation="nearest")
-        tidy(axes, "visual token, in order", "layer", model.label)
-        axes.grid(False)
-        ticks = evenly_spaced(len(shares), 6)
-        axes.set_yticks([place + 1 for place in ticks], [str(answer.layers[place]) for place in ticks])
-        color_bar(figure, [axes], drawn)
     return figure
 
 

@@ -162,18 +162,16 @@ def _by_kind(moments: Tensor) -> dict[str, Moments]:
 
 def _have_directions(found: dict[str, Tensor], kind: str) -> bool:
     """Whether tokens of a kind have directions in all layers; an error if visual or text tokens have none."""
-    for name, (mean, std, count) in found.items():
-        if len(layers := ((count > 0) & ~(mean + std).isfinite()).nonzero()):
-            raise ValueError(
-                f"The {kind} tokens' hidden states are NaN or infinite at layer {layers[0].item() + 1} ({name}). Load "
-                "the model in bfloat16 or float32, and check its weights."
-            )
-    for name in ("rotation", "log_norm", "cosine"):
-        if len(layers := (found[name][2] == 0).nonzero()):
-            if kind not in ("visual", "text"):
-                return False  # a padding token's row may be all zero
-            raise ValueError(
-                f"All {kind} tokens are zero at layer {layers[0].item() + 1}, so they have no direction ({name}). "
-                "Check that the projector's weights were trained and loaded."
-            )
+    if len(states := (~found["norm"].isfinite().all(0)).nonzero()):
+        raise ValueError(
+            f"The {kind} tokens' hidden states are NaN or infinite in state {states[0].item()}. Load the model in "
+            "bfloat16 or float32, and check its weights."
+        )
+    if len(states := (found["log_norm"][2] == 0).nonzero()):
+        if kind not in ("visual", "text"):
+            return False  # a padding token's row may be all zero
+        raise ValueError(
+            f"All {kind} tokens are zero in state {states[0].item()}, so they have no direction. Check that the "
+            "projector's weights were trained and loaded."
+        )
     return True

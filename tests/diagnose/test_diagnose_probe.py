@@ -290,7 +290,7 @@ def test_models_that_cannot_be_measured_are_refused():
         probe(model, [batch])
     with torch.no_grad():
         model.model.multi_modal_projector.linear_2.bias[0] = math.inf
-    with pytest.raises(ValueError, match="visual.*NaN or infinite.*layer 1"):
+    with pytest.raises(ValueError, match="visual.*NaN or infinite in state 0"):
         probe(model, [batch])
     tuned = get_peft_model(model, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
     with pytest.raises(ValueError, match="Prompt tuning"):
