@@ -34,9 +34,6 @@ BENCHMARKS = {
 }
 """The sources of the paper's 1,000 images (RQ1); it does not say which images."""
 
-PAPER = "paper"
-"""Name of the three benchmarks together, in equal parts."""
-
 BUILT_IN = "easy-VQA and emoji"
 """Name of the built-in images, which the quickstart holds out."""
 
@@ -75,8 +72,8 @@ def load_samples(
             for each in questions
         )
         return Samples(BUILT_IN, _take(BUILT_IN, drawn, count))
-    if data in BENCHMARKS or data == PAPER:
-        names = list(BENCHMARKS) if data == PAPER else [data]
+    if data in BENCHMARKS or data == "paper":  # all of them, in equal parts
+        names = list(BENCHMARKS) if data == "paper" else [data]
         parts = [count // len(names) + (number < count % len(names)) for number in range(len(names))]
         samples = []
         for name, part in zip(names, parts, strict=True):

@@ -10,8 +10,6 @@ from textwrap import fill
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 from PIL import Image
 
 from ..report import Attention, Drawing
@@ -42,35 +40,30 @@ def attention_figures(models: Sequence[Shown], images: Path) -> list[Sketch]:
 
 
 def draw_question(answers: Answers, number: int, images: Path) -> Sketch:
-    """Where each model looks when asked question `number`."""
+    """Where each model looks when asked question `number`.
+
+    The image, the average over layers of each model on it, and below them the maps of each model's layers. Where
+    visual tokens form no single grid, a map is a row of them.
+    """
     asked = answers[-1][1]
     image = None if asked.image is None else Image.open(images / asked.image, formats=("PNG",)).convert("RGB")
-    words = fill(printable(asked.question), 76, max_lines=3, placeholder=" …")
-    single = all(answer.grid is not None for _, answer in answers)
-    how = "on the image" if single else "visual tokens in order, since they form no single grid"
-    figure = draw_maps(answers, image, f"Where text looks when asked:\n{words}")
-    caption = (
-        f"Attention from the text after the image to the image's tokens: average over layers, {how}, and layer by "
-        f"layer (appendix G). Each map sums to 100 %. Question: {elide(asked.question, 300)}"
-    )
-    return Sketch(figure, Drawing(f"attention_{number}.png", f"Attention, question {number}", caption, "attention"))
-
-
-def draw_maps(answers: Answers, image: Image.Image | None, title: str) -> Figure:
-    """The image, the average over layers of each model on it, and below them the maps of each model's layers."""
-    rows, columns = answers[-1][1].grid or (1, 3)
+    rows, columns = asked.grid or (1, 3)
     shape = min(2.0, max(0.3, image.height / image.width if image else rows / columns))
-    chosen = [evenly_spaced(len(answer.maps), MAPS) for _, answer in answers]
+    counts = [len(answer.maps) for _, answer in answers]
+    chosen = [sorted({round(layer) for layer in np.linspace(0, most - 1, min(most, MAPS))}) for most in counts]
     lines = [ceil(len(layers) / COLUMNS) for layers in chosen]
-    height = (1 + sum(lines)) * (0.25 + shape * (WIDTH - 0.8) / COLUMNS)
-    figure = new_figure(height + 0.25 * (title.count("\n") + 2), title)
+    words = fill(printable(asked.question), 76, max_lines=3, placeholder=" …")
+    height = (1 + sum(lines)) * (0.25 + shape * (WIDTH - 0.8) / COLUMNS) + 0.25 * (words.count("\n") + 3)
+    figure = new_figure(height, f"Where text looks when asked:\n{words}")
     grid = figure.subplots(1 + sum(lines), COLUMNS, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
     if image is not None:
         grid[0, 0].imshow(image)
         grid[0, 0].set_title("the image", fontsize=8.5)
-    scale, first = common_scale(answers), 1
+    # Up to a high quantile: a few cells with nearly everything would leave all others black.
+    every = np.concatenate([100 * np.ravel(answer.maps) for _, answer in answers])
+    scale, first = Normalize(0, max(float(np.quantile(every, 0.995)), 1e-9)), 1
     for (model, answer), average, layers, count in zip(answers, grid[0, 1:], chosen, lines, strict=False):
         draw_map(average, np.mean(answer.maps, axis=0), scale, image if answer.grid else None, shape)
         average.set_title(fill(model.label, 26), fontsize=8.5)
@@ -78,19 +71,16 @@ def draw_maps(answers: Answers, image: Image.Image | None, title: str) -> Figure
             draw_map(axes, np.asarray(answer.maps[layer]), scale, None, shape)
             axes.set_title(f"layer {answer.layers[layer]}{', baseline' * model.baseline}", fontsize=8.5, pad=3)
         first += count
-    color_bar(figure, list(grid.flat), grid[1, 0].images[-1])
-    return figure
-
-
-def evenly_spaced(count: int, most: int) -> list[int]:
-    """At most `most` of the indices below `count`, evenly spaced, with the first and the last."""
-    return sorted({round(place) for place in np.linspace(0, count - 1, min(count, most))})
-
-
-def common_scale(answers: Answers) -> Normalize:
-    """Percent, up to a high quantile: a few cells with nearly everything would leave all others black."""
-    every = np.concatenate([100 * np.ravel(answer.maps) for _, answer in answers])
-    return Normalize(0, max(float(np.quantile(every, 0.995)), 1e-9))
+    shades = grid[1, 0].images[-1]
+    bar = figure.colorbar(shades, ax=list(grid.flat), extend="max", aspect=40, extendfrac=0.02, pad=0.02)
+    bar.set_label("share of the attention\nto the image (%)", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    how = "on the image" if asked.grid else "visual tokens in order, since they form no single grid"
+    caption = (
+        f"Attention from the text after the image to the image's tokens: average over layers, {how}, and layer by "
+        f"layer (appendix G). Each map sums to 100 %. Question: {elide(asked.question, 300)}"
+    )
+    return Sketch(figure, Drawing(f"attention_{number}.png", f"Attention, question {number}", caption, "attention"))
 
 
 def draw_map(axes: Axes, shares: np.ndarray, scale: Normalize, image: Image.Image | None, shape: float) -> None:
@@ -102,13 +92,6 @@ def draw_map(axes: Axes, shares: np.ndarray, scale: Normalize, image: Image.Imag
     alpha = None if image is None else 0.65
     axes.imshow(100 * shares, cmap=COLORMAP, norm=scale, alpha=alpha, extent=extent, interpolation="nearest")
     axes.set_aspect("equal")
-
-
-def color_bar(figure: Figure, axes: Sequence[Axes], image: AxesImage) -> None:
-    """A colour bar beside `axes`; the largest values may exceed it."""
-    bar = figure.colorbar(image, ax=axes, extend="max", aspect=40, extendfrac=0.02, pad=0.02)
-    bar.set_label("share of the attention\nto the image (%)", fontsize=8)
-    bar.ax.tick_params(labelsize=8)
 
 
 def attention_depth(models: Sequence[Shown]) -> Sketch:

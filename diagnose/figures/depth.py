@@ -156,9 +156,8 @@ def dynamics(models: Sequence[Shown]) -> Sketch | None:
             layer_axis(axes, max(len(getattr(entry, kind)) for entry in model.report.dynamics))
             tidy(axes, "layer", "cosine similarity", f"{kind}, {model.label}")
             axes.label_outer()
-    bar = figure.colorbar(scale, ax=grid, label="optimizer step", aspect=30, pad=0.02)
-    bar.locator = MaxNLocator(integer=True, nbins=8)
-    bar.update_ticks()
+    ticks = MaxNLocator(integer=True, nbins=8)
+    figure.colorbar(scale, ax=grid, label="optimizer step", aspect=30, pad=0.02, ticks=ticks)
     caption = (
         "Cosine similarity of a token's hidden state before and after each layer, one line for each recorded step of "
         "training, from dark to light (figure 5)."

@@ -133,11 +133,9 @@ def _positions(parts: Parts, inputs: Mapping[str, Any], special_ids: Iterable[in
         raise ValueError(f"The batch has {len(ids)} sequences. Measure attention for one question at a time.")
     kinds = token_kinds(ids, inputs.get("attention_mask"), config, boundary_ids(config) | set(special_ids))
     visual, text = (kinds[KINDS.index(kind)].nonzero().flatten().cpu() for kind in ("visual", "text"))
-    if not len(visual):
-        raise ValueError(f"The sequence has no visual token, id {config.image_token_id} (config.image_token_id).")
-    asking = text[text > visual[-1]]
+    asking = text[text > visual.max()] if len(visual) else visual
     if not len(asking):
-        raise ValueError("No text comes after the image. Put the question after it.")
+        raise ValueError("No text comes after an image. Put the question after it.")
     return visual, asking
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ...assembly.embedding_table import EmbeddingRows
 from ...assembly.gain import EmbeddingStatistics, embedding_statistics, statistics_of
 from ...configuration_normalign_llava import NormAlignLlavaConfig
-from ...modeling_normalign_llava import _gathered, embedding_row_norms, initial_gain
+from ...modeling_normalign_llava import embedding_row_norms, initial_gain
 from ..report import EmbeddingTable, Gain, Interface, Moments, Report, TopToken
 
 
@@ -72,7 +72,7 @@ def probe_language(
 
 @torch.no_grad()
 def gain_of(model: PreTrainedModel) -> Gain | None:
-    """Size of gain and bias, and their distance from the start, in float64; of sharded and offloaded models, too.
+    """Size of gain and bias, and their distance from the start, in float64; of an offloaded model, too.
 
     None for a model of another architecture or without the norm. The model is without PEFT's wrapper; if PEFT trains a
     copy of the projector, that copy is measured.
@@ -83,11 +83,11 @@ def gain_of(model: PreTrainedModel) -> Gain | None:
     if isinstance(norm, nn.Identity):
         return None
     start = initial_gain(model.config, model.config.text_embedding_norm or math.nan)  # of the initial embeddings
-    with align_module_device(norm), _gathered(*norm.parameters()) as (gain, *rest):
-        # Rounded as the gain is, so that a gain that never moved has distance 0.
-        stored = torch.tensor(start, dtype=gain.dtype).double()
-        gain = gain.detach().cpu().double()
-        bias = rest[0].detach().cpu().double() if rest else None  # an RMSNorm has none
+    # Rounded as the gain is, so that a gain that never moved has distance 0.
+    stored = torch.tensor(start, dtype=norm.weight.dtype).double()
+    with align_module_device(norm):
+        gain, *rest = (parameter.cpu().double() for parameter in norm.parameters())
+    bias = rest[0] if rest else None  # an RMSNorm has none
     return Gain(
         l2=gain.norm().item(),
         mean_abs=gain.abs().mean().item(),

@@ -4,6 +4,7 @@
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +26,7 @@ class InterfaceProbe:
     def __init__(self, parts: Parts):
         self._parts = parts
         self._table = parts.projector if isinstance(parts.projector, nn.Embedding) else None
-        names = ("encoder_output", "projector_input", "projector_output", "norm_input", "text_raw")
-        self._moments = {name: RunningMoments() for name in names}
+        self._moments: defaultdict[str, RunningMoments] = defaultdict(RunningMoments)
         self._row_norms = row_norms(parts.model.get_input_embeddings())
         self.newline: Tensor | None = None
         """For each image token of the last forward pass, in order, whether it is a learned newline."""
@@ -64,7 +64,7 @@ class InterfaceProbe:
         """The norms at all stages, given those that the decoder received, by kind."""
         found = {name: moments.result() for name, moments in self._moments.items()}
         stored = _moments(self._row_norms[counted_rows(self._row_norms, self._parts.model.config.image_token_id)])
-        text, text_raw = received.get("text"), found["text_raw"]
+        text, text_raw = received.get("text"), found.get("text_raw")
         scale: float | None = math.prod(embedding_scales(self._parts.model.config.get_text_config()))
         if text and text_raw and text_raw.mean:
             scale = text.mean / text_raw.mean

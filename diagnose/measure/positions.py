@@ -54,8 +54,7 @@ def token_kinds(
     """Boolean masks `(len(KINDS), batch * tokens)`; a position is in one of them or, if it is padding, in none.
 
     Args:
-        ids: Token ids `(batch, tokens)`, image tokens expanded.
-        attention_mask: `(batch, tokens)`, 0 at padding, or None.
+        ids, attention_mask: `(batch, tokens)`, image tokens expanded; the mask is 0 at padding, or None.
         config: The model's, with the image token and Ovis' indicators.
         special: Ids that are neither text nor visual.
         newline: For each image token in order, whether its row is a learned newline.

@@ -17,7 +17,6 @@ from ..report import KINDS, PAGE, Drawing, Report
 from ..verdict import layers, number, spread, verdict
 
 
-Row = list[str]
 Models = Sequence[Report]
 """One, or the baseline and then the model in question."""
 
@@ -60,8 +59,8 @@ class Table:
     """A table as the template draws it; the first cell of a row is its header, for which `columns` has a head too."""
 
     caption: str
-    columns: Row
-    rows: list[Row]
+    columns: list[str]
+    rows: list[list[str]]
 
     @property
     def numeric(self) -> list[bool]:
@@ -156,9 +155,8 @@ def _sections(models: list[Report], drawings: Sequence[Drawing], folder: Path) -
     sections = []
     for id, (title, subject, tables_of) in SECTIONS.items():
         tables = [table for table in tables_of(models) if table.rows] if tables_of else []
-        drawn = [drawing for drawing in drawings if drawing.section == id]
-        encoded = [b64encode((folder / drawing.file).read_bytes()).decode() for drawing in drawn]
-        images = list(zip(drawn, encoded, strict=True))
+        drawn = (drawing for drawing in drawings if drawing.section == id)
+        images = [(drawing, b64encode((folder / drawing.file).read_bytes()).decode()) for drawing in drawn]
         if tables or images:
             sections.append({"id": id, "title": title, "subject": subject, "tables": tables, "images": images})
     return sections

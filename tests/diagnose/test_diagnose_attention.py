@@ -233,5 +233,5 @@ def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="2 sequences.*one question"):
         ask(model, tiny.inputs(batch=2))
     last = {name: value[:, :5] if name != "pixel_values" else value for name, value in batch.items()}
-    with pytest.raises(ValueError, match="No text comes after the image.*question after"):
+    with pytest.raises(ValueError, match="No text comes after an image.*question after"):
         ask(model, last)
