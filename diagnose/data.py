@@ -34,9 +34,6 @@ BENCHMARKS = {
 }
 """The sources of the paper's 1,000 images (RQ1); it does not say which images."""
 
-BUILT_IN = "easy-VQA and emoji"
-"""Name of the built-in images, which the quickstart holds out."""
-
 STREAMED_ROWS, BENCHMARK_ROWS = 1_000, 10_000
 """Samples are drawn from the first so many rows of a data set on the Hub; from all rows of a benchmark."""
 
@@ -71,7 +68,8 @@ def load_samples(
             Sample(f"{each.kind} ({each.image.name})", each.text, {"path": str(each.image), "bytes": None})
             for each in questions
         )
-        return Samples(BUILT_IN, _take(BUILT_IN, drawn, count))
+        name = "easy-VQA and emoji"
+        return Samples(name, _take(name, drawn, count))
     if data in BENCHMARKS or data == "paper":  # all of them, in equal parts
         names = list(BENCHMARKS) if data == "paper" else [data]
         parts = [count // len(names) + (number < count % len(names)) for number in range(len(names))]

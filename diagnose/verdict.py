@@ -106,10 +106,8 @@ def _first(report: Report) -> str:
     if ratio is None:
         return f"The encoder's tokens have a norm of {spread(interface.encoder_output, 3)}; there is no text."
     enter = f"Visual tokens enter the decoder at {number(ratio, 2)} × the norm of text"
-    if asymmetry(report) is None:
-        return f"{enter}; their rotation could not be compared with that of text."
-    over = f"mean over layers 1 to {layers(report) - 1}"
-    return f"{enter} and rotate {asymmetry_with_error(report)} × as much as text in each layer ({over})."
+    rotate = f"rotate {asymmetry_with_error(report)} × as much as text in each layer"
+    return f"{enter} and {rotate} (mean over layers 1 to {layers(report) - 1})."
 
 
 def _second(report: Report) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..report import Drawing, Report
 from .attention import attention_figures
-from .depth import depth_figures, dynamics, predicted, training
+from .depth import cosine, dynamics, norms, predicted, rotation, training, updates
 from .interface import interface
 from .style import DPI, Sketch, shown
 
@@ -20,7 +20,7 @@ def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
     deep = [model for model in models if model.report.depth is not None]
     sketches: list[Sketch | None] = [
         interface(models),
-        *depth_figures(deep),
+        *([norms(deep), cosine(deep), rotation(deep), updates(deep)] if deep else ()),
         dynamics(models),
         training(models),
         *attention_figures(models, output),

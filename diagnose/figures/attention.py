@@ -13,7 +13,7 @@ from matplotlib.colors import Normalize
 from PIL import Image
 
 from ..report import Attention, Drawing
-from .style import WIDTH, Shown, Sketch, compare, elide, layer_axis, legend, new_figure, printable, tidy
+from .style import WIDTH, Shown, Sketch, elide, layer_axis, legend, new_figure, printable, tidy
 
 
 COLUMNS, MAPS = 4, 12
@@ -26,20 +26,18 @@ MEASURES = {
 }
 """Field of `Attention`: its title, the factor to multiply it with, and the value to compare it with."""
 
-Answers = Sequence[tuple[Shown, Attention]]
-
 
 def attention_figures(models: Sequence[Shown], images: Path) -> list[Sketch]:
     """A figure for each question drawn of the last of `models`, and one of the measures over depth."""
     sketches = []
     for index in range(sum(bool(each.maps) for each in models[-1].report.attention)):
-        answers = [(model, model.report.attention[index]) for model in models if len(model.report.attention) > index]
-        sketches.append(draw_question(answers, index + 1, images))
+        asked = [(model, model.report.attention[index]) for model in models if len(model.report.attention) > index]
+        sketches.append(draw_question(asked, index + 1, images))
     deep = [model for model in models if model.report.attention]
     return [*sketches, attention_depth(deep)] if sketches else []
 
 
-def draw_question(answers: Answers, number: int, images: Path) -> Sketch:
+def draw_question(answers: Sequence[tuple[Shown, Attention]], number: int, images: Path) -> Sketch:
     """Where each model looks when asked question `number`.
 
     The image, the average over layers of each model on it, and below them the maps of each model's layers. Where
@@ -98,10 +96,7 @@ def attention_depth(models: Sequence[Shown]) -> Sketch:
     """Share, entropy and bottom bias by layer, averaged over questions."""
     means = {name: [mean_over_questions(model, name) for model in models] for name in MEASURES}
     means = {name: values for name, values in means.items() if any(each is not None for each in values)}
-    bottom = means.get("bottom_bias", [None] * len(models))
-    biases = [None if bias is None else float(bias[1].mean()) for bias in bottom]
-    title = compare(models, biases, "The image's bottom third gets {} its even share", " ×")
-    figure = new_figure(3.5, title or "Attention from text to the image, by layer")
+    figure = new_figure(3.5, "Attention from text to the image, by layer")
     panels = figure.subplots(1, len(means), squeeze=False)[0]
     for axes, (name, values) in zip(panels, means.items(), strict=True):
         label, factor, neutral = MEASURES[name]

@@ -25,13 +25,6 @@ TYPICAL = (
     "of a few tokens of huge norm."
 )
 
-Band = tuple[np.ndarray, np.ndarray]
-
-
-def depth_figures(models: Sequence[Shown]) -> list[Sketch]:
-    """Every figure of measured states and updates, in reading order; none without models, which have a decoder."""
-    return [norms(models), cosine(models), rotation(models), updates(models)] if models else []
-
 
 def curves(model: Shown, quantity: str) -> dict[str, Curve]:
     """The field `quantity` of the model's `Depth`, for the modalities it was measured for."""
@@ -131,8 +124,8 @@ def predicted(models: Sequence[Shown]) -> Sketch:
         tidy(axes, "layer", "rotation (degrees)" if axes is panels[0] else "", model.label)
     legend(figure, panels[0], 4)
     caption = (
-        "Rotation per layer by equation 13, from the geometric mean of the states' norms and the size and angle of "
-        "updates that the theory takes to be the same for both modalities, beside the mean of the measured rotations."
+        "Rotation per layer by equation 13, from the geometric mean of the states' norms and a size and an angle of "
+        "updates that are the same for both modalities; and the mean of the measured rotations."
     )
     return Sketch(figure, Drawing("predicted.png", "Predicted and measured rotation", caption, "theory"))
 
@@ -158,10 +151,7 @@ def dynamics(models: Sequence[Shown]) -> Sketch | None:
             axes.label_outer()
     ticks = MaxNLocator(integer=True, nbins=8)
     figure.colorbar(scale, ax=grid, label="optimizer step", aspect=30, pad=0.02, ticks=ticks)
-    caption = (
-        "Cosine similarity of a token's hidden state before and after each layer, one line for each recorded step of "
-        "training, from dark to light (figure 5)."
-    )
+    caption = "Mean cosine similarity of a token's states before and after each layer, by recorded step (figure 5)."
     return Sketch(figure, Drawing("dynamics.png", "Training dynamics", caption, "dynamics"))
 
 
@@ -207,14 +197,16 @@ def draw_layers(axes: Axes, models: Sequence[Shown], quantity: str, factor: floa
     layer_axis(axes, max(len(curve.mean) for model in models for curve in curves(model, quantity).values()))
 
 
-def draw_curve(axes: Axes, model: Shown, kind: str, x: Sequence[int], mean: np.ndarray, band: Band) -> None:
+def draw_curve(
+    axes: Axes, model: Shown, kind: str, x: Sequence[int], mean: np.ndarray, band: Sequence[np.ndarray]
+) -> None:
     """Draws the mean and, except for a baseline, its band; twice as many bands would hide each other."""
     axes.plot(x, mean, label=f"{kind}, {model.label}", **model.line(kind))
     if not model.baseline:
         axes.fill_between(x, *band, color=COLORS[kind], alpha=0.15, linewidth=0)
 
 
-def typical(logarithm: Curve) -> Band:
+def typical(logarithm: Curve) -> tuple[np.ndarray, np.ndarray]:
     """One standard deviation of the logarithm to each side of the geometric mean."""
     mean, std = np.asarray(logarithm.mean), np.asarray(logarithm.std)
     return np.exp(mean - std), np.exp(mean + std)

@@ -125,7 +125,10 @@ class DepthProbe:
             self._add_cosine(number, now, after, norm)
             defined = torch.stack([torch.ones_like(norm) > 0, norm > 0])
             self._last.add(torch.stack([norm, norm.log()]), now.masks.to(norm.device).unsqueeze(1) & defined)
-            self._add_ratio(now)
+            if number:  # the asymmetry leaves the last layer out
+                rotated = torch.stack([each.to(after.device) for each in now.rotations[:-1]]).sum(0)
+                ratio = rotated[KINDS.index("visual")] / rotated[KINDS.index("text")]
+                self._ratios.add(ratio.view(1), ratio.isfinite().view(1))
 
     def _add_cosine(self, number: int, now: _Pass, state: Tensor, norm: Tensor) -> None:
         """Of layer `number`, from its input, which `now` has, and the next layer's."""
@@ -134,12 +137,6 @@ class DepthProbe:
             cosine = torch.linalg.vecdot(old, state) / (old_norm * norm)
             self._cosines[number].add(cosine, now.masks.to(state.device) & (old_norm > 0) & (norm > 0))
         now.state = state, norm
-
-    def _add_ratio(self, now: _Pass) -> None:
-        if len(now.rotations) > 1:  # the asymmetry leaves the last layer out
-            rotated = torch.stack([each.to(now.rotations[0].device) for each in now.rotations[:-1]]).sum(0)
-            ratio = rotated[KINDS.index("visual")] / rotated[KINDS.index("text")]
-            self._ratios.add(ratio.view(1), ratio.isfinite().view(1))
 
     def _after_final_norm(self, norm: nn.Module, args: tuple, output: Tensor) -> None:
         if self._pass is not None:  # NanoChat applies it before the first layer too

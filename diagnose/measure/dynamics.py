@@ -11,10 +11,6 @@ from ...checkpoint.untrusted import json_object
 from ..report import DynamicsStep
 
 
-TrainingLog = dict[str, list[tuple[int, float]]]
-"""Logged values by name: pairs of optimizer step and value, in order."""
-
-
 def read_dynamics(folder: str | Path) -> list[DynamicsStep]:
     """Inter-layer cosines of one fixed batch at each step measured, in order; empty if nothing was recorded."""
     found = []
@@ -26,13 +22,12 @@ def read_dynamics(folder: str | Path) -> list[DynamicsStep]:
     return found
 
 
-def read_training_log(folder: str | Path) -> TrainingLog:
+def read_training_log(folder: str | Path) -> dict[str, list[tuple[int, float]]]:
     """Every number logged during training, over optimizer steps: `norm/visual`, `gain/mean_abs`, `loss`, ...
 
-    `cosine/visual` and `cosine/text` are means over the layers; `read_dynamics` has each layer. Values may be NaN or
-    infinite. Empty if there is no log.
+    Pairs of step and value, in order; values may be NaN or infinite. Empty if there is no log.
     """
-    found: TrainingLog = {}
+    found: dict[str, list[tuple[int, float]]] = {}
     with _content(Path(folder) / STATE) as content:
         for entry in json_object(content, "it")["log_history"] if content else ():
             for name, value in entry.items():

@@ -16,10 +16,6 @@ from ...modeling_normalign_llava import embedding_row_norms, initial_gain
 from ..report import EmbeddingTable, Gain, Interface, Moments, Report, TopToken
 
 
-TOP = 10
-"""How many rows of largest norm are named."""
-
-
 def row_norms(embeddings: nn.Module) -> Tensor:
     """L2 norms of the rows of an embedding matrix, which may be offloaded, `(V,)`, float64."""
     with align_module_device(embeddings):
@@ -36,7 +32,7 @@ def embedding_table_of(
         return None if tokenizer is None or row >= len(tokenizer) else str(tokenizer.decode([row]))
 
     rows = EmbeddingRows("", norms, model.config.get_text_config().hidden_size, model.config, text)
-    return _table(statistics_of(rows, name, TOP), name)
+    return _table(statistics_of(rows, name, top=10), name)
 
 
 def probe_language(
@@ -47,7 +43,7 @@ def probe_language(
     Takes what [`~normalign_llava.assembly.gain.embedding_statistics`] does, and raises the same. The report has
     `embeddings`, and of `interface` `vocabulary_raw`, `vocabulary` and `scale`; `left_out` names the rest.
     """
-    statistics = embedding_statistics(model, top=TOP, revision=revision)
+    statistics = embedding_statistics(model, revision=revision)
     scale, table = statistics.scale, _table(statistics, name)
     left_out = [
         "Visual tokens, the projector and the ratio of norms: a language model alone has none of them.",

@@ -14,12 +14,6 @@ from .moments import RunningMoments, token_rows, widest
 from .probe import in_evaluation_mode, placed, precision
 
 
-LEFT_OUT = (
-    "Norms at the projector and of text, depth, attention and the verdict: this is a vision encoder alone, without "
-    "projector and language model."
-)
-
-
 def probe_encoder(
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
@@ -60,5 +54,5 @@ def probe_encoder(
         data=data,
         samples=samples,
         interface=Interface(encoder_output=moments),
-        left_out=[LEFT_OUT],
+        left_out=["Norms at the projector and of text, depth, attention, verdict: this is a vision encoder alone."],
     )

@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """L2 norms on the way from the vision encoder into the language model (tables 1 to 3)."""
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -42,7 +41,6 @@ class InterfaceProbe:
         inner = self._parts.inner
         original = inner.get_image_features  # a method, so hooks do not see its output
 
-        @functools.wraps(original)
         def measured(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
             self._at_features(output)
@@ -70,9 +68,7 @@ class InterfaceProbe:
             scale = text.mean / text_raw.mean
             # If more than a factor lies between rows and decoder, the deviation does not scale with the mean.
             scale = scale if abs(text.std - scale * text_raw.std) <= 0.01 * text.mean else None
-        vocabulary = None
-        if scale is not None:
-            vocabulary = Moments(scale * stored.mean, scale * stored.std, stored.count)
+        vocabulary = None if scale is None else Moments(scale * stored.mean, scale * stored.std, stored.count)
         visual = received.get("visual")
         tables = {}
         if self._table is not None:

@@ -70,9 +70,7 @@ class Table:
 
 def names(models: Models) -> list[str]:
     """The models' names; of two, the first is the baseline."""
-    if len(models) == 1:
-        return [models[0].model]
-    return [f"{models[0].model} (baseline)", models[1].model]
+    return [*(f"{model.model} (baseline)" for model in models[:-1]), models[-1].model]
 
 
 def interface_tables(models: Models) -> list[Table]:

@@ -82,7 +82,7 @@ def test_claims_are_checked_on_the_model_without_the_norm():
         ("rotation", "agrees", ("0.11 ×",)),
         ("size", "agrees", ("a factor of 1.0",)),
         ("angle", "agrees", ("97.4° for visual and 97.4° for text",)),
-        ("bottom", "agrees", ("1.61 ×", "1 question)")),
+        ("bottom", "agrees", ("1.61 ×", "(questions: 1)")),
         ("norms", "agrees", ()),
         ("rotations", "agrees", ()),
         ("focus", "disagrees", ("0.930, 0.930 without it",)),
@@ -123,5 +123,5 @@ def test_what_lies_within_two_standard_errors_of_a_threshold_is_unclear():
     for biases, outcome in (((1.6, 1.7, 1.8), "agrees"), ((0.9, 1.7, 1.6), "unclear"), ((0.9, 1.0, 1.1), "disagrees")):
         attention = [dataclasses.replace(report.attention[0], bottom_bias=[bias] * 30) for bias in biases]
         found = by_claim(dataclasses.replace(report, attention=attention))["bottom"]
-        assert found[0] == outcome and "(3 questions)" in found[1]
+        assert found[0] == outcome and "(questions: 3)" in found[1]
         assert outcome != "agrees" or "1.70 ± 0.06 ×" in found[1]
