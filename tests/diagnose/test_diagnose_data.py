@@ -74,16 +74,11 @@ def test_the_seed_decides_which_are_drawn(tmp_path):
 
 
 def test_a_row_gives_its_first_image_and_question(tmp_path):
-    rows = [
-        {"messages": [{"role": "system", "content": "no"}, {"role": "user", "content": "<image>First?<image>"}]},
-        {"question": "Which?", "hint": "Look.", "A": "a cat", "B": "a dog", "C": "nan", "D": "nan", "answer": "A"},
-        {"text": "A caption."},
-    ]
-    train_data.write_json(tmp_path / "mine", [{**row, "images": ["red.png", "blue.png"]} for row in rows])
-    found = load_samples(str(tmp_path / "mine"), 9).samples
-    questions = [sample.question for sample in sorted(found, key=lambda sample: sample.name)]
-    assert questions == ["First?", "Look.\nWhich?\nA. a cat\nB. a dog", PROMPT]
-    assert all("red.png" in sample.name for sample in found)
+    turns = [("system", "no"), ("user", "<image>First?<image>"), ("assistant", "Yes."), ("user", "Second?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    train_data.write_json(tmp_path / "mine", [{"messages": messages, "images": ["red.png", "blue.png"]}])
+    (sample,) = load_samples(str(tmp_path / "mine"), 9).samples
+    assert sample.question == "First?" and "red.png" in sample.name
 
 
 def test_bad_data_are_named_before_any_work(tmp_path):

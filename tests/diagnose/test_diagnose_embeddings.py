@@ -88,10 +88,9 @@ def test_tokens_are_decoded_and_spare_rows_have_no_text(tmp_path):
     assert_same(embedding_table_of(model, tokenizer, name="language"), expected)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "4-bit"])
-def test_other_precisions(tmp_path, kind):
+def test_bfloat16_and_4_bits(tmp_path):
     stretch(tiny.model()).to(torch.bfloat16).save_pretrained(tmp_path / "saved")
-    quantization = BitsAndBytesConfig(load_in_4bit=True) if kind == "4-bit" else None
+    quantization = BitsAndBytesConfig(load_in_4bit=True)
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", quantization_config=quantization)
     weight = loaded.get_input_embeddings().weight
     assert weight.dtype == torch.bfloat16
@@ -100,27 +99,18 @@ def test_other_precisions(tmp_path, kind):
     assert_same(probe_language(str(tmp_path / "saved"), name="saved").embeddings, expected)
 
 
-@pytest.mark.parametrize(
-    "kwargs, scale",
-    [
-        ({}, 1.0),
-        ({"cls": GraniteConfig, "embedding_multiplier": 12.0}, 12.0),
-    ],
-)
+@pytest.mark.parametrize("kwargs, scale", [({}, 1.0), ({"cls": GraniteConfig, "embedding_multiplier": 12.0}, 12.0)])
 def test_a_language_model_alone(tmp_path, kwargs, scale):
     folder = parts.language(tmp_path / "language", **kwargs)
     model = stretch(AutoModelForCausalLM.from_pretrained(folder))
     model.to(torch.bfloat16).save_pretrained(folder)
     report = probe_language(folder, name="language", config=model.config)
     expected = reference(model.get_input_embeddings().weight, "language")
-    found = report.interface
-    assert found.vocabulary_raw.count == found.vocabulary.count == expected.rows
-    assert (found.vocabulary_raw.mean, found.vocabulary_raw.std) == pytest.approx((expected.mean, expected.std))
-    assert (found.vocabulary.mean, found.vocabulary.std) == pytest.approx(
-        (scale * expected.mean, scale * expected.std)
-    )
-    assert found.scale == pytest.approx(scale)
-    assert found.visual is found.ratio is report.depth is report.gain is None
+    for found, factor in ((report.interface.vocabulary_raw, 1.0), (report.interface.vocabulary, scale)):
+        assert found.count == expected.rows
+        assert (found.mean, found.std) == pytest.approx((factor * expected.mean, factor * expected.std))
+    assert report.interface.scale == pytest.approx(scale)
+    assert report.interface.visual is report.interface.ratio is report.depth is report.gain is None
     assert (report.model, report.model_type) == ("language", model.config.model_type)
     assert (report.dtype, report.hidden_size) == ("bfloat16", tiny.WIDTH)
     assert len(report.left_out) == 2 and "ratio" in report.left_out[0] and "depth" in report.left_out[1]
