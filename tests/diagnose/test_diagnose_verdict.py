@@ -54,24 +54,10 @@ def test_two_models(ratio, asymmetry, norms, rotations):
 
 
 def by_claim(report, against=None):
-    """Outcome and sentence by the claim's first words, with the two claims of section 3.1 and appendix G apart."""
-    names = {
-        "RQ1": "disparity",
-        "RQ2": "projector",
-        "RQ3": "rotation",
-        "RQ4": "vocabulary",
-        "updates are as large": "size",
-        "same angle": "angle",
-        "bottom": "bottom",
-        "Figure 4a": "norms",
-        "Figure 4b": "rotations",
-        "less diffuse": "focus",
-    }
-    found = {}
-    for each in findings(report, against):
-        (name,) = (name for words, name in names.items() if words in each.claim)
-        found[name] = (each.outcome, each.sentence)
-    return found
+    """Outcome and sentence of each claim, by a word about it."""
+    names = ("disparity", "projector", "rotation", "size", "angle", "bottom", "norms", "rotations", "focus")
+    found = findings(report, against)
+    return {name: (each.outcome, each.sentence) for name, each in zip(names, found, strict=True)}
 
 
 def test_claims_are_checked_on_the_model_without_the_norm():
