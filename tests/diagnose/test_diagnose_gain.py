@@ -28,20 +28,21 @@ def moved(model, seed=1):
     return model
 
 
+def l2(values):
+    return math.sqrt(math.fsum(value * value for value in values))
+
+
 def assert_by_hand(found, gain, bias, start):
     """Against sums of Python floats."""
-    gain = gain.detach().double().tolist()
-    stored = torch.tensor(start, dtype=torch.float32).item()
-    assert found.l2 == pytest.approx(math.sqrt(math.fsum(g * g for g in gain)), rel=1e-12)
-    assert found.mean_abs == pytest.approx(math.fsum(abs(g) for g in gain) / len(gain), rel=1e-12)
-    assert found.start == pytest.approx(start, rel=1e-9)
-    assert found.distance == pytest.approx(math.sqrt(math.fsum((g - stored) ** 2 for g in gain)), rel=1e-9)
+    gain, stored = gain.detach().double().tolist(), torch.tensor(start, dtype=torch.float32).item()
+    assert (found.l2, found.mean_abs) == pytest.approx((l2(gain), math.fsum(map(abs, gain)) / len(gain)), rel=1e-12)
+    assert (found.start, found.distance) == pytest.approx((start, l2(g - stored for g in gain)), rel=1e-9)
     if bias is None:
         assert found.bias_mean_abs is found.bias_distance is None
         return
     bias = bias.detach().double().tolist()
-    assert found.bias_mean_abs == pytest.approx(math.fsum(abs(b) for b in bias) / len(bias), rel=1e-12)
-    assert found.bias_distance == pytest.approx(math.sqrt(math.fsum(b * b for b in bias)), rel=1e-12)
+    expected = (math.fsum(map(abs, bias)) / len(bias), l2(bias))
+    assert (found.bias_mean_abs, found.bias_distance) == pytest.approx(expected, rel=1e-12)
 
 
 def expected_start(model):

@@ -1,10 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Batches of two sequences made by hand, as the processors of the families would make them.
-
-No processor is used: several need torchvision. How many tokens stand for an image is written out here, not computed by
-the families' own code, so that a forward that runs has had its features counted twice.
-"""
+"""Batches of two sequences as the families' processors would make them, with the tokens of an image written out."""
 
 import tiny
 import torch
