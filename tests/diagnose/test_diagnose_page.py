@@ -18,9 +18,9 @@ class Contents(HTMLParser):
 
     def __init__(self, page: str):
         super().__init__()
-        self.tags, self.attributes, self.pieces, self.cells = [], [], [], []
+        self.tags, self.attributes, self.cells = [], [], []
         self.feed(page)
-        self.text = " ".join(" ".join(self.pieces).split()).replace("\u00a0", " ")
+        self.text = " ".join(" ".join(self.cells).split()).replace("\u00a0", " ")
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
@@ -28,7 +28,6 @@ class Contents(HTMLParser):
 
     def handle_data(self, data):
         if self.tags and self.tags[-1] != "style":
-            self.pieces.append(data)
             self.cells.append(data.strip())
 
     def values(self, name: str) -> list[str]:

@@ -15,10 +15,7 @@ PIXELS, PATCH = 16, 8  # of `tiny.vision_config`: two by two patches
 
 
 def sequences(first: list[int], second: list[int], seed: int = 0) -> dict[str, Tensor]:
-    """Ids and mask of two sequences of different words and lengths; `first` and `second` are how each shows its image.
-
-    Each starts with BOS and ends with EOS; the shorter is padded on the right.
-    """
+    """Ids and mask of two sequences that show images so, of different words; the shorter is padded on the right."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for image, before, after in ((first, 4, 7), (second, 2, 3)):
@@ -70,10 +67,7 @@ def with_types(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def ovis(seed: int = 0) -> dict[str, Tensor]:
-    """An image in one tile, and one in a small view and two tiles beside each other, each tile of 4 tokens.
-
-    As Ovis' processor writes them: image start, small view, image prefix, tiles, column separators, image end.
-    """
+    """An image in one tile, and one in a small view and two tiles beside each other, each tile of 4 tokens."""
     start, end, prefix, column, _ = INDICATORS
     whole = [start, *image(4), prefix, end]
     tiles = [start, *image(4), prefix, *image(4), column, *image(4), end]
