@@ -50,7 +50,7 @@ def probe_encoder(
         model=name,
         model_type=encoder.config.model_type,
         dtype=precision(model, encoder),
-        hidden_size=encoder.config.hidden_size,
+        hidden_size=rows.shape[-1],
         data=data,
         samples=samples,
         interface=Interface(encoder_output=moments),
