@@ -62,7 +62,7 @@ def main() -> None:
         for batch in inputs:
             parts.inner(**batch, use_cache=False)
 
-    interface, depth = InterfaceProbe(parts), DepthProbe(parts.layers, parts.final_norm)
+    interface, depth = InterfaceProbe(parts), DepthProbe(parts.decoder.layers, parts.decoder.norm)
 
     def hooked() -> None:
         masks = token_kinds(inputs[0]["input_ids"], None, model.config, special)

@@ -232,7 +232,7 @@ def draw(simulation: dict[str, Any], path: Path) -> None:
     found = simulation["lemma"]
     lemma.plot(found["ratio"], found["product_fixed"], color=TEXT, label="product of tangents fixed (lemma)")
     lemma.plot(found["ratio"], found["text_fixed"], color=VISUAL, linestyle="--", label="rotation of text fixed")
-    log_scale(lemma, "x", found["ratio"])
+    log_scale(lemma, "x")
     tidy(lemma, "tan ω of text / tan ω of visual", "λ", "Lemma 1: equal rotations keep most")
 
     found = simulation["lag"]

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,22 +111,21 @@ def measure_updates(
     return Updates(n_text, [math.exp(size) for size in depth.log_update["text"].mean], depth.update_angle["text"].mean)
 
 
-def updates_of(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Updates:
+def updates_of(model: str, revision: str | None = None) -> Updates:
     """Measures a language model, or the decoder of a vision-language model.
 
     Without a GPU the layers of a language model are read one after another, and its head is not read.
     """
-    if Path(model).is_file() or any(Path(model).glob("*.gguf")):
+    found = find(model, revision)
+    if found.config is None:
         raise ValueError(f"{model} is a file of weights. --critical runs the model: name its folder with safetensors.")
-    found = find(model, revision, trust_remote_code=trust_remote_code)
     if found.kind == "vision encoder":
         raise ValueError(f"{found.name} is a vision encoder. --critical measures a language model's layers.")
     n_text = embedding_statistics(found.source, top=0, revision=found.revision).n_text
     if found.processor is not None:
         return measure_updates(find_parts(load(found)).decoder, found.processor.tokenizer, n_text)
     opened = open_checkpoint(found.source, found.revision)
-    tokenizer = opened.preprocessor(AutoTokenizer)
     device_map: Any = "auto" if torch.cuda.is_available() else {"": "disk"}
     with tempfile.TemporaryDirectory() as folder:
         language = opened.load(AutoModelForCausalLM, device_map=device_map, offload_folder=folder).eval()
-        return measure_updates(language.base_model, tokenizer, n_text)
+        return measure_updates(language.base_model, opened.preprocessor(AutoTokenizer), n_text)

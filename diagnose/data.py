@@ -34,12 +34,6 @@ BENCHMARKS = {
 }
 """The sources of the paper's 1,000 images (RQ1); it does not say which images."""
 
-PAPER = "paper"
-"""Name of the three benchmarks together, in equal parts."""
-
-BUILT_IN = "easy-VQA and emoji"
-"""Name of the built-in images, which the quickstart holds out."""
-
 STREAMED_ROWS, BENCHMARK_ROWS = 1_000, 10_000
 """Samples are drawn from the first so many rows of a data set on the Hub; from all rows of a benchmark."""
 
@@ -66,8 +60,6 @@ def load_samples(
         image_folder: Folder that image paths start from and may not leave; by default that of the data.
         columns: Names of its columns, such as `"image=image_path,question=asked"`.
     """
-    if count < 1:
-        raise ValueError(f"The number of samples is {count}; it must be at least 1.")
     rng = random.Random(seed)
     if data is None:
         questions = held_out(per_kind=100, emoji_count=40)
@@ -76,9 +68,10 @@ def load_samples(
             Sample(f"{each.kind} ({each.image.name})", each.text, {"path": str(each.image), "bytes": None})
             for each in questions
         )
-        return Samples(BUILT_IN, _take(BUILT_IN, drawn, count))
-    if data in BENCHMARKS or data == PAPER:
-        names = list(BENCHMARKS) if data == PAPER else [data]
+        name = "easy-VQA and emoji"
+        return Samples(name, _take(name, drawn, count))
+    if data in BENCHMARKS or data == "paper":  # all of them, in equal parts
+        names = list(BENCHMARKS) if data == "paper" else [data]
         parts = [count // len(names) + (number < count % len(names)) for number in range(len(names))]
         samples = []
         for name, part in zip(names, parts, strict=True):
@@ -104,9 +97,6 @@ def batches(processor: ProcessorMixin, samples: Sequence[Sample], batch_size: in
     tokenizer = processor.tokenizer
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    image_token = getattr(processor, "image_token", None)
-    if not processor.chat_template and not isinstance(image_token, str):
-        raise ValueError(f"{type(processor).__name__} has neither a chat template nor an image token. Add one.")
     for start in range(0, len(samples), batch_size):
         yield _inputs_of(processor, samples[start : start + batch_size])
 
@@ -134,11 +124,9 @@ def _inputs_of(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, 
 def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Tensor]:
     options = {"padding": True, "padding_side": "left"}
     if processor.chat_template:
-        turns = [
-            [{"type": "image", "image": sample.image}, {"type": "text", "text": sample.question}] for sample in batch
-        ]
+        parts = ([{"type": "image", "image": each.image}, {"type": "text", "text": each.question}] for each in batch)
         inputs = processor.apply_chat_template(
-            [[{"role": "user", "content": turn}] for turn in turns],
+            [[{"role": "user", "content": content}] for content in parts],
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
@@ -152,9 +140,6 @@ def _inputs(processor: ProcessorMixin, batch: Sequence[Sample]) -> dict[str, Ten
             return_tensors="pt",
             **options,
         )
-    tokens, limit = inputs["input_ids"].shape[1], processor.tokenizer.model_max_length
-    if tokens > limit:
-        raise ValueError(f"its {tokens:,} tokens are more than the {limit:,} that the tokenizer allows. Leave it out.")
     return {name: value for name, value in inputs.items() if name != "labels"}  # PaliGemma's makes labels too
 
 
@@ -177,16 +162,15 @@ def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Ite
 
 
 def _samples(rows: Iterable[tuple[str, int, Any]], label: str, rules: ImageRules) -> Iterator[Sample]:
-    without, unread, any_image = 0, Counter[str](), False
+    with_image, without, unread = 0, 0, Counter[str]()
     for name, row, raw in rows:
         if sample := sample_of_row(raw, f"{name}, row {row}", rules):
-            any_image = True
+            with_image += 1
             yield sample
         else:
             without += 1
             unread.update(filter(None, [unread_image(raw, [])]))
-    if not any_image:
-        check_images_are_read(label, without, 0, unread)
+    check_images_are_read(label, without, with_image, unread)
 
 
 def _take(label: str, candidates: Iterable[Sample], count: int) -> list[Sample]:

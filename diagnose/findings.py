@@ -141,9 +141,8 @@ def _bottom(report: Report) -> Checked:
     if not biases:
         return None
     bias, error = fmean(biases), _standard_error(biases)
-    shown = with_error(bias, error, digits=3)
-    sentence = f"The bottom third gets {shown} × what even attention would give it ({_questions(report)})."
-    return _above(bias, EQUAL, error), sentence
+    gets = f"The bottom third gets {with_error(bias, error, digits=3)} × what even attention would give it"
+    return _above(bias, EQUAL, error), f"{gets} (questions: {len(report.attention)})."
 
 
 def _remedy_norms(report: Report, against: Report) -> Checked:
@@ -169,17 +168,14 @@ def _remedy_focus(report: Report, against: Report) -> Checked:
         return None
     new, old = (fmean(fmean(each.entropy) for each in model) for model in zip(*pairs, strict=True))
     fallen = [fmean(before.entropy) - fmean(now.entropy) for now, before in pairs]
-    sentence = f"Entropy {number(new, 3)}, {number(old, 3)} without it; 1 is even ({_questions(report)})."
+    sentence = (
+        f"Entropy {number(new, 3)}, {number(old, 3)} without it; 1 is even (questions: {len(report.attention)})."
+    )
     return _above(fmean(fallen), NO_CHANGE_ENTROPY, _standard_error(fallen)), sentence
 
 
 def _standard_error(values: list[float]) -> float | None:
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
-def _questions(report: Report) -> str:
-    count = len(report.attention)
-    return f"{count} question{'' if count == 1 else 's'}"
 
 
 def _above(value: float, threshold: float, error: float | None) -> str:

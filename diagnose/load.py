@@ -3,8 +3,7 @@
 """Finding out from its configuration what kind of model a folder or Hub id is, and loading it."""
 
 import inspect
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,10 +30,8 @@ from transformers.utils import is_torchvision_available
 from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
 from ..assembly.build import torch_dtype
 from ..assembly.parts import tower_alone
-from ..checkpoint.find import find_model
-from ..checkpoint.opening import Checkpoint
+from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import dtype_to_load
-from ..checkpoint.untrusted import check_files
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 
 
@@ -76,42 +73,34 @@ def find(model: str, revision: str | None = None, *, trust_remote_code: bool = F
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Run code from the checkpoint if transformers does not have its architecture.
     """
-    source, revision = find_model(model, revision)
-    path = Path(source)
+    path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
     if path.is_file() or path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf")):
-        return Found("language model", name, source)
-    stored = check_files(source, revision)
-    if not stored:
-        raise ValueError(
-            f"{source} has no config.json, so it is no whole model. If it is an adapter, merge it first "
-            f"(`normalign merge {source} --output DIR`), then name DIR."
-        )
-    known = stored.get("model_type") in CONFIG_MAPPING
-    remote = {} if known else stored.get("auto_map", {})
+        return Found("language model", name, str(path))
+    opened = open_checkpoint(model, revision)
+    remote = {} if opened.model_type in CONFIG_MAPPING else opened.stored.get("auto_map", {})
     if remote and not trust_remote_code:
         raise ValueError(
-            f"{name} is a {stored.get('model_type')!r} model, which transformers does not know; it comes with code of "
-            "its own. Read that code, and pass --trust-remote-code if you trust it."
+            f"{name} is a {opened.model_type!r} model, which transformers does not know; it comes with code of its "
+            "own. Read that code, and pass --trust-remote-code if you trust it."
         )
-    trust = bool(remote)
-    opened = Checkpoint(source, revision, stored, trust)
-    config = opened.config
-    kind, cls, config = _remote_kind(name, config, remote) if remote else _kind(name, config)
+    opened = replace(opened, trust_remote_code=bool(remote))
+    with tower_alone():
+        kind, cls, config = _kind(name, opened.config, remote)
+    found = Found(kind, name, opened.name, opened.revision, cls=cls, config=config, remote=bool(remote))
     if kind == "language model":
-        return Found(kind, name, source, revision, config=config)
+        return found
     if kind == "vision encoder":
-        image_processor = opened.preprocessor(AutoImageProcessor)
-        return Found(kind, name, source, revision, None, image_processor, cls, config, trust)
+        return replace(found, image_processor=opened.preprocessor(AutoImageProcessor))
     if config.model_type == NormAlignLlavaConfig.model_type:
-        return Found(kind, name, source, revision, opened.processor, None, cls, config)
+        return replace(found, processor=opened.processor)
     processor = opened.preprocessor(_processor_class(config))
     if not isinstance(processor, ProcessorMixin):
         raise ValueError(
             f"{name} has a tokenizer but no processor for images. Save the processor of its base model in its folder: "
             "`AutoProcessor.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
         )
-    return Found(kind, name, source, revision, processor, None, cls, config, trust)
+    return replace(found, processor=processor)
 
 
 def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False) -> PreTrainedModel:
@@ -124,7 +113,7 @@ def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool 
         load_in_4bit: Quantize to 4 bits with bitsandbytes while loading.
     """
     opened = Checkpoint(found.source, found.revision, {}, found.remote)
-    with tower_alone() if found.kind == "vision encoder" else nullcontext():
+    with tower_alone():
         return opened.load(
             found.cls,
             dtype_to_load(torch_dtype(dtype), found.config),
@@ -150,28 +139,24 @@ def _processor_class(config: PreTrainedConfig) -> Any:
     return type(cls.__name__, (cls,), changed)
 
 
-def _kind(name: str, config: PreTrainedConfig) -> tuple[Kind, Any, PreTrainedConfig]:
-    """The kind of a model of transformers, the class that loads it, and that class's configuration."""
+def _kind(name: str, config: PreTrainedConfig, remote: dict) -> tuple[Kind, Any, PreTrainedConfig]:
+    """The kind of a model, the class that loads it, and that class's configuration; `remote` is its own `auto_map`."""
+    tower = getattr(config, "vision_config", None)
+    for cls in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
+        if cls.__name__ in remote:
+            if cls is AutoModelForImageTextToText or tower is not None:
+                return "vision-language model", cls, config
+            return ("language model" if cls is AutoModelForCausalLM else "vision encoder"), cls, config
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return "vision-language model", AutoModelForImageTextToText, config
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "language model", None, config
-    tower = getattr(config, "vision_config", config)
-    cls: Any = MODEL_MAPPING.get(type(tower), None)
-    inputs = () if cls is None or isinstance(cls, tuple) else inspect.signature(cls.forward).parameters
+    tower = tower or config
+    encoder: Any = MODEL_MAPPING.get(type(tower), None)
+    inputs = () if encoder is None or isinstance(encoder, tuple) else inspect.signature(encoder.forward).parameters
     if "pixel_values" in inputs and "input_ids" not in inputs:
-        return "vision encoder", cls, tower
+        return "vision encoder", encoder, tower
     raise ValueError(
         f"{name} is a {config.model_type!r} model. Give a vision-language model (AutoModelForImageTextToText), a "
         "vision encoder (AutoModel with pixel_values alone) or a causal language model (AutoModelForCausalLM)."
     )
-
-
-def _remote_kind(name: str, config: PreTrainedConfig, remote: dict) -> tuple[Kind, Any, PreTrainedConfig]:
-    """The same for a model with remote code, from the Auto classes in its `auto_map`."""
-    classes = [cls for cls in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel) if cls.__name__ in remote]
-    if not classes:
-        raise ValueError(f"{name} has code of its own for {', '.join(remote)} only, which loads no model.")
-    if classes[0] is AutoModelForImageTextToText or getattr(config, "vision_config", None) is not None:
-        return "vision-language model", classes[0], config
-    return "language model" if classes[0] is AutoModelForCausalLM else "vision encoder", classes[0], config

@@ -3,7 +3,7 @@
 """What a diagnosis found: the dataclasses that `report.json` is made of. docs/report.md describes every field."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -38,10 +38,8 @@ class Curve:
 class Interface:
     """L2 norms from the encoder to the decoder (tables 1 to 3); None for what this model or these data do not have.
 
-    Tokens by kind, and `vocabulary`, whose mean is N_text (eq. 11), are as the first decoder layer receives them,
-    after every scaling; "raw" norms are of the embedding matrix as stored. `scale` is the ratio of the two, 1 if
-    nothing scales text, and None if it differs between tokens; `vocabulary` and `ratio` are then None too. The input
-    of a visual embedding table is a probability vector, whose norm means nothing: there `projector_input` is None.
+    `scale` is None if it differs between tokens; `vocabulary` and `ratio` are then None too. The input of a visual
+    embedding table is a probability vector, whose norm means nothing: there `projector_input` is None.
     """
 
     encoder_output: Moments | None = None
@@ -65,14 +63,11 @@ class Interface:
 
 @dataclass(frozen=True)
 class Depth:
-    """What the decoder's L layers do to tokens, by kind; kinds that do not occur in the data are no keys.
+    """What the decoder's L layers do to tokens, by kind (figures 1b to 4); kinds that the data lack are no keys.
 
-    State l (0 to L) is the input of layer l + 1; state L is the last layer's output, before the final norm. An update
-    is a layer's output minus its own input. `norm` and `log_norm` have a value for each state, the others one for each
-    layer. Angles are in radians (eqs. 8, 13); that of an update of size 0 is NaN.
-
-    `cosine` is that of state l - 1 and state l (figures 2, 3, 4b), also where features are added to a state between
-    layers (Qwen3-VL). `asymmetry` leaves the last layer out; its standard error is from its spread over batches.
+    `norm` and `log_norm` have a value for each of L + 1 states, the others one for each layer. Angles are in radians
+    (eqs. 8, 13); that of an update of size 0 is NaN. `cosine` is that of two states also where features are added
+    between layers (Qwen3-VL).
     """
 
     norm: dict[str, Curve]
@@ -109,10 +104,7 @@ class EmbeddingTable:
 
 @dataclass(frozen=True)
 class Gain:
-    """Gain and bias of the norm after the projector, and how far they are from their start (table 5).
-
-    The gain started from `start` in every element, N_text / sqrt(d) or 1, the bias from 0; an RMSNorm has no bias.
-    """
+    """Gain and bias of the norm after the projector (table 5); the gain started from `start`, the bias from 0."""
 
     l2: float
     mean_abs: float
@@ -133,11 +125,7 @@ class DynamicsStep:
 
 @dataclass(frozen=True)
 class Attention:
-    """Where the text tokens after an image look, by layer (appendix G), averaged over heads and these tokens.
-
-    `layers`, counted from 1, are those that see the whole image. `maps` are `[layer][row][column]`, and each layer
-    sums to 1; visual tokens that form no single grid (tiles) are one row, in token order.
-    """
+    """Where the text tokens after an image look, by layer (appendix G); `layers` are those that see all of it."""
 
     question: str
     image: str | None
@@ -170,10 +158,6 @@ class Report:
     training: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     norm: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, numbers and strings, as `report.json` has them."""
-        return asdict(self)
 
 
 def report_json(content: dict[str, Any]) -> str:

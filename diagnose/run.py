@@ -30,9 +30,8 @@ from .findings import findings
 from .load import Found, find, load
 from .measure.attention import attention_maps
 from .measure.dynamics import read_dynamics, read_training_log
-from .measure.embeddings import embedding_table_of, probe_language
+from .measure.embeddings import embedding_table_of, gain_of, probe_language
 from .measure.encoder import probe_encoder
-from .measure.gain_table import gain_of
 from .measure.positions import tokenizer_ids
 from .measure.probe import probe
 from .page.write import write_page
@@ -42,9 +41,6 @@ from .verdict import verdict
 
 FOLDER = "diagnostics"
 """The folder within a checkpoint that holds its report."""
-
-PACKAGES = ("normalign-llava", "torch", "transformers", "datasets", "pillow")
-"""The packages whose versions are recorded."""
 
 QUESTIONS, QUESTIONS_DRAWN = 16, 4
 """Attention is measured on the first so many samples, and drawn for the first so many."""
@@ -106,8 +102,6 @@ def diagnose(
         OSError: The folder cannot be written.
     """
     torch_dtype(dtype)  # for its error
-    if batch_size < 1:
-        raise ValueError(f"The batch size is {batch_size}; it must be at least 1.")
     if load_in_4bit:
         check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
     found = [find(each, trust_remote_code=trust_remote_code) for each in (model, against) if each is not None]
@@ -120,11 +114,12 @@ def diagnose(
         drawn = None
         if any(each.kind != "language model" for each in found):
             drawn = load_samples(data, samples, seed=seed, image_folder=image_folder, columns=columns)
-        names = _names(found, name, against_name)
-        options: dict[str, Any] = {"drawn": drawn, "folder": staging, "batch_size": batch_size}
-        options |= {"dtype": dtype, "load_in_4bit": load_in_4bit}
-        report = _measure(found[0], names[0], prefix="", **options)
-        baseline = None if against is None else _measure(found[1], names[1], prefix="baseline_", **options)
+        measure = partial(_measure, drawn=drawn, folder=staging, batch_size=batch_size)
+        measured = [
+            measure(each, title, prefix=prefix, dtype=dtype, load_in_4bit=load_in_4bit)
+            for each, title, prefix in zip(found, _names(found, name, against_name), ("", "baseline_"), strict=False)
+        ]
+        report, baseline = measured[0], measured[1] if against is not None else None
         drawings = draw(report, baseline, staging)
         provenance = {
             "samples asked for": str(samples),
@@ -133,7 +128,7 @@ def diagnose(
             "batch size": str(batch_size),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "Python": platform.python_version(),
-            **{package: version(package) for package in PACKAGES},
+            **{name: version(name) for name in ("normalign-llava", "torch", "transformers", "datasets", "pillow")},
         }
         for each in found:
             if commit := getattr(each.config, "_commit_hash", None):
@@ -145,8 +140,8 @@ def diagnose(
             "schema_version": SCHEMA_VERSION,
             "verdict": conclusion,
             "findings": [asdict(each) for each in findings(report, baseline)],
-            "report": report.to_dict(),
-            "against": baseline and baseline.to_dict(),
+            "report": asdict(report),
+            "against": baseline and asdict(baseline),
             "figures": [asdict(drawing) for drawing in drawings],
             "provenance": provenance,
         }
@@ -160,7 +155,7 @@ def _measure(
 ) -> Report:
     """The report of one model; the images that attention is drawn on are written into `folder`."""
     if found.kind == "language model" or drawn is None:
-        return probe_language(found.source, name=name, revision=found.revision)
+        return probe_language(found.source, name=name, config=found.config, revision=found.revision)
     checkpoint = Path(found.source)
     dynamics, training = read_dynamics(checkpoint), read_training_log(checkpoint)  # both for their errors, too
     model = load(found, **loading)
@@ -173,16 +168,10 @@ def _measure(
     assert processor is not None
     inputs = batches(processor, drawn.samples, batch_size)
     report = probe(model, progress(inputs), tokenizer=processor.tokenizer, name=name, data=drawn.name)
+    table, gain = embedding_table_of(model, processor.tokenizer, name=name), gain_of(model)
+    report = replace(report, embeddings=table, gain=gain, dynamics=dynamics, training=training)
     attention, left_out = _attention(model, processor, drawn.samples[:QUESTIONS], folder, prefix)
-    return replace(
-        report,
-        embeddings=embedding_table_of(model, processor.tokenizer, name=name),
-        gain=gain_of(model),
-        dynamics=dynamics,
-        training=training,
-        attention=attention,
-        left_out=[*report.left_out, *left_out],
-    )
+    return replace(report, attention=attention, left_out=[*report.left_out, *left_out])
 
 
 def _attention(
@@ -197,12 +186,10 @@ def _attention(
             found = attention_maps(model, inputs, question=sample.question, special_ids=special)
         except (ValueError, RuntimeError) as error:  # such as out of memory: a map has heads * tokens^2 numbers
             return measured, [f"Attention, from question {number} on: {str(error).partition(chr(10))[0]}"]
-        if number > QUESTIONS_DRAWN:
-            measured.append(replace(found, maps=[]))
-            continue
-        file = f"{prefix}image_{number}.png"
-        shown_image(processor, inputs, sample.image).save(folder / file)
-        measured.append(replace(found, image=file))
+        if number <= QUESTIONS_DRAWN:
+            found = replace(found, image=f"{prefix}image_{number}.png")
+            shown_image(processor, inputs, sample.image).save(folder / str(found.image))
+        measured.append(found if found.image else replace(found, maps=[]))
     return measured, []
 
 

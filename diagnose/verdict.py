@@ -4,7 +4,7 @@
 
 import math
 
-from .report import Report
+from .report import EmbeddingTable, Moments, Report
 
 
 EQUAL = 1.25
@@ -39,6 +39,11 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:,.{max(digits - 1 - exponent, 0)}f}".replace("-", "−")
 
 
+def spread(moments: Moments | EmbeddingTable | None, digits: int = 4) -> str:
+    """Mean and standard deviation, as [`number`] writes them."""
+    return f"{number(moments.mean, digits)} ± {number(moments.std, digits)}" if moments else "–"
+
+
 def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
     """`value` and one digit of its standard error; `value` alone with `digits` digits if there is none."""
     if value is None or not error:
@@ -55,7 +60,7 @@ def entry_ratio(report: Report) -> float | None:
 
 def layers(report: Report) -> int:
     """How many layers the decoder has; 0 if depth was not measured."""
-    return max((len(curve.mean) for curve in report.depth.rotation.values()), default=0) if report.depth else 0
+    return len(report.depth.rotation["visual"].mean) if report.depth else 0
 
 
 def asymmetry(report: Report) -> float | None:
@@ -94,64 +99,52 @@ def change(new: float, old: float) -> str:
 
 
 def _first(report: Report) -> str:
-    ratio = entry_ratio(report)
+    interface, ratio = report.interface, entry_ratio(report)
+    if ratio is None and interface.vocabulary is not None:
+        norm = spread(interface.vocabulary, 3)
+        return f"Text embeddings enter the language model with a norm of {norm}; there are no visual tokens."
     if ratio is None:
-        text, encoder = report.interface.vocabulary, report.interface.encoder_output
-        if text is not None:
-            norm = f"{number(text.mean, 3)} ± {number(text.std, 3)}"
-            return f"Text embeddings enter the language model with a norm of {norm}; there are no visual tokens."
-        if encoder is not None and report.interface.visual is None:
-            norm = f"{number(encoder.mean, 3)} ± {number(encoder.std, 3)}"
-            return f"The encoder's tokens have a norm of {norm}; there is no text."
-        return "The norms of visual tokens and of text were not both measured."
+        return f"The encoder's tokens have a norm of {spread(interface.encoder_output, 3)}; there is no text."
     enter = f"Visual tokens enter the decoder at {number(ratio, 2)} × the norm of text"
-    if asymmetry(report) is None:
-        return f"{enter}; their rotation could not be compared with that of text."
-    over = f"mean over layers 1 to {layers(report) - 1}"
-    return f"{enter} and rotate {asymmetry_with_error(report)} × as much as text in each layer ({over})."
+    rotate = f"rotate {asymmetry_with_error(report)} × as much as text in each layer"
+    return f"{enter} and {rotate} (mean over layers 1 to {layers(report) - 1})."
 
 
 def _second(report: Report) -> str:
-    interface, ratio, rotation = report.interface, entry_ratio(report), asymmetry(report)
+    vocabulary, ratio, rotation = report.interface.vocabulary, entry_ratio(report), asymmetry(report)
+    if ratio is None and vocabulary is not None:
+        gain = number(vocabulary.mean / math.sqrt(report.hidden_size), 3)
+        return f"A norm before it would start from a gain of N_text / sqrt(d) = {gain} for visual tokens to match."
     if ratio is None:
-        if interface.visual is None and interface.vocabulary is not None:
-            gain = number(interface.vocabulary.mean / math.sqrt(report.hidden_size), 3)
-            return f"A norm before it would start from a gain of N_text / sqrt(d) = {gain} for visual tokens to match."
         return "Whether this is the problem the paper describes can only be seen together with a language model."
+    rotate = (
+        "as much as" if rotation is None or same_rotation(report) else "less than" if rotation < 1 else "more than"
+    )
     if is_equal(ratio):
-        finding = f"This is not the problem the paper describes: the norms are equal to within a factor of {EQUAL}"
+        finding = f"not the problem the paper describes: the norms are equal to within a factor of {EQUAL}"
     elif ratio < 1:
-        finding = "This is the opposite of the problem the paper describes: visual tokens are smaller than text"
-    elif rotation is None:
-        return "Visual tokens are larger than text, as the paper describes; whether they rotate less is not known."
-    elif rotation < 1 and not same_rotation(report):
-        finding = "This is the problem the paper describes: visual tokens are larger than text"
+        finding = "the opposite of the problem the paper describes: visual tokens are smaller than text"
+    elif rotate == "less than":
+        finding = "the problem the paper describes: visual tokens are larger than text"
     else:
-        finding = "This is half of the problem the paper describes: visual tokens are larger than text"
-    if rotation is None:
-        return f"{finding}."
-    rotate = "as much as" if same_rotation(report) else "less than" if rotation < 1 else "more than"
-    return f"{finding}, and the visual tokens rotate {rotate} text."
+        finding = "half of the problem the paper describes: visual tokens are larger than text"
+    known = "" if rotation is None else f", and the visual tokens rotate {rotate} text"
+    return f"This is {finding}{known}."
 
 
 def _compared(report: Report, against: Report) -> str:
-    pairs = (
-        ("norms", entry_ratio(report), entry_ratio(against)),
-        ("rotations", asymmetry(report), asymmetry(against)),
-    )
-    ratios = [
-        f"the ratio of {name} is {number(new, 2)} instead of {number(old, 2)} ({change(new, old)} 1)"
-        for name, new, old in pairs
-        if new is not None and old is not None
-    ]
+    ratios = []
+    for name, ratio_of in (("norms", entry_ratio), ("rotations", asymmetry)):
+        new, old = ratio_of(report), ratio_of(against)
+        if new is not None and old is not None:
+            given = f"{number(new, 2)} instead of {number(old, 2)} ({change(new, old)} 1)"
+            ratios.append(f"the ratio of {name} is {given}")
     if ratios:
         return f"Compared with {against.model}, {' and '.join(ratios)}."
-    for what, new_norm, old_norm in (
-        ("text embeddings", report.interface.vocabulary, against.interface.vocabulary),
-        ("the encoder's tokens", report.interface.encoder_output, against.interface.encoder_output),
-    ):
-        if new_norm is not None and old_norm is not None:
-            means = f"{number(new_norm.mean, 3)} instead of {number(old_norm.mean, 3)}"
+    for what, name in (("text embeddings", "vocabulary"), ("the encoder's tokens", "encoder_output")):
+        norms = [getattr(each.interface, name) for each in (report, against)]
+        if None not in norms:
+            means = f"{number(norms[0].mean, 3)} instead of {number(norms[1].mean, 3)}"
             sentence = f"Compared with {against.model}, {what} have a norm of {means}."
             # A vision-language model beside a language model: it is judged by itself as well.
             return sentence if entry_ratio(report) is None else f"{_second(report)} {sentence}"

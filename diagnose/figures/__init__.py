@@ -6,9 +6,8 @@ from pathlib import Path
 
 from ..report import Drawing, Report
 from .attention import attention_figures
-from .depth import depth_figures, predicted
-from .dynamics import dynamics, training
-from .interface import embeddings, interface
+from .depth import cosine, dynamics, norms, predicted, rotation, training, updates
+from .interface import interface
 from .style import DPI, Sketch, shown
 
 
@@ -21,8 +20,7 @@ def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
     deep = [model for model in models if model.report.depth is not None]
     sketches: list[Sketch | None] = [
         interface(models),
-        *depth_figures(deep),
-        embeddings(models),
+        *([norms(deep), cosine(deep), rotation(deep), updates(deep)] if deep else ()),
         dynamics(models),
         training(models),
         *attention_figures(models, output),

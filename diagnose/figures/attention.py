@@ -10,14 +10,13 @@ from textwrap import fill
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
-from matplotlib.figure import Figure, FigureBase
 from PIL import Image
 
 from ..report import Attention, Drawing
-from .style import WIDTH, Shown, Sketch, compare, elide, layer_axis, legend, new_figure, printable, tidy
+from .style import WIDTH, Shown, Sketch, elide, layer_axis, legend, new_figure, printable, tidy
 
 
-COLUMNS, MAPS = 6, 12
+COLUMNS, MAPS = 4, 12
 """How many layers' maps are drawn, and how many side by side."""
 COLORMAP = "magma"
 MEASURES = {
@@ -27,105 +26,59 @@ MEASURES = {
 }
 """Field of `Attention`: its title, the factor to multiply it with, and the value to compare it with."""
 
-Answers = Sequence[tuple[Shown, Attention]]
-
 
 def attention_figures(models: Sequence[Shown], images: Path) -> list[Sketch]:
     """A figure for each question drawn of the last of `models`, and one of the measures over depth."""
     sketches = []
-    for index, own in enumerate(each for each in models[-1].report.attention if each.maps):
-        answers = [(model, model.report.attention[index]) for model in models if len(model.report.attention) > index]
-        same = [(model, answer) for model, answer in answers if answer.question == own.question and answer.maps]
-        sketches.append(draw_question(same, index + 1, images))
+    for index in range(sum(bool(each.maps) for each in models[-1].report.attention)):
+        asked = [(model, model.report.attention[index]) for model in models if len(model.report.attention) > index]
+        sketches.append(draw_question(asked, index + 1, images))
     deep = [model for model in models if model.report.attention]
     return [*sketches, attention_depth(deep)] if sketches else []
 
 
-def draw_question(answers: Answers, number: int, images: Path) -> Sketch:
-    """Where each model looks when asked question `number`."""
+def draw_question(answers: Sequence[tuple[Shown, Attention]], number: int, images: Path) -> Sketch:
+    """Where each model looks when asked question `number`.
+
+    The image, the average over layers of each model on it, and below them the maps of each model's layers. Where
+    visual tokens form no single grid, a map is a row of them.
+    """
     asked = answers[-1][1]
     image = None if asked.image is None else Image.open(images / asked.image, formats=("PNG",)).convert("RGB")
-    words = fill(printable(asked.question), 76, max_lines=3, placeholder=" …")
-    if all(answer.grid is not None for _, answer in answers):
-        draw, how = draw_maps, "averaged over layers on the image, then layer by layer"
-    else:
-        draw, how = draw_rows, "by layer and order of visual tokens, since tiles form no single grid"
-    figure = draw(answers, image, f"Where text looks when asked:\n{words}")
-    several = " The baseline is above, and both have the same scale." if len(answers) > 1 else ""
-    caption = (
-        f"Attention from the text after the image to the image's tokens, {how} (appendix G). Each layer's map "
-        f"sums to 100 %.{several} Question: {elide(asked.question, 300)}"
-    )
-    return Sketch(figure, Drawing(f"attention_{number}.png", f"Attention, question {number}", caption, "attention"))
-
-
-def draw_maps(answers: Answers, image: Image.Image | None, title: str) -> Figure:
-    """The image, the averages over layers on it, and below them the maps of each model's layers."""
-    rows, columns = answers[-1][1].grid or (1, 1)
+    rows, columns = asked.grid or (1, 3)
     shape = min(2.0, max(0.3, image.height / image.width if image else rows / columns))
-    chosen = [evenly_spaced(len(answer.maps), MAPS) for _, answer in answers]
+    counts = [len(answer.maps) for _, answer in answers]
+    chosen = [sorted({round(layer) for layer in np.linspace(0, most - 1, min(most, MAPS))}) for most in counts]
     lines = [ceil(len(layers) / COLUMNS) for layers in chosen]
-    heights = [0.45 + shape * (WIDTH - 1) / 3]
-    heights += [0.35 + count * (0.2 + shape * (WIDTH - 1.1) / COLUMNS) for count in lines]
-    figure = new_figure(sum(heights) + 0.25 * (title.count("\n") + 2), title)
-    above, *below = figure.subfigures(1 + len(answers), 1, height_ratios=heights)
-
-    averages = [np.mean(answer.maps, axis=0) for _, answer in answers]
-    scale = Normalize(0, 100 * max(float(average.max()) for average in averages))
-    panels = above.subplots(1, 3, squeeze=False)[0]
-    for axes in panels:
+    words = fill(printable(asked.question), 76, max_lines=3, placeholder=" …")
+    height = (1 + sum(lines)) * (0.25 + shape * (WIDTH - 0.8) / COLUMNS) + 0.25 * (words.count("\n") + 3)
+    figure = new_figure(height, f"Where text looks when asked:\n{words}")
+    grid = figure.subplots(1 + sum(lines), COLUMNS, squeeze=False)
+    for axes in grid.flat:
         axes.set_axis_off()
     if image is not None:
-        panels[0].imshow(image)
-        panels[0].set_title("the image", fontsize=9)
-    for axes, (model, _), average in zip(panels[1:], answers, averages, strict=False):
-        draw_map(axes, average, scale, image, shape)
-        axes.set_title(fill(model.label, 30), fontsize=9)
-    color_bar(above, panels[1 : 1 + len(answers)], panels[1].images[-1])
-
-    scale = common_scale(answers)
-    for part, (model, answer), layers, count in zip(below, answers, chosen, lines, strict=True):
-        part.suptitle(f"{model.label}, by layer", fontsize=9.5, x=0.01, ha="left")
-        grid = part.subplots(count, COLUMNS, squeeze=False)
-        for axes in grid.flat:
-            axes.set_axis_off()
-        for axes, layer in zip(grid.flat, layers, strict=False):
-            draw_map(axes, np.asarray(answer.maps[layer]), scale, None, shape)
-            axes.set_title(f"layer {answer.layers[layer]}", fontsize=8.5, pad=3)
-        color_bar(part, list(grid.flat), grid[0, 0].images[-1])
-    return figure
-
-
-def draw_rows(answers: Answers, image: Image.Image | None, title: str) -> Figure:
-    """The image, and for each model a row of shares for every layer, by the order of visual tokens."""
-    figure = new_figure((2.4 if image else 0.5) + 1.9 * len(answers), title)
-    heights = [*([1.2] if image else []), *[1.0] * len(answers)]
-    panels = list(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
-    if image is not None:
-        panels[0].imshow(image)
-        panels.pop(0).set_axis_off()
-    scale = common_scale(answers)
-    for axes, (model, answer) in zip(panels, answers, strict=True):
-        shares = 100 * np.asarray(answer.maps).reshape(len(answer.maps), -1)
-        extent = (0.5, shares.shape[1] + 0.5, len(shares) + 0.5, 0.5)
-        drawn = axes.imshow(shares, cmap=COLORMAP, norm=scale, extent=extent, aspect="auto", interpolation="nearest")
-        tidy(axes, "visual token, in order", "layer", model.label)
-        axes.grid(False)
-        ticks = evenly_spaced(len(shares), 6)
-        axes.set_yticks([place + 1 for place in ticks], [str(answer.layers[place]) for place in ticks])
-        color_bar(figure, [axes], drawn)
-    return figure
-
-
-def evenly_spaced(count: int, most: int) -> list[int]:
-    """At most `most` of the indices below `count`, evenly spaced, with the first and the last."""
-    return sorted({round(place) for place in np.linspace(0, count - 1, min(count, most))})
-
-
-def common_scale(answers: Answers) -> Normalize:
-    """Percent, up to a high quantile: a few cells with nearly everything would leave all others black."""
+        grid[0, 0].imshow(image)
+        grid[0, 0].set_title("the image", fontsize=8.5)
+    # Up to a high quantile: a few cells with nearly everything would leave all others black.
     every = np.concatenate([100 * np.ravel(answer.maps) for _, answer in answers])
-    return Normalize(0, max(float(np.quantile(every, 0.995)), 1e-9))
+    scale, first = Normalize(0, max(float(np.quantile(every, 0.995)), 1e-9)), 1
+    for (model, answer), average, layers, count in zip(answers, grid[0, 1:], chosen, lines, strict=False):
+        draw_map(average, np.mean(answer.maps, axis=0), scale, image if answer.grid else None, shape)
+        average.set_title(fill(model.label, 26), fontsize=8.5)
+        for axes, layer in zip(grid[first : first + count].flat, layers, strict=False):
+            draw_map(axes, np.asarray(answer.maps[layer]), scale, None, shape)
+            axes.set_title(f"layer {answer.layers[layer]}{', baseline' * model.baseline}", fontsize=8.5, pad=3)
+        first += count
+    shades = grid[1, 0].images[-1]
+    bar = figure.colorbar(shades, ax=list(grid.flat), extend="max", aspect=40, extendfrac=0.02, pad=0.02)
+    bar.set_label("share of the attention\nto the image (%)", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    how = "on the image" if asked.grid else "visual tokens in order, since they form no single grid"
+    caption = (
+        f"Attention from the text after the image to the image's tokens: average over layers, {how}, and layer by "
+        f"layer (appendix G). Each map sums to 100 %. Question: {elide(asked.question, 300)}"
+    )
+    return Sketch(figure, Drawing(f"attention_{number}.png", f"Attention, question {number}", caption, "attention"))
 
 
 def draw_map(axes: Axes, shares: np.ndarray, scale: Normalize, image: Image.Image | None, shape: float) -> None:
@@ -139,22 +92,11 @@ def draw_map(axes: Axes, shares: np.ndarray, scale: Normalize, image: Image.Imag
     axes.set_aspect("equal")
 
 
-def color_bar(figure: FigureBase, axes: Sequence[Axes], image) -> None:
-    """A colour bar beside `axes`, with an arrow if the scale ends below the largest value."""
-    over = "max" if float(np.max(image.get_array())) > image.norm.vmax else "neither"
-    bar = figure.colorbar(image, ax=axes, extend=over, aspect=14, shrink=0.9, pad=0.02)
-    bar.set_label("share of the attention\nto the image (%)", fontsize=8)
-    bar.ax.tick_params(labelsize=8)
-
-
 def attention_depth(models: Sequence[Shown]) -> Sketch:
     """Share, entropy and bottom bias by layer, averaged over questions."""
     means = {name: [mean_over_questions(model, name) for model in models] for name in MEASURES}
     means = {name: values for name, values in means.items() if any(each is not None for each in values)}
-    bottom = means.get("bottom_bias", [None] * len(models))
-    biases = [None if bias is None else float(bias[1].mean()) for bias in bottom]
-    title = compare(models, biases, "The image's bottom third gets {} its even share", " ×")
-    figure = new_figure(3.5, title or "Attention from text to the image, by layer")
+    figure = new_figure(3.5, "Attention from text to the image, by layer")
     panels = figure.subplots(1, len(means), squeeze=False)[0]
     for axes, (name, values) in zip(panels, means.items(), strict=True):
         label, factor, neutral = MEASURES[name]
@@ -167,9 +109,8 @@ def attention_depth(models: Sequence[Shown]) -> Sketch:
         tidy(axes, "layer", "", label)
     legend(figure, panels[0], 2)
     caption = (
-        "By layer, averaged over the questions: the share of all attention of the text after the image that falls "
-        "on the image; the entropy of its map, relative to that of an even one; and attention on the bottom third of "
-        "the image over what an even map has there (section 5.3 and appendix G describe a bias to the bottom)."
+        "By layer, averaged over the questions: share of the attention of the text after the image that falls on it, "
+        "entropy of its map, and bias to its bottom third (section 5.3 and appendix G)."
     )
     return Sketch(figure, Drawing("attention_depth.png", "Attention in depth", caption, "attention"))
 

@@ -1,17 +1,22 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Figures of what the layers do to visual and to text tokens (figures 1b to 4; section 3.1)."""
+"""Figures of what the layers do to visual and to text tokens (figures 1b to 5; section 3.1)."""
 
 from collections.abc import Sequence
 from math import degrees
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ..measure.theory import predicted_rotation
 from ..report import Curve, Drawing
-from .style import COLORS, MARKERS, Shown, Sketch, compare, layer_axis, legend, new_figure, number, scale_y, tidy
+from ..verdict import number
+from .style import COLORS, MARKERS, Shown, Sketch, compare, layer_axis, legend, log_scale, new_figure, tidy
 
 
 MODALITIES = ("visual", "text")
@@ -19,13 +24,6 @@ TYPICAL = (
     "The bands are one standard deviation of the logarithm around the geometric mean; a mean above its band comes "
     "of a few tokens of huge norm."
 )
-
-Band = tuple[np.ndarray, np.ndarray]
-
-
-def depth_figures(models: Sequence[Shown]) -> list[Sketch]:
-    """Every figure of measured states and updates, in reading order; none without models, which have a decoder."""
-    return [norms(models), cosine(models), rotation(models), updates(models)] if models else []
 
 
 def curves(model: Shown, quantity: str) -> dict[str, Curve]:
@@ -36,52 +34,43 @@ def curves(model: Shown, quantity: str) -> dict[str, Curve]:
 
 def norms(models: Sequence[Shown]) -> Sketch:
     """Norm of the states, and a mark for the state after the final norm (figures 1b, 4a)."""
-    ratios: list[float | None] = []
-    finals: list[tuple[Shown, str, float]] = []
-    for model in models:
-        assert model.report.depth is not None
-        entering = {kind: curve.mean[0] for kind, curve in curves(model, "norm").items()}
-        ratios.append(entering["visual"] / entering["text"] if len(entering) == 2 else None)
-        final = model.report.depth.final_norm
-        finals += [(model, kind, final[kind].mean) for kind in MODALITIES if kind in final]
+    entering = [[curve.mean[0] for curve in curves(model, "norm").values()] for model in models]
+    ratios = [each[0] / each[1] if len(each) == 2 else None for each in entering]
     title = compare(models, ratios, "Visual tokens start with {} the norm of text in the data", " ×")
     figure = new_figure(4.4, title or "Norm of the hidden states")
     axes = figure.subplots()
-    drawn = [curve for model in models for curve in curves(model, "norm").values()]
-    means = [value for curve in drawn for value in curve.mean]
-    floor = scale_y(axes, [*means, *lower_ends(models, "log_norm"), *(value for *_, value in finals)])
+    last = max(len(curve.mean) for model in models for curve in curves(model, "norm").values()) - 1
+    at = last + max(0.5, 0.07 * last)
     for model in models:
+        assert model.report.depth is not None
         for kind, curve in curves(model, "norm").items():
             band = typical(curves(model, "log_norm")[kind])
             draw_curve(axes, model, kind, range(len(curve.mean)), np.asarray(curve.mean), band)
-    last = max(len(curve.mean) for curve in drawn) - 1
-    at = last + max(0.5, 0.07 * last)
-    for model, kind, value in finals:
-        axes.plot(at, value, **model.line(kind) | {"linestyle": "none", "markersize": 7})
+            if final := model.report.depth.final_norm.get(kind):
+                axes.plot(at, final.mean, **model.line(kind) | {"linestyle": "none", "markersize": 7})
+    log_scale(axes, "y")
     axes.axvline((last + at) / 2, color="#BBBBBB", linewidth=0.8)
     step = max(1, round(last / 10))
     ticks = [*range(0, last - step + 1, step), last]
     axes.set_xticks([*ticks, at], [*map(str, ticks), "after\nfinal norm"])
-    axes.set_ylim(bottom=floor)
-    tidy(axes, "state (0 enters the first layer)", "mean L2 norm")
+    tidy(axes, "state (0 enters the first layer)", "mean L2 norm (logarithmic)")
     legend(figure, axes, len(models))
     caption = (
         "Mean L2 norm of the hidden states (figures 1b and 4a); state 0 enters the first layer, the last leaves the "
-        f"last layer. At the right, the last state after the final norm. {TYPICAL}"
+        f"last layer. The marks at the right are after the final norm. {TYPICAL}"
     )
     return Sketch(figure, Drawing("norms.png", "Norm in depth", caption, "depth"))
 
 
 def cosine(models: Sequence[Shown]) -> Sketch:
     """Cosine similarity of consecutive states (figures 2, 3, 4b)."""
-    means = {kind: number(float(np.mean(curve.mean))) for kind, curve in curves(models[-1], "cosine").items()}
+    means = {kind: number(float(np.mean(curve.mean)), 3) for kind, curve in curves(models[-1], "cosine").items()}
     listed = ", ".join(f"{value} for {kind}" for kind, value in means.items())
     title = f"Cosine similarity between layers is {listed} tokens"
     figure = by_layer(models, "cosine", title, "cosine similarity\nof consecutive states")
     caption = (
-        "Cosine similarity of a token's states before a layer and before the next, averaged over tokens (figures 2, 3 "
-        "and 4b): 1 is no change of direction. The bands are one standard deviation over the model's tokens; the "
-        "title has the mean over layers."
+        "Cosine similarity of a token's states before a layer and before the next (figures 2, 3 and 4b): mean and one "
+        "standard deviation over tokens. The title has the mean over layers."
     )
     return Sketch(figure, Drawing("cosine.png", "Cosine similarity between layers", caption, "depth"))
 
@@ -95,9 +84,8 @@ def rotation(models: Sequence[Shown]) -> Sketch:
     )
     figure.axes[0].set_ylim(bottom=0)
     caption = (
-        "Effective rotation angle ω of each layer's update (eqs. 8 and 13), mean and one standard deviation over "
-        "tokens. The ratio in the title is of the means over all layers but the last: the paper says that it falls "
-        "below 1 if visual tokens have the larger norm (eqs. 9 and 14)."
+        "Rotation angle ω of each layer's update (eqs. 8 and 13): mean and one standard deviation over tokens. The "
+        "title has the ratio of the means over all layers but the last (eqs. 9 and 14)."
     )
     return Sketch(figure, Drawing("rotation.png", "Rotation in depth", caption, "depth"))
 
@@ -106,19 +94,16 @@ def updates(models: Sequence[Shown]) -> Sketch:
     """Size and angle of the updates, which section 3.1 assumes to be alike."""
     figure = new_figure(4.2, "Size and angle of the updates, which the theory assumes to be alike")
     size, angle = figure.subplots(1, 2)
-    means = [value for model in models for curve in curves(model, "update_norm").values() for value in curve.mean]
-    floor = scale_y(size, [*means, *lower_ends(models, "log_update")])
     draw_layers(size, models, "update_norm")
-    size.set_ylim(bottom=floor)
-    tidy(size, "layer", "L2 norm of the update, c")
+    log_scale(size, "y")
+    tidy(size, "layer", "L2 norm of the update, c (logarithmic)")
     draw_layers(angle, models, "update_angle", degrees(1))
     angle.axhline(90, color="black", linewidth=0.8, linestyle=":")
     tidy(angle, "layer", "angle to the state, φ (degrees)")
     legend(figure, size, len(models))
     caption = (
-        "What each layer adds to a state: its mean L2 norm c, and its mean angle φ to the state; 90 degrees is "
-        "dotted. Section 3.1 assumes that within a layer both are the same for visual and text tokens: then the two "
-        f"curves of a model coincide. {TYPICAL} For angles they are one standard deviation around the mean."
+        "What each layer adds to a state: its mean L2 norm c, and its mean angle φ to the state. Section 3.1 assumes "
+        f"that both are the same for visual and text tokens. {TYPICAL} For angles they are around the mean."
     )
     return Sketch(figure, Drawing("updates.png", "Assumptions about updates", caption, "depth"))
 
@@ -139,10 +124,55 @@ def predicted(models: Sequence[Shown]) -> Sketch:
         tidy(axes, "layer", "rotation (degrees)" if axes is panels[0] else "", model.label)
     legend(figure, panels[0], 4)
     caption = (
-        "Rotation per layer by equation 13, from the geometric mean of the states' norms and the size and angle of "
-        "updates that the theory takes to be the same for both modalities, beside the mean of the measured rotations."
+        "Rotation per layer by equation 13, from the geometric mean of the states' norms and a size and an angle of "
+        "updates that are the same for both modalities; and the mean of the measured rotations."
     )
     return Sketch(figure, Drawing("predicted.png", "Predicted and measured rotation", caption, "theory"))
+
+
+def dynamics(models: Sequence[Shown]) -> Sketch | None:
+    """Cosine similarity between layers over training (figure 5); None if none was recorded."""
+    recorded = [model for model in models if model.report.dynamics]
+    if not recorded:
+        return None
+    figure = new_figure(0.9 + 2.5 * len(recorded), "Cosine similarity between layers during training")
+    steps = [entry.step for model in recorded for entry in model.report.dynamics]
+    # The brightest yellow of viridis cannot be seen on white.
+    colors = ListedColormap(colormaps["viridis"](np.linspace(0, 0.92, 256)))
+    scale = ScalarMappable(Normalize(min(steps), max(max(steps), min(steps) + 1)), colors)
+    grid = figure.subplots(len(recorded), 2, squeeze=False, sharex=True, sharey=True)
+    for row, model in zip(grid, recorded, strict=True):
+        for axes, kind in zip(row, MODALITIES, strict=True):
+            for entry in model.report.dynamics:
+                values: list[float] = getattr(entry, kind)
+                axes.plot(range(1, len(values) + 1), values, color=scale.to_rgba(entry.step), linewidth=1.3)
+            layer_axis(axes, max(len(getattr(entry, kind)) for entry in model.report.dynamics))
+            tidy(axes, "layer", "cosine similarity", f"{kind}, {model.label}")
+            axes.label_outer()
+    ticks = MaxNLocator(integer=True, nbins=8)
+    figure.colorbar(scale, ax=grid, label="optimizer step", aspect=30, pad=0.02, ticks=ticks)
+    caption = "Mean cosine similarity of a token's states before and after each layer, by recorded step (figure 5)."
+    return Sketch(figure, Drawing("dynamics.png", "Training dynamics", caption, "dynamics"))
+
+
+def training(models: Sequence[Shown]) -> Sketch | None:
+    """Norms of tokens that `normalign train` logged over steps; None if none were."""
+    logged = [model for model in models if "norm/text" in model.report.training]
+    if not logged:
+        return None
+    figure = new_figure(3.0, "Norms of tokens during training")
+    axes = figure.subplots()
+    for model in logged:
+        for kind in MODALITIES:
+            if points := model.report.training.get(f"norm/{kind}"):
+                style = model.line(kind) | {"markersize": 3}
+                axes.plot(*zip(*points, strict=True), label=f"{kind}, {model.label}", **style)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    tidy(axes, "optimizer step", "L2 norm")
+    legend(figure, axes, len(logged))
+    caption = "Means over the tokens of each logged step, as they enter the first decoder layer."
+    return Sketch(figure, Drawing("training.png", "Norms during training", caption, "dynamics"))
 
 
 def by_layer(models: Sequence[Shown], quantity: str, title: str, label: str, factor: float = 1.0) -> Figure:
@@ -167,20 +197,16 @@ def draw_layers(axes: Axes, models: Sequence[Shown], quantity: str, factor: floa
     layer_axis(axes, max(len(curve.mean) for model in models for curve in curves(model, quantity).values()))
 
 
-def draw_curve(axes: Axes, model: Shown, kind: str, x: Sequence[int], mean: np.ndarray, band: Band) -> None:
+def draw_curve(
+    axes: Axes, model: Shown, kind: str, x: Sequence[int], mean: np.ndarray, band: Sequence[np.ndarray]
+) -> None:
     """Draws the mean and, except for a baseline, its band; twice as many bands would hide each other."""
     axes.plot(x, mean, label=f"{kind}, {model.label}", **model.line(kind))
     if not model.baseline:
         axes.fill_between(x, *band, color=COLORS[kind], alpha=0.15, linewidth=0)
 
 
-def typical(logarithm: Curve) -> Band:
+def typical(logarithm: Curve) -> tuple[np.ndarray, np.ndarray]:
     """One standard deviation of the logarithm to each side of the geometric mean."""
     mean, std = np.asarray(logarithm.mean), np.asarray(logarithm.std)
     return np.exp(mean - std), np.exp(mean + std)
-
-
-def lower_ends(models: Sequence[Shown], quantity: str) -> list[float]:
-    """Lower ends of the bands that are drawn of `quantity`, a logarithm."""
-    drawn = [curve for model in models if not model.baseline for curve in curves(model, quantity).values()]
-    return [end for curve in drawn for end in typical(curve)[0].tolist()]

@@ -1,27 +1,13 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Figures of norms where vision meets language (tables 1 to 3) and of embedding matrices (tables 6 to 8)."""
+"""The figure of norms where vision meets language (tables 1 to 3)."""
 
 from collections.abc import Sequence
-from math import isclose, isfinite
+from math import isfinite
 
-from matplotlib.axes import Axes
-
-from ..report import Drawing, EmbeddingTable, Interface, Moments
-from .style import (
-    COLORS,
-    MARKERS,
-    MUTED,
-    Shown,
-    Sketch,
-    compare,
-    elide,
-    log_scale,
-    new_figure,
-    number,
-    printable,
-    tidy,
-)
+from ..report import Drawing, Interface, Moments
+from ..verdict import number
+from .style import COLORS, MARKERS, MUTED, Shown, Sketch, compare, legend, log_scale, new_figure, tidy
 
 
 STAGES = {
@@ -45,37 +31,17 @@ STAGES = {
 
 def interface(models: Sequence[Shown]) -> Sketch | None:
     """Norms on the way into the language model, a row for each stage; None if nothing of it was measured."""
-    # Rows as stored differ from those as received only if something scales them on the way.
-    scaled = any(not isclose(model.report.interface.scale or 1.0, 1.0, rel_tol=1e-3) for model in models)
     rows = [
         name
         for name in STAGES
-        if (scaled or not name.endswith("_raw")) and any(positive(model.report.interface, name) for model in models)
+        if not name.endswith("_raw") and any(positive(model.report.interface, name) for model in models)
     ]
     if not rows:
         return None
     ratios = [model.report.interface.ratio for model in models]
     title = compare(models, ratios, "Visual tokens enter with {} the norm of text embeddings", " ×")
     figure = new_figure(1.3 + (0.25 + 0.17 * (len(models) - 1)) * len(rows), title or "L2 norms at the interface")
-    draw_stages(figure.subplots(), models, rows)
-    if len(models) > 1:
-        figure.legend(loc="outside lower left", ncols=2, fontsize=9, frameon=False)
-    caption = (
-        "L2 norm of tokens from the vision encoder to the first decoder layer (tables 1 to 3): mean, and a whisker "
-        "of one standard deviation to each side, which ends at the left edge if it would reach zero. Circles are "
-        "visual tokens, squares text. The dotted line is the mean of the vocabulary as received, N_text (eq. 11)."
-    )
-    return Sketch(figure, Drawing("interface.png", "Norms at the interface", caption, "interface"))
-
-
-def positive(values: Interface, name: str) -> Moments | None:
-    """The moments of stage `name`; None if there are none or a logarithmic axis cannot show them."""
-    moments: Moments | None = getattr(values, name)
-    return moments if moments is not None and isfinite(moments.mean + moments.std) and moments.mean > 0 else None
-
-
-def draw_stages(axes: Axes, models: Sequence[Shown], rows: Sequence[str]) -> None:
-    """Draws a row for each stage, from top to bottom, and in it a mark and whiskers for each model."""
+    axes = figure.subplots()
     drawn = [
         (row + 0.34 * (place - (len(models) - 1) / 2), STAGES[name][0], model, moments)
         for row, name in enumerate(rows)
@@ -84,7 +50,6 @@ def draw_stages(axes: Axes, models: Sequence[Shown], rows: Sequence[str]) -> Non
     ]
     low = min(max(moments.mean - moments.std, moments.mean / 2) for *_, moments in drawn) / 1.15
     high = max(moments.mean + moments.std for *_, moments in drawn)
-    log_scale(axes, "x", (low, high))
     axes.set_xlim(low, high * (high / low) ** 0.1)
     for y, kind, model, moments in drawn:
         color, end = COLORS[kind], moments.mean + moments.std
@@ -92,7 +57,9 @@ def draw_stages(axes: Axes, models: Sequence[Shown], rows: Sequence[str]) -> Non
         axes.plot([max(moments.mean - moments.std, low), end], [y, y], color=color, linewidth=1.4)
         marker = {"markersize": 6.5, "markerfacecolor": face, "markeredgewidth": 1.4}
         axes.plot(moments.mean, y, MARKERS[kind], color=color, **marker)
-        annotate(axes, number(moments.mean), (end, y))
+        text = {"va": "center", "fontsize": 8.5}
+        axes.annotate(number(moments.mean, 3), (end, y), (5, 0), textcoords="offset points", **text)
+    log_scale(axes, "x")
     for model in models:
         axes.plot([], [], "o", color=MUTED, markerfacecolor="white" if model.baseline else MUTED, label=model.label)
     if target := positive(models[-1].report.interface, "vocabulary"):
@@ -101,45 +68,15 @@ def draw_stages(axes: Axes, models: Sequence[Shown], rows: Sequence[str]) -> Non
     axes.set_ylim(len(rows) - 0.5, -0.5)
     tidy(axes, "L2 norm (logarithmic)", "")
     axes.grid(False, axis="y")
-
-
-def annotate(axes: Axes, text: str, end: tuple[float, float]) -> None:
-    """Writes `text` to the right of the point `end`."""
-    axes.annotate(text, end, (5, 0), textcoords="offset points", va="center", fontsize=8.5)
-
-
-def embeddings(models: Sequence[Shown]) -> Sketch | None:
-    """Norms of embedding rows and the largest of them; None if no embedding matrix was measured."""
-    tables = [(model, table) for model in models if (table := model.report.embeddings)]
-    if not tables:
-        return None
-    means = [table.mean for _, table in tables]
-    title = compare([model for model, _ in tables], means, "Text embeddings have a mean norm of {}")
-    longest = max(len(table.top) for _, table in tables)
-    figure = new_figure(1.4 + 0.24 * longest, title or "Text embeddings")
-    grid = figure.subplots(1, len(tables), squeeze=False, sharex=True)
-    for axes, (model, table) in zip(grid.flat, tables, strict=True):
-        draw_embeddings(axes, model, table)
-    right = max(max([row.norm for row in table.top] + [table.mean + table.std]) for _, table in tables)
-    grid[0, 0].set_xlim(0, 1.16 * right)
+    legend(figure, axes, 2)
     caption = (
-        "Rows of largest L2 norm in the embedding matrix, as stored. The line is the mean over all rows that are not "
-        "zero, the band one standard deviation to each side (tables 6 to 8)."
+        "L2 norm of tokens from the vision encoder to the first decoder layer (tables 1 to 3): mean, and one standard "
+        "deviation to each side, cut off where it would reach zero. The dotted line is N_text (eq. 11)."
     )
-    return Sketch(figure, Drawing("embeddings.png", "Embedding matrices", caption, "embeddings"))
+    return Sketch(figure, Drawing("interface.png", "Norms at the interface", caption, "interface"))
 
 
-def draw_embeddings(axes: Axes, model: Shown, table: EmbeddingTable) -> None:
-    """Draws a bar for each of the largest rows, over mean and standard deviation of all."""
-    face = "white" if model.baseline else COLORS["text"]
-    axes.axvspan(table.mean - table.std, table.mean + table.std, color="#DDDDDD", linewidth=0)
-    axes.axvline(table.mean, color="black", linewidth=1, linestyle="--")
-    axes.barh(range(len(table.top)), [row.norm for row in table.top], 0.62, color=face, edgecolor=COLORS["text"])
-    for y, row in enumerate(table.top):
-        annotate(axes, number(row.norm), (row.norm, y))
-    names = [f"#{row.id}" if row.text is None else elide(printable(repr(row.text)), 20) for row in table.top]
-    axes.set_yticks(range(len(table.top)), names)
-    axes.set_ylim(max(len(table.top), 1) - 0.4, -0.6)
-    spread = f"mean {number(table.mean)} ± {number(table.std)}" + (" (baseline)" if model.baseline else "")
-    tidy(axes, "L2 norm, as stored", "", f"{elide(printable(table.model), 24)}\n{spread}")
-    axes.grid(False, axis="y")
+def positive(values: Interface, name: str) -> Moments | None:
+    """The moments of stage `name`; None if there are none or a logarithmic axis cannot show them."""
+    moments: Moments | None = getattr(values, name)
+    return moments if moments is not None and isfinite(moments.mean + moments.std) and moments.mean > 0 else None

@@ -14,9 +14,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ..report import Drawing, Report
+from ..verdict import number
 
 
 WIDTH, DPI = 7.5, 150
@@ -79,23 +80,14 @@ def printable(text: str) -> str:
 
 def elide(text: str, length: int) -> str:
     """`text` in at most `length` characters, without its middle if it is longer."""
-    if len(text) <= length:
-        return text
-    half = (length - 1) // 2
-    return f"{text[: length - 1 - half]}…{text[-half:]}"
-
-
-def number(value: float) -> str:
-    """Three significant digits, without an exponent where a person would write none."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return text if len(text) <= length else f"{text[: length // 2]}…{text[1 - length // 2 :]}"
 
 
 def new_figure(height: float, title: str) -> Figure:
     """An empty figure, `height` inches high, under a title that wraps."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    figure.suptitle(
-        "\n".join(fill(line, 80) for line in title.split("\n")), x=0.01, ha="left", fontsize=11, fontweight="bold"
-    )
+    lines = "\n".join(fill(line, 80) for line in title.split("\n"))
+    figure.suptitle(lines, x=0.01, ha="left", fontsize=11, fontweight="bold")
     return figure
 
 
@@ -113,7 +105,7 @@ def tidy(axes: Axes, x: str, y: str, title: str | None = None) -> None:
 
 def compare(models: Sequence[Shown], values: Sequence[float | None], sentence: str, unit: str = "") -> str | None:
     """`sentence` with the model's value for {}, then the baseline's in parentheses; None if the model has no value."""
-    given = {m.baseline: number(value) + unit for m, value in zip(models, values, strict=True) if value is not None}
+    given = {m.baseline: number(value, 3) + unit for m, value in zip(models, values, strict=True) if value is not None}
     if False not in given:
         return None
     return sentence.format(given[False]) + (f" (baseline {given[True]})" if True in given else "")
@@ -126,27 +118,17 @@ def layer_axis(axes: Axes, last: int) -> None:
     axes.set_xlim(1 - max(0.3, 0.03 * last), max(last, 1) + max(0.3, 0.03 * last))
 
 
-def log_scale(axes: Axes, which: str, values: Sequence[float]) -> None:
-    """Makes axis `which` ("x" or "y") logarithmic, with ticks in plain numbers, dense enough for `values`."""
-    narrow = max(values) < 1000 * min(values)
+def log_scale(axes: Axes, which: str) -> None:
+    """Makes axis `which` ("x" or "y") logarithmic, with ticks in plain numbers, dense enough for what was drawn."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
+    narrow = max(axis.get_data_interval()) < 1000 * axis.get_minpos()
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
-
-
-def scale_y(axes: Axes, values: Sequence[float]) -> float:
-    """Makes the y axis logarithmic if `values` span more than a factor of 20; returns where it should begin."""
-    positive = [value for value in values if value > 0]
-    if not positive or max(positive) <= 20 * min(positive):
-        return 0.0
-    log_scale(axes, "y", positive)
-    return min(positive) / 1.2
+    axis.set_minor_formatter(NullFormatter())
 
 
 def legend(figure: Figure, axes: Axes, columns: int) -> None:
     """A legend of what `axes` shows, below the figure."""
-    figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside lower left", ncols=columns, fontsize=9, frameon=False
-    )
+    style: dict[str, Any] = {"loc": "outside lower left", "fontsize": 9, "frameon": False}
+    figure.legend(*axes.get_legend_handles_labels(), ncols=columns, **style)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,9 +53,8 @@ class DepthProbe:
 
     def __init__(self, layers: nn.ModuleList, final_norm: nn.Module | None = None):
         self._layers, self._final_norm = layers, final_norm
-        self._steps = [RunningMoments(len(KINDS), len(QUANTITIES)) for _ in layers]
-        self._cosines = [RunningMoments(len(KINDS)) for _ in layers]
-        self._last, self._final = RunningMoments(len(KINDS), 2), RunningMoments(len(KINDS))
+        self._steps, self._cosines = ([RunningMoments() for _ in layers] for _ in range(2))
+        self._last, self._final = RunningMoments(), RunningMoments()
         self._ratios = RunningMoments()  # of visual to text rotation, one for each pass
         self._pass: _Pass | None = None
 
@@ -72,7 +72,7 @@ class DepthProbe:
 
         handles = [self._layers[0].register_forward_pre_hook(begin)]
         for number, layer in enumerate(self._layers):
-            handles.append(layer.register_forward_hook(self._hook(number), with_kwargs=True))
+            handles.append(layer.register_forward_hook(partial(self._after_layer, number), with_kwargs=True))
         if self._final_norm is not None:
             handles.append(self._final_norm.register_forward_hook(self._after_final_norm))
         try:
@@ -84,28 +84,23 @@ class DepthProbe:
 
     def result(self) -> Depth:
         """Curves of all quantities, and the asymmetry."""
-        steps = [moments.results() for moments in self._steps]  # [layer][kind][quantity]
-        cosines = [moments.results() for moments in self._cosines]
-        last, final = self._last.results(), self._final.results()
-        curves: dict[str, dict[str, Curve]] = {name: {} for name in ("cosine", *QUANTITIES)}
+        steps = torch.stack([moments.results() for moments in self._steps])  # of each layer, (3, kinds, quantities)
+        found = dict(zip(QUANTITIES, steps.unbind(-1), strict=True))
+        for name, last in zip(("norm", "log_norm"), self._last.results().unbind(-1), strict=True):
+            found[name] = torch.cat([found[name], last[None]])
+        found["cosine"] = torch.stack([moments.results() for moments in self._cosines])
+        curves: dict[str, dict[str, Curve]] = {name: {} for name in found}
         for place, kind in enumerate(KINDS):
-            if steps[0][place][0] is None:
-                continue
-            found = {name: [layer[place][q] for layer in steps] for q, name in enumerate(QUANTITIES)}
-            found["norm"].append(last[place][0])
-            found["log_norm"].append(last[place][1])
-            found["cosine"] = [layer[place][0] for layer in cosines]
-            if _have_directions(found, kind):
-                for name, values in found.items():
-                    # The update of a layer that changes nothing has no direction.
-                    known = [(math.nan, math.nan) if each is None else (each.mean, each.std) for each in values]
-                    curves[name][kind] = Curve([mean for mean, _ in known], [std for _, std in known])
+            of_kind = {name: moments[..., place].T for name, moments in found.items()}
+            if of_kind["norm"][2, 0] and _have_directions(of_kind, kind):
+                for name, (mean, std, _) in of_kind.items():
+                    curves[name][kind] = Curve(mean.tolist(), std.tolist())
         # The last layer prepares the prediction rather than the next layer's input, and is left out.
         rotation = curves["rotation"]
         rotated = {kind: sum(rotation[kind].mean[:-1]) for kind in ("visual", "text") if kind in rotation}
         ratios = self._ratios.result()
         return Depth(
-            final_norm={kind: each[0] for kind, each in zip(KINDS, final, strict=True) if each[0] is not None},
+            final_norm={} if self._final_norm is None else _by_kind(self._final.results()),
             asymmetry=rotated["visual"] / rotated["text"] if len(rotated) == 2 and rotated["text"] else None,
             asymmetry_error=ratios.std / math.sqrt(ratios.count - 1) if ratios and ratios.count > 1 else None,
             **curves,
@@ -113,33 +108,27 @@ class DepthProbe:
 
     def norm_received(self) -> dict[str, Moments]:
         """Norms of the first layer's input by kind."""
-        found = self._steps[0].results()
-        return {kind: each[0] for kind, each in zip(KINDS, found, strict=True) if each[0] is not None}
+        return _by_kind(self._steps[0].results()[..., QUANTITIES.index("norm")])
 
-    def _hook(self, number: int) -> Any:
-        def hook(layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            now = self._pass
-            assert now is not None
-            before = args[0] if args else kwargs["hidden_states"]
-            after = output[0] if isinstance(output, tuple) else output
-            if before.dim() != 3:
-                raise ValueError(
-                    f"{type(layer).__name__} takes hidden states of shape {tuple(before.shape)}, not (batch, tokens, "
-                    "d). This family cannot be measured."
-                )
-            before, after = (_rows(each, after.device) for each in (before, after))
-            values, defined = quantities(before, after)
-            means = self._steps[number].add(values, now.masks.to(after.device).unsqueeze(1) & defined)
-            now.rotations.append(means[:, QUANTITIES.index("rotation")])
-            self._add_cosine(number - 1, now, before, values[QUANTITIES.index("norm")])
-            if number == len(self._layers) - 1:
-                norm = after.norm(dim=-1)
-                self._add_cosine(number, now, after, norm)
-                defined = torch.stack([torch.ones_like(norm) > 0, norm > 0])
-                self._last.add(torch.stack([norm, norm.log()]), now.masks.to(norm.device).unsqueeze(1) & defined)
-                self._add_ratio(now)
-
-        return hook
+    def _after_layer(self, number: int, layer: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        now = self._pass
+        assert now is not None
+        before = args[0] if args else kwargs["hidden_states"]
+        after = output[0] if isinstance(output, tuple) else output
+        before, after = (_rows(each, after.device) for each in (before, after))
+        values, defined = quantities(before, after)
+        means = self._steps[number].add(values, now.masks.to(after.device).unsqueeze(1) & defined)
+        now.rotations.append(means[:, QUANTITIES.index("rotation")])
+        self._add_cosine(number - 1, now, before, values[QUANTITIES.index("norm")])
+        if number == len(self._layers) - 1:
+            norm = after.norm(dim=-1)
+            self._add_cosine(number, now, after, norm)
+            defined = torch.stack([torch.ones_like(norm) > 0, norm > 0])
+            self._last.add(torch.stack([norm, norm.log()]), now.masks.to(norm.device).unsqueeze(1) & defined)
+            if number:  # the asymmetry leaves the last layer out
+                rotated = torch.stack([each.to(after.device) for each in now.rotations[:-1]]).sum(0)
+                ratio = rotated[KINDS.index("visual")] / rotated[KINDS.index("text")]
+                self._ratios.add(ratio.view(1), ratio.isfinite().view(1))
 
     def _add_cosine(self, number: int, now: _Pass, state: Tensor, norm: Tensor) -> None:
         """Of layer `number`, from its input, which `now` has, and the next layer's."""
@@ -148,12 +137,6 @@ class DepthProbe:
             cosine = torch.linalg.vecdot(old, state) / (old_norm * norm)
             self._cosines[number].add(cosine, now.masks.to(state.device) & (old_norm > 0) & (norm > 0))
         now.state = state, norm
-
-    def _add_ratio(self, now: _Pass) -> None:
-        if len(now.rotations) > 1:  # the asymmetry leaves the last layer out
-            rotated = torch.stack([each.to(now.rotations[0].device) for each in now.rotations[:-1]]).sum(0)
-            ratio = rotated[KINDS.index("visual")] / rotated[KINDS.index("text")]
-            self._ratios.add(ratio.view(1), ratio.isfinite().view(1))
 
     def _after_final_norm(self, norm: nn.Module, args: tuple, output: Tensor) -> None:
         if self._pass is not None:  # NanoChat applies it before the first layer too
@@ -165,21 +148,27 @@ def _rows(states: Tensor, device: torch.device) -> Tensor:
     return states.detach().reshape(-1, states.shape[-1]).to(device, widest(device))
 
 
-def _have_directions(found: dict[str, list[Moments | None]], kind: str) -> bool:
+def _by_kind(moments: Tensor) -> dict[str, Moments]:
+    """Of moments `(3, kinds)`, those of kinds that occur."""
+    return {
+        kind: Moments(mean, std, int(count))
+        for kind, (mean, std, count) in zip(KINDS, moments.T.tolist(), strict=True)
+        if count
+    }
+
+
+def _have_directions(found: dict[str, Tensor], kind: str) -> bool:
     """Whether tokens of a kind have directions in all layers; an error if visual or text tokens have none."""
-    for name, values in found.items():
-        for layer, value in enumerate(values, 1):
-            if value is not None and not (math.isfinite(value.mean) and math.isfinite(value.std)):
-                raise ValueError(
-                    f"The {kind} tokens' hidden states are NaN or infinite at layer {layer} ({name}). Load the model "
-                    "in bfloat16 or float32, and check its weights."
-                )
-    for name in ("rotation", "log_norm", "cosine"):
-        if None in found[name]:
-            if kind not in ("visual", "text"):
-                return False  # a padding token's row may be all zero
-            raise ValueError(
-                f"All {kind} tokens are zero at layer {found[name].index(None) + 1}, so they have no direction "
-                f"({name}). Check that the projector's weights were trained and loaded."
-            )
+    if len(states := (~found["norm"].isfinite().all(0)).nonzero()):
+        raise ValueError(
+            f"The {kind} tokens' hidden states are NaN or infinite in state {states[0].item()}. Load the model in "
+            "bfloat16 or float32, and check its weights."
+        )
+    if len(states := (found["log_norm"][2] == 0).nonzero()):
+        if kind not in ("visual", "text"):
+            return False  # a padding token's row may be all zero
+        raise ValueError(
+            f"All {kind} tokens are zero in state {states[0].item()}, so they have no direction. Check that the "
+            "projector's weights were trained and loaded."
+        )
     return True

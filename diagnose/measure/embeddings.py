@@ -1,45 +1,50 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Norms of token embeddings: of a base language model and its vision-language descendant (tables 6 to 8)."""
+"""What weights alone show: norms of token embeddings (tables 6 to 8), and gain and bias of the norm (table 5)."""
 
-from pathlib import Path
+import math
 
+import torch
 from accelerate.utils import align_module_device
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...assembly.embedding_table import EmbeddingRows, known_config
+from ...assembly.embedding_table import EmbeddingRows
 from ...assembly.gain import EmbeddingStatistics, embedding_statistics, statistics_of
-from ...modeling_normalign_llava import embedding_row_norms
-from ..report import EmbeddingTable, Interface, Moments, Report, TopToken
+from ...configuration_normalign_llava import NormAlignLlavaConfig
+from ...modeling_normalign_llava import embedding_row_norms, initial_gain
+from ..report import EmbeddingTable, Gain, Interface, Moments, Report, TopToken
+
+
+def row_norms(embeddings: nn.Module) -> Tensor:
+    """L2 norms of the rows of an embedding matrix, which may be offloaded, `(V,)`, float64."""
+    with align_module_device(embeddings):
+        return embedding_row_norms(embeddings.weight)  # type: ignore[arg-type]
 
 
 def embedding_table_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str, top: int = 10
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str
 ) -> EmbeddingTable:
     """The table of a model in memory, which may be sharded or offloaded, without the image token's row."""
-    embeddings = model.get_input_embeddings()
-    with align_module_device(embeddings):
-        norms = embedding_row_norms(embeddings.weight)
+    norms = row_norms(model.get_input_embeddings())
 
     def text(row: int) -> str | None:
         return None if tokenizer is None or row >= len(tokenizer) else str(tokenizer.decode([row]))
 
     rows = EmbeddingRows("", norms, model.config.get_text_config().hidden_size, model.config, text)
-    return _table(statistics_of(rows, name, top), name)
+    return _table(statistics_of(rows, name, top=10), name)
 
 
 def probe_language(
-    model: str | Path, *, name: str | None = None, top: int = 10, revision: str | None = None
+    model: str, *, name: str, config: PreTrainedConfig | None = None, revision: str | None = None
 ) -> Report:
     """Norms of the embeddings of a language model alone, as stored and as its decoder receives them.
 
     Takes what [`~normalign_llava.assembly.gain.embedding_statistics`] does, and raises the same. The report has
     `embeddings`, and of `interface` `vocabulary_raw`, `vocabulary` and `scale`; `left_out` names the rest.
     """
-    statistics = embedding_statistics(str(model), top=top, revision=revision)
-    scale, path = statistics.scale, Path(model).expanduser()
-    table = _table(statistics, name or (path.resolve().name if path.exists() else str(model)))
-    config = known_config(str(path.parent if path.is_file() else path if path.exists() else model), revision)
+    statistics = embedding_statistics(model, revision=revision)
+    scale, table = statistics.scale, _table(statistics, name)
     left_out = [
         "Visual tokens, the projector and the ratio of norms: a language model alone has none of them.",
         "Norms and rotation in depth, and attention: only the token embeddings were read.",
@@ -47,7 +52,7 @@ def probe_language(
     if statistics.model_type is None:
         left_out.append("Any scale of embeddings in the decoder: transformers knows no configuration; 1 is assumed.")
     return Report(
-        model=table.model,
+        model=name,
         model_type=statistics.model_type or "unknown",
         dtype=str(config.dtype).removeprefix("torch.") if config and config.dtype else "unknown",
         hidden_size=statistics.hidden_size,
@@ -58,6 +63,34 @@ def probe_language(
         ),
         embeddings=table,
         left_out=left_out,
+    )
+
+
+@torch.no_grad()
+def gain_of(model: PreTrainedModel) -> Gain | None:
+    """Size of gain and bias, and their distance from the start, in float64; of an offloaded model, too.
+
+    None for a model of another architecture or without the norm. The model is without PEFT's wrapper; if PEFT trains a
+    copy of the projector, that copy is measured.
+    """
+    if model.config.model_type != NormAlignLlavaConfig.model_type:
+        return None
+    norm = model.base_model.multi_modal_projector.norm
+    if isinstance(norm, nn.Identity):
+        return None
+    start = initial_gain(model.config, model.config.text_embedding_norm or math.nan)  # of the initial embeddings
+    # Rounded as the gain is, so that a gain that never moved has distance 0.
+    stored = torch.tensor(start, dtype=norm.weight.dtype).double()
+    with align_module_device(norm):
+        gain, *rest = (parameter.cpu().double() for parameter in norm.parameters())
+    bias = rest[0] if rest else None  # an RMSNorm has none
+    return Gain(
+        l2=gain.norm().item(),
+        mean_abs=gain.abs().mean().item(),
+        bias_mean_abs=None if bias is None else bias.abs().mean().item(),
+        start=start,
+        distance=(gain - stored).norm().item(),
+        bias_distance=None if bias is None else bias.norm().item(),
     )
 
 

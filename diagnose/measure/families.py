@@ -7,6 +7,7 @@ Found by conventions of transformers: `config.image_token_id`, `get_image_featur
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -28,9 +29,6 @@ PROJECTORS = {
 RESAMPLED = {"aria", "idefics2"}
 """Families, by `model_type`, whose visual tokens are learned queries, without a place in the image."""
 
-UNREADABLE = {"hunyuan_vl": "its projector puts learned rows among the visual tokens, which cannot be told apart"}
-"""Families that would be measured wrongly, by `model_type`, and why."""
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -39,19 +37,14 @@ class Parts:
     Attributes:
         model: The model, without adapters around it.
         inner: Its base model, whose forward merges image features and text embeddings.
-        image_token: Id of the tokens whose embeddings the image features replace.
-        decoder: The language model without its head.
+        decoder: The language model without its head; it has `layers` and `norm`.
         projector_name, projector: Name in `model` and module of the projector; None if not known for this family.
         norm: The norm at the end of the projector of this package's models; None for others.
     """
 
     model: PreTrainedModel
     inner: PreTrainedModel
-    image_token: int
-    decoder: nn.Module
-    layers: nn.ModuleList
-    final_norm: nn.Module
-    embeddings: nn.Module
+    decoder: Any
     projector_name: str | None
     projector: nn.Module | None
     norm: nn.Module | None
@@ -75,43 +68,29 @@ def find_parts(model: nn.Module) -> Parts:
         if model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]
             raise ValueError("Prompt tuning adds tokens that are not in the batch. Measure the model without it.")
         return find_parts(peft())
-    if model.config.model_type in UNREADABLE:
-        raise ValueError(f"{type(model).__name__} cannot be read: {UNREADABLE[model.config.model_type]}.")
-    inner = model.base_model
-    decoder = model.get_decoder()
-    image_token = getattr(model.config, "image_token_id", None)
-    layers, final_norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
-    missing = [
-        name
-        for name, absent in {
-            "config.image_token_id": image_token is None,
-            "get_image_features": getattr(inner, "get_image_features", None) is None,
-            "get_decoder().layers": not isinstance(layers, nn.ModuleList) or decoder is inner,
-            "get_decoder().norm": not isinstance(final_norm, nn.Module),
-        }.items()
-        if absent
-    ]
-    if missing or image_token is None or not isinstance(layers, nn.ModuleList) or final_norm is None:
+    family = model.config.model_type
+    if family == "hunyuan_vl":  # it would be measured wrongly
         raise ValueError(
-            f"{type(model).__name__} ({model.config.model_type}) cannot be read. Not found: {', '.join(missing)}. "
-            "Only models with visual tokens in the decoder's sequence can be measured: none with cross-attention, and "
-            "no language model alone."
+            "HunYuan-VL's projector puts learned rows among the visual tokens: they cannot be told apart."
+        )
+    inner, decoder = model.base_model, model.get_decoder()
+    needed = (getattr(model.config, "image_token_id", None), getattr(inner, "get_image_features", None))
+    layers, final_norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+    if None in needed or decoder is inner or not isinstance(layers, nn.ModuleList) or final_norm is None:
+        raise ValueError(
+            f"{type(model).__name__} ({family}) cannot be read: only models with visual tokens in the decoder's "
+            "sequence can, none with cross-attention, and no language model alone. They need config.image_token_id, "
+            "get_image_features, and get_decoder() with layers and norm."
         )
     prefix = "" if inner is model else f"{model.base_model_prefix}."
-    name = PROJECTORS.get(model.config.model_type, "multi_modal_projector")
+    name = PROJECTORS.get(family, "multi_modal_projector")
     projector = dict(inner.named_modules()).get(name)
-    norm = None
-    if model.config.model_type == "normalign_llava" and model.config.projector_norm != "none":
-        norm = inner.multi_modal_projector.norm
+    has_norm = family == "normalign_llava" and model.config.projector_norm != "none"
     return Parts(
         model=model,
         inner=inner,
-        image_token=image_token,
         decoder=decoder,
-        layers=layers,
-        final_norm=final_norm,
-        embeddings=model.get_input_embeddings(),
         projector_name=None if projector is None else prefix + name,
         projector=projector,
-        norm=norm,
+        norm=inner.multi_modal_projector.norm if has_norm else None,
     )

@@ -2,22 +2,21 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """L2 norms on the way from the vision encoder into the language model (tables 1 to 3)."""
 
-import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
 from ...assembly.gain import counted_rows
 from ...configuration_normalign_llava import embedding_scales
-from ...modeling_normalign_llava import embedding_row_norms
 from ..report import Interface, Moments
+from .embeddings import row_norms
 from .families import Parts
-from .moments import RunningMoments, widest
+from .moments import RunningMoments, token_rows, widest
 
 
 class InterfaceProbe:
@@ -26,10 +25,8 @@ class InterfaceProbe:
     def __init__(self, parts: Parts):
         self._parts = parts
         self._table = parts.projector if isinstance(parts.projector, nn.Embedding) else None
-        names = ("encoder_output", "projector_input", "projector_output", "norm_input", "text_raw")
-        self._moments = {name: RunningMoments() for name in names}
-        with align_module_device(parts.embeddings):
-            self._row_norms = embedding_row_norms(parts.embeddings.weight)  # type: ignore[arg-type]
+        self._moments: defaultdict[str, RunningMoments] = defaultdict(RunningMoments)
+        self._row_norms = row_norms(parts.model.get_input_embeddings())
         self.newline: Tensor | None = None
         """For each image token of the last forward pass, in order, whether it is a learned newline."""
 
@@ -44,7 +41,6 @@ class InterfaceProbe:
         inner = self._parts.inner
         original = inner.get_image_features  # a method, so hooks do not see its output
 
-        @functools.wraps(original)
         def measured(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
             self._at_features(output)
@@ -65,55 +61,37 @@ class InterfaceProbe:
     def result(self, received: dict[str, Moments]) -> Interface:
         """The norms at all stages, given those that the decoder received, by kind."""
         found = {name: moments.result() for name, moments in self._moments.items()}
-        raw = RunningMoments()
-        raw.add(self._row_norms[counted_rows(self._row_norms, self._parts.image_token)])
-        stored, text, text_raw = raw.result(), received.get("text"), found["text_raw"]
+        stored = _moments(self._row_norms[counted_rows(self._row_norms, self._parts.model.config.image_token_id)])
+        text, text_raw = received.get("text"), found.get("text_raw")
         scale: float | None = math.prod(embedding_scales(self._parts.model.config.get_text_config()))
         if text and text_raw and text_raw.mean:
             scale = text.mean / text_raw.mean
             # If more than a factor lies between rows and decoder, the deviation does not scale with the mean.
             scale = scale if abs(text.std - scale * text_raw.std) <= 0.01 * text.mean else None
-        vocabulary = None
-        if stored is not None and scale is not None:
-            vocabulary = Moments(scale * stored.mean, scale * stored.std, stored.count)
+        vocabulary = None if scale is None else Moments(scale * stored.mean, scale * stored.std, stored.count)
         visual = received.get("visual")
-        visual_table, indicator_table = self._tables()
+        tables = {}
+        if self._table is not None:
+            norms = row_norms(self._table)
+            rows = len(norms) - len(self._parts.model.config.visual_indicator_token_ids)
+            tables = {"visual_table": _moments(norms[:rows]), "indicator_table": _moments(norms[rows:])}
         return Interface(
             **found,
             **received,
+            **tables,
             vocabulary_raw=stored,
             vocabulary=vocabulary,
             scale=scale,
-            visual_table=visual_table,
-            indicator_table=indicator_table,
             ratio=visual.mean / vocabulary.mean if visual and vocabulary else None,
             ratio_data=visual.mean / text.mean if visual and text and text.mean else None,
         )
 
-    def _tables(self) -> tuple[Moments | None, Moments | None]:
-        if self._table is None:
-            return None, None
-        with align_module_device(self._table):
-            norms = embedding_row_norms(self._table.weight)
-        visual, indicators = RunningMoments(), RunningMoments()
-        rows = len(norms) - len(self._parts.model.config.visual_indicator_token_ids)
-        visual.add(norms[:rows])
-        indicators.add(norms[rows:])
-        return visual.result(), indicators.result()
-
     def _at_features(self, output: Any) -> None:
-        features = output.last_hidden_state
-        if features is not None:
-            # Convolutional encoders (FastVLM) give (images, channels, height, width).
-            self._add("encoder_output", features.flatten(2).mT if features.dim() == 4 else features)
+        if output.last_hidden_state is not None:
+            self._add("encoder_output", token_rows(output.last_hidden_state))
         learned = [row for row in self._parts.inner.parameters(recurse=False) if row.dim() == 1]
         if not learned:
             return
-        if output.pooler_output is None:
-            raise ValueError(
-                f"get_image_features of {type(self._parts.inner).__name__} has no pooler_output, which is needed to "
-                "tell learned rows from the image's. This family cannot be measured."
-            )
         rows = torch.cat([each.reshape(-1, each.shape[-1]) for each in output.pooler_output])
         same = [(rows == row.to(rows.device, rows.dtype)).all(-1) for row in learned if len(row) == rows.shape[-1]]
         self.newline = torch.stack(same).any(0) if same else None
@@ -127,4 +105,8 @@ class InterfaceProbe:
         self._add("projector_output", output)
 
     def _add(self, name: str, rows: Tensor) -> None:
-        self._moments[name].add(rows.detach().to(widest(rows.device)).norm(dim=-1).flatten())
+        self._moments[name].add(rows.to(widest(rows.device)).norm(dim=-1).flatten())
+
+
+def _moments(norms: Tensor) -> Moments:
+    return Moments(norms.mean().item(), norms.std(correction=0).item(), len(norms))

@@ -11,9 +11,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from ..report import KINDS
 
 
-_ENDINGS = ("_token_id", "_token_ids", "_token_index")
-
-
 def boundary_ids(config: PreTrainedConfig) -> set[int]:
     """Ids in a configuration and its text configuration: starts and ends of vision, of a sequence, padding.
 
@@ -22,7 +19,7 @@ def boundary_ids(config: PreTrainedConfig) -> set[int]:
     found: set[int] = set()
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():
-            if name.endswith(_ENDINGS) and not name.startswith("visual_indicator"):
+            if name.endswith(("_token_id", "_token_ids", "_token_index")) and not name.startswith("visual_indicator"):
                 found.update(each for each in (value if isinstance(value, list) else [value]) if type(each) is int)
     return found - {config.image_token_id}
 
@@ -54,8 +51,7 @@ def token_kinds(
     """Boolean masks `(len(KINDS), batch * tokens)`; a position is in one of them or, if it is padding, in none.
 
     Args:
-        ids: Token ids `(batch, tokens)`, image tokens expanded.
-        attention_mask: `(batch, tokens)`, 0 at padding, or None.
+        ids, attention_mask: `(batch, tokens)`, image tokens expanded; the mask is 0 at padding, or None.
         config: The model's, with the image token and Ovis' indicators.
         special: Ids that are neither text nor visual.
         newline: For each image token in order, whether its row is a learned newline.

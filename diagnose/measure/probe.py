@@ -46,18 +46,15 @@ def probe(
         ValueError: The model cannot be read (`find_parts`), there is no batch, a batch has no `input_ids`, no batch
             has a visual token, or hidden states are NaN or infinite.
     """
-    if isinstance(batches, Mapping):
-        raise ValueError("batches is one mapping. Give a list of batches, or any iterable of them.")
     parts = find_parts(model)
-    interface, depth = InterfaceProbe(parts), DepthProbe(parts.layers, parts.final_norm)
-    special = boundary_ids(parts.model.config) | tokenizer_ids(getattr(tokenizer, "tokenizer", tokenizer))
+    config = parts.model.config
+    interface, depth = InterfaceProbe(parts), DepthProbe(parts.decoder.layers, parts.decoder.norm)
+    special = boundary_ids(config) | tokenizer_ids(getattr(tokenizer, "tokenizer", tokenizer))
     tokens, samples = torch.zeros(len(KINDS), dtype=torch.long), 0
     inputs: dict[str, Any] = {}
 
     def masks() -> Tensor:
-        return token_kinds(
-            inputs["input_ids"], inputs.get("attention_mask"), parts.model.config, special, interface.newline
-        )
+        return token_kinds(inputs["input_ids"], inputs.get("attention_mask"), config, special, interface.newline)
 
     for batch in batches:
         inputs = model_inputs(parts, batch)
@@ -73,10 +70,10 @@ def probe(
     counts = {kind: count for kind, count in zip(KINDS, tokens.tolist(), strict=True) if count}
     if "visual" not in counts:
         raise ValueError(
-            f"None of the {samples} sequences has a visual token, id {parts.image_token} (config.image_token_id). Put "
-            "the image token into the prompts, as the processor does."
+            f"None of the {samples} sequences has a visual token, id {config.image_token_id} (config.image_token_id). "
+            "Put the image token into the prompts, as the processor does."
         )
-    config, found = parts.model.config, interface.result(depth.norm_received())
+    found = interface.result(depth.norm_received())
     left_out = []
     if parts.projector is None:
         left_out.append(f"The projector: its module in models of type {config.model_type!r} is not known.")
@@ -88,7 +85,7 @@ def probe(
     return Report(
         model=name or Path(config.name_or_path).name or config.model_type,
         model_type=config.model_type,
-        dtype=decoder_dtype(parts),
+        dtype=precision(parts.model, parts.decoder.layers),
         hidden_size=config.get_text_config().hidden_size,
         projector=parts.projector_name,
         data=data,
@@ -101,23 +98,16 @@ def probe(
     )
 
 
-def decoder_dtype(parts: Parts) -> str:
-    """Precision of the decoder's weights: "float32", "bfloat16", ..., "4-bit" or "8-bit"."""
-    classes = {type(module).__name__ for module in parts.decoder.modules()}
-    for name, bits in (("Linear4bit", "4-bit"), ("Linear8bitLt", "8-bit")):
-        if name in classes:
-            return bits
-    return str(next(parts.layers.parameters()).dtype).removeprefix("torch.")
+def precision(model: PreTrainedModel, part: nn.Module) -> str:
+    """Precision of the weights of a part of `model`: "float32", "bfloat16", ..., "4-bit" or "8-bit"."""
+    bits = next((bits for bits in (4, 8) if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
+    return f"{bits}-bit" if bits else str(next(part.parameters()).dtype).removeprefix("torch.")
 
 
 def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """The batch without labels, on the model's device and in its precision."""
-    if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        keys = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise ValueError(f"A batch must have input_ids, to tell image tokens from text; it has {keys}.")
-    mask = batch.get("attention_mask")
-    if mask is not None and mask.dim() != 2:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}. Give (batch, tokens), 1 where attended.")
+    if "input_ids" not in batch:
+        raise ValueError("A batch must have input_ids, to tell image tokens from text. Give a list of batches.")
     if others := sorted({"pixel_values_videos", "input_features"} & set(batch)):
         raise ValueError(
             f"A batch has {' and '.join(others)}. Tokens of video and sound are not measured: give images."

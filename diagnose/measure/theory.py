@@ -2,13 +2,15 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The rotation per layer that the theory predicts from norms (equation 13, section 3.1)."""
 
-import math
+from typing import Any
 
-from ..report import Curve, Depth
+import numpy as np
+
+from ..report import Depth
 
 
-def rotation_angle(norm: float, update: float, angle: float) -> float:
-    """Angle omega between a state h and h + dh, in [0, pi] (eqs. 8, 13).
+def rotation_angle(norm: Any, update: Any, angle: Any) -> Any:
+    """Angle omega between a state h and h + dh, in [0, pi] (eqs. 8, 13); of numbers, or of arrays of one shape.
 
     tan(omega) = c sin(phi) / (||h|| + c cos(phi)), by atan2, which is right also where the denominator is negative: an
     update that more than undoes the state turns it by over pi/2.
@@ -18,7 +20,7 @@ def rotation_angle(norm: float, update: float, angle: float) -> float:
         update: c, the norm of the update dh.
         angle: phi, the angle between the state and its update, in radians.
     """
-    return math.atan2(update * math.sin(angle), norm + update * math.cos(angle))
+    return np.arctan2(update * np.sin(angle), norm + update * np.cos(angle))
 
 
 def predicted_rotation(depth: Depth) -> dict[str, list[float]]:
@@ -33,15 +35,6 @@ def predicted_rotation(depth: Depth) -> dict[str, list[float]]:
         L angles for each of "visual" and "text" that `depth` has.
     """
     kinds = [kind for kind in ("visual", "text") if kind in depth.rotation]
-
-    def common(curves: dict[str, Curve]) -> list[float]:
-        return [sum(values) / len(kinds) for values in zip(*(curves[kind].mean for kind in kinds), strict=True)]
-
-    updates, angles = [math.exp(size) for size in common(depth.log_update)], common(depth.update_angle)
-    return {
-        kind: [
-            rotation_angle(math.exp(norm), update, angle)
-            for norm, update, angle in zip(depth.log_norm[kind].mean[:-1], updates, angles, strict=True)
-        ]
-        for kind in kinds
-    }
+    size = np.exp(np.mean([depth.log_update[kind].mean for kind in kinds], axis=0))
+    angle = np.mean([depth.update_angle[kind].mean for kind in kinds], axis=0)
+    return {kind: rotation_angle(np.exp(depth.log_norm[kind].mean[:-1]), size, angle).tolist() for kind in kinds}

@@ -4,31 +4,21 @@
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from ..figures.interface import STAGES
 from ..findings import findings
-from ..report import PAGE, Drawing, Report
-from ..verdict import verdict
-from .tables import depth_tables, gain_tables, interface_tables, model_table
+from ..paper import paper_ratios
+from ..report import KINDS, PAGE, Drawing, Report
+from ..verdict import layers, number, spread, verdict
 
 
-SECTIONS = {
-    "interface": (
-        "At the interface",
-        "Tokens between the vision encoder and the first decoder layer (RQ1, RQ2).",
-        interface_tables,
-    ),
-    "depth": ("In depth", "What the decoder's layers do to visual and to text tokens (RQ3, section 3).", depth_tables),
-    "embeddings": ("Embedding matrices", "The language models' text embeddings, as stored (appendix C).", None),
-    "gain": ("Gain", "The norm after the projector, and what training changed (section 5.3).", gain_tables),
-    "dynamics": ("Training dynamics", "Inter-layer cosines recorded during training (appendix F).", None),
-    "attention": ("Attention", "Where the text after an image looks in it (appendix G).", None),
-    "theory": ("Theory", "What the norms predict of the rotation (section 3.1).", None),
-}
-"""`Drawing.section`: the section's title, subject and tables, in reading order."""
+Models = Sequence[Report]
+"""One, or the baseline and then the model in question."""
 
 
 def write_page(
@@ -64,14 +54,107 @@ def write_page(
     (folder / PAGE).write_text(page, encoding="utf-8")
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table as the template draws it; the first cell of a row is its header, for which `columns` has a head too."""
+
+    caption: str
+    columns: list[str]
+    rows: list[list[str]]
+
+    @property
+    def numeric(self) -> list[bool]:
+        """For each column, whether it holds numbers only; these are aligned to the right."""
+        return [all(cell[:1] in "0123456789−–" for cell in column) for column in zip(*self.rows, strict=True)]
+
+
+def names(models: Models) -> list[str]:
+    """The models' names; of two, the first is the baseline."""
+    return [*(f"{model.model} (baseline)" for model in models[:-1]), models[-1].model]
+
+
+def interface_tables(models: Models) -> list[Table]:
+    """Norms at every stage, and their ratios."""
+    rows = [
+        *([label, *(spread(getattr(m.interface, name)) for m in models)] for name, (_, label) in STAGES.items()),
+        ["visual tokens / vocabulary", *(number(model.interface.ratio) for model in models)],
+        ["visual tokens / text in the data", *(number(model.interface.ratio_data) for model in models)],
+        ["text as received / text as stored", *(number(model.interface.scale) for model in models)],
+    ]
+    known = [row for row in rows if any(cell != "–" for cell in row[1:])]
+    low, high = (number(limit(paper_ratios().values()), 2) for limit in (min, max))
+    caption = (
+        "L2 norms from the encoder to the first decoder layer, and ratios of their means: 1 is aligned, and visual "
+        f"tokens of the paper's models have {low} to {high}."
+    )
+    return [Table(caption, ["Tokens", *names(models)], known)]
+
+
+def embedding_tables(models: Models) -> list[Table]:
+    """Mean and deviation of an embedding matrix, and its rows of largest norm (tables 6 to 8)."""
+    return [
+        Table(
+            f"{table.model}: {spread(table)}, and the tokens of largest norm.",
+            ["Token", "Text", "Norm"],
+            [[f"{row.id}", "–" if row.text is None else repr(row.text), number(row.norm)] for row in table.top],
+        )
+        for model in models
+        if (table := model.embeddings)
+    ]
+
+
+def gain_tables(models: Models) -> list[Table]:
+    """Gain and bias of the norm after the projector (table 5)."""
+    rows = []
+    for name, model in zip(names(models), models, strict=True):
+        if gain := model.gain:
+            now = (gain.l2, gain.mean_abs, gain.bias_mean_abs)
+            rows.append([name, *map(number, (*now, gain.start, gain.distance, gain.bias_distance))])
+    columns = ["Model", "L2 norm", "Mean |gain|", "Mean |bias|", "Start", "Distance from start", "Bias, from 0"]
+    return [Table("The norm after the projector.", columns, rows)]
+
+
+def model_table(models: Models) -> Table:
+    """What was measured, and on what."""
+    rows = [
+        ["Family", *(model.model_type for model in models)],
+        ["Precision of the decoder", *(model.dtype for model in models)],
+        ["Hidden size d", *(str(model.hidden_size) for model in models)],
+        ["Layers L of the decoder", *(str(layers(model) or "–") for model in models)],
+        ["Projector", *(model.projector or "–" for model in models)],
+        ["Norm after the projector", *(model.norm or "–" for model in models)],
+        ["Data", *(model.data or "–" for model in models)],
+        ["Samples", *(f"{model.samples:,}" for model in models)],
+    ]
+    for kind in KINDS:
+        if any(kind in model.tokens for model in models):
+            rows.append([f"{kind.capitalize()} tokens", *(f"{model.tokens.get(kind, 0):,}" for model in models)])
+    return Table("What was measured.", ["", *names(models)], rows)
+
+
+SECTIONS = {
+    "interface": (
+        "At the interface",
+        "Tokens between the vision encoder and the first decoder layer (RQ1, RQ2).",
+        interface_tables,
+    ),
+    "depth": ("In depth", "What the decoder's layers do to visual and to text tokens (RQ3, section 3).", None),
+    "embeddings": ("Embedding matrices", "L2 norms of text embeddings, as stored (appendix C).", embedding_tables),
+    "gain": ("Gain", "The norm after the projector, and what training changed (section 5.3).", gain_tables),
+    "dynamics": ("Training dynamics", "Inter-layer cosines recorded during training (appendix F).", None),
+    "attention": ("Attention", "Where the text after an image looks in it (appendix G).", None),
+    "theory": ("Theory", "What the norms predict of the rotation (section 3.1).", None),
+}
+"""`Drawing.section`: the section's title, subject and tables, in reading order."""
+
+
 def _sections(models: list[Report], drawings: Sequence[Drawing], folder: Path) -> list[dict[str, Any]]:
     """The sections that have something to show."""
     sections = []
     for id, (title, subject, tables_of) in SECTIONS.items():
         tables = [table for table in tables_of(models) if table.rows] if tables_of else []
-        drawn = [drawing for drawing in drawings if drawing.section == id]
-        encoded = [b64encode((folder / drawing.file).read_bytes()).decode() for drawing in drawn]
-        images = list(zip(drawn, encoded, strict=True))
+        drawn = (drawing for drawing in drawings if drawing.section == id)
+        images = [(drawing, b64encode((folder / drawing.file).read_bytes()).decode()) for drawing in drawn]
         if tables or images:
             sections.append({"id": id, "title": title, "subject": subject, "tables": tables, "images": images})
     return sections

@@ -15,7 +15,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.data.rows.forms import PROMPT
 from normalign_llava.data.rows.questions import Sample
-from normalign_llava.diagnose.data import BUILT_IN, Samples, batches, load_samples
+from normalign_llava.diagnose.data import Samples, batches, load_samples
 
 
 COLOURS = ("red", "green", "blue", "white", "black", "gray")
@@ -74,16 +74,11 @@ def test_the_seed_decides_which_are_drawn(tmp_path):
 
 
 def test_a_row_gives_its_first_image_and_question(tmp_path):
-    rows = [
-        {"messages": [{"role": "system", "content": "no"}, {"role": "user", "content": "<image>First?<image>"}]},
-        {"question": "Which?", "hint": "Look.", "A": "a cat", "B": "a dog", "C": "nan", "D": "nan", "answer": "A"},
-        {"text": "A caption."},
-    ]
-    train_data.write_json(tmp_path / "mine", [{**row, "images": ["red.png", "blue.png"]} for row in rows])
-    found = load_samples(str(tmp_path / "mine"), 9).samples
-    questions = [sample.question for sample in sorted(found, key=lambda sample: sample.name)]
-    assert questions == ["First?", "Look.\nWhich?\nA. a cat\nB. a dog", PROMPT]
-    assert all("red.png" in sample.name for sample in found)
+    turns = [("system", "no"), ("user", "<image>First?<image>"), ("assistant", "Yes."), ("user", "Second?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    train_data.write_json(tmp_path / "mine", [{"messages": messages, "images": ["red.png", "blue.png"]}])
+    (sample,) = load_samples(str(tmp_path / "mine"), 9).samples
+    assert sample.question == "First?" and "red.png" in sample.name
 
 
 def test_bad_data_are_named_before_any_work(tmp_path):
@@ -100,7 +95,7 @@ def test_bad_data_are_named_before_any_work(tmp_path):
 def test_the_built_in_images(caplog):
     found = load_samples(None, 40)
     names = list(drawn(found))
-    assert found.name == BUILT_IN and len(set(sample.question for sample in found.samples)) > 5
+    assert found.name == "easy-VQA and emoji" and len(set(sample.question for sample in found.samples)) > 5
     assert names == list(drawn(load_samples(None, 40))) != list(drawn(load_samples(None, 40, seed=1)))
     assert {name.split(" (")[0] for name in names} == {"shape", "colour", "yes/no", "emoji"}
     assert not any("/" in name.split(" (")[1] for name in names)
@@ -199,6 +194,3 @@ def test_errors_of_the_processor_name_the_sample(checkpoint):
     processor = AutoProcessor.from_pretrained(checkpoint)
     with pytest.raises(ValueError, match="fails for row 1: .*"):
         list(batches(processor, samples("Fine?", "Is <image> <image> one?", "Fine?"), 3))
-    processor.tokenizer.model_max_length = 60
-    with pytest.raises(ValueError, match="fails for row 2: its 1.. tokens are more than the 60"):
-        list(batches(processor, samples("Fine?", "Fine?", "Too long? " * 12), 3))

@@ -17,25 +17,14 @@ from normalign_llava.train.run import main
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parts")
-    training.checkpoint(folder)
+def test_a_run_s_log_over_steps(tmp_path):
+    training.checkpoint(tmp_path)
     rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i * 7 % 13}", "red.png") for i in range(12)]
-    (folder / "data").mkdir()
-    train_data.write_json(folder / "data", rows)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def adapter(parts):
-    """What `normalign train` leaves of a run with adapters and the probe."""
+    (tmp_path / "data").mkdir()
+    train_data.write_json(tmp_path / "data", rows)
     options = {"use_peft": True, "lora_r": 2, "global_batch_size": 2, "learning_rate": 1e-2, "max_steps": 4}
     options |= {"logging_steps": 2, "save_steps": 2, "probe_steps": [0, 2, 4], "probe_rows": 8}
-    return main([training.recipe(parts, parts, **options)])
-
-
-def test_a_run_s_log_over_steps(adapter):
+    adapter = main([training.recipe(tmp_path, tmp_path, **options)])
     curves = read_training_log(adapter)
     for name in ("norm/visual", "norm/text", "gain/l2", "gain/mean_abs", "bias/mean_abs", "loss", "cosine/visual"):
         assert [step for step, _ in curves[name]] == [2, 4], name

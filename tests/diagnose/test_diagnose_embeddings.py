@@ -43,10 +43,11 @@ def assert_same(found: EmbeddingTable, expected: EmbeddingTable):
 
 
 def stretch(model):
-    """Gives rows norms that differ, with ids 40 to 49 the largest in an order that is not theirs."""
+    """Gives rows norms that differ, with ids 40 to 49 the largest in an order that is not theirs; two are zero."""
     weight = model.get_input_embeddings().weight
     with torch.no_grad():
         weight.normal_(generator=torch.Generator().manual_seed(4)).mul_(torch.linspace(0.5, 1.0, len(weight))[:, None])
+        weight[[4, 7]] = 0
         weight[40:50] *= torch.tensor([9, 3, 7, 5, 4, 8, 2.5, 6, 10, 11.0])[:, None]
     return model
 
@@ -56,23 +57,9 @@ def test_vision_language_models_as_transformers_saves_them(tmp_path, family):
     model, _ = vlm_families.make(family)
     stretch(model).save_pretrained(tmp_path / "saved")
     expected = reference(model.get_input_embeddings().weight, "saved", excluded={model.config.image_token_id})
-    assert_same(probe_language(tmp_path / "saved").embeddings, expected)
+    assert_same(probe_language(str(tmp_path / "saved"), name="saved").embeddings, expected)
     assert_same(embedding_table_of(model, name="saved"), expected)
     assert {token.id for token in expected.top} == set(range(40, 50))
-
-
-def test_padding_that_repeats_the_image_token_and_zero_rows_do_not_count(tmp_path):
-    model = stretch(tiny.model())
-    weight = model.get_input_embeddings().weight
-    with torch.no_grad():
-        weight[tiny.IMAGE] *= 100  # would lead the table
-        weight[tiny.IMAGE + 1] = weight[tiny.IMAGE]
-        weight[[4, 7]] = 0
-    model.save_pretrained(tmp_path / "saved")
-    expected = reference(weight, "saved", excluded={tiny.IMAGE, tiny.IMAGE + 1}, top=3)
-    assert expected.rows == tiny.VOCABULARY - 4
-    assert_same(probe_language(str(tmp_path / "saved"), top=3).embeddings, expected)
-    assert_same(embedding_table_of(model, name="saved", top=3), expected)
 
 
 def test_tokens_are_decoded_and_spare_rows_have_no_text(tmp_path):
@@ -84,43 +71,33 @@ def test_tokens_are_decoded_and_spare_rows_have_no_text(tmp_path):
     vocabulary = {row: token for token, row in tokenizer.get_vocab().items()}
     expected = reference(model.get_input_embeddings().weight, "language", text=vocabulary.get)
     assert (expected.top[0].id, expected.top[0].text) == (115, None) and all(token.text for token in expected.top[1:])
-    assert_same(probe_language(folder).embeddings, expected)
+    assert_same(probe_language(folder, name="language").embeddings, expected)
     assert_same(embedding_table_of(model, tokenizer, name="language"), expected)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "4-bit"])
-def test_other_precisions(tmp_path, kind):
+def test_bfloat16_and_4_bits(tmp_path):
     stretch(tiny.model()).to(torch.bfloat16).save_pretrained(tmp_path / "saved")
-    quantization = BitsAndBytesConfig(load_in_4bit=True) if kind == "4-bit" else None
+    quantization = BitsAndBytesConfig(load_in_4bit=True)
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", quantization_config=quantization)
     weight = loaded.get_input_embeddings().weight
     assert weight.dtype == torch.bfloat16
     expected = reference(weight, "saved", excluded={tiny.IMAGE})
     assert_same(embedding_table_of(loaded, name="saved"), expected)
-    assert_same(probe_language(tmp_path / "saved").embeddings, expected)
+    assert_same(probe_language(str(tmp_path / "saved"), name="saved").embeddings, expected)
 
 
-@pytest.mark.parametrize(
-    "kwargs, scale",
-    [
-        ({}, 1.0),
-        ({"cls": GraniteConfig, "embedding_multiplier": 12.0}, 12.0),
-    ],
-)
+@pytest.mark.parametrize("kwargs, scale", [({}, 1.0), ({"cls": GraniteConfig, "embedding_multiplier": 12.0}, 12.0)])
 def test_a_language_model_alone(tmp_path, kwargs, scale):
     folder = parts.language(tmp_path / "language", **kwargs)
     model = stretch(AutoModelForCausalLM.from_pretrained(folder))
     model.to(torch.bfloat16).save_pretrained(folder)
-    report = probe_language(folder)
+    report = probe_language(folder, name="language", config=model.config)
     expected = reference(model.get_input_embeddings().weight, "language")
-    found = report.interface
-    assert found.vocabulary_raw.count == found.vocabulary.count == expected.rows
-    assert (found.vocabulary_raw.mean, found.vocabulary_raw.std) == pytest.approx((expected.mean, expected.std))
-    assert (found.vocabulary.mean, found.vocabulary.std) == pytest.approx(
-        (scale * expected.mean, scale * expected.std)
-    )
-    assert found.scale == pytest.approx(scale)
-    assert found.visual is found.ratio is report.depth is report.gain is None
+    for found, factor in ((report.interface.vocabulary_raw, 1.0), (report.interface.vocabulary, scale)):
+        assert found.count == expected.rows
+        assert (found.mean, found.std) == pytest.approx((factor * expected.mean, factor * expected.std))
+    assert report.interface.scale == pytest.approx(scale)
+    assert report.interface.visual is report.interface.ratio is report.depth is report.gain is None
     assert (report.model, report.model_type) == ("language", model.config.model_type)
     assert (report.dtype, report.hidden_size) == ("bfloat16", tiny.WIDTH)
     assert len(report.left_out) == 2 and "ratio" in report.left_out[0] and "depth" in report.left_out[1]

@@ -13,29 +13,20 @@ from PIL import Image
 
 from normalign_llava.diagnose.figures import draw
 from normalign_llava.diagnose.figures.attention import attention_figures
-from normalign_llava.diagnose.figures.depth import cosine, norms, rotation, updates
-from normalign_llava.diagnose.figures.dynamics import training
-from normalign_llava.diagnose.figures.interface import embeddings, interface
+from normalign_llava.diagnose.figures.depth import cosine, norms, rotation, training, updates
+from normalign_llava.diagnose.figures.interface import interface
 from normalign_llava.diagnose.figures.style import shown
-from normalign_llava.diagnose.report import EmbeddingTable, Interface, Moments, Report, TopToken
+from normalign_llava.diagnose.report import Interface, Moments, Report
 
 
 pytestmark = pytest.mark.slow
-
-
-TEXTS = ["áveis", ">();\n\n", "是", "$x$", "<|vision_start|>", None, "\x00", "\\"]
-
-
-def table_of(model, largest):
-    top = [TopToken(row, text, largest - 0.05 * row) for row, text in enumerate(TEXTS)]
-    return EmbeddingTable(model=model, mean=0.8, std=0.18, rows=1000, top=top)
 
 
 def asking(model, layers, ratio):
     """Question 1 has a grid and an image, question 2 is of tiles."""
     words = "Which colour is at the left? $5 是"
     asked = [attention_of(words, layers, (3, 4), "image.png", sharp=2.0), attention_of("How many?", layers, None)]
-    return diagnosed(ratio, model=model, layers=layers, attention=asked, embeddings=table_of(model, 2.0))
+    return diagnosed(ratio, model=model, layers=layers, attention=asked)
 
 
 def part(model, interface=Interface(), depth=None):  # noqa: B008  (frozen)
@@ -67,7 +58,7 @@ def line(axes, label):
 def test_everything_is_drawn(images):
     ours, baseline = asking("ours", 30, 1.0), asking("baseline", 30, 30.0)
     drawings = draw(ours, baseline, images)
-    expected = ["interface", "norms", "cosine", "rotation", "updates", "embeddings", "dynamics"]
+    expected = ["interface", "norms", "cosine", "rotation", "updates", "dynamics"]
     assert names(drawings) == [*expected, "attention_1", "attention_2", "attention_depth", "predicted"]
     assert {path.name for path in images.iterdir()} == {drawing.file for drawing in drawings} | {"image.png"}
     for drawing in drawings:
@@ -121,23 +112,11 @@ def test_interface_shows_mean_and_deviation():
     assert whiskers[2] == pytest.approx((left, 85.54)) and left > 0  # the mean less the deviation is negative
 
 
-def test_embeddings_and_their_texts():
-    base = diagnosed(embeddings=table_of("base", 1.1))
-    left, right = embeddings(shown(diagnosed(embeddings=table_of("vl", 2.4)), base)).figure.axes
-    np.testing.assert_allclose([bar.get_width() for bar in left.patches[1:]], 1.1 - 0.05 * np.arange(8))
-    np.testing.assert_allclose([bar.get_width() for bar in right.patches[1:]], 2.4 - 0.05 * np.arange(8))
-    texts = [label.get_text() for label in right.get_yticklabels()]
-    assert texts[:3] == ["'áveis'", r"'>();\n\n'", r"'\u662f'"]
-    assert texts[3:] == [r"'\$x\$'", "'<|vision_start|>'", "#5", r"'\x00'", r"'\\'"]
-
-
 def test_what_training_logged():
     logged = {"norm/visual": [(1, 9.0), (2, 4.0)], "norm/text": [(1, 3.0), (2, 3.0)], "loss": [(1, 1.0)]}
-    ours = diagnosed(training={**logged, "gain/mean_abs": [(1, 0.13), (2, 0.14)]})
-    norms_, gain = training(shown(ours, diagnosed(training=logged))).figure.axes
-    assert [line.get_ydata().tolist() for line in norms_.lines] == [[9.0, 4.0], [3.0, 3.0]] * 2
-    assert [line.get_ydata().tolist() for line in gain.lines] == [[0.13, 0.14]]
-    assert [line.get_xdata().tolist() for line in gain.lines] == [[1, 2]]
+    (axes,) = training(shown(diagnosed(training=logged), diagnosed(training=logged))).figure.axes
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[9.0, 4.0], [3.0, 3.0]] * 2
+    assert [line.get_xdata().tolist() for line in axes.lines] == [[1, 2]] * 4
     assert training(shown(diagnosed(), None)) is None
 
 
@@ -149,7 +128,8 @@ def test_attention_maps_share_their_scale(images):
     first, depth = attention_figures(shown(ours, baseline), images)
     drawn = [axes for axes in first.figure.axes if axes.get_title().startswith("layer ")]
     chosen = [0, 3, 5, 8, 11, 13, 16, 18, 21, 24, 26, 29]
-    assert [axes.get_title() for axes in drawn] == [f"layer {layer + 1}" for layer in chosen] * 2
+    titles = [f"layer {layer + 1}{model}" for model in (", baseline", "") for layer in chosen]
+    assert [axes.get_title() for axes in drawn] == titles
     for axes, (report, layer) in zip(drawn, [(r, i) for r in (baseline, ours) for i in chosen], strict=True):
         np.testing.assert_allclose(axes.images[-1].get_array(), 100 * np.array(report.attention[0].maps[layer]))
     assert len({(axes.images[-1].norm.vmin, axes.images[-1].norm.vmax) for axes in drawn}) == 1
@@ -160,9 +140,8 @@ def test_layers_that_were_left_out_keep_their_numbers(tmp_path):
     answer = replace(attention_of("Where?", 3), layers=[2, 5, 9])
     tiled = replace(attention_of("When?", 3, None), layers=[2, 5, 9])
     report = diagnosed(layers=9, attention=[answer, tiled])
-    maps, rows, depth = (sketch.figure for sketch in attention_figures(shown(report, None), tmp_path))
-    titles = [axes.get_title() for part in maps.subfigs[1:] for axes in part.axes]
-    assert [title for title in titles if title.startswith("layer")] == ["layer 2", "layer 5", "layer 9"]
+    *maps, depth = (sketch.figure for sketch in attention_figures(shown(report, None), tmp_path))
+    for figure in maps:
+        titles = [axes.get_title() for axes in figure.axes]
+        assert [title for title in titles if title.startswith("layer")] == ["layer 2", "layer 5", "layer 9"]
     assert all(axes.lines[0].get_xdata().tolist() == [2, 5, 9] for axes in depth.axes)
-    (axes,) = (axes for axes in rows.axes if axes.get_ylabel() == "layer")
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["2", "5", "9"]

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib.metadata import version
 
 import pytest
@@ -79,16 +79,12 @@ def hashes(folder):
 
 
 def stored(folder):
-    def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
-
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"), parse_constant=refuse)
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
 
 
 def as_json(value):
     """Plain JSON, with null for what it has no number for."""
-    text = re.sub(r"\b(NaN|-?Infinity)\b", "null", json.dumps(value))
-    return json.loads(text)
+    return json.loads(json.dumps(value), parse_constant=lambda constant: None)
 
 
 def listed(content):
@@ -109,8 +105,8 @@ def test_the_report_holds_what_the_api_returned(compared):
     done, content = compared[0], stored(compared[0].folder)
     assert content["schema_version"] == report.SCHEMA_VERSION == 1
     assert content["verdict"] == done.verdict and len(done.verdict) == 2
-    assert content["report"] == as_json(done.report.to_dict())
-    assert content["against"] == as_json(done.against.to_dict())
+    assert content["report"] == as_json(asdict(done.report))
+    assert content["against"] == as_json(asdict(done.against))
     outcomes = {"agrees", "disagrees", "unclear", "no difference", "not measured"}
     assert {finding["outcome"] for finding in content["findings"]} <= outcomes
     assert content["provenance"]["first question"] == done.report.attention[0].question
@@ -128,25 +124,20 @@ def test_what_was_measured_of_ours_and_of_the_baseline(compared):
     assert [bool(each.maps and each.image) for each in ours.attention] == [True] * 4 + [False] * 2  # what is drawn
     assert all(len(each.entropy) == len(each.layers) == 2 for each in none.attention)
     assert ours.left_out == none.left_out == []
-
-
-def test_what_training_recorded_is_shown(compared):
     content = stored(compared[0].folder)
     assert [step["step"] for step in content["report"]["dynamics"]] == [0, 10]
     assert content["report"]["training"]["loss"] == [[5, 2.5], [10, None]]  # NaN is no JSON
-    assert "dynamics.png" in listed(content) and content["against"]["dynamics"] == []
+    assert content["against"]["dynamics"] == []
 
 
 def test_every_file_is_listed_and_every_figure_there(compared, alone):
     for done in (compared[0], alone):
-        content = stored(done.folder)
-        assert {path.name for path in done.folder.iterdir()} == listed(content)
+        assert {path.name for path in done.folder.iterdir()} == listed(stored(done.folder))
         for path in done.folder.glob("*.png"):
-            with Image.open(path) as image:
-                image.verify()
+            Image.open(path).verify()
     names = {name.removesuffix(".png") for name in listed(stored(compared[0].folder))}
     assert {f"{kind}_{number}" for kind in ("attention", "image", "baseline_image") for number in (1, 4)} <= names
-    assert {"interface", "norms", "cosine", "rotation", "embeddings", "dynamics", "predicted"} <= names
+    assert {"interface", "norms", "cosine", "rotation", "dynamics", "predicted"} <= names
 
 
 def test_no_path_and_nobody_is_named(compared, alone, root):

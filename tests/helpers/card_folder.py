@@ -124,8 +124,8 @@ def measured(folder: Path, baseline: Report | None = NO_NORM) -> None:
         schema_version=1,
         verdict=verdict(report, baseline),
         findings=[asdict(each) for each in findings(report, baseline)],
-        report=report.to_dict(),
-        against=baseline and baseline.to_dict(),
+        report=asdict(report),
+        against=baseline and asdict(baseline),
         figures=[asdict(each) for each in drawings],
         provenance={"first question": SECRET},
     )

@@ -78,12 +78,11 @@ def depth_of(entry: dict[str, float], layers: int = 30) -> Depth:
     update, angle = 0.9, 1.7
     norms = {kind: [norm] for kind, norm in entry.items()}
     rotation: dict[str, list[float]] = {kind: [] for kind in entry}
-    for layer in range(layers):
-        size = update * (1 + layer / 10)
+    sizes, angles = [update * (1 + layer / 10) for layer in range(layers)], [angle] * layers
+    for size in sizes:
         for kind, states in norms.items():
             rotation[kind].append(rotation_angle(states[-1], size, angle))
             states.append(math.hypot(size * math.sin(angle), states[-1] + size * math.cos(angle)))
-    sizes, angles = [update * (1 + layer / 10) for layer in range(layers)], [angle] * layers
     mean = {kind: sum(values[:-1]) / (layers - 1) for kind, values in rotation.items()}
 
     def curve(values: list[float]) -> Curve:

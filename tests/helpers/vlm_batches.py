@@ -1,10 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Batches of two sequences made by hand, as the processors of the families would make them.
-
-No processor is used: several need torchvision. How many tokens stand for an image is written out here, not computed by
-the families' own code, so that a forward that runs has had its features counted twice.
-"""
+"""Batches of two sequences as the families' processors would make them, with the tokens of an image written out."""
 
 import tiny
 import torch
@@ -19,10 +15,7 @@ PIXELS, PATCH = 16, 8  # of `tiny.vision_config`: two by two patches
 
 
 def sequences(first: list[int], second: list[int], seed: int = 0) -> dict[str, Tensor]:
-    """Ids and mask of two sequences of different words and lengths; `first` and `second` are how each shows its image.
-
-    Each starts with BOS and ends with EOS; the shorter is padded on the right.
-    """
+    """Ids and mask of two sequences that show images so, of different words; the shorter is padded on the right."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for image, before, after in ((first, 4, 7), (second, 2, 3)):
@@ -74,10 +67,7 @@ def with_types(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def ovis(seed: int = 0) -> dict[str, Tensor]:
-    """An image in one tile, and one in a small view and two tiles beside each other, each tile of 4 tokens.
-
-    As Ovis' processor writes them: image start, small view, image prefix, tiles, column separators, image end.
-    """
+    """An image in one tile, and one in a small view and two tiles beside each other, each tile of 4 tokens."""
     start, end, prefix, column, _ = INDICATORS
     whole = [start, *image(4), prefix, end]
     tiles = [start, *image(4), prefix, *image(4), column, *image(4), end]

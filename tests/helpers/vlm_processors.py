@@ -30,7 +30,6 @@ FAKE = ("<image>", "<fake_token_around_image>", "<global-img>")
 FOLDERS = {
     "llava": ("LlavaProcessor", LLAVA, "CLIP", CROPPED, ("<image>",)),
     "llava_next": ("LlavaNextProcessor", LLAVA, "LlavaNext", {**CROPPED, **PINPOINTS}, ("<image>",)),
-    "llava_next_granite": ("LlavaNextProcessor", LLAVA, "LlavaNext", {**CROPPED, **PINPOINTS}, ("<image>",)),
     "llava_onevision": (
         "LlavaOnevisionProcessor",
         {"num_image_tokens": 4, **FULL},
@@ -66,13 +65,6 @@ FOLDERS = {
         {"size": SQUARE},
         ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
     ),
-    "kimi_k25": (
-        "Kimi_K25Processor",
-        {},
-        None,
-        {"image_processor_type": "Kimi_K25ImageProcessor"},
-        ("<|media_pad|>",),
-    ),
     "fast_vlm": ("LlavaProcessor", {"patch_size": 8, **FULL}, "CLIP", CROPPED, ("<image>",)),
 }
 """The processor's class and settings, its image processor's, and the names of its tokens."""
@@ -96,10 +88,7 @@ def save(name: str, folder: Path) -> str:
     model, _ = vlm_families.make(name)
     model.save_pretrained(folder)
     cls, settings, image_processor, image_settings, tokens = FOLDERS[name]
-    if image_processor:
-        getattr(transformers, f"{image_processor}ImageProcessorPil")(**image_settings).save_pretrained(folder)
-    else:  # cannot be made without torchvision
-        (folder / "preprocessor_config.json").write_text(json.dumps(image_settings))
+    getattr(transformers, f"{image_processor}ImageProcessorPil")(**image_settings).save_pretrained(folder)
     letters = [chr(code) for code in range(32, 32 + len(batches.WORDS))]
     ids = {"<pad>": batches.PAD, "<s>": batches.BOS, "</s>": batches.EOS, "<unk>": 98}
     ids |= dict(zip(letters, batches.WORDS, strict=True)) | dict(zip(INDICATORS, batches.INDICATORS, strict=True))

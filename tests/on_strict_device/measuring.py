@@ -1,5 +1,7 @@
 """Diagnosis and the demo: the same numbers and answers as on the CPU."""
 
+from dataclasses import asdict
+
 import pytest
 import space_parts
 import tiny
@@ -9,9 +11,8 @@ from strict_device import STRICT, on_device
 from normalign_llava.checkpoint.opening import check_processor
 from normalign_llava.diagnose import probe
 from normalign_llava.diagnose.measure.attention import attention_maps
-from normalign_llava.diagnose.measure.embeddings import embedding_table_of
+from normalign_llava.diagnose.measure.embeddings import embedding_table_of, gain_of
 from normalign_llava.diagnose.measure.encoder import probe_encoder
-from normalign_llava.diagnose.measure.gain_table import gain_of
 from normalign_llava.hub_cards.push.clean_process import _answer, answer_each, difference
 from normalign_llava.hub_cards.space import demo
 from normalign_llava.hub_cards.space.demo.measuring import Meter
@@ -36,18 +37,19 @@ def same(found, expected):
 @pytest.mark.parametrize("family", ["normalign_llava", "qwen3_vl", "ovis2"])
 def test_probe(family):
     model, batch = vlm_families.make(family)
-    expected = probe(model, [batch]).to_dict()
-    same(probe(model.to(STRICT), [batch]).to_dict(), expected)
+    expected = asdict(probe(model, [batch]))
+    same(asdict(probe(model.to(STRICT), [batch])), expected)
 
 
 def test_attention_tables_and_encoder():
     model, batch = tiny.model(), tiny.inputs()
+    model.align_projector_norm()
 
     def measured():
         attention = attention_maps(model, batch, question="?")
-        encoder = probe_encoder(model.model.vision_tower, [{"pixel_values": batch["pixel_values"]}])
+        encoder = probe_encoder(model.model.vision_tower, [{"pixel_values": batch["pixel_values"]}], name="tower")
         table = embedding_table_of(model, name="tiny")
-        return [attention.__dict__, encoder.to_dict(), gain_of(model).__dict__, table.__dict__]
+        return [attention.__dict__, asdict(encoder), gain_of(model).__dict__, table.__dict__]
 
     expected = measured()
     model.to(STRICT)
