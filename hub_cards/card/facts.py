@@ -3,19 +3,24 @@
 """The records of a checkpoint folder: the only source of its card."""
 
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
+
 from ...checkpoint.find import check_folder, is_hub_id
 from ...checkpoint.loading import loading
-from ...checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUILD_RECORD, INDEX, TRAINING_RECORD, WEIGHTS
-from ...checkpoint.untrusted import check_files, check_inside, json_object, shards
+from ...checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
+from ...checkpoint.untrusted import check_files, json_object
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
 from ...evaluate.results import Evaluation, read_evaluations
-from ..push.source import DIAGNOSTICS, public_report
-from .weights import Weights, read_weights
+from ...modeling_normalign_llava import initial_gain
+from ..push.source import DIAGNOSTICS, public_report, weight_files
 
 
 LLAVA = "LLaVA checkpoint"
@@ -48,6 +53,23 @@ class Part:
     hub_id: str | None = None
     revision: str | None = None
     licence: Licence | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Facts about safetensors files, whose `size` is in bytes.
+
+    Attributes:
+        gain: "start" (None if unknown), "mean_abs" and "bias_mean_abs" (None for an RMSNorm) of the norm after the
+            projector, as in `report.json`; empty without the norm.
+        moved: Whether the norm differs from a newly built one; None if unknown.
+        parameters: Their count; 0 if quantized, as the weights are packed.
+    """
+
+    gain: dict[str, float | None]
+    moved: bool | None
+    parameters: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -114,7 +136,7 @@ def read_facts(checkpoint: Path) -> Facts:
         stages=stages,
         parts=_parts(build or {}, config),
         data=_data(stages),
-        weights=read_weights(_weight_files(checkpoint, config), config),
+        weights=_weights(weight_files(checkpoint), config),
         has_processor=(checkpoint / "processor_config.json").is_file(),
         diagnosis=diagnosis,
         figures=[each for each in figures if (checkpoint / DIAGNOSTICS / each["file"]).is_file()],
@@ -125,6 +147,24 @@ def read_facts(checkpoint: Path) -> Facts:
 def read_json(file: Path) -> dict[str, Any] | None:
     """The JSON object in `file`, None if it does not exist. Raises ValueError if it holds anything else."""
     return json_object(file.read_bytes(), str(file)) if file.is_file() else None
+
+
+def read_norm(files: Iterable[Path]) -> tuple[dict[str, torch.Tensor], int]:
+    """Gain and bias of the norm after the projector, by name, and how many parameters there are in all.
+
+    Raises ValueError if a file is not whole. Of other tensors only the headers are read.
+    """
+    norm, parameters = {}, 0
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    parameters += math.prod(file.get_slice(name).get_shape())
+                    if "multi_modal_projector.norm." in name:
+                        norm[name] = file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path} cannot be read: {error}. Was it cut short? Copy it again.") from error
+    return norm, parameters
 
 
 def hub_id(name: str | None) -> str | None:
@@ -148,13 +188,21 @@ def _parts(build: dict[str, Any], config: NormAlignLlavaConfig | None) -> list[P
     return [replace(found[0], role=LLAVA)] if found and build.get("from_llava") else found
 
 
-def _weight_files(checkpoint: Path, config: NormAlignLlavaConfig | None) -> list[Path]:
-    index = read_json(checkpoint / INDEX) if config is not None else None
-    single = ADAPTER_WEIGHTS if config is None else WEIGHTS
-    files = [checkpoint / name for name in (shards(index, str(checkpoint / INDEX)) if index else [single])]
-    for file in files:
-        check_inside(file)
-    return files
+def _weights(files: list[Path], config: NormAlignLlavaConfig | None) -> Weights:
+    norm, parameters = read_norm(files)
+    parameters = 0 if getattr(config, "quantization_config", None) else parameters
+    size = sum(path.stat().st_size for path in files)
+    gain, bias = (next((norm[name] for name in norm if name.endswith(end)), None) for end in (".weight", ".bias"))
+    if gain is None:
+        return Weights({}, None, parameters, size)
+    start = moved = None
+    if config is not None and (config.text_embedding_norm is not None or config.projector_gain_init == "one"):
+        start = initial_gain(config, config.text_embedding_norm or math.nan)
+        moved = not torch.allclose(gain.double(), torch.full_like(gain, start).double(), rtol=1e-6, atol=0.0)
+        moved = moved or (bias is not None and bool(bias.any()))
+    means = {"mean_abs": gain, "bias_mean_abs": bias}
+    found = {name: None if each is None else each.double().abs().mean().item() for name, each in means.items()}
+    return Weights({"start": start, **found}, moved, parameters, size)
 
 
 def _data(stages: list[dict[str, Any]]) -> list[Part]:

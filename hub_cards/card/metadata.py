@@ -13,7 +13,6 @@ from .facts import LLAVA, Facts, Part
 
 
 TAGS = ["normalign-llava", "llava", "vision-language-model", "custom_code"]
-ADAPTER_TAGS = ["lora"]
 PERMISSIVE = ("mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
 """Permissive licences, the most demanding last: parts under several of them may be distributed under that one."""
 
@@ -73,7 +72,7 @@ def metadata(facts: Facts, base: str | None, parts_terms: Terms) -> dict[str, An
         base_model=models or None,
         base_model_relation=relation,
         datasets=datasets or None,
-        tags=[*TAGS, *(ADAPTER_TAGS if (facts.adapter or {}).get("peft_type") == "LORA" else [])],
+        tags=TAGS,
     )
     return data.to_dict()
 
@@ -102,8 +101,7 @@ def merged(
             if name in open_to_author and name in theirs and result.get(name) == derived.get(name):
                 result = {key: value for key, value in result.items() if not key.startswith(name)}
         if isinstance(tags := earlier.get("tags"), list):
-            # The tags of an adapter's card are dropped when it is merged.
-            result["tags"] = list(dict.fromkeys([*result["tags"], *(tag for tag in tags if tag not in ADAPTER_TAGS)]))
+            result["tags"] = list(dict.fromkeys([*result["tags"], *tags]))
         result = {**theirs, **result}
     return result
 

@@ -2,13 +2,13 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The tables of a card about training. Rows without any known figure are left out."""
 
+from datetime import timedelta
 from typing import Any
 
 from markupsafe import Markup
 
-from ...diagnose.verdict import number
-from .facts import Facts, Part
-from .markdown import hub_link, table
+from .facts import Facts
+from .markdown import part_link, table
 
 
 DASH = "–"
@@ -25,7 +25,7 @@ def training(facts: Facts) -> Markup:
         ("Rows a step: a device × processes × accumulated", _batch),
         ("Rows trained on", trained_rows),
         ("Hardware", _hardware),
-        ("Time", lambda stage: duration(stage.get("seconds"))),
+        ("Time", lambda stage: stage.get("seconds") and str(timedelta(seconds=round(stage["seconds"])))),
         ("Software", lambda stage: ", ".join(f"{name} {version}" for name, version in stage["versions"].items())),
         ("Commit of the code", lambda stage: stage.get("commit")),
     ):
@@ -53,12 +53,6 @@ def data(facts: Facts) -> Markup:
                 ]
             )
     return table(columns, rows)
-
-
-def part_link(part: Part) -> str:
-    """A part's name, linked if the Hub has it."""
-    kind = "datasets/" if part.role == "data" else ""
-    return hub_link(part.name, part.hub_id, revision=part.revision, kind=kind)
 
 
 def title(facts: Facts, stage: dict[str, Any]) -> str:
@@ -104,23 +98,6 @@ def trained_rows(stage: dict[str, Any]) -> str | None:
     if rows is None:
         return None
     return f"up to {rows:,} rows, streams among them" if has_streams(stage) else f"{rows:,} rows"
-
-
-def count(value: float) -> str:
-    """A count of parameters as text: "157 M"."""
-    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if value >= size:
-            return f"{number(value / size, 3)}{unit}"
-    return f"{value:,.0f}"
-
-
-def duration(seconds: float | None) -> str | None:
-    """A time as text: "42 s", "7.3 min", "5.1 h"."""
-    if seconds is None:
-        return None
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
 def run(stage: dict[str, Any]) -> dict[str, Any]:

@@ -22,10 +22,8 @@ def unsent_tables(done: Publication, repo_id: str) -> list[Table]:
     """Of a dry run: the files that would be sent, and those that would not, with the reason."""
     files = Table("file", title=f"Would be sent to {repo_id}", title_justify="left")
     files.add_column("bytes", justify="right")
-    for path, size in done.source.sizes.items():
-        files.add_row(path, f"{size:,}")
-    files.add_section()
-    files.add_row(f"{len(done.source.files)} files", f"{sum(done.source.sizes.values()):,}")
+    for path, content in done.source.files.items():
+        files.add_row(path, f"{len(content) if isinstance(content, bytes) else content.stat().st_size:,}")
     excluded = Table("file", "why", title="Stays here", title_justify="left")
     for path, reason in done.source.excluded.items():
         excluded.add_row(path, reason)

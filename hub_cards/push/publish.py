@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import HfApi
 
 from ...checkpoint.find import check_folder, check_repo_id
 from ...checkpoint.names import ADAPTER_CONFIG, CARD
@@ -23,7 +23,7 @@ from .adapter import pinned_base, published_config
 from .checkpoint_checks import check_checkpoint
 from .clean_process import Answer, ask_clean_process, difference
 from .leaks import check_private
-from .repository import Pushed, Repository, check_options, find_repository, hub_errors, log_in, push
+from .repository import Pushed, Repository, find_repository, log_in, push
 from .source import PublishSource, choose_files, stale_files
 
 
@@ -101,7 +101,9 @@ def publish(
     if not dry_run:
         api = log_in(repo_id, token, create_pr)
         repository = find_repository(api, repo_id, branch=revision)
-        check_options(repository, private, create_pr)
+        if repository.commit and private not in (None, repository.private):
+            is_now = "private" if repository.private else "public"
+            raise ValueError(f"{repo_id} exists and is {is_now}. Change that in its settings on the Hub.")
         if space:
             check_space(api, repo_id)
     check_cards(checkpoint, repository, replace=replace_card)
@@ -117,12 +119,10 @@ def publish(
             merge_adapter(checkpoint, folder, base=base)
         check_checkpoint(folder)
         source = prepare(folder, repository, pinned, notify=notify)
-        if not dry_run:
-            check_card(source)
         before = None
         if check_loading and not (dry_run and pinned):
             notify("Loading it in a clean process.")
-            before = _ask(folder, None, pinned, str(repository.api.token) if private else repository.reading_token)
+            before = _ask(folder, None, pinned, repository.api)
         if dry_run:
             notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
             return Publication(source, None, as_adapter)
@@ -164,30 +164,22 @@ def prepare(
     return source
 
 
-def check_card(source: PublishSource) -> None:
-    """Raises ValueError if the Hub does not accept the card's metadata, which it would say after the upload."""
-    try:
-        with hub_errors("Checking the card"):
-            ModelCard(bytes(source.files[CARD]).decode()).validate()
-    except ValueError as error:
-        raise ValueError(f"The Hub does not accept the front matter of README.md: {error} Fix it.") from None
-
-
 def verify(pushed: Pushed, base: AdapterBase | None, before: Answer) -> None:
     """Loads the commit. Raises OSError if that fails, or if it answers differently from the folder."""
     repository = pushed.repository
     try:
-        found = difference(before, _ask(repository.repo_id, pushed.commit, base, repository.reading_token))
+        found = difference(before, _ask(repository.repo_id, pushed.commit, base, repository.api))
     except (OSError, ValueError) as error:
         found = str(error)
     if found is not None:
         raise OSError(
             f"{repository.repo_id} is at {pushed.commit}, but a clean process does not get from there what it gets "
-            f"from the folder. {found} The commit before it, {repository.commit}, still exists: load it with "
-            "`revision`. Publish again to load it once more; if that fails in the same way, report a bug."
+            f"from the folder. {found} The commit before it, {repository.commit}, still exists. Publish again to load "
+            "it once more; if that fails in the same way, report a bug."
         )
 
 
-def _ask(source: str | Path, revision: str | None, base: AdapterBase | None, token: str | None) -> Answer:
+def _ask(source: str | Path, revision: str | None, base: AdapterBase | None, api: HfApi) -> Answer:
     base_id, base_revision = (base.repo_id, base.revision) if base else (None, None)
+    token = str(api.token) if api.token else None
     return ask_clean_process(source, revision=revision, base=base_id, base_revision=base_revision, token=token)

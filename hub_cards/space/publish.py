@@ -41,21 +41,16 @@ def space_files(repo_id: str, revision: str, title: str) -> dict[str, bytes]:
     }
 
 
-def space_of(repo_id: str) -> str:
-    """The name of a model's Space."""
-    return f"{repo_id}-demo"
-
-
 def check_space(api: HfApi, repo_id: str) -> Repository:
     """The Space of a model as it is now.
 
     Raises:
         ValueError: It was not published by this package: it has files, and not `space.json`.
     """
-    existing = find_repository(api, space_of(repo_id), kind="space")
+    existing = find_repository(api, f"{repo_id}-demo", kind="space")
     if SETTINGS not in existing.files and existing.files - OF_THE_HUB:
         raise ValueError(
-            f"The Space {space_of(repo_id)} exists and was not published by this package. Rename it, or publish "
+            f"The Space {existing.repo_id} exists and was not published by this package. Rename it, or publish "
             "without --space."
         )
     return existing
@@ -70,7 +65,6 @@ def push_space(pushed: Pushed, notify: Callable[[str], object]) -> str:
         OSError: It failed. The model is published.
     """
     model = pushed.repository
-    name = space_of(model.repo_id)
     files = space_files(model.repo_id, pushed.commit, model.repo_id.split("/")[1])
     try:
         existing = check_space(model.api, model.repo_id)
@@ -78,8 +72,8 @@ def push_space(pushed: Pushed, notify: Callable[[str], object]) -> str:
         page = push(existing, files, stale, private=model.private, notify=notify).repository.url
     except (ValueError, OSError) as error:
         raise OSError(
-            f"The model is published, at {pushed.commit} of {model.repo_id}; its Space {name} is not. {error}"
+            f"The model is published, at {pushed.commit} of {model.repo_id}; its Space is not. {error}"
         ) from None
-    if model.reading_token:
+    if model.private:
         notify(f"To read the model, the Space needs a token as its secret HF_TOKEN: {page}/settings.")
     return page

@@ -41,7 +41,7 @@ def test_a_fault_leaves_the_branch_and_the_next_run_sends_the_rest(publish, hub,
 def test_after_a_lost_answer_the_next_run_makes_no_second_commit(publish, hub, folder):
     hub.fault("lost", COMMIT)
     status, shown = publish(folder, "--no-verify")
-    assert status == 1 and f"has moved since, to {hub.repository('ann/m').commit}" in shown and "by ann" in shown
+    assert status == 1 and f"has moved since, to {hub.repository('ann/m').commit}" in shown
     status, shown = publish(folder, "--no-verify")
     assert status == 0 and "nothing changed" in shown and published(hub, folder, 2)
 
@@ -66,7 +66,7 @@ def test_tokens_that_may_not_publish(publish, hub, folder):
     }.items():
         status, shown = publish(folder, token=token)
         assert status == 1 and words in shown, shown
-    assert "bob/..." in shown and "lab/..." in shown and "--create-pr" in shown
+    assert "bob/... or lab/..." in shown and "--create-pr" in shown
     assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
 
 

@@ -108,7 +108,7 @@ def test_the_map_of_a_layer_and_of_all():
     title, found = attention(measured, 0)
     assert title == "Mean over layers: 60.0% of the text's attention is on the image"
     assert found.tolist() == pytest.approx([0.125, 0.125, 0.375, 0.375])
-    assert attention(measured, 2) == ("Layer 2 has no attention map that reaches the whole image", None)
+    assert attention(measured, 2) == ("Layer 2: no attention map reaches the whole image", None)
     assert draw_map(measured, "none", None).size == draw_map(measured, "one", found).size
 
 
@@ -133,7 +133,7 @@ def test_layers_and_shares_are_those_of_diagnose(tmp_path, cls, window, layers):
     measured = Meter(model, processor).measure(inputs, [])
     assert list(measured.shares) == layers
     if not layers:
-        assert attention(measured, 0) == ("This model gives no attention maps that reach the whole image", None)
+        assert attention(measured, 0) == ("Mean over layers: no attention map reaches the whole image", None)
         return
     special = tokenizer_ids(processor.tokenizer)
     expected = attention_maps(model, dict(inputs), question="?", special_ids=special)

@@ -132,14 +132,10 @@ def launch(app: gr.Blocks, **options: Any) -> None:
     """
     name = options.get("server_name") or os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1")
     is_local = "SPACE_ID" not in os.environ and LOCAL.fullmatch(name)
-    plain, mono = gr.themes.Font("system-ui"), gr.themes.Font("ui-monospace")
-    theme = gr.themes.Default(
-        primary_hue="blue",
-        font=[plain, gr.themes.Font("sans-serif")],
-        font_mono=[mono, gr.themes.Font("monospace")],
-    ).set(block_info_text_color="*neutral_600")  # the default is too pale to read
+    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+    theme = gr.themes.Default(primary_hue="blue", **fonts)
     app.queue(max_size=WAITING).launch(
-        theme=theme,
+        theme=theme.set(block_info_text_color="*neutral_600"),  # the default is too pale to read
         css=CSS,
         share=False,
         ssr_mode=False,
