@@ -503,8 +503,8 @@ def publish(
 
         from huggingface_hub.utils import disable_progress_bars
 
-        from .hub_cards.push.display import summary, unsent_tables
         from .hub_cards.push.publish import publish as send
+        from .hub_cards.push.publish import summary, unsent_tables
 
         if not sys.stderr.isatty():
             disable_progress_bars()

@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...checkpoint.find import check_folder, is_hub_id
-from ...checkpoint.loading import loading
 from ...checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
 from ...checkpoint.untrusted import check_files, json_object
 from ...configuration_normalign_llava import NormAlignLlavaConfig
@@ -115,12 +114,10 @@ class Facts:
 def read_facts(checkpoint: Path) -> Facts:
     """Reads a checkpoint folder, or an adapter's; of the weights only headers and norm."""
     check_folder(checkpoint)
-    adapter, plain = read_json(checkpoint / ADAPTER_CONFIG), read_json(checkpoint / "config.json")
-    if adapter is None and (kind := (plain or {}).get("model_type")) != NormAlignLlavaConfig.model_type:
+    stored = check_files(checkpoint)  # empty for an adapter
+    if stored and (kind := stored.get("model_type")) != NormAlignLlavaConfig.model_type:
         raise ValueError(f"{checkpoint} is a {kind!r} model. Cards are written for NormAlign-LLaVA checkpoints only.")
-    check_files(checkpoint)
-    with loading(f"The configuration of {checkpoint}"):
-        config = NormAlignLlavaConfig.from_pretrained(checkpoint) if adapter is None else None
+    config = NormAlignLlavaConfig.from_dict(stored) if stored else None
     record, build = read_json(checkpoint / TRAINING_RECORD), read_json(checkpoint / BUILD_RECORD)
     stages: list[dict[str, Any]] = []
     while record:
@@ -131,10 +128,10 @@ def read_facts(checkpoint: Path) -> Facts:
     return Facts(
         name=checkpoint.resolve().name,
         config=config,
-        adapter=adapter,
+        adapter=read_json(checkpoint / ADAPTER_CONFIG),
         build=build,
         stages=stages,
-        parts=_parts(build or {}, config),
+        parts=_parts(build or {}),
         data=_data(stages),
         weights=_weights(weight_files(checkpoint), config),
         has_processor=(checkpoint / "processor_config.json").is_file(),
@@ -172,19 +169,13 @@ def hub_id(name: str | None) -> str | None:
     return name if name and is_hub_id(name) else None
 
 
-def _parts(build: dict[str, Any], config: NormAlignLlavaConfig | None) -> list[Part]:
+def _parts(build: dict[str, Any]) -> list[Part]:
     found = []
-    licences = build.get("licenses") or {}
-    settings = {"vision": config and config.vision_config, "language": config and config.text_config}
     for key, role in (("vision", "vision encoder"), ("language", "language model")):
-        stated = licences.get(key) or {}
+        stated = (build.get("licenses") or {}).get(key) or {}
         licence = Licence(**stated) if stated.get("license") else None
         if name := build.get(key):  # build.json keeps only a folder's name: one with an owner is on the Hub
             found.append(Part(role, name, hub_id(name), build.get(f"{key}_revision"), licence))
-        elif name := getattr(settings[key], "_name_or_path", ""):
-            # In config.json "a/b" may also be a folder, so it is not linked; of a local path only the name is kept.
-            name = name if hub_id(name) and not Path(name).exists() else Path(name).name
-            found.append(Part(role, name, licence=licence))
     return [replace(found[0], role=LLAVA)] if found and build.get("from_llava") else found
 
 
@@ -209,9 +200,7 @@ def _data(stages: list[dict[str, Any]]) -> list[Part]:
     found: dict[str, Part] = {}
     for source in (source for stage in stages for source in stage.get("data", ()) if source.get("split") == "train"):
         dataset = source.get("dataset") or {}
-        licence = dataset.get("license")
-        licence = ", ".join(licence) if isinstance(licence, list) else licence
-        licence = Licence(licence) if licence else None
+        licence = Licence(dataset["license"]) if dataset.get("license") else None
         name = dataset.get("id") or source["source"]
         found[name] = Part("data", name, hub_id(dataset.get("id")), dataset.get("revision"), licence)
     return list(found.values())

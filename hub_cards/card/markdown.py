@@ -47,8 +47,7 @@ def part_link(part: Part) -> Markup:
 
 def literal(value: str) -> Markup:
     """`value` as a Python literal on one line."""
-    shown = json.dumps(value, ensure_ascii=False)
-    return Markup("".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown))
+    return Markup(json.dumps(value))
 
 
 def yaml_block(content: dict[str, Any]) -> Markup:

@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import yaml
@@ -128,11 +129,7 @@ def _bases(facts: Facts, base: str | None) -> tuple[list[str], str | None]:
 
 
 def _languages(facts: Facts) -> list[str] | None:
-    found: list[str] = []
-    for source in (source for stage in facts.stages for source in stage.get("data", ())):
-        if source.get("split") == "train":
-            language = (source.get("dataset") or {}).get("language")
-            if not language:
-                return None  # an incomplete list would mislead
-            found += [language] if isinstance(language, str) else language
-    return list(dict.fromkeys(found)) or None
+    sources = [source for stage in facts.stages for source in stage.get("data", ()) if source.get("split") == "train"]
+    languages = [(source.get("dataset") or {}).get("language") or [] for source in sources]
+    # An incomplete list would mislead.
+    return list(dict.fromkeys(chain(*languages))) if languages and all(languages) else None

@@ -14,11 +14,8 @@ from ...diagnose.verdict import number, with_error
 from ...evaluate.results import Evaluation, forgotten
 from .facts import Facts
 from .markdown import part_link, table, text
-from .training_tables import DASH, has_streams, rows_seen, run, title, trained_rows
+from .training_tables import DASH, run, title, trained_rows
 
-
-LLAVA_ROWS = 1_223_000
-"""Rows that LLaVA-1.5 was trained on: 558 thousand and 665 thousand."""
 
 STALE = "The diagnosis was made of other weights: its figures are not this model's."
 
@@ -34,7 +31,7 @@ def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
         weights = f"{facts.weights.parameters:,} parameters, {weights}" + (f" in {dtype}" if dtype else "")
     rows = [
         *((part.role.capitalize(), part_link(part)) for part in facts.parts),
-        ("Weights", weights if facts.weights.size else None),
+        ("Weights", weights),
         ("An image is", tokens and f"{tokens:,} visual tokens"),
         ("Context", context and f"{context:,} tokens"),
         (
@@ -103,13 +100,6 @@ def limits(facts: Facts) -> list[str]:
         seeds = dict.fromkeys(str(stage["options"]["seed"]) for stage in facts.stages if "seed" in stage["options"])
         seed = f", seed {', '.join(seeds)}" if seeds else ""
         found.append(f"This is one training run{seed}: how much another run would differ was not measured.")
-    rows = [rows_seen(stage) or LLAVA_ROWS for stage in facts.stages]
-    if 0 < sum(rows) < LLAVA_ROWS / 10:
-        at_most = "at most " if any(map(has_streams, facts.stages)) else ""
-        found.append(
-            f"The training recorded here took {at_most}{sum(rows):,} rows, that of LLaVA-1.5 {LLAVA_ROWS:,}. Expect "
-            "it to know only what is in them."
-        )
     found += filter(None, [forgotten(facts.evaluations)])
     if not facts.evaluations:
         found.append("No evaluation is recorded: how good its answers are is not known.")

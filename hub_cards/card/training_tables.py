@@ -21,7 +21,7 @@ def training(facts: Facts) -> Markup:
         ("Trained", lambda stage: _modules(stage, trained=True)),
         ("Frozen", lambda stage: _modules(stage, trained=False)),
         ("Learning rate, peak", _rates),
-        ("Steps", steps_text),
+        ("Steps", _steps),
         ("Rows a step: a device × processes × accumulated", _batch),
         ("Rows trained on", trained_rows),
         ("Hardware", _hardware),
@@ -63,41 +63,14 @@ def title(facts: Facts, stage: dict[str, Any]) -> str:
     return f"stage {facts.stages.index(stage) + 1}" + (f" ({name})" if name else "")
 
 
-def steps_text(stage: dict[str, Any]) -> str | None:
-    """How many optimizer steps a stage took: "3", or "1 of 3"."""
-    taken_and_planned = dict.fromkeys((steps_taken(stage), run(stage).get("steps")))
-    return " of ".join(f"{each:,}" for each in taken_and_planned if each is not None) or None
-
-
-def steps_taken(stage: dict[str, Any]) -> int | None:
-    """How many optimizer steps a stage took: all that were planned, unless recorded."""
-    return stage.get("steps_done", run(stage).get("steps"))
-
-
-def rows_seen(stage: dict[str, Any]) -> int | None:
-    """How many rows a stage trained on, an upper bound if some data were streams; None if unknown.
-
-    The rows of its data or, if it ended before it had used them all, those of its steps.
-    """
+def trained_rows(stage: dict[str, Any]) -> str | None:
+    """How many rows a stage trained on: those of its data or, if it used fewer, of its steps. None if unknown."""
     used = [source.get("used") for source in stage.get("data", ()) if source.get("split") == "train"]
-    steps, batch = steps_taken(stage), run(stage).get("batch")
+    steps, batch = stage.get("steps_done", run(stage).get("steps")), run(stage).get("batch")
     bounds = [] if None in used else [sum(used)]
     if steps is not None and batch:
         bounds.append(steps * batch["rows"])
-    return min(bounds) if used and bounds else None
-
-
-def has_streams(stage: dict[str, Any]) -> bool:
-    """Whether some of its training data were streams, whose rows are not counted."""
-    return any(source.get("used") is None for source in stage.get("data", ()) if source.get("split") == "train")
-
-
-def trained_rows(stage: dict[str, Any]) -> str | None:
-    """[`rows_seen`] as text."""
-    rows = rows_seen(stage)
-    if rows is None:
-        return None
-    return f"up to {rows:,} rows, streams among them" if has_streams(stage) else f"{rows:,} rows"
+    return f"{min(bounds):,} rows" if used and bounds else None
 
 
 def run(stage: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +89,11 @@ def _rates(stage: dict[str, Any]) -> str:
     if len(set(rates.values())) == 1:
         return f"{next(iter(rates.values())):g}"
     return ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+
+
+def _steps(stage: dict[str, Any]) -> str | None:
+    taken_and_planned = dict.fromkeys((stage.get("steps_done"), run(stage).get("steps")))
+    return " of ".join(f"{each:,}" for each in taken_and_planned if each is not None) or None
 
 
 def _batch(stage: dict[str, Any]) -> str | None:

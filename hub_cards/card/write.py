@@ -188,6 +188,4 @@ def _warnings(facts: Facts, follows: Terms, by_author: bool, named: bool, adapte
         )
     if facts.adapter is not None and adapter is None:
         found.append("The adapter's base is not on the Hub, so the card cannot say how others load it.")
-    elif adapter is not None and not adapter.commit:
-        found.append(f"The adapter's base {adapter.repo_id} is not pinned to a commit.")
     return found

@@ -44,28 +44,17 @@ def _model_faults(folder: Path, config: dict[str, Any]) -> list[str]:
         if not file.is_file() or file.read_bytes() != package_file.read_bytes():
             state = "is not this package's" if file.exists() else "is missing, so nobody else can load the model"
             faults.append(f"{name} {state}. Copy {package_file} to it, or publish with the version that wrote it.")
-    expected = {
-        "architectures": [NormAlignLlavaForConditionalGeneration.__name__],
-        "auto_map": NormAlignLlavaConfig.auto_map_entries,
-    }
-    faults += [
-        f"config.json: {name} is {json.dumps(config.get(name))}, not {json.dumps(value)}. {_SAVE_AGAIN}."
-        for name, value in expected.items()
-        if config.get(name) != value
-    ]
-    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is in the image?"}]}]
+    if (found := config.get("auto_map")) != (expected := NormAlignLlavaConfig.auto_map_entries):
+        faults.append(f"config.json: auto_map is {json.dumps(found)}, not {json.dumps(expected)}. {_SAVE_AGAIN}.")
     try:
         with torch.device("meta"):
             model = NormAlignLlavaForConditionalGeneration(NormAlignLlavaConfig.from_dict(config))
         processor = open_checkpoint(str(folder)).processor
         check_processor(processor, model)
-        written = processor.apply_chat_template(asked, add_generation_prompt=True).count(processor.image_token)
-    except Exception as error:  # each part checks its configuration in its own way, as does a chat template
+    except Exception as error:  # each part checks its configuration in its own way
         return [*faults, f"model and processor: {error} Save there those that training started from."]
     if processor.tokenizer.padding_side != "left":
         faults.append(f"tokenizer_config.json: {PADS_RIGHT}")
-    if written != 1:
-        faults.append(f"chat template: it writes {written} image tokens for one image. Build the checkpoint again.")
     return faults
 
 

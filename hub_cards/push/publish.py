@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from huggingface_hub import HfApi
+from rich.table import Table
 
 from ...checkpoint.find import check_folder, check_repo_id
 from ...checkpoint.names import ADAPTER_CONFIG, CARD
@@ -27,6 +28,17 @@ from .repository import Pushed, Repository, find_repository, log_in, push
 from .source import PublishSource, choose_files, stale_files
 
 
+SNIPPET = """\
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+commit = "{commit}"
+processor = AutoProcessor.from_pretrained("{repo_id}", revision=commit, code_revision=commit, trust_remote_code=True)
+model = AutoModelForImageTextToText.from_pretrained(
+    "{repo_id}", revision=commit, code_revision=commit, dtype="auto", trust_remote_code=True
+)
+"""
+
+
 @dataclass(frozen=True)
 class Publication:
     """What was published, or by a dry run would be.
@@ -38,7 +50,6 @@ class Publication:
 
     source: PublishSource
     pushed: Pushed | None
-    is_adapter: bool = False
     space: str | None = None
 
 
@@ -125,7 +136,7 @@ def publish(
             before = _ask(folder, None, pinned, repository.api)
         if dry_run:
             notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
-            return Publication(source, None, as_adapter)
+            return Publication(source, None)
         stale = stale_files(repository.files, source.files)
         pushed = push(repository, source.files, stale, private=private, create_pr=create_pr, notify=notify)
     if before is None:
@@ -133,7 +144,33 @@ def publish(
     else:
         notify(f"Loading {repo_id} in the same way, at {pushed.commit}.")
         verify(pushed, pinned, before)
-    return Publication(source, pushed, as_adapter, push_space(pushed, notify) if space else None)
+    return Publication(source, pushed, push_space(pushed, notify) if space else None)
+
+
+def unsent_tables(done: Publication, repo_id: str) -> list[Table]:
+    """Of a dry run: the files that would be sent, and those that would not, with the reason."""
+    files = Table("file", title=f"Would be sent to {repo_id}", title_justify="left")
+    files.add_column("bytes", justify="right")
+    for path, size in done.source.sizes.items():
+        files.add_row(path, f"{size:,}")
+    excluded = Table("file", "why", title="Stays here", title_justify="left")
+    for path, reason in done.source.excluded.items():
+        excluded.add_row(path, reason)
+    return [files, *([excluded] if done.source.excluded else [])]
+
+
+def summary(done: Publication) -> str:
+    """What was sent and where to, and how to load exactly that."""
+    pushed = done.pushed
+    assert pushed is not None
+    repository, commit = pushed.repository, pushed.commit
+    sent = f"{len(done.source.files)} files in one commit" if commit != repository.commit else "nothing changed"
+    lines = [f"Sent to {repository.repo_id}: {sent}; removed: {', '.join(pushed.deleted) or 'nothing'}."]
+    lines += [f"Commit: {commit}", f"Pull request: {pushed.pull_request}" if pushed.pull_request else repository.url]
+    lines += [f"Space: {done.space}"] if done.space else []
+    if ADAPTER_CONFIG in done.source.files:
+        return "\n".join([*lines, f'Load exactly this as its card says, with revision = "{commit}".'])
+    return "\n".join([*lines, "Load exactly this:", "", SNIPPET.format(repo_id=repository.repo_id, commit=commit)])
 
 
 def check_cards(folder: Path, repository: Repository, *, replace: bool = False) -> None:
@@ -146,10 +183,9 @@ def check_cards(folder: Path, repository: Repository, *, replace: bool = False) 
 def prepare(
     folder: Path, repository: Repository, base: AdapterBase | None, *, notify: Callable[[str], object]
 ) -> PublishSource:
-    """The files to send of a folder, with its card, which keeps what was written by hand on the Hub or else here.
+    """The files to send of a folder, with its card, which replaces that of somebody else: see [`check_cards`].
 
-    [`check_cards`] has to come first: a card that somebody else wrote is replaced. `base` is that of an adapter, None
-    if it is not on the Hub.
+    `base` is that of an adapter, None if it is not on the Hub.
     """
     card = render_card(
         folder, repo_id=repository.repo_id, revision=repository.branch, hub_card=repository.card, adapter=base

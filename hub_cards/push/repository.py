@@ -45,7 +45,7 @@ class Repository:
     @property
     def url(self) -> str:
         """Its page."""
-        return f"{self.api.endpoint}/{'' if self.kind == 'model' else f'{self.kind}s/'}{self.repo_id}"
+        return f"{self.api.endpoint}/{'spaces/' if self.kind == 'space' else ''}{self.repo_id}/tree/{self.branch}"
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,6 @@ class Pushed:
     commit: str
     deleted: list[str]
     pull_request: str | None = None
-
-    @property
-    def changed(self) -> bool:
-        """Whether there is a new commit."""
-        return self.commit != self.repository.commit
 
 
 @contextmanager
@@ -113,7 +108,7 @@ def find_repository(api: HfApi, repo_id: str, *, kind: str = "model", branch: st
             info, has_branch = api.repo_info(repo_id, repo_type=kind), False
         except RepositoryNotFoundError:
             return Repository(api, repo_id, kind, branch)
-        files = frozenset(each.rfilename for each in info.siblings or ())
+        files = frozenset(api.list_repo_files(repo_id, repo_type=kind, revision=info.sha))
         card = None
         if CARD in files:
             file = Path(api.hf_hub_download(repo_id, CARD, repo_type=kind, revision=info.sha))

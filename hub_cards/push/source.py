@@ -59,10 +59,10 @@ _EXCLUDED = {
     REPORT: "not a report that this version can read",
     "*.safetensors": "weights that this checkpoint does not load",
     **{f"*{suffix}": "a pickle" for suffix in PICKLES},
+    **{f"{name}_[0-9]*.png": "it shows a sample of the data" for name in ("attention", "image", "baseline_image")},
     ".*": "hidden",
 }
-_FIGURE = r"\w[\w.-]*\.png"  # a name with a folder in it was not written by us
-_SHOWS_A_SAMPLE = r"(attention|(baseline_)?image)_\d+\.png"
+_FIGURE = r"(?!attention_\d|(baseline_)?image_\d)\w[\w.-]*\.png"  # of no sample, and with no folder in its name
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,13 @@ class PublishSource:
 
     Attributes:
         files: Path in the repository -> content; of weights the file.
+        sizes: Path in the repository -> bytes.
         excluded: Path in the folder -> why it is not sent. The path of a whole folder ends in "/".
     """
 
     folder: Path
     files: dict[str, bytes | Path]
+    sizes: dict[str, int]
     excluded: dict[str, str]
 
 
@@ -101,7 +103,9 @@ def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
             excluded[relative + ("/" if path.is_dir() else "")] = reason
         else:
             files[relative] = path if path.suffix == ".safetensors" else path.read_bytes()
-    return PublishSource(folder, dict(sorted({**files, **generated}.items())), dict(sorted(excluded.items())))
+    files = dict(sorted({**files, **generated}.items()))
+    sizes = {path: len(each) if isinstance(each, bytes) else each.stat().st_size for path, each in files.items()}
+    return PublishSource(folder, files, sizes, dict(sorted(excluded.items())))
 
 
 def stale_files(existing: Iterable[str], sent: Collection[str]) -> list[str]:
@@ -120,13 +124,11 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
             raise ValueError(f"its schema_version is {version}, not {SCHEMA_VERSION}")
         for report in filter(None, (content["report"], content["against"])):
             report["attention"] = [{**each, "question": "", "image": None, "maps": []} for each in report["attention"]]
-        names = [drawing["file"] for drawing in content["figures"]]
-        names = [name for name in names if re.fullmatch(_FIGURE, name) and not re.fullmatch(_SHOWS_A_SAMPLE, name)]
-        content["figures"] = [drawing for drawing in content["figures"] if drawing["file"] in names]
+        content["figures"] = [each for each in content["figures"] if re.fullmatch(_FIGURE, each["file"])]
         content["provenance"].pop("first question", None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a valid report: {error}") from error
-    return report_json(content).encode(), names
+    return report_json(content).encode(), [each["file"] for each in content["figures"]]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -173,9 +175,5 @@ def _reason(path: Path, relative: str, chosen: Collection[str]) -> str | None:
     listed = _matches(relative, WRITTEN) or _matches(relative, {"": BY_PEOPLE})
     if listed and path.is_file() and path.suffix not in PICKLES and (relative in chosen or not by_choice):
         return None
-    if re.fullmatch(_SHOWS_A_SAMPLE, path.name):
-        return "it shows a sample of the data"
-    for pattern, reason in _EXCLUDED.items():
-        if fnmatchcase(path.name, pattern):
-            return reason
-    return "not on the list of what is sent"
+    reasons = (reason for pattern, reason in _EXCLUDED.items() if fnmatchcase(path.name, pattern))
+    return next(reasons, "not on the list of what is sent")

@@ -15,12 +15,6 @@ from ..push.repository import Pushed, Repository, find_repository, push
 GRADIO_VERSION = "6.31.0"
 """What a Space installs; the one that the tests run."""
 
-OF_THE_HUB = {".gitattributes", "README.md"}
-"""The files that the Hub creates a Space with."""
-
-SETTINGS = "space.json"
-"""A file that every Space of this package has, and hardly another."""
-
 _FOLDER = Path(__file__).parent
 
 
@@ -48,7 +42,8 @@ def check_space(api: HfApi, repo_id: str) -> Repository:
         ValueError: It was not published by this package: it has files, and not `space.json`.
     """
     existing = find_repository(api, f"{repo_id}-demo", kind="space")
-    if SETTINGS not in existing.files and existing.files - OF_THE_HUB:
+    empty = existing.files <= {".gitattributes", "README.md"}  # as the Hub creates one
+    if "space.json" not in existing.files and not empty:
         raise ValueError(
             f"The Space {existing.repo_id} exists and was not published by this package. Rename it, or publish "
             "without --space."
@@ -69,11 +64,12 @@ def push_space(pushed: Pushed, notify: Callable[[str], object]) -> str:
     try:
         existing = check_space(model.api, model.repo_id)
         stale = [path for path in existing.files if path.startswith("demo/") and path not in files]
-        page = push(existing, files, stale, private=model.private, notify=notify).repository.url
+        push(existing, files, stale, private=model.private, notify=notify)
     except (ValueError, OSError) as error:
         raise OSError(
             f"The model is published, at {pushed.commit} of {model.repo_id}; its Space is not. {error}"
         ) from None
+    page = f"{model.api.endpoint}/spaces/{existing.repo_id}"
     if model.private:
         notify(f"To read the model, the Space needs a token as its secret HF_TOKEN: {page}/settings.")
     return page

@@ -46,18 +46,6 @@ def test_a_retrofit_is_one_part(tmp_path):
     assert "How it was trained is not recorded here.\nIt is made from llava." in render_card(tmp_path / "none").text
 
 
-def test_names_in_the_configuration_may_be_paths(folder, tmp_path):
-    (folder / "build.json").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    config["vision_config"]["_name_or_path"] = "outputs/vision"  # as transformers names a part
-    config["text_config"]["_name_or_path"] = str(tmp_path)
-    made.edit(folder / "config.json", **config)
-    card = render_card(folder)
-    assert "base_model" not in data(card) and "huggingface.co/outputs" not in card.text
-    assert rows(section(card, "Licence"))["vision encoder"] == ["outputs/vision", "not recorded"]
-    assert str(tmp_path) not in card.text and rows(section(card, "Licence"))["language model"][0] == tmp_path.name
-
-
 def test_a_base_that_the_author_names_is_kept(folder):
     made.edit(folder / "build.json", vision="google/encoder")
     card = write_card(folder)

@@ -42,5 +42,4 @@ def test_without_a_token_of_this_machine_it_gets_what_the_package_gives(checkpoi
     inputs = processor(images=image, text=text, return_tensors="pt")
     with torch.no_grad():
         logits = model(**inputs).logits[0, -1].double()
-    assert answer.input_ids == inputs["input_ids"][0].tolist()
-    torch.testing.assert_close(torch.tensor(answer.logits).abs(), logits.abs().float().sort(descending=True)[0][:32])
+    torch.testing.assert_close(torch.tensor(answer.logits).double(), logits, rtol=1e-5, atol=1e-6)
