@@ -44,8 +44,8 @@ class Repository:
 
     @property
     def url(self) -> str:
-        """Its page."""
-        return f"{self.api.endpoint}/{'spaces/' if self.kind == 'space' else ''}{self.repo_id}/tree/{self.branch}"
+        """Its page, if it is a model's."""
+        return f"{self.api.endpoint}/{self.repo_id}/tree/{self.branch}"
 
 
 @dataclass(frozen=True)

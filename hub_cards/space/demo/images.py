@@ -60,7 +60,7 @@ def open_image(path: Path) -> Image.Image:
         ) from error
 
 
-# As in data/images.py, word for word: a Space has nothing of the package but this folder.
+# As in data/rows/images.py, word for word: a Space has nothing of the package but this folder.
 def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
     """Decodes an opened image into RGB: turned as its EXIF data say, on white where it is transparent.
 
