@@ -10,6 +10,7 @@ import torch
 
 from ...assembly.gain import embedding_statistics
 from ...assembly.processing import PADS_RIGHT
+from ...checkpoint.loading import loading
 from ...checkpoint.names import TRAINING_RECORD
 from ...checkpoint.opening import check_processor, open_checkpoint
 from ...checkpoint.untrusted import check_files
@@ -30,25 +31,28 @@ def check_checkpoint(folder: Path) -> None:
 
     Of weights only headers, embeddings and norm are read. Loading it in a clean process finds what else is wrong.
     """
-    config = check_files(folder)  # empty for an adapter
-    if faults := [*(_model_faults(folder, config) if config else []), *_norm_faults(folder, config)]:
+    stored = check_files(folder)  # empty for an adapter
+    if stored and (kind := stored.get("model_type")) != NormAlignLlavaConfig.model_type:
+        raise ValueError(f"{folder} is a {kind!r} model. Only NormAlign-LLaVA checkpoints can be published.")
+    with loading(f"The configuration of {folder}"):
+        config = NormAlignLlavaConfig.from_dict(stored) if stored else None
+    faults = _model_faults(folder, stored.get("auto_map"), config) if config else []
+    if faults := [*faults, *_norm_faults(folder, config)]:
         raise ValueError("\n".join([f"{folder} cannot be published:", *(f"- {fault}" for fault in faults)]))
 
 
-def _model_faults(folder: Path, config: dict[str, Any]) -> list[str]:
-    if (kind := config.get("model_type")) != NormAlignLlavaConfig.model_type:
-        raise ValueError(f"{folder} is a {kind!r} model. Only NormAlign-LLaVA checkpoints can be published.")
+def _model_faults(folder: Path, auto_map: Any, config: NormAlignLlavaConfig) -> list[str]:
     faults = []
     for name in CODE:
         file, package_file = folder / name, PACKAGE / name
         if not file.is_file() or file.read_bytes() != package_file.read_bytes():
             state = "is not this package's" if file.exists() else "is missing, so nobody else can load the model"
             faults.append(f"{name} {state}. Copy {package_file} to it, or publish with the version that wrote it.")
-    if (found := config.get("auto_map")) != (expected := NormAlignLlavaConfig.auto_map_entries):
-        faults.append(f"config.json: auto_map is {json.dumps(found)}, not {json.dumps(expected)}. {_SAVE_AGAIN}.")
+    if auto_map != (expected := NormAlignLlavaConfig.auto_map_entries):
+        faults.append(f"config.json: auto_map is {json.dumps(auto_map)}, not {json.dumps(expected)}. {_SAVE_AGAIN}.")
     try:
         with torch.device("meta"):
-            model = NormAlignLlavaForConditionalGeneration(NormAlignLlavaConfig.from_dict(config))
+            model = NormAlignLlavaForConditionalGeneration(config)
         processor = open_checkpoint(str(folder)).processor
         check_processor(processor, model)
     except Exception as error:  # each part checks its configuration in its own way
@@ -58,7 +62,7 @@ def _model_faults(folder: Path, config: dict[str, Any]) -> list[str]:
     return faults
 
 
-def _norm_faults(folder: Path, stored: dict[str, Any]) -> list[str]:
+def _norm_faults(folder: Path, config: NormAlignLlavaConfig | None) -> list[str]:
     try:
         norm, _ = read_norm(weight_files(folder))
     except ValueError as error:
@@ -70,9 +74,8 @@ def _norm_faults(folder: Path, stored: dict[str, Any]) -> list[str]:
         if bad := int((~tensor.isfinite()).sum()):
             faults.append(f"{name} has {bad} values that are NaN or infinite. Train from an earlier checkpoint.")
     gain = next((tensor for name, tensor in norm.items() if name.endswith(".weight")), None)
-    if faults or gain is None or not stored:  # an adapter's base has the embeddings
+    if faults or gain is None or config is None:  # an adapter's base has the embeddings
         return faults
-    config = NormAlignLlavaConfig.from_dict(stored)
     try:
         aligned = 1.0 if config.projector_gain_init == "one" else embedding_statistics(str(folder), top=0).gain
     except ValueError as error:

@@ -166,8 +166,8 @@ def summary(done: Publication) -> str:
     repository, commit = pushed.repository, pushed.commit
     sent = f"{len(done.source.files)} files in one commit" if commit != repository.commit else "nothing changed"
     lines = [f"Sent to {repository.repo_id}: {sent}; removed: {', '.join(pushed.deleted) or 'nothing'}."]
-    page = f"Pull request: {pushed.pull_request}" if pushed.pull_request else f"Repository: {repository.url}"
-    lines += [f"Commit: {commit}", page]
+    lines += [f"Commit: {commit}", f"Repository: {repository.url}"]
+    lines += [f"Pull request: {pushed.pull_request}"] if pushed.pull_request else []
     lines += [f"Space: {done.space}"] if done.space else []
     if ADAPTER_CONFIG in done.source.files:
         return "\n".join([*lines, f'Load exactly this as its card says, with revision = "{commit}".'])

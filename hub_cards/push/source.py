@@ -50,7 +50,6 @@ BY_PEOPLE = (CARD, "LICENSE*", "LICENCE*", "NOTICE*")
 
 _EXCLUDED = {
     "optimizer*": "optimizer state",
-    "training_args.bin": "a pickle: the trainer's arguments",
     STATE: "the trainer's own state",
     "checkpoint-*": "a checkpoint of training",
     "samples": "answers to samples of the data",

@@ -20,7 +20,6 @@ EXAMPLES = [
     ("triangle", "blue", "what shape is in the image?"),
     ("rectangle", "green", "is there a red shape?"),
 ]
-SIDES = {"circle": 180, "triangle": 3, "rectangle": 4}
 
 
 class Refused(ValueError):
@@ -92,5 +91,6 @@ def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
 def draw_example(shape: str, color: str) -> Image.Image:
     """A shape on a pale ground."""
     image = Image.new("RGB", (256, 256), "#E8E4DA")
-    ImageDraw.Draw(image).regular_polygon((128, 128, 64), SIDES[shape], fill=color)
+    sides = {"circle": 180, "triangle": 3, "rectangle": 4}[shape]
+    ImageDraw.Draw(image).regular_polygon((128, 128, 64), sides, fill=color)
     return image

@@ -26,7 +26,6 @@ LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
 CSS = """
 .gradio-container { max-width: 1180px !important; margin: 0 auto !important; }
 #figures img { background: white; }
-footer { opacity: 0.8; }
 """
 
 
