@@ -409,8 +409,8 @@ def publish(
     console = Console()
     stopped = "The branch is unchanged or complete. Run the command again: it sends the rest, and verifies."
     with errors_for_people(stopped=stopped):
-        from .hub_cards.push.display import summary, unsent_tables
         from .hub_cards.push.publish import publish as send
+        from .hub_cards.push.publish import summary, unsent_tables
 
         done = send(
             checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, space=space,

@@ -22,7 +22,7 @@ from ..checkpoint.files import remove_unfinished
 from ..checkpoint.names import ADAPTER_CONFIG
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.adapter import recorded_base
-from ..hub_cards.push.publish import check_card, check_cards, prepare
+from ..hub_cards.push.publish import check_cards, prepare
 from ..hub_cards.push.repository import Pushed, find_repository, hub_errors, log_in, push
 from ..hub_cards.push.source import stale_files
 
@@ -142,7 +142,6 @@ def push_folder(
             "with `normalign publish`, or train on a base that is on the Hub."
         )
     source = prepare(folder, repository, base, notify=logger.warning)
-    check_card(source)
     files, stale = source.files, stale_files(repository.files, source.files)
     if path_in_repo is not None:
         paths = [path for path in folder.rglob("*") if path.is_file() and path.name != SECRET]

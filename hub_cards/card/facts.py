@@ -3,19 +3,23 @@
 """The records of a checkpoint folder: the only source of its card."""
 
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
+
 from ...checkpoint.find import check_folder, is_hub_id
-from ...checkpoint.loading import loading
-from ...checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUILD_RECORD, INDEX, TRAINING_RECORD, WEIGHTS
-from ...checkpoint.untrusted import check_files, check_inside, json_object, shards
+from ...checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
+from ...checkpoint.untrusted import check_files, json_object
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
 from ...evaluate.results import Evaluation, read_evaluations
-from ..push.source import DIAGNOSTICS, public_report
-from .weights import Weights, read_weights
+from ...modeling_normalign_llava import initial_gain
+from ..push.source import DIAGNOSTICS, public_report, weight_files
 
 
 LLAVA = "LLaVA checkpoint"
@@ -48,6 +52,23 @@ class Part:
     hub_id: str | None = None
     revision: str | None = None
     licence: Licence | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Facts about safetensors files, whose `size` is in bytes.
+
+    Attributes:
+        gain: "start" (None if unknown), "mean_abs" and "bias_mean_abs" (None for an RMSNorm) of the norm after the
+            projector, as in `report.json`; empty without the norm.
+        moved: Whether the norm differs from a newly built one; None if unknown.
+        parameters: Their count; 0 if quantized, as the weights are packed.
+    """
+
+    gain: dict[str, float | None]
+    moved: bool | None
+    parameters: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -93,12 +114,10 @@ class Facts:
 def read_facts(checkpoint: Path) -> Facts:
     """Reads a checkpoint folder, or an adapter's; of the weights only headers and norm."""
     check_folder(checkpoint)
-    adapter, plain = read_json(checkpoint / ADAPTER_CONFIG), read_json(checkpoint / "config.json")
-    if adapter is None and (kind := (plain or {}).get("model_type")) != NormAlignLlavaConfig.model_type:
+    stored = check_files(checkpoint)  # empty for an adapter
+    if stored and (kind := stored.get("model_type")) != NormAlignLlavaConfig.model_type:
         raise ValueError(f"{checkpoint} is a {kind!r} model. Cards are written for NormAlign-LLaVA checkpoints only.")
-    check_files(checkpoint)
-    with loading(f"The configuration of {checkpoint}"):
-        config = NormAlignLlavaConfig.from_pretrained(checkpoint) if adapter is None else None
+    config = NormAlignLlavaConfig.from_dict(stored) if stored else None
     record, build = read_json(checkpoint / TRAINING_RECORD), read_json(checkpoint / BUILD_RECORD)
     stages: list[dict[str, Any]] = []
     while record:
@@ -109,12 +128,12 @@ def read_facts(checkpoint: Path) -> Facts:
     return Facts(
         name=checkpoint.resolve().name,
         config=config,
-        adapter=adapter,
+        adapter=read_json(checkpoint / ADAPTER_CONFIG),
         build=build,
         stages=stages,
-        parts=_parts(build or {}, config),
+        parts=_parts(build or {}),
         data=_data(stages),
-        weights=read_weights(_weight_files(checkpoint, config), config),
+        weights=_weights(weight_files(checkpoint), config),
         has_processor=(checkpoint / "processor_config.json").is_file(),
         diagnosis=diagnosis,
         figures=[each for each in figures if (checkpoint / DIAGNOSTICS / each["file"]).is_file()],
@@ -127,43 +146,61 @@ def read_json(file: Path) -> dict[str, Any] | None:
     return json_object(file.read_bytes(), str(file)) if file.is_file() else None
 
 
+def read_norm(files: Iterable[Path]) -> tuple[dict[str, torch.Tensor], int]:
+    """Gain and bias of the norm after the projector, by name, and how many parameters there are in all.
+
+    Raises ValueError if a file is not whole. Of other tensors only the headers are read.
+    """
+    norm, parameters = {}, 0
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    parameters += math.prod(file.get_slice(name).get_shape())
+                    if "multi_modal_projector.norm." in name:
+                        norm[name] = file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path} cannot be read: {error}. Was it cut short? Copy it again.") from error
+    return norm, parameters
+
+
 def hub_id(name: str | None) -> str | None:
     """`name` if it has the form of a Hub id with an owner; None otherwise."""
     return name if name and is_hub_id(name) else None
 
 
-def _parts(build: dict[str, Any], config: NormAlignLlavaConfig | None) -> list[Part]:
+def _parts(build: dict[str, Any]) -> list[Part]:
     found = []
-    licences = build.get("licenses") or {}
-    settings = {"vision": config and config.vision_config, "language": config and config.text_config}
     for key, role in (("vision", "vision encoder"), ("language", "language model")):
-        stated = licences.get(key) or {}
+        stated = (build.get("licenses") or {}).get(key) or {}
         licence = Licence(**stated) if stated.get("license") else None
         if name := build.get(key):  # build.json keeps only a folder's name: one with an owner is on the Hub
             found.append(Part(role, name, hub_id(name), build.get(f"{key}_revision"), licence))
-        elif name := getattr(settings[key], "_name_or_path", ""):
-            # In config.json "a/b" may also be a folder, so it is not linked; of a local path only the name is kept.
-            name = name if hub_id(name) and not Path(name).exists() else Path(name).name
-            found.append(Part(role, name, licence=licence))
     return [replace(found[0], role=LLAVA)] if found and build.get("from_llava") else found
 
 
-def _weight_files(checkpoint: Path, config: NormAlignLlavaConfig | None) -> list[Path]:
-    index = read_json(checkpoint / INDEX) if config is not None else None
-    single = ADAPTER_WEIGHTS if config is None else WEIGHTS
-    files = [checkpoint / name for name in (shards(index, str(checkpoint / INDEX)) if index else [single])]
-    for file in files:
-        check_inside(file)
-    return files
+def _weights(files: list[Path], config: NormAlignLlavaConfig | None) -> Weights:
+    norm, parameters = read_norm(files)
+    parameters = 0 if getattr(config, "quantization_config", None) else parameters
+    size = sum(path.stat().st_size for path in files)
+    gain, bias = (next((norm[name] for name in norm if name.endswith(end)), None) for end in (".weight", ".bias"))
+    if gain is None:
+        return Weights({}, None, parameters, size)
+    start = moved = None
+    if config is not None and (config.text_embedding_norm is not None or config.projector_gain_init == "one"):
+        start = initial_gain(config, config.text_embedding_norm or math.nan)
+        moved = not torch.allclose(gain.double(), torch.full_like(gain, start).double(), rtol=1e-6, atol=0.0)
+        moved = moved or (bias is not None and bool(bias.any()))
+    means = {"mean_abs": gain, "bias_mean_abs": bias}
+    found = {name: None if each is None else each.double().abs().mean().item() for name, each in means.items()}
+    return Weights({"start": start, **found}, moved, parameters, size)
 
 
 def _data(stages: list[dict[str, Any]]) -> list[Part]:
     found: dict[str, Part] = {}
     for source in (source for stage in stages for source in stage.get("data", ()) if source.get("split") == "train"):
         dataset = source.get("dataset") or {}
-        licence = dataset.get("license")
-        licence = ", ".join(licence) if isinstance(licence, list) else licence
-        licence = Licence(licence) if licence else None
+        licence = Licence(dataset["license"]) if dataset.get("license") else None
         name = dataset.get("id") or source["source"]
         found[name] = Part("data", name, hub_id(dataset.get("id")), dataset.get("revision"), licence)
     return list(found.values())

@@ -11,6 +11,8 @@ from urllib.parse import quote
 import yaml
 from markupsafe import Markup
 
+from .facts import Part
+
 
 _ENTITIES = {character: f"&#{ord(character)};" for character in "<>|`\\$"} | {"&": "&amp;"}
 
@@ -34,19 +36,18 @@ def link(name: str, address: str) -> Markup:
     return Markup(f"[{text(name)}]({quote(address, safe='/:@#?&=%+')})")
 
 
-def hub_link(name: str, hub_id: str | None, *, revision: str | None = None, kind: str = "") -> Markup:
-    """`name`, linked if the Hub has it (`kind` is "datasets/" for data sets), with its commit if known."""
-    if hub_id is None:
-        return text(name)
-    address = f"https://huggingface.co/{kind}{hub_id}"
-    commit = f" ({link(revision[:7], f'{address}/tree/{revision}')})" if revision else ""
-    return Markup(link(name, address) + commit)
+def part_link(part: Part) -> Markup:
+    """A part's name, linked if the Hub has it, with its commit if known."""
+    if part.hub_id is None:
+        return text(part.name)
+    address = f"https://huggingface.co/{'datasets/' if part.role == 'data' else ''}{part.hub_id}"
+    commit = f" ({link(part.revision[:7], f'{address}/tree/{part.revision}')})" if part.revision else ""
+    return Markup(link(part.name, address) + commit)
 
 
 def literal(value: str) -> Markup:
     """`value` as a Python literal on one line."""
-    shown = json.dumps(value, ensure_ascii=False)
-    return Markup("".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown))
+    return Markup(json.dumps(value))
 
 
 def yaml_block(content: dict[str, Any]) -> Markup:

@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import yaml
@@ -13,7 +14,6 @@ from .facts import LLAVA, Facts, Part
 
 
 TAGS = ["normalign-llava", "llava", "vision-language-model", "custom_code"]
-ADAPTER_TAGS = ["lora"]
 PERMISSIVE = ("mit", "bsd-2-clause", "bsd-3-clause", "apache-2.0")
 """Permissive licences, the most demanding last: parts under several of them may be distributed under that one."""
 
@@ -73,7 +73,7 @@ def metadata(facts: Facts, base: str | None, parts_terms: Terms) -> dict[str, An
         base_model=models or None,
         base_model_relation=relation,
         datasets=datasets or None,
-        tags=[*TAGS, *(ADAPTER_TAGS if (facts.adapter or {}).get("peft_type") == "LORA" else [])],
+        tags=TAGS,
     )
     return data.to_dict()
 
@@ -102,8 +102,7 @@ def merged(
             if name in open_to_author and name in theirs and result.get(name) == derived.get(name):
                 result = {key: value for key, value in result.items() if not key.startswith(name)}
         if isinstance(tags := earlier.get("tags"), list):
-            # The tags of an adapter's card are dropped when it is merged.
-            result["tags"] = list(dict.fromkeys([*result["tags"], *(tag for tag in tags if tag not in ADAPTER_TAGS)]))
+            result["tags"] = list(dict.fromkeys([*result["tags"], *tags]))
         result = {**theirs, **result}
     return result
 
@@ -130,11 +129,7 @@ def _bases(facts: Facts, base: str | None) -> tuple[list[str], str | None]:
 
 
 def _languages(facts: Facts) -> list[str] | None:
-    found: list[str] = []
-    for source in (source for stage in facts.stages for source in stage.get("data", ())):
-        if source.get("split") == "train":
-            language = (source.get("dataset") or {}).get("language")
-            if not language:
-                return None  # an incomplete list would mislead
-            found += [language] if isinstance(language, str) else language
-    return list(dict.fromkeys(found)) or None
+    sources = [source for stage in facts.stages for source in stage.get("data", ()) if source.get("split") == "train"]
+    languages = [(source.get("dataset") or {}).get("language") or [] for source in sources]
+    # An incomplete list would mislead.
+    return list(dict.fromkeys(chain(*languages))) if languages and all(languages) else None

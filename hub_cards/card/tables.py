@@ -1,6 +1,9 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The tables of a card about the model and its measurements. Rows without any known figure are left out."""
+"""The tables of a card about the model and its measurements, and the limits of these.
+
+Rows without any known figure are left out.
+"""
 
 import math
 from typing import Any
@@ -8,24 +11,27 @@ from typing import Any
 from markupsafe import Markup
 
 from ...diagnose.verdict import number, with_error
-from ...evaluate.results import Evaluation, Metric
+from ...evaluate.results import Evaluation, forgotten
 from .facts import Facts
-from .markdown import table, text
-from .training_tables import DASH, count, part_link, run, title, trained_rows
+from .markdown import part_link, table, text
+from .training_tables import DASH, run, title, trained_rows
+
+
+STALE = "The diagnosis was made of other weights: its figures are not this model's."
 
 
 def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
     """The summary at the top of the card: name and value."""
-    tokens = visual_tokens(facts)
-    config = facts.config
+    config, last = facts.config, facts.stages[-1] if facts.stages else {}
+    tokens = config.image_seq_length if config else run(last).get("tokens_per_image")
     context = config and getattr(config.text_config, "max_position_embeddings", None)
     dtype = config and config.dtype and str(config.dtype).removeprefix("torch.")
     weights = f"{facts.weights.size / 1e9:.2f} GB"
     if facts.weights.parameters:
-        weights = f"{count(facts.weights.parameters)} parameters, {weights}" + (f" in {dtype}" if dtype else "")
+        weights = f"{facts.weights.parameters:,} parameters, {weights}" + (f" in {dtype}" if dtype else "")
     rows = [
         *((part.role.capitalize(), part_link(part)) for part in facts.parts),
-        ("Weights", weights if facts.weights.size else None),
+        ("Weights", weights),
         ("An image is", tokens and f"{tokens:,} visual tokens"),
         ("Context", context and f"{context:,} tokens"),
         (
@@ -41,21 +47,16 @@ def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
 def alignment(facts: Facts) -> Markup:
     """The measurements of norm and rotation, of this model and of the baseline if there is one."""
     reports = [each for each in map((facts.diagnosis or {}).get, ("report", "against")) if each]
-    gain = facts.weights.gain
-    columns = [[facts.setting("text_embedding_norm"), *((gain.start, gain.now, gain.bias) if gain else [None] * 3)]]
-    for baseline in reports[1:]:
-        existing = baseline.get("gain") or {}
-        n_text = (baseline["interface"].get("vocabulary") or {}).get("mean")
-        columns.append([n_text, *(existing.get(key) for key in ("start", "mean_abs", "bias_mean_abs"))])
-    names = [
-        ("Mean norm of text embeddings, N_text", 4),
-        ("Gain at the start, every element", 4),
-        ("Gain now, mean magnitude", 4),
-        ("Bias now, mean magnitude (0 at the start)", 2),
-    ]
-    rows = [
-        [name, *(number(value, digits) for value in values)]
-        for (name, digits), values in zip(names, zip(*columns, strict=True), strict=True)
+    gains = [facts.weights.gain, *(each.get("gain") or {} for each in reports[1:])]
+    n_texts = [(each["interface"].get("vocabulary") or {}).get("mean") for each in reports[1:]]
+    rows = [["Mean norm of text embeddings, N_text", *map(number, [facts.setting("text_embedding_norm"), *n_texts])]]
+    rows += [
+        [name, *(number(gain.get(key), digits) for gain in gains)]
+        for name, key, digits in (
+            ("Gain at the start, every element", "start", 4),
+            ("Gain now, mean magnitude", "mean_abs", 4),
+            ("Bias now, mean magnitude (0 at the start)", "bias_mean_abs", 2),
+        )
     ]
     measured = [
         ("Norm of visual tokens as they enter", lambda each: _moments(each["interface"].get("visual"))),
@@ -76,55 +77,55 @@ def is_stale(facts: Facts) -> bool:
     norm, measured = facts.setting("projector_norm"), (report.get("gain") or {}).get("mean_abs")
     if None not in (norm, report.get("norm")) and norm != report["norm"]:
         return True
-    gain = facts.weights.gain
-    return gain is not None and measured is not None and not math.isclose(gain.now, measured, rel_tol=0.01)
+    now = facts.weights.gain.get("mean_abs")
+    return now is not None and measured is not None and not math.isclose(now, measured, rel_tol=0.01)
 
 
 def results(evaluation: Evaluation) -> Markup:
     """The results of one task, with their references."""
     references = list(dict.fromkeys(name for metric in evaluation.metrics for name in metric.references))
-    names = list(dict.fromkeys(metric.name for metric in evaluation.metrics))
     rows = []
     for metric in evaluation.metrics:
-        subset = "all" if metric.subset is None else metric.subset
-        beside = [_figure(metric.references.get(name), evaluation) for name in references]
+        value = with_error(metric.value, metric.stderr, 3)
+        beside = [number(metric.references.get(name), 3) for name in references]
         samples = DASH if metric.samples is None else f"{metric.samples:,}"
-        value = _value(metric, evaluation)
-        rows.append([subset, *([metric.name] if len(names) > 1 else []), value, *beside, samples])
-    columns = ["metric", "this model"] if len(names) > 1 else names
-    return table(["", *columns, *references, "n"], rows)
+        rows.append([metric.subset or "all", metric.name, value, *beside, samples])
+    return table(["", "metric", "this model", *references, "n"], rows)
 
 
-def visual_tokens(facts: Facts) -> int | None:
-    """Visual tokens per image."""
-    if facts.config is not None:
-        return facts.config.image_seq_length
-    return run(facts.stages[-1]).get("tokens_per_image") if facts.stages else None
+def limits(facts: Facts) -> list[str]:
+    """Sentences for a person who decides whether to rely on the model."""
+    found = []
+    if facts.stages:
+        seeds = dict.fromkeys(str(stage["options"]["seed"]) for stage in facts.stages if "seed" in stage["options"])
+        seed = f", seed {', '.join(seeds)}" if seeds else ""
+        found.append(f"This is one training run{seed}: how much another run would differ was not measured.")
+    found += filter(None, [forgotten(facts.evaluations)])
+    if not facts.evaluations:
+        found.append("No evaluation is recorded: how good its answers are is not known.")
+    found.append("Bias, safety and made-up answers were not measured.")
+    if facts.diagnosis is None:
+        return [*found, "Norms and rotation of visual tokens were not measured on this checkpoint."]
+    report, baseline = facts.diagnosis["report"], facts.diagnosis.get("against")
+    found += [STALE] if is_stale(facts) else []
+    if report.get("samples"):
+        on = f" of {report['data']}" if report.get("data") else ""
+        found.append(
+            f"Norms and rotation were measured on {report['samples']:,} samples{on}, in {report['dtype']}; on other "
+            "images they may differ."
+        )
+    if baseline is None and report.get("norm") not in (None, "none"):
+        found.append("No baseline without the norm was measured beside it: what the norm changed is not shown.")
+    return [*found, *(f"Not measured: {sentence}" for sentence in report.get("left_out", ()))]
 
 
 def _headline(evaluation: Evaluation) -> str | None:
     metric = next((each for each in evaluation.metrics if each.subset is None), None)
     if metric is None:
         return None
-    beside = [f"{name} {_figure(value, evaluation)}" for name, value in metric.references.items()]
-    partial = [f"partial: {evaluation.samples:,} of {evaluation.total:,} samples"] if evaluation.partial else []
-    noted = "; ".join([*([", ".join(beside)] if beside else []), *partial])
-    return f"{metric.name} {_value(metric, evaluation)}" + (f" ({noted})" if noted else "")
-
-
-def _value(metric: Metric, evaluation: Evaluation) -> str:
-    error = f" ± {_figure(metric.stderr, evaluation)}" if metric.stderr else ""
-    return _figure(metric.value, evaluation) + error
-
-
-def _figure(value: float | None, evaluation: Evaluation) -> str:
-    """`value` with as many decimals as the smallest standard error of the task, or else four digits."""
-    if value is None:
-        return DASH
-    errors = [metric.stderr for metric in evaluation.metrics if metric.stderr]
-    if errors:
-        return f"{value:,.{max(0, -math.floor(math.log10(min(errors))))}f}".replace("-", "−")
-    return f"{value:.3f}".replace("-", "−") if abs(value) <= 1 else number(value, 4)
+    noted = [f"{name} {number(value, 3)}" for name, value in metric.references.items()]
+    noted += [f"partial: {evaluation.samples:,} of {evaluation.total:,} samples"] if evaluation.partial else []
+    return f"{metric.name} {with_error(metric.value, metric.stderr, 3)}" + (f" ({', '.join(noted)})" if noted else "")
 
 
 def _moments(moments: dict[str, Any] | None) -> str:

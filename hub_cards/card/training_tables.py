@@ -2,13 +2,13 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The tables of a card about training. Rows without any known figure are left out."""
 
+from datetime import timedelta
 from typing import Any
 
 from markupsafe import Markup
 
-from ...diagnose.verdict import number
-from .facts import Facts, Part
-from .markdown import hub_link, table
+from .facts import Facts
+from .markdown import part_link, table
 
 
 DASH = "–"
@@ -21,11 +21,11 @@ def training(facts: Facts) -> Markup:
         ("Trained", lambda stage: _modules(stage, trained=True)),
         ("Frozen", lambda stage: _modules(stage, trained=False)),
         ("Learning rate, peak", _rates),
-        ("Steps", steps_text),
+        ("Steps", _steps),
         ("Rows a step: a device × processes × accumulated", _batch),
         ("Rows trained on", trained_rows),
         ("Hardware", _hardware),
-        ("Time", lambda stage: duration(stage.get("seconds"))),
+        ("Time", lambda stage: stage.get("seconds") and str(timedelta(seconds=round(stage["seconds"])))),
         ("Software", lambda stage: ", ".join(f"{name} {version}" for name, version in stage["versions"].items())),
         ("Commit of the code", lambda stage: stage.get("commit")),
     ):
@@ -55,12 +55,6 @@ def data(facts: Facts) -> Markup:
     return table(columns, rows)
 
 
-def part_link(part: Part) -> str:
-    """A part's name, linked if the Hub has it."""
-    kind = "datasets/" if part.role == "data" else ""
-    return hub_link(part.name, part.hub_id, revision=part.revision, kind=kind)
-
-
 def title(facts: Facts, stage: dict[str, Any]) -> str:
     """A stage's name: "stage 1 (align)", or "align" where no other is recorded."""
     name = stage.get("stage")
@@ -69,58 +63,14 @@ def title(facts: Facts, stage: dict[str, Any]) -> str:
     return f"stage {facts.stages.index(stage) + 1}" + (f" ({name})" if name else "")
 
 
-def steps_text(stage: dict[str, Any]) -> str | None:
-    """How many optimizer steps a stage took: "3", or "1 of 3"."""
-    taken_and_planned = dict.fromkeys((steps_taken(stage), run(stage).get("steps")))
-    return " of ".join(f"{each:,}" for each in taken_and_planned if each is not None) or None
-
-
-def steps_taken(stage: dict[str, Any]) -> int | None:
-    """How many optimizer steps a stage took: all that were planned, unless recorded."""
-    return stage.get("steps_done", run(stage).get("steps"))
-
-
-def rows_seen(stage: dict[str, Any]) -> int | None:
-    """How many rows a stage trained on, an upper bound if some data were streams; None if unknown.
-
-    The rows of its data or, if it ended before it had used them all, those of its steps.
-    """
+def trained_rows(stage: dict[str, Any]) -> str | None:
+    """How many rows a stage trained on: those of its data or, if it used fewer, of its steps. None if unknown."""
     used = [source.get("used") for source in stage.get("data", ()) if source.get("split") == "train"]
-    steps, batch = steps_taken(stage), run(stage).get("batch")
+    steps, batch = stage.get("steps_done", run(stage).get("steps")), run(stage).get("batch")
     bounds = [] if None in used else [sum(used)]
     if steps is not None and batch:
         bounds.append(steps * batch["rows"])
-    return min(bounds) if used and bounds else None
-
-
-def has_streams(stage: dict[str, Any]) -> bool:
-    """Whether some of its training data were streams, whose rows are not counted."""
-    return any(source.get("used") is None for source in stage.get("data", ()) if source.get("split") == "train")
-
-
-def trained_rows(stage: dict[str, Any]) -> str | None:
-    """[`rows_seen`] as text."""
-    rows = rows_seen(stage)
-    if rows is None:
-        return None
-    return f"up to {rows:,} rows, streams among them" if has_streams(stage) else f"{rows:,} rows"
-
-
-def count(value: float) -> str:
-    """A count of parameters as text: "157 M"."""
-    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if value >= size:
-            return f"{number(value / size, 3)}{unit}"
-    return f"{value:,.0f}"
-
-
-def duration(seconds: float | None) -> str | None:
-    """A time as text: "42 s", "7.3 min", "5.1 h"."""
-    if seconds is None:
-        return None
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+    return f"{min(bounds):,} rows" if used and bounds else None
 
 
 def run(stage: dict[str, Any]) -> dict[str, Any]:
@@ -139,6 +89,11 @@ def _rates(stage: dict[str, Any]) -> str:
     if len(set(rates.values())) == 1:
         return f"{next(iter(rates.values())):g}"
     return ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+
+
+def _steps(stage: dict[str, Any]) -> str | None:
+    taken_and_planned = dict.fromkeys((stage.get("steps_done"), run(stage).get("steps")))
+    return " of ".join(f"{each:,}" for each in taken_and_planned if each is not None) or None
 
 
 def _batch(stage: dict[str, Any]) -> str | None:

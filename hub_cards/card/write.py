@@ -19,11 +19,10 @@ from ...checkpoint.names import CARD
 from ...diagnose.paper import paper_ratios
 from .facts import Facts, Licence, Part, read_facts
 from .hand_written import SECTIONS, by_hand, check_replaceable, decode_card, derived_keys, is_ours
-from .markdown import hub_link, link, literal, text, yaml_block
+from .markdown import link, literal, part_link, text, yaml_block
 from .metadata import ORDER, Terms, merged, metadata, read_front_matter, terms, unlisted
-from .tables import alignment, glance, is_stale, results, visual_tokens
-from .training_tables import data, part_link, title, training
-from .unmeasured import limits
+from .tables import alignment, glance, is_stale, limits, results
+from .training_tables import data, title, training
 
 
 INLINE = ("interface.png", "rotation.png")
@@ -46,6 +45,11 @@ class AdapterBase:
 
     repo_id: str
     revision: str
+
+    @property
+    def commit(self) -> str | None:
+        """The revision, if it is a commit."""
+        return self.revision if re.fullmatch("[0-9a-f]{40}", self.revision) else None
 
 
 def render_card(
@@ -80,8 +84,9 @@ def render_card(
         if facts.adapter is not None and adapter is None and facts.started_from:
             adapter = AdapterBase(facts.started_from, facts.stages[-1].get("model_revision") or "main")
         licensed = [*facts.parts, *facts.data]  # everything whose licence bears on the model's
-        if adapter is not None and not facts.parts:
-            licensed.insert(0, Part("base model", adapter.repo_id, adapter.repo_id))
+        base = adapter and Part("base model", adapter.repo_id, adapter.repo_id, adapter.commit)
+        if base and not facts.parts:
+            licensed.insert(0, base)
         if not facts.stages and facts.weights.moved:
             licensed.append(Part("data", "what it was trained on"))
         follows = terms(licensed)
@@ -110,8 +115,7 @@ def render_card(
             revision=literal(revision),
             adapter=adapter,
             base=adapter and {"repo_id": literal(adapter.repo_id), "revision": literal(adapter.revision)},
-            part={part.role: part_link(part) for part in facts.parts},
-            tokens=visual_tokens(facts),
+            part={part.role: part_link(part) for part in [*facts.parts, *([base] if base else [])]},
             ratios=paper_ratios(),
             glance=glance(facts, stated),
             alignment=alignment(facts),
@@ -125,7 +129,6 @@ def render_card(
             licence=f"Its author states: {stated}." if by_author else follows.sentence,
             hand={name: Markup(text) for name, text in hand.items()},
             part_link=part_link,
-            hub_link=hub_link,
             link=link,
             title=title,
             yaml_block=yaml_block,
@@ -185,6 +188,4 @@ def _warnings(facts: Facts, follows: Terms, by_author: bool, named: bool, adapte
         )
     if facts.adapter is not None and adapter is None:
         found.append("The adapter's base is not on the Hub, so the card cannot say how others load it.")
-    elif adapter is not None and not re.fullmatch("[0-9a-f]{40}", adapter.revision):
-        found.append(f"The adapter's base {adapter.repo_id} is not pinned to a commit.")
     return found

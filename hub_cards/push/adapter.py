@@ -4,7 +4,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from transformers.utils.hub import cached_files
 
@@ -30,10 +29,9 @@ def recorded_base(adapter: Path) -> AdapterBase | None:
 def published_config(adapter: Path, base: AdapterBase | None) -> bytes:
     """`adapter_config.json` as it is published: naming `base`, or without the path of a base that is a folder here."""
     config = read_json(adapter / ADAPTER_CONFIG) or {}
+    config["base_model_name_or_path"] = Path(config.get("base_model_name_or_path") or "").name
     if base is not None:
         config |= {"base_model_name_or_path": base.repo_id, "revision": base.revision}
-    else:
-        config["base_model_name_or_path"] = Path(config.get("base_model_name_or_path") or "").name
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -56,23 +54,17 @@ def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> AdapterBas
     if foreign:
         raise ValueError(
             f"Loading the adapter's base, {base} at {commit}, would run code that is not this version's of this "
-            f"package: {', '.join(foreign)}. Publish the base with this version, or the merged model, without "
-            "--adapter."
+            f"package: {', '.join(foreign)}. Publish the base anew, or the merged model, without --adapter."
         )
-    _check_settings(adapter, base, config)
-    return AdapterBase(base, str(commit))
-
-
-def _check_settings(adapter: Path, base: str, config: dict[str, Any]) -> None:
-    """Raises ValueError if training changed settings of the base, which PEFT would load unchanged."""
     record = read_json(adapter / TRAINING_RECORD) or {}
     changed = [
         f"{name} {value!r}, not {base_value!r}"
         for name, value in record.get("config_changes", {}).items()
         if value != (base_value := config.get(name, getattr(NormAlignLlavaConfig, name)))
     ]
-    if changed:
+    if changed:  # PEFT would load it on the base as that is
         raise ValueError(
-            f"The adapter was trained with {'; '.join(changed)} as in config.json of its base {base}: as an adapter "
-            "it would be loaded on a different model. Publish the merged model, without --adapter."
+            f"The adapter was trained with {'; '.join(changed)} as in config.json of its base {base}. Publish the "
+            "merged model, without --adapter."
         )
+    return AdapterBase(base, str(commit))

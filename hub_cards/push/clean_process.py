@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,7 @@ from typing import Any
 TOLERANCE = 1e-5
 """How far logits of the same weights may differ, as a share of the largest."""
 
-LOGITS = 32
 QUESTION = "What is in the image?"
-_PACKAGE = "normalign_llava"
-_OF_THIS_MACHINE = ("TOKEN", "CACHE", "OFFLINE")
-"""Parts of the names of variables with settings of the Hub's client that the process must not have."""
 
 
 @dataclass(frozen=True)
@@ -32,37 +28,33 @@ class Answer:
     """The answer of a checkpoint to a fixed image and question.
 
     Attributes:
-        weights: SHA-256 of all parameters and buffers, with names, shapes and precision as loaded by default.
-        input_ids: The prompt.
-        logits: The 32 logits of largest magnitude after the prompt, largest first.
+        logits: Of the first token of the answer.
         answers: To the further conversations.
     """
 
-    weights: str
-    input_ids: list[int]
     logits: list[float]
-    answers: list[str] = field(default_factory=list)
+    answers: list[str]
 
 
 def ask_clean_process(
     source: str | os.PathLike,
     *,
     revision: str | None = None,
-    base: str | os.PathLike | None = None,
+    base: str | None = None,
     base_revision: str | None = None,
     token: str | None = None,
     asked: Sequence[list[dict[str, Any]]] = (),
 ) -> Answer:
-    """Loads a checkpoint in a clean process with `trust_remote_code=True`, and asks it about an image, on the CPU.
-    A quantized checkpoint is loaded, and asked, where transformers places it: on the GPU if there is one.
+    """Loads a checkpoint in a clean process with `trust_remote_code=True`, and asks it about an image.
 
     The process cannot import this package, and starts from an empty cache in the temporary folder, which must have
-    room for a repository's files. Without `token` no token of this machine is sent.
+    room for a repository's files. It computes on the CPU; a quantized checkpoint where transformers places it. Without
+    `token` no token of this machine is sent.
 
     Args:
         source: Folder of a checkpoint or, with `base`, of an adapter; or its Hub id.
         revision: Branch, tag or commit of a Hub id, of the code too; None for a folder.
-        base, base_revision: The same of the adapter's base.
+        base, base_revision: Hub id and commit of the adapter's base.
         asked: Further conversations to answer, each up to the user's turn; images as paths.
 
     Raises:
@@ -70,50 +62,46 @@ def ask_clean_process(
             process, without the token.
         OSError: The temporary folder has no room.
     """
-    request: dict[str, Any] = {
+    request = {
         "source": str(source if revision else Path(source).resolve()),
         "revision": revision,
-        "base": base and str(base if base_revision else Path(base).resolve()),
+        "base": base,
         "base_revision": base_revision,
         "asked": list(asked),
     }
+    # Settings of the Hub's client on this machine, which others do not have.
+    own = ("TOKEN", "CACHE", "OFFLINE")
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not (name.startswith(("HF_", "HUGGING", "TRANSFORMERS_")) and any(map(name.count, own)))
+    }
+    environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    environment |= {"HF_TOKEN": token} if token else {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
+    environment |= {} if revision or base_revision else {"HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory(prefix="clean-process-") as folder:
         question, reply = Path(folder) / "question.json", Path(folder) / "reply.json"
         question.write_text(json.dumps(request), encoding="utf-8")
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not (name.startswith(("HF_", "HUGGING", "TRANSFORMERS_")) and any(map(name.count, _OF_THIS_MACHINE)))
-        }
-        environment |= {"HF_HOME": str(Path(folder) / "home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        environment |= {"HF_TOKEN": token} if token else {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
-        environment |= {} if revision or base_revision else {"HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, __file__, str(question), str(reply)]
         run = subprocess.run(
-            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
+            [sys.executable, __file__, str(question), str(reply)],
+            cwd=folder, env=environment | {"HF_HOME": f"{folder}/home"},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        )  # fmt: skip
         if run.returncode and os.strerror(errno.ENOSPC) in run.stderr:
             raise OSError(f"{tempfile.gettempdir()} has no room to load {source}. Set TMPDIR to a folder that has.")
-        if run.returncode or not reply.exists():
+        if run.returncode:
             output = run.stderr[-2000:].strip() or f"It ended with status {run.returncode} and no output."
             output = output.replace(token, "[token]") if token else output
-            at = f" at {revision}" if revision else ""
-            raise ValueError(f"{source}{at} does not work in a process without this package:\n{output}")
+            raise ValueError(f"{source} does not work in a process without this package:\n{output}")
         return Answer(**json.loads(reply.read_text(encoding="utf-8")))
 
 
 def difference(before: Answer, after: Answer) -> str | None:
-    """The differences of two answers in a sentence, or None. Logits may differ by `TOLERANCE`, nothing else may."""
-    old, new = asdict(before), asdict(after)
-    differences = [
-        f"{name}: {str(old[name])[:80]} before, {str(new[name])[:80]} after"
-        for name in ("weights", "input_ids")
-        if old[name] != new[name]
-    ]
-    apart = max((abs(one - other) for one, other in zip(before.logits, after.logits, strict=False)), default=0.0)
-    if apart > TOLERANCE * (largest := abs(before.logits[0])):
-        differences.append(f"logits: up to {apart:.3g} apart, of at most {largest:.3g}")
-    return f"It answers differently: {'; '.join(differences)}." if differences else None
+    """A sentence if the logits of two answers differ by more than `TOLERANCE`."""
+    apart = max(abs(one - other) for one, other in zip(before.logits, after.logits, strict=True))
+    if apart > TOLERANCE * (largest := max(map(abs, before.logits))):
+        return f"It answers differently: logits are up to {apart:.3g} apart, of at most {largest:.3g}."
+    return None
 
 
 def main(request: Path, reply: Path) -> None:
@@ -121,7 +109,7 @@ def main(request: Path, reply: Path) -> None:
     here = Path(__file__).resolve().parent
     # The names of the files beside this one would shadow other modules.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
-    sys.modules[_PACKAGE] = None  # type: ignore[assignment]  # an import of it fails from here on
+    sys.modules["normalign_llava"] = None  # type: ignore[assignment]  # an import of it fails from here on
 
     import torch
     from transformers.utils import logging
@@ -136,26 +124,25 @@ def main(request: Path, reply: Path) -> None:
 
 
 def _load(source: str, revision: str | None, base: str | None, base_revision: str | None):
-    from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText, AutoProcessor
     from transformers.utils import cached_file
 
-    of_model, at = (base, base_revision) if base else (source, revision)
+    name, at = (base, base_revision) if base else (source, revision)
     remote: dict[str, Any] = {"revision": at, "code_revision": at, "trust_remote_code": True}
-    config = AutoConfig.from_pretrained(of_model, **remote)
-    model = AutoModelForImageTextToText.from_pretrained(of_model, **remote)
-    for each in (config, model):
+    model, info = AutoModelForImageTextToText.from_pretrained(name, output_loading_info=True, **remote)
+    if absent := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
+        raise ValueError(f"tensors that are missing, or that the model of config.json does not have: {absent[:10]}")
+    for each in (model.config, model):
         if not type(each).__module__.startswith("transformers_modules."):
             raise ValueError(f"{type(each).__name__} came from {type(each).__module__}, not with the checkpoint")
-    of_processor = of_model
     if base:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, source, revision=revision)
-        own = cached_file(
-            source, "processor_config.json", revision=revision, _raise_exceptions_for_missing_entries=False
-        )
-        of_processor, at = (source, revision) if own else (base, base_revision)
-    return model.eval(), AutoProcessor.from_pretrained(of_processor, revision=at, trust_remote_code=True)
+        file = "processor_config.json"
+        if cached_file(source, file, revision=revision, _raise_exceptions_for_missing_entries=False):
+            name, at = source, revision
+    return model.eval(), AutoProcessor.from_pretrained(name, revision=at, trust_remote_code=True)
 
 
 def answer_each(model, processor, asked: Sequence[list[dict[str, Any]]]) -> list[str]:
@@ -183,31 +170,7 @@ def _answer(model, processor, asked: list[list[dict[str, Any]]]) -> Answer:
     logits = model(**inputs).logits[0, -1].double().cpu()
     if not logits.isfinite().all():
         raise ValueError("the model's logits are NaN or infinite")
-    images = model.get_image_features(inputs["pixel_values"]).pooler_output
-    placeholders, features = int((inputs["input_ids"] == processor.image_token_id).sum()), sum(map(len, images))
-    if placeholders != features:
-        raise ValueError(
-            f"the processor writes {placeholders} image tokens, and the encoder gives {features} features"
-        )
-    largest = logits[logits.abs().topk(min(LOGITS, len(logits))).indices]
-    return Answer(
-        weights=_digest(model),
-        input_ids=inputs["input_ids"][0].tolist(),
-        logits=largest.tolist(),
-        answers=answer_each(model, processor, asked),
-    )
-
-
-def _digest(model) -> str:
-    import hashlib
-
-    import torch
-
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy())
-    return digest.hexdigest()
+    return Answer(logits.tolist(), answer_each(model, processor, asked))
 
 
 if __name__ == "__main__":

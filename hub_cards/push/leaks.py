@@ -4,7 +4,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -26,41 +25,38 @@ def check_private(source: PublishSource, token: str) -> None:
         ValueError: There are some; the message lists every place. Of a token it shows the first 4 characters.
     """
     own = _own_paths(source.folder)
-    faults = [f"- {fault}" for path, content in source.files.items() for fault in _faults(path, content, token, own)]
-    if faults:
-        raise ValueError("\n".join(["This must not be published:", *faults]))
-
-
-def _faults(path: str, content: bytes | Path, token: str, own: list[str]) -> Iterator[str]:
-    try:
-        text = _text(path, content)
-    except ValueError as error:
-        yield f"{path}: {error}"
-        return
     needles = "|".join([*([re.escape(token)] if token else []), _HUB_TOKEN, *map(re.escape, own)])
-    for match in re.finditer(needles, text):
-        found, line = match[0], text.count("\n", 0, match.start()) + 1
-        if found in own:
-            what = f"a local path, {found}. Write the name that others know it by, or remove it."
-        else:
-            whose = "your token" if found == token else "a Hugging Face token"
-            shown = f"{found[:4]}... ({len(found)} characters)"
-            what = f"{whose}, {shown}. Remove it, and revoke it: others may have read it."
-        yield f"{path}, line {line}: {what}"
+    faults = ["This must not be published:"]
+    for path, content in source.files.items():
+        try:
+            text = _text(path, content)
+        except ValueError as error:
+            faults.append(f"- {path}: {error}")
+            continue
+        for match in re.finditer(needles, text):
+            found, line = match[0], text.count("\n", 0, match.start()) + 1
+            if found in own:
+                what = f"a local path, {found}. Write the name that others know it by, or remove it."
+            else:
+                whose = "your token" if found == token else "a Hugging Face token"
+                shown = f"{found[:4]}... ({len(found)} characters)"
+                what = f"{whose}, {shown}. Remove it, and revoke it: others may have read it."
+            faults.append(f"- {path}, line {line}: {what}")
+    if faults[1:]:
+        raise ValueError("\n".join(faults))
 
 
 def _text(path: str, content: bytes | Path) -> str:
     """The text of a file, of weights the metadata. Raises ValueError for a pickle, whatever its name is."""
-    if path.endswith(".safetensors") and isinstance(content, Path):
+    if isinstance(content, Path):
         try:
             with safe_open(content, "pt") as file:
                 return json.dumps(file.metadata())
         except SafetensorError as error:
             raise ValueError("not a safetensors file (a Git LFS pointer?). Fetch or save it again.") from error
-    data = content if isinstance(content, bytes) else content.read_bytes()
-    if path.endswith(PICKLES) or data.startswith(_PICKLED):
+    if path.endswith(PICKLES) or content.startswith(_PICKLED):
         raise ValueError("a pickle, which runs code when it is read. Save it as safetensors.")
-    return data.decode("utf-8", "replace")
+    return content.decode("utf-8", "replace")
 
 
 def _own_paths(folder: Path) -> list[str]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import HfApi
+from rich.table import Table
 
 from ...checkpoint.find import check_folder, check_repo_id
 from ...checkpoint.names import ADAPTER_CONFIG, CARD
@@ -23,8 +24,19 @@ from .adapter import pinned_base, published_config
 from .checkpoint_checks import check_checkpoint
 from .clean_process import Answer, ask_clean_process, difference
 from .leaks import check_private
-from .repository import Pushed, Repository, check_options, find_repository, hub_errors, log_in, push
+from .repository import Pushed, Repository, find_repository, log_in, push
 from .source import PublishSource, choose_files, stale_files
+
+
+SNIPPET = """\
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+commit = "{commit}"
+processor = AutoProcessor.from_pretrained("{repo_id}", revision=commit, code_revision=commit, trust_remote_code=True)
+model = AutoModelForImageTextToText.from_pretrained(
+    "{repo_id}", revision=commit, code_revision=commit, dtype="auto", trust_remote_code=True
+)
+"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +50,6 @@ class Publication:
 
     source: PublishSource
     pushed: Pushed | None
-    is_adapter: bool = False
     space: str | None = None
 
 
@@ -101,7 +112,9 @@ def publish(
     if not dry_run:
         api = log_in(repo_id, token, create_pr)
         repository = find_repository(api, repo_id, branch=revision)
-        check_options(repository, private, create_pr)
+        if repository.commit and private not in (None, repository.private):
+            is_now = "private" if repository.private else "public"
+            raise ValueError(f"{repo_id} exists and is {is_now}. Change that in its settings on the Hub.")
         if space:
             check_space(api, repo_id)
     check_cards(checkpoint, repository, replace=replace_card)
@@ -117,15 +130,13 @@ def publish(
             merge_adapter(checkpoint, folder, base=base)
         check_checkpoint(folder)
         source = prepare(folder, repository, pinned, notify=notify)
-        if not dry_run:
-            check_card(source)
         before = None
         if check_loading and not (dry_run and pinned):
             notify("Loading it in a clean process.")
-            before = _ask(folder, None, pinned, str(repository.api.token) if private else repository.reading_token)
+            before = _ask(folder, None, pinned, repository.api)
         if dry_run:
             notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
-            return Publication(source, None, as_adapter)
+            return Publication(source, None)
         stale = stale_files(repository.files, source.files)
         pushed = push(repository, source.files, stale, private=private, create_pr=create_pr, notify=notify)
     if before is None:
@@ -133,7 +144,34 @@ def publish(
     else:
         notify(f"Loading {repo_id} in the same way, at {pushed.commit}.")
         verify(pushed, pinned, before)
-    return Publication(source, pushed, as_adapter, push_space(pushed, notify) if space else None)
+    return Publication(source, pushed, push_space(pushed, notify) if space else None)
+
+
+def unsent_tables(done: Publication, repo_id: str) -> list[Table]:
+    """Of a dry run: the files that would be sent, and those that would not, with the reason."""
+    files = Table("file", title=f"Would be sent to {repo_id}", title_justify="left")
+    files.add_column("bytes", justify="right")
+    for path, size in done.source.sizes.items():
+        files.add_row(path, f"{size:,}")
+    excluded = Table("file", "why", title="Stays here", title_justify="left")
+    for path, reason in done.source.excluded.items():
+        excluded.add_row(path, reason)
+    return [files, *([excluded] if done.source.excluded else [])]
+
+
+def summary(done: Publication) -> str:
+    """What was sent and where to, and how to load exactly that."""
+    pushed = done.pushed
+    assert pushed is not None
+    repository, commit = pushed.repository, pushed.commit
+    sent = f"{len(done.source.files)} files in one commit" if commit != repository.commit else "nothing changed"
+    lines = [f"Sent to {repository.repo_id}: {sent}; removed: {', '.join(pushed.deleted) or 'nothing'}."]
+    lines += [f"Commit: {commit}", f"Repository: {repository.url}"]
+    lines += [f"Pull request: {pushed.pull_request}"] if pushed.pull_request else []
+    lines += [f"Space: {done.space}"] if done.space else []
+    if ADAPTER_CONFIG in done.source.files:
+        return "\n".join([*lines, f'Load exactly this as its card says, with revision = "{commit}".'])
+    return "\n".join([*lines, "Load exactly this:", "", SNIPPET.format(repo_id=repository.repo_id, commit=commit)])
 
 
 def check_cards(folder: Path, repository: Repository, *, replace: bool = False) -> None:
@@ -146,10 +184,9 @@ def check_cards(folder: Path, repository: Repository, *, replace: bool = False) 
 def prepare(
     folder: Path, repository: Repository, base: AdapterBase | None, *, notify: Callable[[str], object]
 ) -> PublishSource:
-    """The files to send of a folder, with its card, which keeps what was written by hand on the Hub or else here.
+    """The files to send of a folder, with its card, which replaces that of somebody else: see [`check_cards`].
 
-    [`check_cards`] has to come first: a card that somebody else wrote is replaced. `base` is that of an adapter, None
-    if it is not on the Hub.
+    `base` is that of an adapter, None if it is not on the Hub.
     """
     card = render_card(
         folder, repo_id=repository.repo_id, revision=repository.branch, hub_card=repository.card, adapter=base
@@ -164,30 +201,22 @@ def prepare(
     return source
 
 
-def check_card(source: PublishSource) -> None:
-    """Raises ValueError if the Hub does not accept the card's metadata, which it would say after the upload."""
-    try:
-        with hub_errors("Checking the card"):
-            ModelCard(bytes(source.files[CARD]).decode()).validate()
-    except ValueError as error:
-        raise ValueError(f"The Hub does not accept the front matter of README.md: {error} Fix it.") from None
-
-
 def verify(pushed: Pushed, base: AdapterBase | None, before: Answer) -> None:
     """Loads the commit. Raises OSError if that fails, or if it answers differently from the folder."""
     repository = pushed.repository
     try:
-        found = difference(before, _ask(repository.repo_id, pushed.commit, base, repository.reading_token))
+        found = difference(before, _ask(repository.repo_id, pushed.commit, base, repository.api))
     except (OSError, ValueError) as error:
         found = str(error)
     if found is not None:
         raise OSError(
             f"{repository.repo_id} is at {pushed.commit}, but a clean process does not get from there what it gets "
-            f"from the folder. {found} The commit before it, {repository.commit}, still exists: load it with "
-            "`revision`. Publish again to load it once more; if that fails in the same way, report a bug."
+            f"from the folder. {found} The commit before it, {repository.commit}, still exists. Publish again to load "
+            "it once more; if that fails in the same way, report a bug."
         )
 
 
-def _ask(source: str | Path, revision: str | None, base: AdapterBase | None, token: str | None) -> Answer:
+def _ask(source: str | Path, revision: str | None, base: AdapterBase | None, api: HfApi) -> Answer:
     base_id, base_revision = (base.repo_id, base.revision) if base else (None, None)
+    token = str(api.token) if api.token else None
     return ask_clean_process(source, revision=revision, base=base_id, base_revision=base_revision, token=token)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -38,19 +39,13 @@ class Repository:
     commit: str | None = None
     has_branch: bool = False
     private: bool = False
-    gated: bool = False
     files: frozenset[str] = frozenset()
     card: str | None = None
 
     @property
     def url(self) -> str:
-        """Its page."""
-        return f"{self.api.endpoint}/{'' if self.kind == 'model' else f'{self.kind}s/'}{self.repo_id}"
-
-    @property
-    def reading_token(self) -> str | None:
-        """The token, if reading needs one."""
-        return str(self.api.token) if self.private or self.gated else None
+        """Its page, if it is a model's."""
+        return f"{self.api.endpoint}/{self.repo_id}/tree/{self.branch}"
 
 
 @dataclass(frozen=True)
@@ -68,11 +63,6 @@ class Pushed:
     commit: str
     deleted: list[str]
     pull_request: str | None = None
-
-    @property
-    def changed(self) -> bool:
-        """Whether there is a new commit."""
-        return self.commit != self.repository.commit
 
 
 @contextmanager
@@ -94,9 +84,6 @@ def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> H
     token = (token or get_token() or "").strip()
     if not token:
         raise ValueError(f"There is no token to publish with. {LOG_IN}.")
-    if not (token.isascii() and token.isprintable()) or " " in token:
-        # Sent, it would be an illegal header, which the HTTP library shows in its error.
-        raise ValueError(f"The token holds a space, a line break or a letter that no token has. {LOG_IN}.")
     api = HfApi(token=token, library_name="normalign-llava", library_version=__version__)
     with hub_errors("Checking the token"):
         account = api.whoami()
@@ -107,8 +94,7 @@ def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> H
     if namespace.lower() not in [name.lower() for name in names] and not create_pr:
         raise ValueError(
             f"{repo_id} belongs to {namespace}, and the token to {account['name']}, who may publish as "
-            f"{' or '.join(f'{name}/...' for name in names)}. Choose one of these; "
-            f"to propose a change to {namespace}'s repository, use --create-pr of normalign publish."
+            f"{' or '.join(f'{name}/...' for name in names)}, or propose a change with --create-pr of publish."
         )
     return api
 
@@ -127,24 +113,7 @@ def find_repository(api: HfApi, repo_id: str, *, kind: str = "model", branch: st
         if CARD in files:
             file = Path(api.hf_hub_download(repo_id, CARD, repo_type=kind, revision=info.sha))
             card = decode_card(file.read_bytes(), repo_id)
-    gated = bool(getattr(info, "gated", False))  # a Space has no such attribute
-    return Repository(api, repo_id, kind, branch, info.sha, has_branch, bool(info.private), gated, files, card)
-
-
-def check_options(repository: Repository, private: bool | None, create_pr: bool) -> None:
-    """Raises ValueError if the repository is not private or public as asked, or lacks what a pull request needs."""
-    repo_id = repository.repo_id
-    if create_pr and not repository.has_branch:
-        raise ValueError(
-            f"{repo_id} has no branch {repository.branch}, and a pull request needs something to change. Its owner "
-            "creates it first, by publishing without --create-pr."
-        )
-    if repository.commit and private not in (None, repository.private):
-        is_now, wanted = ("private", "public") if repository.private else ("public", "private")
-        raise ValueError(
-            f"{repo_id} exists and is {is_now}; publishing does not make it {wanted}. Change that in its settings on "
-            f"the Hub, or leave out --{wanted}."
-        )
+    return Repository(api, repo_id, kind, branch, info.sha, has_branch, bool(info.private), files, card)
 
 
 def push(
@@ -169,55 +138,40 @@ def push(
         private, create_pr, notify: As in [`publish`].
 
     Raises:
+        ValueError: The Hub does not accept the card's metadata.
         OSError: The Hub or the connection failed, or somebody else has made a commit; the message says what stands.
     """
-    api, repo_id = repository.api, repository.repo_id
-    additions = [CommitOperationAdd(path, content) for path, content in files.items()]
+    api, repo_id, kind, branch = repository.api, repository.repo_id, repository.kind, repository.branch
     if not repository.has_branch:
         with hub_errors(f"Creating {repo_id}"):
-            repository = _created(repository, private)
-    size = sum(addition.upload_info.size for addition in additions)
-    notify(f"Sending {len(additions)} files, {size / 1e6:.1f} MB, to {repo_id}: those that it lacks.")
-    kind, branch = repository.kind, repository.branch
-    with hub_errors("Uploading", f"{repo_id} is unchanged. Publish again to send only the rest."):
-        # A checkpoint to resume from holds the weights once more: all but the first find them on the Hub.
-        first = {addition.upload_info.sha256: addition for addition in additions}.values()
-        for batch in (first, additions):
-            api.preupload_lfs_files(
-                repo_id, batch, repo_type=kind, revision=branch, create_pr=create_pr, free_memory=False,
-                gitignore_content=NOTHING_IGNORED,
-            )  # fmt: skip
+            if repository.commit is None:
+                sdk = "gradio" if kind == "space" else None
+                api.create_repo(repo_id, repo_type=kind, private=private, space_sdk=sdk)
+            if branch != "main":
+                api.create_branch(repo_id, repo_type=kind, branch=branch, revision=repository.commit)
+        repository = find_repository(api, repo_id, kind=kind, branch=branch)
+    additions = [CommitOperationAdd(path, content) for path, content in files.items()]
     operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions, *map(CommitOperationDelete, stale)]
-    again = "Look there whether it was opened, before you" if create_pr else "Nothing is sent twice:"
+    notify(f"Sending those of {len(additions)} files that {repo_id} lacks.")
+    to_branch: dict[str, Any] = {"repo_type": kind, "revision": branch, "create_pr": create_pr}
     try:
-        with hub_errors("The pull request" if create_pr else "The commit", f"{again} publish again."):
+        with hub_errors("Sending", "What was uploaded is not sent again: publish again."):
+            api.preupload_lfs_files(
+                repo_id, additions, free_memory=False, gitignore_content=NOTHING_IGNORED, **to_branch
+            )
             made = api.create_commit(
-                repo_id, operations, commit_message=message, repo_type=kind, revision=branch, create_pr=create_pr,
-                parent_commit=repository.commit,
-            )  # fmt: skip
+                repo_id, operations, commit_message=message, parent_commit=repository.commit, **to_branch
+            )
     except OSError as error:
         raise OSError(f"{error} {_head(repository)}") from None
     return Pushed(repository, made.oid, [*stale], made.pr_url)
 
 
-def _created(repository: Repository, private: bool | None) -> Repository:
-    api, repo_id, kind, branch = repository.api, repository.repo_id, repository.kind, repository.branch
-    if repository.commit is None:
-        api.create_repo(repo_id, repo_type=kind, private=private, space_sdk="gradio" if kind == "space" else None)
-        repository = find_repository(api, repo_id, kind=kind, branch=branch)
-    if not repository.has_branch:
-        api.create_branch(repo_id, repo_type=kind, branch=branch, revision=repository.commit)
-        repository = find_repository(api, repo_id, kind=kind, branch=branch)
-    return repository
-
-
 def _head(repository: Repository) -> str:
     """Whether the branch has moved, as a sentence."""
-    with suppress(HTTPError):
-        repo_id, kind, branch = repository.repo_id, repository.kind, repository.branch
-        newest = repository.api.list_repo_commits(repo_id, repo_type=kind, revision=branch)[0]
-        if newest.commit_id == repository.commit:
-            return f"{repo_id} is unchanged."
-        by = ", ".join(newest.authors)
-        return f"{branch} of {repo_id} has moved since, to {newest.commit_id} ({newest.title!r} by {by})."
-    return f"Whether {repo_id} has changed is not known: it cannot be asked."
+    with suppress(OSError):
+        now = find_repository(repository.api, repository.repo_id, kind=repository.kind, branch=repository.branch)
+        if now.commit == repository.commit:
+            return f"{repository.repo_id} is unchanged."
+        return f"{repository.branch} of {repository.repo_id} has moved since, to {now.commit}."
+    return f"Whether {repository.repo_id} has changed is not known: it cannot be asked."

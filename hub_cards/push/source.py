@@ -50,19 +50,18 @@ BY_PEOPLE = (CARD, "LICENSE*", "LICENCE*", "NOTICE*")
 
 _EXCLUDED = {
     "optimizer*": "optimizer state",
-    "training_args.bin": "a pickle: the trainer's arguments",
     STATE: "the trainer's own state",
     "checkpoint-*": "a checkpoint of training",
     "samples": "answers to samples of the data",
     "dropped_rows.jsonl": "rows of the data",
     PAGE: "it shows images and questions of the data",
+    REPORT: "not a report that this version can read",
     "*.safetensors": "weights that this checkpoint does not load",
     **{f"*{suffix}": "a pickle" for suffix in PICKLES},
+    **{f"{name}_[0-9]*.png": "it shows a sample of the data" for name in ("attention", "image", "baseline_image")},
     ".*": "hidden",
 }
-_FIGURE = r"\w[\w.-]*\.png"  # a name with a folder in it was not written by us
-_SHOWS_A_SAMPLE = r"(attention|(baseline_)?image)_\d+\.png"
-_IN_MEMORY = 10 * 2**20
+_FIGURE = r"(?!attention_\d|(baseline_)?image_\d)\w[\w.-]*\.png"  # of no sample, and with no folder in its name
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class PublishSource:
     """What is published of a folder.
 
     Attributes:
-        files: Path in the repository -> content; of weights, and of what is too large for memory, the file.
+        files: Path in the repository -> content; of weights the file.
         sizes: Path in the repository -> bytes.
         excluded: Path in the folder -> why it is not sent. The path of a whole folder ends in "/".
     """
@@ -89,25 +88,20 @@ def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
     What is `generated`, path -> content, is sent instead of the folder's.
     """
     folder = folder.resolve()
-    chosen = _weights(folder)
-    report: bytes | None = None
-    figures: list[str] = []
+    chosen = {path.name for path in weight_files(folder)}
+    report = f"{DIAGNOSTICS}/{REPORT}"
     with suppress(OSError, ValueError):
-        report, figures = public_report((folder / DIAGNOSTICS / REPORT).read_text("utf-8"))
-    chosen |= {f"{DIAGNOSTICS}/{name}" for name in figures}
+        content, figures = public_report((folder / report).read_text("utf-8"))
+        chosen |= {f"{DIAGNOSTICS}/{name}" for name in (REPORT, *figures)}
+        generated = {**generated, report: content}
     files: dict[str, bytes | Path] = {}
     excluded = {}
     for path in _listed(folder):
         relative = path.relative_to(folder).as_posix()
         if reason := _reason(path, relative, chosen):
             excluded[relative + ("/" if path.is_dir() else "")] = reason
-        elif relative != f"{DIAGNOSTICS}/{REPORT}":
-            large = path.suffix == ".safetensors" or path.stat().st_size > _IN_MEMORY
-            files[relative] = path if large else path.read_bytes()
-        elif report is None:
-            excluded[relative] = "not a report that this version can read"
         else:
-            files[relative] = report
+            files[relative] = path if path.suffix == ".safetensors" else path.read_bytes()
     files = dict(sorted({**files, **generated}.items()))
     sizes = {path: len(each) if isinstance(each, bytes) else each.stat().st_size for path, each in files.items()}
     return PublishSource(folder, files, sizes, dict(sorted(excluded.items())))
@@ -129,39 +123,36 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
             raise ValueError(f"its schema_version is {version}, not {SCHEMA_VERSION}")
         for report in filter(None, (content["report"], content["against"])):
             report["attention"] = [{**each, "question": "", "image": None, "maps": []} for each in report["attention"]]
-        names = [drawing["file"] for drawing in content["figures"]]
-        names = [name for name in names if re.fullmatch(_FIGURE, name) and not re.fullmatch(_SHOWS_A_SAMPLE, name)]
-        content["figures"] = [drawing for drawing in content["figures"] if drawing["file"] in names]
+        content["figures"] = [each for each in content["figures"] if re.fullmatch(_FIGURE, each["file"])]
         content["provenance"].pop("first question", None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a valid report: {error}") from error
-    return report_json(content).encode(), names
+    return report_json(content).encode(), [each["file"] for each in content["figures"]]
 
 
-def shards_of(folder: Path) -> list[str]:
-    """The files that the index of a folder names. Raises ValueError if one of them does not exist."""
-    names = shards(json_object((folder / INDEX).read_bytes(), str(folder / INDEX)), str(folder / INDEX))
-    if absent := [name for name in names if not (folder / name).is_file()]:
-        raise ValueError(
-            f"{folder} lacks {', '.join(absent)} of the {len(names)} shards that {INDEX} names. Copy them there, or "
-            "save the model again."
-        )
-    return names
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that `from_pretrained` would read.
 
-
-def _weights(folder: Path) -> set[str]:
-    """The files of weights that `from_pretrained` would read."""
-    found = [name for name in (WEIGHTS, INDEX, ADAPTER_WEIGHTS) if (folder / name).exists()]
+    Raises:
+        ValueError: There are none, or those of two saves, or a shard is missing.
+    """
+    found = [folder / name for name in (WEIGHTS, INDEX, ADAPTER_WEIGHTS) if (folder / name).exists()]
     if len(found) > 1:
         raise ValueError(
-            f"{folder} holds {' and '.join(found)}, weights of two saves. Remove those that should not be published."
+            f"{folder} holds {' and '.join(path.name for path in found)}, weights of two saves. Remove those that "
+            "should not be published."
         )
     if not found:
         raise ValueError(
             f"{folder} has no weights: no {WEIGHTS}, {INDEX} or {ADAPTER_WEIGHTS}. Pickled weights are not sent: load "
             "the model and save it again."
         )
-    return {*found, *(shards_of(folder) if found == [INDEX] else ())}
+    if found == [folder / INDEX]:
+        index = json_object(found[0].read_bytes(), str(found[0]))
+        found = [folder / name for name in shards(index, f"{folder / INDEX}")]
+    if absent := [path.name for path in found if not path.is_file()]:
+        raise ValueError(f"{folder} lacks {', '.join(absent)}, which {INDEX} names. Save the model again.")
+    return found
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -179,13 +170,9 @@ def _matches(path: str, patterns: Mapping[str, tuple[str, ...]]) -> bool:
 
 def _reason(path: Path, relative: str, chosen: Collection[str]) -> str | None:
     """Why a file or folder is not sent; None for one that is."""
-    by_choice = path.suffix in (".safetensors", ".png") or path.name == INDEX
+    by_choice = path.suffix in (".safetensors", ".png") or path.name == REPORT
     listed = _matches(relative, WRITTEN) or _matches(relative, {"": BY_PEOPLE})
     if listed and path.is_file() and path.suffix not in PICKLES and (relative in chosen or not by_choice):
         return None
-    if re.fullmatch(_SHOWS_A_SAMPLE, path.name):
-        return "it shows a sample of the data"
-    for pattern, reason in _EXCLUDED.items():
-        if fnmatchcase(path.name, pattern):
-            return reason
-    return "not on the list of what is sent"
+    reasons = (reason for pattern, reason in _EXCLUDED.items() if fnmatchcase(path.name, pattern))
+    return next(reasons, "not on the list of what is sent")

@@ -8,13 +8,7 @@ from pathlib import Path
 from demo import build_app, launch, load
 
 
-def main() -> None:
-    """Serves the page."""
-    settings = json.loads(Path(__file__).with_name("space.json").read_text(encoding="utf-8"))
-    model, processor = load(settings["model"], settings["revision"])
-    source = f"Model: [{settings['model']}](https://huggingface.co/{settings['model']})."
-    launch(build_app(model, processor, title=settings["title"], source=source))
-
-
-if __name__ == "__main__":
-    main()
+settings = json.loads(Path(__file__).with_name("space.json").read_text(encoding="utf-8"))
+model, processor = load(settings["model"], settings["revision"])
+source = f"Model: [{settings['model']}](https://huggingface.co/{settings['model']})."
+launch(build_app(model, processor, title=settings["title"], source=source))

@@ -9,17 +9,10 @@ from ...errors import check_installed
 
 
 def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | None = None) -> None:
-    """Loads a checkpoint and serves the page until it is interrupted.
+    """Loads a checkpoint, a folder or Hub id, and serves the page until it is interrupted.
 
-    Args:
-        checkpoint: Folder or Hub id of a NormAlign-LLaVA.
-        host: Address to listen on; "0.0.0.0" lets other computers in.
-        port: Port to listen on; by default the first free one from 7860.
-
-    Raises:
-        ImportError: Gradio is not installed.
-        ValueError: There is no NormAlign-LLaVA at `checkpoint`.
-        OSError: The port is taken.
+    `port` is by default the first free one from 7860. Raises ImportError without Gradio, ValueError if there is no
+    NormAlign-LLaVA, and OSError if the port is taken.
     """
     source, revision = find_checkpoint(checkpoint)
     check_installed("gradio", "demo", "The demo")

@@ -15,12 +15,6 @@ from ..push.repository import Pushed, Repository, find_repository, push
 GRADIO_VERSION = "6.31.0"
 """What a Space installs; the one that the tests run."""
 
-OF_THE_HUB = {".gitattributes", "README.md"}
-"""The files that the Hub creates a Space with."""
-
-SETTINGS = "space.json"
-"""A file that every Space of this package has, and hardly another."""
-
 _FOLDER = Path(__file__).parent
 
 
@@ -41,21 +35,17 @@ def space_files(repo_id: str, revision: str, title: str) -> dict[str, bytes]:
     }
 
 
-def space_of(repo_id: str) -> str:
-    """The name of a model's Space."""
-    return f"{repo_id}-demo"
-
-
 def check_space(api: HfApi, repo_id: str) -> Repository:
     """The Space of a model as it is now.
 
     Raises:
         ValueError: It was not published by this package: it has files, and not `space.json`.
     """
-    existing = find_repository(api, space_of(repo_id), kind="space")
-    if SETTINGS not in existing.files and existing.files - OF_THE_HUB:
+    existing = find_repository(api, f"{repo_id}-demo", kind="space")
+    empty = existing.files <= {".gitattributes", "README.md"}  # as the Hub creates one
+    if "space.json" not in existing.files and not empty:
         raise ValueError(
-            f"The Space {space_of(repo_id)} exists and was not published by this package. Rename it, or publish "
+            f"The Space {existing.repo_id} exists and was not published by this package. Rename it, or publish "
             "without --space."
         )
     return existing
@@ -70,16 +60,16 @@ def push_space(pushed: Pushed, notify: Callable[[str], object]) -> str:
         OSError: It failed. The model is published.
     """
     model = pushed.repository
-    name = space_of(model.repo_id)
     files = space_files(model.repo_id, pushed.commit, model.repo_id.split("/")[1])
     try:
         existing = check_space(model.api, model.repo_id)
         stale = [path for path in existing.files if path.startswith("demo/") and path not in files]
-        page = push(existing, files, stale, private=model.private, notify=notify).repository.url
+        push(existing, files, stale, private=model.private, notify=notify)
     except (ValueError, OSError) as error:
         raise OSError(
-            f"The model is published, at {pushed.commit} of {model.repo_id}; its Space {name} is not. {error}"
+            f"The model is published, at {pushed.commit} of {model.repo_id}; its Space is not. {error}"
         ) from None
-    if model.reading_token:
+    page = f"{model.api.endpoint}/spaces/{existing.repo_id}"
+    if model.private:
         notify(f"To read the model, the Space needs a token as its secret HF_TOKEN: {page}/settings.")
     return page

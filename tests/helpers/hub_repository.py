@@ -61,18 +61,15 @@ class Repository:
     """A repository of any kind.
 
     Attributes:
-        kind: "model", "dataset" or "space".
+        address: Its page below the Hub's own: `user/name`, `datasets/user/name`, `spaces/user/name`.
         private: Whether only its owner sees it.
         folder: Where its first files lie, if they came from a folder.
         branches: Name -> commit, pull requests among them as `refs/pr/1`.
         blobs: Blob id -> content, uploaded content that is in no commit among them.
     """
 
-    def __init__(self, repo_id: str, kind: str = "model", private: bool = False, folder: Path | None = None):
-        self.repo_id = repo_id
-        self.kind = kind
-        self.private = private
-        self.folder = folder
+    def __init__(self, address: str, private: bool = False, folder: Path | None = None):
+        self.address, self.private, self.folder = address, private, folder
         self.branches: dict[str, str] = {}
         self.blobs: dict[str, Blob] = {}
         self._commits: dict[str, Commit] = {}
@@ -112,7 +109,7 @@ class Repository:
         """Makes the snapshot `files` the newest commit of a branch."""
         number = len(self._commits)
         date = (datetime(2026, 1, 1) + timedelta(seconds=number)).strftime("%Y-%m-%dT%H:%M:%S.000Z")
-        text = repr((self.kind, self.repo_id, number, parent, sorted(files.items()), title, author))
+        text = repr((self.address, number, parent, sorted(files.items()), title, author))
         oid = hashlib.sha1(text.encode()).hexdigest()
         self._commits[oid] = Commit(oid, parent, title, author, date, dict(sorted(files.items())))
         self.branches[branch] = oid
@@ -121,34 +118,20 @@ class Repository:
     def store(self, path: str, content: bytes | Path) -> str:
         """Stores what a file at `path` holds, in LFS where the Hub would; returns its blob id."""
         data = content if isinstance(content, bytes) else content.read_bytes()
-        lfs = stored_in_lfs(path, len(data), data[:512])
-        blob_id = hashlib.sha256(data).hexdigest() if lfs else git_blob_id(data)
+        blob_id = hashlib.sha256(data).hexdigest() if stored_in_lfs(path, len(data), data[:512]) else git_blob_id(data)
         self.blobs[blob_id] = Blob(len(data), content)
         return blob_id
-
-    def open_pull_request(self, base: Commit) -> str:
-        """A new branch `refs/pr/N` at `base`."""
-        branch = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in self.branches)}"
-        self.branches[branch] = base.oid
-        return branch
 
     def entry(self, path: str, commit: Commit) -> dict:
         """A file or a folder as `tree` and `paths-info` list it."""
         if path not in commit.files:
             return {"type": "directory", "path": path, "size": 0, "oid": git_blob_id(path.encode())}
         blob_id = commit.files[path]
-        blob = self.blobs[blob_id]
-        entry = {"type": "file", "path": path, "size": blob.size, "oid": blob_id}
+        size = self.blobs[blob_id].size
+        entry = {"type": "file", "path": path, "size": size, "oid": blob_id}
         if in_lfs(blob_id):
-            pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{blob_id}\nsize {blob.size}\n".encode()
-            entry["oid"] = git_blob_id(pointer)
-            entry["lfs"] = {"oid": blob_id, "size": blob.size, "pointerSize": len(pointer)}
+            entry |= {"oid": git_blob_id(blob_id.encode()), "lfs": {"oid": blob_id, "size": size, "pointerSize": 134}}
         return entry
-
-
-def address(kind: str, repo_id: str) -> str:
-    """Where the Hub has a repository, below its own address: `user/name`, `datasets/user/name`, `spaces/user/name`."""
-    return repo_id if kind == "model" else f"{kind}s/{repo_id}"
 
 
 def git_blob_id(content: bytes) -> str:

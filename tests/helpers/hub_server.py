@@ -3,27 +3,41 @@
 """A real HTTP hub on the loopback interface, which the real client pushes to and pulls from, faults included.
 
 `HF_ENDPOINT` is read when huggingface_hub is imported, so a client of this server runs in a process of its own, with
-[`HubServer.environment`]. What is answered is in hub_reading.py and hub_writing.py, what is stored in
-hub_repository.py, what can go wrong in hub_faults.py, who may do what in hub_request.py.
+[`HubServer.environment`]. What is answered is in hub_answers.py, what is stored in hub_repository.py.
 """
 
 import os
+import re
 import secrets
 import socket
 from collections import Counter
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import RLock, Thread
+from threading import Event, RLock, Thread
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from hub_faults import Fault, Kind, Pause
-from hub_reading import READING
-from hub_repository import Refusal, Repository, address
-from hub_request import Account, Answer, Request, reply
-from hub_writing import WRITING
+from hub_answers import ROUTES, Account, Answer, Request, address, reply
+from hub_repository import Refusal, Repository
 
 
 GITATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
+
+
+@dataclass
+class Fault:
+    """A fault, for the first `times` of the requests `"METHOD /path"` that match the regular expression `request`.
+
+    Attributes:
+        kind: A status, or "close" (the connection ends): nothing is done. "lost": done, but the connection ends
+            without an answer. "pause": done once `released` is set; `reached` is set when the request has come.
+    """
+
+    kind: str | int
+    request: str
+    times: int = 1
+    reached: Event = field(default_factory=Event)
+    released: Event = field(default_factory=Event)
 
 
 class HubServer:
@@ -53,7 +67,6 @@ class HubServer:
         self.received: Counter[str] = Counter()
         self.accounts: dict[str, Account] = {}
         self.faults: list[Fault] = []
-        self.pauses: list[Pause] = []
 
     @property
     def url(self) -> str:
@@ -74,42 +87,27 @@ class HubServer:
         self, repo_id: str, *, kind: str = "model", private: bool = False, files: dict[str, bytes] | None = None
     ) -> Repository:
         """A repository as the Hub makes one, with a `.gitattributes`; a second commit brings `files`."""
-        repository = Repository(repo_id, kind, private)
-        author = repo_id.split("/")[0]
-        attributes = {".gitattributes": repository.store(".gitattributes", GITATTRIBUTES)}
-        first = repository.advance("main", attributes, "initial commit", author, parent=None)
+        repository = self._add(Repository(address(kind, repo_id), private), {".gitattributes": GITATTRIBUTES})
         if files:
             stored = {path: repository.store(path, content) for path, content in files.items()}
-            repository.advance("main", attributes | stored, "Upload files", author, parent=first.oid)
-        self.repositories[address(kind, repo_id)] = repository
+            head, author = repository.head(), repo_id.split("/")[0]
+            repository.advance("main", head.files | stored, "Upload files", author, parent=head.oid)
         return repository
 
     def serve(self, repo_id: str, folder: Path, kind: str = "model") -> Repository:
         """A public repository whose only commit is the files of a folder, and nothing else."""
-        repository = Repository(repo_id, kind, folder=folder)
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        names = [path.relative_to(folder).as_posix() for path in paths]
-        files = {name: repository.store(name, path) for name, path in zip(names, paths, strict=True)}
-        repository.advance("main", files, "initial commit", repo_id.split("/")[0], parent=None)
-        self.repositories[address(kind, repo_id)] = repository
-        return repository
+        files = {path.relative_to(folder).as_posix(): path for path in paths}
+        return self._add(Repository(address(kind, repo_id), folder=folder), files)
 
     def repository(self, repo_id: str, kind: str = "model") -> Repository:
         """What the hub has under a name; KeyError if it has nothing."""
         return self.repositories[address(kind, repo_id)]
 
-    def page(self, kind: str, repo_id: str) -> str:
-        """The address of a repository."""
-        return f"{self.url}/{address(kind, repo_id)}"
-
-    def fault(self, kind: Kind, request: str, *, times: int = 1) -> None:
-        """Makes requests fail: see [`Fault`]."""
+    def fault(self, kind: str | int, request: str, *, times: int = 1) -> Fault:
+        """Makes requests fail or wait: see [`Fault`]."""
         self.faults.append(Fault(kind, request, times))
-
-    def pause(self, request: str) -> Pause:
-        """Holds a request: see [`Pause`]."""
-        self.pauses.append(Pause(request))
-        return self.pauses[-1]
+        return self.faults[-1]
 
     def __enter__(self) -> "HubServer":
         self._thread = Thread(target=self._server.serve_forever, daemon=True)
@@ -117,11 +115,15 @@ class HubServer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for pause in self.pauses:
-            pause.release()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def _add(self, repository: Repository, files: dict) -> Repository:
+        stored = {path: repository.store(path, content) for path, content in files.items()}
+        repository.advance("main", stored, "initial commit", repository.address.split("/")[-2], parent=None)
+        self.repositories[repository.address] = repository
+        return repository
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -142,15 +144,17 @@ class _Handler(BaseHTTPRequestHandler):
         line = f"{self.command} {self.address.path}"
         with self.hub.lock:
             self.hub.requests.append(line)
-            fault = next((fault for fault in self.hub.faults if fault.strikes(line)), None)
-        kind = fault.kind if fault else None
-        body = self._body()
+            fault = next((fault for fault in self.hub.faults if fault.times and re.search(fault.request, line)), None)
+            if fault:
+                fault.times -= 1
+        kind, body = fault.kind if fault else None, self._body()
         if kind == "close":
-            return self._hang_up()
-        if any([pause.hold(line) for pause in [*self.hub.pauses]]) and self._client_is_gone():
             return self._hang_up()
         if isinstance(kind, int):
             return self._send(reply({"error": "this request was made to fail"}, kind))
+        if fault and kind == "pause":
+            fault.reached.set()
+            fault.released.wait()
         try:
             with self.hub.lock:
                 answer = self._answer(body)
@@ -167,8 +171,8 @@ class _Handler(BaseHTTPRequestHandler):
         query = parse_qs(self.address.query)
         request = Request(self.command, self.address.path, query, self.headers.get("Range", ""), body, account)
         method = "GET" if self.command == "HEAD" else self.command
-        for route_method, pattern, act in READING + WRITING:
-            if method == route_method and (match := pattern.fullmatch(self.address.path)):
+        for route_method, pattern, act in ROUTES:
+            if method == route_method and (match := re.fullmatch(pattern, self.address.path)):
                 groups = {name: unquote(value) for name, value in match.groupdict().items() if value is not None}
                 return act(self.hub, request, **groups)
         raise Refusal(404, "NotFound", f"this hub does not know {self.command} {self.address.path}")
@@ -188,14 +192,6 @@ class _Handler(BaseHTTPRequestHandler):
         if len(chunk) < size:
             raise ConnectionAbortedError("the client went away")
         return chunk
-
-    def _client_is_gone(self) -> bool:
-        try:
-            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return False
-        except ConnectionError:
-            return True
 
     def _hang_up(self) -> None:
         self.close_connection = True

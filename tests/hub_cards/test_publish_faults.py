@@ -41,19 +41,19 @@ def test_a_fault_leaves_the_branch_and_the_next_run_sends_the_rest(publish, hub,
 def test_after_a_lost_answer_the_next_run_makes_no_second_commit(publish, hub, folder):
     hub.fault("lost", COMMIT)
     status, shown = publish(folder, "--no-verify")
-    assert status == 1 and f"has moved since, to {hub.repository('ann/m').commit}" in shown and "by ann" in shown
+    assert status == 1 and f"has moved since, to {hub.repository('ann/m').commit}" in shown
     status, shown = publish(folder, "--no-verify")
     assert status == 0 and "nothing changed" in shown and published(hub, folder, 2)
 
 
 def test_killed_during_the_upload_and_run_again(start, publish, hub, folder):
     before = hub.create("ann/m", files={"config.json": b"old"}).head()
-    pause = hub.pause(PUT)
+    pause = hub.fault("pause", PUT)
     process = start(folder, "--no-verify")
     assert pause.reached.wait(60)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    pause.release()
+    pause.released.set()
     assert hub.repository("ann/m").head() == before
     assert publish(folder, "--no-verify")[0] == 0 and published(hub, folder, 3)
 
@@ -66,7 +66,7 @@ def test_tokens_that_may_not_publish(publish, hub, folder):
     }.items():
         status, shown = publish(folder, token=token)
         assert status == 1 and words in shown, shown
-    assert "bob/..." in shown and "lab/..." in shown and "--create-pr" in shown
+    assert "bob/... or lab/..." in shown and "--create-pr" in shown
     assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
 
 
@@ -74,12 +74,12 @@ def test_of_two_publishers_the_slower_gets_an_error(start, publish, hub, folder,
     other = shutil.copytree(folder, tmp_path / "other")
     (other / "training.json").write_text('{"seconds": 1.5}')
     repository = hub.create("ann/m", files={"config.json": b"old"})
-    pause = hub.pause(COMMIT)
+    pause = hub.fault("pause", COMMIT)
     slower = start(folder, "--no-verify")
     assert pause.reached.wait(60)
     assert publish(other, "--no-verify")[0] == 0
     theirs = repository.commit
-    pause.release()
+    pause.released.set()
     done = slower.wait()
     assert done.returncode == 1 and theirs in done.stderr and repository.commit == theirs
     assert publish(folder, "--no-verify")[0] == 0 and repository.head().parent == theirs

@@ -40,7 +40,6 @@ def add(folder, *names):
 def test_a_built_checkpoint_is_sent_whole(folder):
     found = choose_files(folder, {"README.md": b"# Card"})
     assert found.files.keys() == BUILT | {"README.md"} and found.excluded == {}
-    assert found.sizes == {path: (folder / path).stat().st_size for path in BUILT} | {"README.md": 6}
     assert found.files["config.json"] == (folder / "config.json").read_bytes()
     assert found.files[WEIGHTS] == folder / WEIGHTS and found.files["README.md"] == b"# Card"
 
@@ -53,7 +52,7 @@ def test_of_a_trainers_checkpoint_the_adapter_is_sent_alone(built, tmp_path):
         found = choose_files(folder, {})
         assert {"adapter_config.json", "adapter_model.safetensors"} <= found.files.keys()
         assert not any(path.endswith((".bin", ".pt", ".pth")) for path in found.files)
-        assert found.excluded["training_args.bin"] == "a pickle: the trainer's arguments"
+        assert found.excluded["training_args.bin"] == "a pickle"
     assert found.excluded["optimizer.pt"] == "optimizer state"
     assert found.excluded["trainer_state.json"] == "the trainer's own state"
 
@@ -92,7 +91,7 @@ def test_the_shards_that_the_index_names_are_sent(sharded, tmp_path):
     assert stale_files([stale, shards[0], "mine.safetensors"], found.files) == [stale]
 
     (folder / shards[1]).unlink()
-    with pytest.raises(ValueError, match=f"lacks {shards[1]} of the {len(shards)} shards"):
+    with pytest.raises(ValueError, match=f"lacks {shards[1]}, which {INDEX} names"):
         choose_files(folder, {})
 
 

@@ -109,13 +109,9 @@ def wrong_file(folder, case):
 
 def test_wrong_files_get_a_message_and_the_page_goes_on(tmp_path, url, images):
     user = client(url)
-    for cases, message in (
-        (("truncated", "EPS", "scans"), "no image that can be read"),
-        (("giant", "narrow"), "too large or too narrow"),
-    ):
-        for case in cases:
-            with pytest.raises(AppError, match=message):
-                user.predict(handle_file(wrong_file(tmp_path, case)), "what is it?", 0, api_name="/ask")
+    for case in ("truncated", "EPS", "scans", "giant", "narrow"):
+        with pytest.raises(AppError, match="no image that can be read"):
+            user.predict(handle_file(wrong_file(tmp_path, case)), "what is it?", 0, api_name="/ask")
     assert user.predict(handle_file(images["red"]), "what is it?", 0, api_name="/ask")[0]
 
 

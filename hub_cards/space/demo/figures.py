@@ -8,14 +8,17 @@ from typing import Any
 import gradio as gr
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
 from .measuring import Measured
 
 
-COLORS = {"visual": "#E69F00", "text": "#0072B2"}  # Okabe and Ito's, which colour-blind readers can tell apart
-MARKERS = {"visual": "o", "text": "s"}
+# Colours that colour-blind readers can tell apart, and wide under narrow, so that curves can be seen on each other.
+STYLES: dict[str, dict[str, Any]] = {
+    "visual": {"color": "#E69F00", "marker": "o", "linewidth": 2.6, "markersize": 5.5},
+    "text": {"color": "#0072B2", "marker": "s", "linewidth": 1.4, "markersize": 3.5},
+}
 
 
 def show_layer(measured: Measured | None, layer: int) -> Any:
@@ -31,17 +34,13 @@ def attention(measured: Measured, layer: int) -> tuple[str, np.ndarray | None]:
 
     With `layer` 0 the shares are averaged over layers, each of which counts the same.
     """
-    if layer and layer not in measured.shares:
-        return f"Layer {layer} has no attention map that reaches the whole image", None
-    rows = [measured.shares[layer]] if layer else list(measured.shares.values())
+    name = f"Layer {layer}" if layer else "Mean over layers"
+    rows = [row for number, row in measured.shares.items() if layer in (0, number)]
     if not rows:
-        return "This model gives no attention maps that reach the whole image", None
+        return f"{name}: no attention map reaches the whole image", None
     falls = np.mean([row.sum() for row in rows])
     shares = np.mean([row / row.sum() for row in rows], axis=0)
-    return (
-        f"{f'Layer {layer}' if layer else 'Mean over layers'}: {falls:.1%} of the text's attention is on the image",
-        shares,
-    )
+    return f"{name}: {falls:.1%} of the text's attention is on the image", shares
 
 
 def draw_map(measured: Measured, title: str, shares: np.ndarray | None) -> Image.Image:
@@ -76,16 +75,13 @@ def draw_norms(measured: Measured) -> Image.Image:
     figure = Figure(figsize=(5.2, 3.1), layout="constrained")
     axes = figure.subplots()
     for kind, norms in measured.norms.items():
-        # Wide under narrow: where curves lie on each other, both can be seen.
-        width, size = (2.6, 5.5) if kind == "visual" else (1.4, 3.5)
-        style = {"color": COLORS[kind], "marker": MARKERS[kind], "linewidth": width, "markersize": size}
-        axes.plot(range(len(norms)), norms, label=f"{kind} tokens", **style)
+        axes.plot(range(len(norms)), norms, label=f"{kind} tokens", **STYLES[kind])
     axes.set_yscale("log")
     values = [value for norms in measured.norms.values() for value in norms]
     narrow = max(values) < 1000 * min(values)
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=12))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("after layer (0: on entry)", fontsize=10)
     axes.set_ylabel("mean L2 norm", fontsize=10)

@@ -48,24 +48,18 @@ def open_image(path: Path) -> Image.Image:
         with Image.open(path, formats=FORMATS) as file:
             width, height = file.size
             if width * height > MAX_PIXELS or max(width, height) > MAX_RATIO * min(width, height):
-                raise Image.DecompressionBombError(f"{width} x {height} pixels")
+                raise ValueError("too large or too narrow")
             if file.format in ("JPEG", "MPO") and path.read_bytes().count(b"\xff\xda") > MAX_SCANS:
                 raise ValueError("too many scans")
             return upright_rgb(file)
-    except Image.DecompressionBombError as error:
+    except Exception as error:  # decoders of broken files raise whatever their own code stumbles over
         raise Refused(
-            f"The image is too large or too narrow. At most {MAX_PIXELS // 1_000_000} million pixels are read, and "
-            f"one side may be {MAX_RATIO} times the other. Make it smaller."
-        ) from error
-    # Decoders of broken files raise whatever their own code stumbles over.
-    except Exception as error:
-        raise Refused(
-            "This file is no image that can be read: it may be damaged, cut short, or of another kind than its name "
-            "says. Choose a PNG, JPEG, WebP or GIF file."
+            "This file is no image that can be read. Choose a whole PNG, JPEG, WebP or GIF file of at most "
+            f"{MAX_PIXELS // 1_000_000} million pixels, with no side over {MAX_RATIO} times as long as the other."
         ) from error
 
 
-# As in data/images.py, word for word: a Space has nothing of the package but this folder.
+# As in data/rows/images.py, word for word: a Space has nothing of the package but this folder.
 def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
     """Decodes an opened image into RGB: turned as its EXIF data say, on white where it is transparent.
 
@@ -97,11 +91,6 @@ def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
 def draw_example(shape: str, color: str) -> Image.Image:
     """A shape on a pale ground."""
     image = Image.new("RGB", (256, 256), "#E8E4DA")
-    pen, box = ImageDraw.Draw(image), (70, 60, 190, 180)
-    if shape == "circle":
-        pen.ellipse(box, fill=color)
-    elif shape == "rectangle":
-        pen.rectangle((50, 80, 206, 176), fill=color)
-    else:
-        pen.polygon([(128, 56), (196, 184), (60, 184)], fill=color)
+    sides = {"circle": 180, "triangle": 3, "rectangle": 4}[shape]
+    ImageDraw.Draw(image).regular_polygon((128, 128, 64), sides, fill=color)
     return image

@@ -42,7 +42,7 @@ class Meter:
         self._model, self._processor = model, processor
         tokenizer = processor.tokenizer
         added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special = torch.tensor(sorted(added | set(tokenizer.all_special_ids) | _named(model.config)))
+        self._special = torch.tensor(sorted(added | set(tokenizer.all_special_ids)))
         for number, layer in enumerate(model.get_decoder().layers, 1):
             layer.register_forward_hook(partial(_after_layer, number), with_kwargs=True)
             attention = dict(layer.named_children()).get("self_attn")  # layers of linear attention have none
@@ -111,13 +111,3 @@ def _after_attention(number: int, module: Any, args: tuple, kwargs: dict, output
     row = output[1][0][:, watched.asking].mean((0, 1), dtype=torch.float32)[watched.visual]
     if row.sum() > 0:
         watched.measured.shares[number] = row.double().cpu().numpy()
-
-
-def _named(config: Any) -> set[int]:
-    """Ids that a configuration and that of its language model name: ends of a sequence, padding, the image."""
-    found: set[int] = set()
-    for part in (config, config.get_text_config()):
-        for name, value in part.to_dict().items():
-            if name.endswith(("_token_id", "_token_ids", "_token_index")):
-                found.update(each for each in (value if isinstance(value, list) else [value]) if type(each) is int)
-    return found

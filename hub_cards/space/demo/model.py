@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor, StoppingCriteriaList
-from transformers.generation import BaseStreamer
 
 
 ATTENTION = {"text_config": "eager"}
@@ -22,14 +21,10 @@ def load(source: str, revision: str | None = None) -> tuple[Any, Any]:
 
     It is on a GPU in the checkpoint's own precision, without one in float32.
     """
-    gpu = torch.cuda.is_available()
-    pinned = {"revision": revision, "code_revision": revision} if revision else {}
-    dtype = "auto" if gpu else torch.float32
-    model = AutoModelForImageTextToText.from_pretrained(
-        source, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=True, **pinned
-    )
-    processor = AutoProcessor.from_pretrained(source, trust_remote_code=True, **pinned)
-    return model.to("cuda" if gpu else "cpu").eval(), processor
+    device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
+    remote: dict[str, Any] = {"revision": revision, "code_revision": revision, "trust_remote_code": True}
+    model = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, attn_implementation=ATTENTION, **remote)
+    return model.to(device).eval(), AutoProcessor.from_pretrained(source, **remote)
 
 
 def stream(model: Any, inputs: dict[str, Tensor], max_new_tokens: int) -> Generator[int, None, None]:
@@ -37,45 +32,29 @@ def stream(model: Any, inputs: dict[str, Tensor], max_new_tokens: int) -> Genera
 
     A thread generates them, which ends at the next token once the generator is closed.
     """
-    tokens, stopped = _Tokens(), Event()
+    queue: SimpleQueue[int | Exception | None] = SimpleQueue()
+    stopped = Event()
     context = model.config.get_text_config().max_position_embeddings
     room = min(max_new_tokens, context - inputs["input_ids"].shape[1])
 
+    def after_token(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        queue.put(ids[0, -1].item())
+        return ids.new_full((1,), stopped.is_set(), dtype=torch.bool)
+
     def generate() -> None:
+        end = None
         try:
-            model.generate(
-                **inputs,
-                max_new_tokens=room,
-                do_sample=False,
-                streamer=tokens,
-                stopping_criteria=StoppingCriteriaList(
-                    [lambda ids, scores, **_: ids.new_full((len(ids),), stopped.is_set(), dtype=torch.bool)]
-                ),
-            )
+            criteria = StoppingCriteriaList([after_token])
+            model.generate(**inputs, max_new_tokens=room, do_sample=False, stopping_criteria=criteria)
         except Exception as error:  # raised again where the answer is read
-            tokens.queue.put(error)
+            end = error
+        queue.put(end)
 
     Thread(target=generate, name="answer", daemon=True).start()
     try:
-        while (item := tokens.queue.get()) is not None:
+        while (item := queue.get()) is not None:
             if isinstance(item, Exception):
                 raise item
             yield item
     finally:
         stopped.set()  # also after Stop, or when the person has gone
-
-
-class _Tokens(BaseStreamer):
-    """Hands every generated id to another thread; None at the end."""
-
-    def __init__(self) -> None:
-        self.queue: SimpleQueue[int | Exception | None] = SimpleQueue()
-        self._at_prompt = True
-
-    def put(self, value: Tensor) -> None:
-        if not self._at_prompt:
-            self.queue.put(value.item())
-        self._at_prompt = False
-
-    def end(self) -> None:
-        self.queue.put(None)

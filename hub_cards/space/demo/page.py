@@ -18,19 +18,14 @@ from .images import EXAMPLES, draw_example
 
 
 MAX_FILE = "20mb"
-TOGETHER = 2
-"""How many people are answered at the same time; others wait in a queue."""
-WAITING = 20
-"""How many questions may wait. Those asked by programs that fetch no answer are answered too."""
-KEPT = 3600
-"""Seconds for which images and measurements are kept."""
+TOGETHER, WAITING = 2, 20  # people who are answered at the same time, and who may wait for that
+KEPT = 3600  # seconds for which images and measurements are kept
 FIGURE: dict[str, Any] = {"interactive": False, "format": "png", "show_label": False, "buttons": ["fullscreen"]}
 LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
 """This computer as its own browser names it, with or without a port."""
 CSS = """
 .gradio-container { max-width: 1180px !important; margin: 0 auto !important; }
 #figures img { background: white; }
-footer { opacity: 0.8; }
 """
 
 
@@ -132,14 +127,10 @@ def launch(app: gr.Blocks, **options: Any) -> None:
     """
     name = options.get("server_name") or os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1")
     is_local = "SPACE_ID" not in os.environ and LOCAL.fullmatch(name)
-    plain, mono = gr.themes.Font("system-ui"), gr.themes.Font("ui-monospace")
-    theme = gr.themes.Default(
-        primary_hue="blue",
-        font=[plain, gr.themes.Font("sans-serif")],
-        font_mono=[mono, gr.themes.Font("monospace")],
-    ).set(block_info_text_color="*neutral_600")  # the default is too pale to read
+    font, font_mono = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]
+    theme = gr.themes.Default(primary_hue="blue", font=font, font_mono=font_mono)
     app.queue(max_size=WAITING).launch(
-        theme=theme,
+        theme=theme.set(block_info_text_color="*neutral_600"),  # the default is too pale to read
         css=CSS,
         share=False,
         ssr_mode=False,
