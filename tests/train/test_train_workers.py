@@ -1,6 +1,5 @@
 """Processes that read batches: how many there are, what they raise, and what remains of them."""
 
-import multiprocessing
 import os
 import signal
 from types import SimpleNamespace
@@ -9,13 +8,12 @@ import pytest
 import train_data
 import training
 from paths import HELPERS
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerState
 
 from normalign_llava.train.callbacks import data_wait
 from normalign_llava.train.callbacks.data_wait import DataWait
 from normalign_llava.train.options.arguments import NormAlignConfig, default_workers
-from normalign_llava.train.options.parsing import parse
-from normalign_llava.train.run import main, train
+from normalign_llava.train.run import main
 
 
 pytestmark = pytest.mark.slow
@@ -47,23 +45,6 @@ def test_a_bad_image_is_the_same_sentence_with_and_without(tmp_path, parts):
                 main([file, *sequential, *streaming, "--dataloader_num_workers", workers])
             said.append(str(raised.value))
         assert said[0] == said[1] and said[0].count("\n") == 0
-
-
-class Kill(TrainerCallback):
-    """Kills the processes that read, as a system without memory does."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            for process in multiprocessing.active_children():
-                process.kill()
-
-
-def test_one_that_is_killed_is_named_with_what_is_lost(tmp_path, parts):
-    file = training.recipe(tmp_path, parts, max_steps=50, save_steps=2)
-    data, args, model = parse([file, "--dataloader_num_workers", "2"])
-    remedy = r"Lower dataloader_num_workers, now 2. Step \d+ was done. .*--resume_from_checkpoint .*checkpoint-2"
-    with pytest.raises(OSError, match=f"process that reads batches was killed.*memory.*{remedy}"):
-        train(data, args, model, [Kill()])
 
 
 def test_a_step_that_waits_longer_than_it_takes_says_so_once(monkeypatch, capsys):

@@ -1,16 +1,15 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What the model answers to a few held-out examples at each evaluation: in a file, and in the trackers."""
+"""What the model answers to a few held-out examples at each evaluation: in a file."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from torch import nn
 from transformers import ProcessorMixin, TrainerCallback
-from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
 from ...data.rows.images import decode_image
 from .depth_probe import evaluating
@@ -28,24 +27,17 @@ class SampleCallback(TrainerCallback):
     looked for among `trainer.callback_handler.callbacks`.
     """
 
-    def __init__(
-        self,
-        rows: Iterable[dict[str, Any]],
-        max_new_tokens: int,
-        max_image_pixels: int,
-        trackers: Sequence[TrainerCallback] = (),
-    ):
+    def __init__(self, rows: Iterable[dict[str, Any]], max_new_tokens: int, max_image_pixels: int):
         self.examples = []
         for row in rows:
             last = max(index for index, message in enumerate(row["messages"]) if message["role"] == "assistant")
             images = [decode_image(image, max_image_pixels) for image in row["images"]]
             self.examples.append((row["messages"][:last], images, _text(row["messages"][last])))
         self.max_new_tokens = max_new_tokens
-        self.trackers = trackers
         self._last_step: int | None = None
 
     def on_evaluate(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Generates, writes and reports, once a step even if there are several held-out data sets."""
+        """Generates and writes, once a step even if there are several held-out data sets."""
         if not self.examples or self._last_step == state.global_step:
             return
         folder, written = Path(args.output_dir) / "samples", []
@@ -62,8 +54,6 @@ class SampleCallback(TrainerCallback):
                         image.save(folder / name)
             content = json.dumps(written, indent=2, ensure_ascii=False) + "\n"
             (folder / f"step-{state.global_step}.json").write_text(content, encoding="utf-8")
-            for tracker in self.trackers:
-                _report(tracker, state.global_step, written)
         self._last_step = state.global_step
 
 
@@ -102,20 +92,3 @@ def _question(prompt: list[dict[str, Any]]) -> str:
 
 def _text(message: dict[str, Any]) -> str:
     return " ".join(part["text"].strip() for part in message["content"] if part["type"] == "text")
-
-
-def _report(tracker: TrainerCallback, step: int, examples: list[dict[str, Any]]) -> None:
-    # Through the writers of the Trainer's own callbacks: another writer would open a second run.
-    columns = ["question", "answer", "truth"]
-    markdown = "\n\n---\n\n".join(
-        "\n\n".join(f"**{column}** {example[column]}" for column in columns) for example in examples
-    )
-    if isinstance(tracker, TensorBoardCallback) and tracker.tb_writer is not None:
-        tracker.tb_writer.add_text("samples/text", markdown, step)
-        tracker.tb_writer.flush()
-    elif isinstance(tracker, WandbCallback):
-        table = tracker._wandb.Table(columns, [[example[column] for column in columns] for example in examples])
-        tracker._wandb.log({"samples/text": table, "train/global_step": step})
-    elif isinstance(tracker, TrackioCallback):
-        trackio = tracker._trackio
-        trackio.log({"samples/text": trackio.Markdown(markdown), "train/global_step": step})

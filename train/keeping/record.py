@@ -4,7 +4,6 @@
 
 import json
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
@@ -14,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from ... import __version__
 from ...assembly.build import ARM_FIELDS
@@ -53,7 +52,7 @@ def training_record(
     Local paths are cut to their last part. Dropped rows are listed by number; `dropped_rows.jsonl` has the reasons.
     `model_revision` is the commit of a checkpoint from the Hub, `before` the record of the training before this one,
     and `commit` that of this package's code. All processes must call this at the same time. The trainer adds `run`
-    (the facts of [`summary`]), and at every save `seconds` and `steps_done`, the optimizer steps so far.
+    (the facts of [`summary`]), and at every save `steps_done`, the optimizer steps so far, and their `seconds`.
     """
     loaded = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {}), "revision": None}
     options = {name: value for name, value in _plain(loaded).items() if value is not None}
@@ -79,26 +78,8 @@ def training_record(
         | {"normalign_llava": __version__},
         "commit": code_commit(),
         "before": read_beside(model.name_or_path, TRAINING_RECORD, commit),
+        "seconds": 0.0,
     }
-
-
-class Clock(TrainerCallback):
-    """Counts the seconds of training, with its evaluations and saves."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._since: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds so far."""
-        return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._since = time.perf_counter()
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._seconds, self._since = self.seconds, None
 
 
 def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:
