@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from ...data.rows.parse import DroppedRows
 from ...data.rows.reports import DataReport
-from ..memory import ACTIVATIONS, PARTS, gib, parameter_count, static_bytes
+from ..memory import gib, parameter_count, static_bytes
 from ..modules.model import base_model, module_of
 from ..options.arguments import NormAlignConfig
+from ..shapes import ACTIVATIONS, PARTS
 
 
 ROWS = {
