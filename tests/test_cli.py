@@ -94,7 +94,6 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
         ("train", "mixture.yaml"): "There is no data file no.jsonl",
         ("train", "--model_name_or_path", "model", "--dataset_name", "a/b", "--image_folder", "no"): "image folder no",
         ("merge", "empty", "--output", "x"): "empty holds no adapter_config.json",
-        ("train", "--stage", "algin"): "stage must be one of 'align', 'tune', got 'algin'",
         ("diagnose", "model", "--against", "./none"): f"./none {gone}",
         ("ask", "./none", "kite.png", "what is flying?"): f"./none {gone}",
         ("card", "empty"): "empty is no checkpoint: it has no config.json and no adapter_config.json",

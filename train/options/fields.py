@@ -6,7 +6,7 @@ The field of an option has its help, its choices and why it is refused; --help, 
 from that. Nothing here imports TRL, which takes seconds.
 """
 
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -197,12 +197,6 @@ def choices(options: type) -> dict[str, tuple]:
 def check_refused(options: Any) -> None:
     """Raises ValueError with the reason if an option that is refused is neither None nor its default."""
     for each in fields(options):
-        value = getattr(options, each.name)
-        if value is not None and value != each.default:
-            check_given(each)
-
-
-def check_given(given: Field) -> None:
-    """Raises ValueError with the reason if an option is refused."""
-    if (text := given.metadata.get("help", "")).startswith(REFUSED):
-        raise ValueError(f"{given.name} cannot be used here: {text.removeprefix(REFUSED)} Leave it out.")
+        value, text = getattr(options, each.name), each.metadata.get("help", "")
+        if text.startswith(REFUSED) and value is not None and value != each.default:
+            raise ValueError(f"{each.name} cannot be used here: {text.removeprefix(REFUSED)} Leave it out.")

@@ -26,8 +26,6 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAl
             close = difflib.get_close_matches(rest[0], options, n=1)
             hint = f" Did you mean {close[0]}?" if close else " `normalign train --help-all` lists the options."
             raise ValueError(f"There is no option {' '.join(rest)}.{hint}")
-    if not model.model_name_or_path:
-        raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, created by `normalign build`.")
     for name in ("test_split_size", "eval_dataset_name"):
         if getattr(data, name) and training.eval_strategy == "no":
             raise ValueError(
