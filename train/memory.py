@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, convert_file_size_to_int
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from transformers import TrainerCallback, TrainingArguments
 
 from ..html_tables import html_paragraph, html_table
 from .modules.model import module_of
-from .options.arguments import parse_bytes
 from .shapes import ADAPTERS, GRADIENTS, OPTIMIZER, PARTS, VISION, WEIGHTS, peak_bytes
 
 
@@ -37,7 +36,7 @@ class MemoryEstimate:
         parts: Bytes of each of `PARTS` at that moment.
         rows, tokens, images: Of the largest forward pass, with padding.
         device: What it was compared with.
-        available: Its bytes; None if they are not known.
+        available: Its bytes.
         reserved: Bytes of it that are kept free.
     """
 
@@ -46,7 +45,7 @@ class MemoryEstimate:
     tokens: int
     images: int
     device: str
-    available: int | None
+    available: int
     reserved: int = 0
 
     @property
@@ -55,15 +54,13 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
     @property
-    def fits(self) -> bool | None:
-        """Whether the device has room for it; None if its memory is not known."""
-        return None if self.available is None else self.total <= self.available - self.reserved
+    def fits(self) -> bool:
+        """Whether the device has room for it."""
+        return self.total <= self.available - self.reserved
 
     @property
     def verdict(self) -> str:
         """One sentence: whether it fits."""
-        if self.available is None:
-            return f"{gib(self.total)}; the memory of {self.device} is not known: give --device_memory."
         kept = f" ({gib(self.reserved)} are kept free)" if self.reserved else ""
         begin = "Fits" if self.fits else "Does not fit"
         return f"{begin}: {gib(self.total)} of the {gib(self.available)} of {self.device}{kept}."
@@ -118,15 +115,13 @@ def estimate_memory(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> Memor
     return MemoryEstimate(counted, rows, shape.numel(), images, device, available, reserved)
 
 
-def device_memory(args: Any) -> tuple[str, int | None, int]:
-    """Name, bytes, and bytes to keep free, of the device in `args.device_memory`, or else of the one that trains."""
+def device_memory(args: Any) -> tuple[str, int, int]:
+    """Name, bytes, and bytes to keep free, of the device in `args.device_memory`, of the GPU, or of this machine."""
     if args.device_memory is not None:
-        return "device_memory", parse_bytes(args.device_memory), CONTEXT
+        return "device_memory", convert_file_size_to_int(args.device_memory), CONTEXT
     if args.device.type == "cuda":
         return torch.cuda.get_device_name(args.device), torch.cuda.mem_get_info(args.device)[1], CONTEXT
-    if args.device.type == "cpu":
-        return "this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0
-    return str(args.device), None, 0
+    return "this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0
 
 
 def gib(size: int) -> str:

@@ -129,9 +129,9 @@ def dry_run(arguments: Sequence[str]) -> bool:
         console = Console(quiet=not trainer.is_world_process_zero())
         console.print(render_options(trainer.record), render(trainer.facts), estimate.table())
         console.print(estimate.verdict, soft_wrap=True)
-        if estimate.fits is False:
+        if not estimate.fits:
             console.print(remedy(trainer, make), soft_wrap=True)
-        return estimate.fits is not False
+        return estimate.fits
 
 
 def make_trainer(

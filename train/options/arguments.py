@@ -3,11 +3,11 @@
 """Options of a training run, in YAML and on the command line: TRL's under TRL's names, and others."""
 
 import os
-import re
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from accelerate.utils import convert_file_size_to_int
 from transformers import SchedulerType
 from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig, SFTConfig
@@ -94,7 +94,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         if self.dataloader_persistent_workers is None:
             self.dataloader_persistent_workers = self.dataloader_num_workers > 0
         if self.device_memory is not None:
-            parse_bytes(self.device_memory)
+            convert_file_size_to_int(self.device_memory)
         if self.bf16 is None and not self.fp16:
             self._choose_precision()
         super().__post_init__()
@@ -205,14 +205,6 @@ class ModelArguments(ModelOptions, ModelConfig):
         given = [each.name for each in lora if getattr(self, each.name) != each.default]
         if given and not self.use_peft:
             raise ValueError(f"{', '.join(given)}: adapters are trained with use_peft alone. Add --use_peft.")
-
-
-def parse_bytes(size: str) -> int:
-    """Bytes of a size such as `24GiB` or `80GB`. Raises ValueError if it is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]I?)B", size.strip().upper())
-    if not found:
-        raise ValueError(f"device_memory is {size!r}. Give a size such as 24GiB.")
-    return int(float(found[1]) * (1024 if found[2][1:] else 1000) ** (1 + "KMGT".index(found[2][0])))
 
 
 def default_workers() -> int:
