@@ -3,13 +3,12 @@
 """What the model answers to a few held-out examples at each evaluation: in a file."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from torch import nn
-from transformers import ProcessorMixin, TrainerCallback
+from transformers import TrainerCallback
 
 from ...data.rows.images import decode_image
 from .depth_probe import evaluating
@@ -19,20 +18,23 @@ class SampleCallback(TrainerCallback):
     """Answers the same held-out examples at each evaluation, greedily.
 
     A step's examples are in `samples/step-N.json`, a list of `{"images": ["images/0-0.png"], "question", "answer",
-    "truth"}`; the images are written once. The texts also go to TensorBoard, wandb or trackio, if the run reports
-    there. The model and the random state are left as they were. Every process generates, since sharded weights need
-    all of them; the first one writes.
+    "truth"}`; the images are written once. The model and the random state are left as they were. Every process
+    generates, since sharded weights need all of them; the first one writes.
 
-    Of each parsed row, the prompt is what comes before the last assistant turn, whose text is the truth. Trackers are
-    looked for among `trainer.callback_handler.callbacks`.
+    Of each parsed row, the prompt is what comes before the last assistant turn, whose text is the truth.
     """
 
     def __init__(self, rows: Iterable[dict[str, Any]], max_new_tokens: int, max_image_pixels: int):
         self.examples = []
         for row in rows:
-            last = max(index for index, message in enumerate(row["messages"]) if message["role"] == "assistant")
             images = [decode_image(image, max_image_pixels) for image in row["images"]]
-            self.examples.append((row["messages"][:last], images, _text(row["messages"][last])))
+            following = iter(images)
+            messages = [
+                {"role": message["role"], "content": [_with_image(part, following) for part in message["content"]]}
+                for message in row["messages"]
+            ]
+            last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+            self.examples.append((messages[:last], images, _text(messages[last])))
         self.max_new_tokens = max_new_tokens
         self._last_step: int | None = None
 
@@ -44,8 +46,13 @@ class SampleCallback(TrainerCallback):
         with evaluating(model, args):
             for number, (prompt, images, truth) in enumerate(self.examples):
                 names = [f"images/{number}-{index}.png" for index in range(len(images))]
-                given = answer(model, processing_class, prompt, images, self.max_new_tokens)
-                written.append({"images": names, "question": _question(prompt), "answer": given, "truth": truth})
+                inputs = processing_class.apply_chat_template(
+                    prompt, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+                ).to(model.device)
+                ids = model.generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False, use_cache=True)
+                answer = processing_class.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+                example = {"images": names, "question": _question(prompt), "answer": answer.strip(), "truth": truth}
+                written.append(example)
         if state.is_world_process_zero:
             if self._last_step is None:
                 (folder / "images").mkdir(parents=True, exist_ok=True)
@@ -57,30 +64,8 @@ class SampleCallback(TrainerCallback):
         self._last_step = state.global_step
 
 
-def answer(
-    model: nn.Module,
-    processor: ProcessorMixin,
-    messages: list[dict[str, Any]],
-    images: list[Image.Image],
-    max_new_tokens: int,
-) -> str:
-    """What the model answers to `messages`, greedily, without special tokens."""
-    following = iter(images)
-    conversation = [
-        {
-            "role": message["role"],
-            "content": [
-                {"type": "image", "image": next(following)} if part["type"] == "image" else part
-                for part in message["content"]
-            ],
-        }
-        for message in messages
-    ]
-    inputs = processor.apply_chat_template(
-        conversation, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    ).to(model.device)
-    generated = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, use_cache=True)
-    return processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+def _with_image(part: dict[str, Any], images: Iterator[Image.Image]) -> dict[str, Any]:
+    return {"type": "image", "image": next(images)} if part["type"] == "image" else part
 
 
 def _question(prompt: list[dict[str, Any]]) -> str:
