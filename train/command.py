@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from ..checkpoint.find import find_checkpoint
-from ..data.sources.arguments import FILES, DataArguments, DataSource, each_of
+from ..data.sources.arguments import DataArguments, DataSource, each_of
 from ..errors import check_installed
 from .options.fields import ModelOptions, TrainingOptions
 
@@ -129,8 +129,6 @@ def with_recipe_file(words: Sequence[str]) -> list[str]:
 def recipe_file(recipe: str | os.PathLike) -> Path:
     """The file of a recipe: the path itself, or the package's recipe of that name."""
     if Path(recipe).is_file():
-        if Path(recipe).suffix in {*FILES} - {".json"}:
-            raise ValueError(f"{recipe} is data, not a recipe. Give it with --dataset_name {recipe}.")
         return Path(recipe)
     own = own_recipes()
     if str(recipe) not in own:
@@ -147,9 +145,8 @@ def read_recipe(file: str | os.PathLike) -> dict[str, Any]:
     """The options that a recipe sets. Raises ValueError if it is not YAML, or not a mapping."""
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, OSError) as error:
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
-        hint = f" Give data with --dataset_name {file}." if isinstance(content, list) else ""
-        raise ValueError(f"{file} is not a recipe: a recipe is a YAML mapping of options to values.{hint}")
+        raise ValueError(f"{file} is no YAML mapping of options to values. Give data with --dataset_name {file}.")
     return content

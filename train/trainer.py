@@ -11,6 +11,7 @@ from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
@@ -30,7 +31,6 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTConfig, SFTTrainer
 
-from ..checkpoint.files import write_failure
 from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
 from ..data.rows.images import ImageRules, image_problem
 from ..data.rows.reports import DataReport
@@ -39,11 +39,10 @@ from .batches.collator import ConversationCollator
 from .batches.packing import BalancedSampler, packed_stream
 from .batches.padding_free import ROW_LENGTHS, PackedAttentionCheck
 from .batches.sampler import ModalityLengthGroupedSampler
-from .callbacks.data_wait import DataWait
 from .callbacks.depth_probe import CosineProbe
 from .callbacks.finite import FiniteCheck
 from .callbacks.measurements import Measurements
-from .callbacks.progress import show_lines
+from .callbacks.progress import DataWait, show_lines
 from .callbacks.samples import SampleCallback
 from .callbacks.suite import SuiteCallback
 from .dry_run import largest_batch
@@ -389,34 +388,24 @@ class NormAlignTrainer(PushingTrainer):
         processes must call it, as the Trainer's; otherwise the first one alone may.
 
         Raises:
-            OSError: The disk is full, or the Hub or the connection failed.
-            ValueError: What [`push_to_hub`] raises.
+            ValueError, OSError: What [`push_to_hub`] raises.
             FloatingPointError: Training made weights NaN or infinite.
         """
         self.finite.check_weights(self.model)
         folder = Path(output_dir or self.args.output_dir)
         if isinstance(self.model, FSDPModule):
             name_as_unsharded(self.model)
-        try:
-            token, self.args.hub_token = self.args.hub_token, None  # the options are saved too
-            try:
-                super().save_model(str(folder), _internal_call=True)
-            finally:
-                self.args.hub_token = token
-            if self.args.should_save:
-                if self.is_in_train:
-                    self.record["seconds"] = round(time.perf_counter() - self._began, 3)
-                record = {**self.record, "steps_done": self.state.global_step}
-                for name, content in {TRAINING_RECORD: record, BUILD_RECORD: self.build}.items():
-                    if content is not None:
-                        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            if folder == Path(self.args.output_dir):
-                self.create_model_card()
-        except Exception as error:
-            if _internal_call or (cause := write_failure(error)) is None:
-                raise
-            remedy = "Make room, and resume from the last checkpoint with --resume_from_checkpoint."
-            raise OSError(f"{folder} could not be written: {cause}. {remedy}") from error
+        with patch.object(self.args, "hub_token", None):  # the options are saved too
+            super().save_model(str(folder), _internal_call=True)
+        if self.args.should_save:
+            if self.is_in_train:
+                self.record["seconds"] = round(time.perf_counter() - self._began, 3)
+            record = {**self.record, "steps_done": self.state.global_step}
+            for name, content in {TRAINING_RECORD: record, BUILD_RECORD: self.build}.items():
+                if content is not None:
+                    (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if folder == Path(self.args.output_dir):
+            self.create_model_card()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 

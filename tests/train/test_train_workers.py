@@ -10,8 +10,8 @@ import training
 from paths import HELPERS
 from transformers import TrainerState
 
-from normalign_llava.train.callbacks import data_wait
-from normalign_llava.train.callbacks.data_wait import DataWait
+from normalign_llava.train.callbacks import progress
+from normalign_llava.train.callbacks.progress import DataWait
 from normalign_llava.train.options.arguments import NormAlignConfig, default_workers
 from normalign_llava.train.run import main
 
@@ -49,7 +49,7 @@ def test_a_bad_image_is_the_same_sentence_with_and_without(tmp_path, parts):
 
 def test_a_step_that_waits_longer_than_it_takes_says_so_once(monkeypatch, capsys):
     now, wait = [0.0], DataWait()
-    monkeypatch.setattr(data_wait.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     args, state = SimpleNamespace(dataloader_num_workers=2), TrainerState(max_steps=9, is_world_process_zero=True)
     for waited, worked in ((5.0, 1.0), (1.0, 2.0), (2.0, 1.0), (3.0, 1.0)):
         state.global_step += 1
