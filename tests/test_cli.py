@@ -72,7 +72,6 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "misspelt.yaml").write_text("model_name_or_path: model\ndataset_nam: a/b\n")
     (tmp_path / "recipe.yaml").write_text("model_name_or_path: ./none\n")
     (tmp_path / "mixture.yaml").write_text(
         "model_name_or_path: model\ndatasets: [{path: user/data}, {path: no.jsonl, fraction: 0.5}]"
@@ -86,7 +85,6 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
         ("build", *fits, "--output", "model"): "is not an empty folder",
         ("build", *fits, "--feature-layer", "last"): "--feature-layer takes an integer or several",
         ("train", "none"): "There is no file none, and no recipe of that name. Recipes: align-llama",
-        ("train", "misspelt.yaml"): "no option dataset_nam. Did you mean dataset_name?",
         ("train", "recipe.yaml"): "./none is no file or folder here. Make it with `normalign build`",
         ("train", "recipe.yaml", "--model_name_or_path", "adapter"): "Merge it first (`normalign merge adapter",
         ("train", "--hub_token", "hf_x"): "Everybody on this machine can read a command line",

@@ -3,7 +3,6 @@
 """What `normalign train` does before TRL is imported: its help, the recipe, and checks of the command line."""
 
 import argparse
-import difflib
 import os
 import shlex
 from collections.abc import Sequence
@@ -105,9 +104,6 @@ def check_words(words: Sequence[str]) -> None:
     for name, (package, extra) in PACKAGES.items():
         if str(options.get(name)).lower() not in ("none", "false"):
             check_installed(package, extra, name)
-    for name in ("model_name_or_path", *DATA):
-        if not options.get(name) and (close := difflib.get_close_matches(name, options.keys() - vars(given), 1, 0.9)):
-            raise ValueError(f"There is no option {close[0]}. Did you mean {name}?")
     if not (model := options.get("model_name_or_path")):
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, created by `normalign build`.")
     find_checkpoint(str(model), options.get("model_revision"), remedy=NO_MODEL)

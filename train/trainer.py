@@ -53,7 +53,7 @@ from .modules.adapter import train_in_float32
 from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
 from .modules.model import MODULES, base_model, eval_frozen, freeze, module_of
 from .modules.sharding import fill_gradients, name_as_unsharded, name_fsdp_units
-from .options.deepspeed import keep_float32
+from .options.arguments import keep_float32
 from .prepare import Prepared, checked_rows, normalign_config, prepare
 from .push import PushingTrainer
 
@@ -151,22 +151,22 @@ class NormAlignTrainer(PushingTrainer):
         self.learning_rates = {module: value for module, (value, _) in ready.learning_rates.items()}
         self.record, self.build = ready.record, ready.build
         self.measurements, self.data_wait = Measurements(args), DataWait()
-        super().__init__(
-            **ready.arguments,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=[self.measurements, self.data_wait, *suite, *(callbacks or [])],
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+        # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
+        with patch.multiple(args, padding_free=False, packing=False, model_init_kwargs=None):
+            super().__init__(
+                **ready.arguments,
+                compute_loss_func=compute_loss_func,
+                compute_metrics=compute_metrics,
+                callbacks=[self.measurements, self.data_wait, *suite, *(callbacks or [])],
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            )
         self._finish(ready)
 
     def _finish(self, ready: Prepared) -> None:
         """What needs the trainer that TRL has made: the model as it is trained, callbacks, the facts of the run."""
         args, model = self.args, base_model(self.model)
-        for name, value in ready.hidden.items():
-            setattr(args, name, value)
         if ready.arguments["peft_config"] is not None:
             self.model.create_or_update_model_card = lambda folder: None  # PEFT's has the base's local path
             if not is_deepspeed_zero3_enabled():  # it has no quantized base

@@ -6,15 +6,12 @@ import dataclasses
 import importlib.util
 
 import pytest
-import training
 from documented import PAGE, page_from_fields
 from trl import SFTConfig
 
-from normalign_llava.train.batches.collator import ConversationCollator
 from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
 from normalign_llava.train.options.fields import REFUSED, TrainingOptions
 from normalign_llava.train.options.parsing import accumulation_steps
-from normalign_llava.train.prepare import normalign_config
 
 
 def config(folder, **options) -> NormAlignConfig:
@@ -42,14 +39,6 @@ def test_an_option_that_does_nothing_or_harm_is_refused(tmp_path, name):
     for other in others.get(name, ({"a": 1}, "other") if default is None else (not default,)):
         with pytest.raises(ValueError, match=f"^{name} cannot be used here: .*Leave it out"):
             config(tmp_path, **{name: other})
-
-
-def test_what_would_do_nothing_is_refused_in_trls_own_options_too(tmp_path):
-    plain = dict(bf16=False, use_cpu=True)
-    normalign_config(SFTConfig(str(tmp_path), assistant_only_loss=True, **plain), "model")
-    for option in (dict(router_aux_loss_coef=0.1), dict(dataset_text_field="caption"), dict(eval_packing=True)):
-        with pytest.raises(ValueError, match=f"^{next(iter(option))} cannot be used here"):
-            normalign_config(SFTConfig(str(tmp_path), **plain, **option), "model")
 
 
 DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
@@ -86,14 +75,3 @@ def test_other_options_that_would_do_nothing_are_refused_where_they_are_read(tmp
         with pytest.raises(ValueError, match=f"{name} needs adapters.*Add --use_peft"):
             ModelArguments(model_name_or_path="model", **{name: True})
         assert getattr(ModelArguments(model_name_or_path="model", use_peft=True, **{name: True}), name)
-
-
-def test_rows_are_padded_to_a_multiple_and_labels_with_them(tmp_path, checkpoint):
-    trainer = training.trainer(tmp_path, checkpoint, pad_to_multiple_of=32)
-    rows = [trainer.train_dataset[index] for index in range(2)]
-    plain, padded = ConversationCollator(trainer.processing_class)(rows), trainer.data_collator(rows)
-    length = plain["labels"].shape[1]
-    assert length % 32 and padded["labels"].shape == padded["input_ids"].shape == (2, -(-length // 32) * 32)
-    assert padded["labels"][:, :length].equal(plain["labels"]) and (padded["labels"][:, length:] == -100).all()
-    assert not padded["attention_mask"][:, length:].any()
-    trainer.train()

@@ -222,11 +222,6 @@ def test_a_run_is_not_resumed_as_another(stopped_early, parts, changed, named):
 
 def test_a_resumed_run_may_change_what_does_not_change_its_steps(stopped_early, tmp_path):
     file, out = stopped_early
-    for name in ("optimizer.pt", "rng_state.pth", "model.safetensors"):
-        cut_off = shutil.copytree(out, tmp_path / name) / "checkpoint-2" / name
-        cut_off.write_bytes(cut_off.read_bytes()[:100])
-        with pytest.raises(ValueError, match=f"checkpoint-2, which was saved whole but lacks the end of {name}"):
-            main([file, "--output_dir", str(tmp_path / name), "--resume_from_checkpoint"])
     with pytest.raises(ValueError, match="holds an earlier run or a model.*--resume_from_checkpoint"):
         main([file, "--output_dir", str(out)])
     main([file, "--output_dir", str(out), "--resume_from_checkpoint", "--save_steps", "1"])

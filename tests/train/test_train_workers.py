@@ -5,7 +5,6 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-import train_data
 import training
 from paths import HELPERS
 from transformers import TrainerState
@@ -13,7 +12,6 @@ from transformers import TrainerState
 from normalign_llava.train.callbacks import progress
 from normalign_llava.train.callbacks.progress import DataWait
 from normalign_llava.train.options.arguments import NormAlignConfig, default_workers
-from normalign_llava.train.run import main
 
 
 pytestmark = pytest.mark.slow
@@ -30,21 +28,6 @@ def test_there_is_one_for_each_other_core_and_none_on_a_cpu(tmp_path, monkeypatc
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
         found.append(default_workers())
     assert found == [0, 1, 8, 3]
-
-
-def test_a_bad_image_is_the_same_sentence_with_and_without(tmp_path, parts):
-    rows = [train_data.llava("<image>\nwhat?", "red", "cut.png") for _ in range(8)]
-    train_data.write_json(tmp_path / "data", rows)
-    (tmp_path / "data" / "cut.png").write_bytes(train_data.image_bytes()[:60])
-    sequential = ["--train_sampling_strategy", "sequential"]
-    file = training.recipe(tmp_path, parts, dataset_name=str(tmp_path / "data" / "data.json"))
-    for streaming in ([], ["--dataset_streaming"]):
-        said = []
-        for workers in ("0", "2"):
-            with pytest.raises(ValueError, match=r"row \d: .*cut.png.*--bad_rows skip") as raised:
-                main([file, *sequential, *streaming, "--dataloader_num_workers", workers])
-            said.append(str(raised.value))
-        assert said[0] == said[1] and said[0].count("\n") == 0
 
 
 def test_a_step_that_waits_longer_than_it_takes_says_so_once(monkeypatch, capsys):

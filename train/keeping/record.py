@@ -87,26 +87,25 @@ def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:
     file = checkpoint / TRAINING_RECORD
     if not file.exists():
         return
-    before = json.loads(file.read_text(encoding="utf-8"))
-    differing = []
-    for name in ("stage", "arm", "learning_rates", "quantization"):
-        if before.get(name) != record[name]:
-            differing.append(f"{name} (was {before.get(name)}, is {record[name]})")
-    old, new = before["options"], record["options"]
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE):
-            differing.append(f"{name} (was {old.get(name)}, is {new.get(name)})")
-    sources = [
-        [(source["source"], source["used"]) for source in each["data"] if source["split"] == "train"]
-        for each in (before, record)
+    old, new = (_fixed(each) for each in (json.loads(file.read_text(encoding="utf-8")), record))
+    differing = [
+        f"{name} (was {old.get(name)}, is {new.get(name)})"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
     ]
-    if not differing and sources[0] != sources[1]:
-        differing.append(f"data (was {sources[0]}, is {sources[1]})")
     if differing:
         raise ValueError(
             f"{checkpoint} was written by a run that differs in {'; '.join(differing)}. Resume with the same, or "
             "start a new run in another --output_dir."
         )
+
+
+def _fixed(record: dict[str, Any]) -> dict[str, Any]:
+    """What may not change when a run is resumed."""
+    fixed = {name: value for name, value in record["options"].items() if not name.startswith(MAY_CHANGE)}
+    fixed |= {name: record.get(name) for name in ("stage", "arm", "learning_rates", "quantization")}
+    used = [(source["source"], source["used"]) for source in record["data"] if source["split"] == "train"]
+    return {**fixed, "data": used}
 
 
 def render_options(record: dict[str, Any]) -> Table:
