@@ -138,17 +138,6 @@ def test_a_template_without_marks_is_refused(processor):
 
 
 # ----------------------------------------------------------------------------------------------------------- images
-def test_batches_with_and_without_images(processor):
-    collate = ConversationCollator(processor)
-    with_one, without = row({**llava("<image>Q", "A"), "image": inside("red")}), row(llava("Q", "A"))
-    assert "pixel_values" not in collate([without, without])
-    mixed = collate([without, with_one, row(TWO_TURNS)])
-    assert mixed["pixel_values"].shape == (3, 3, 16, 16)
-    alone = collate([with_one])
-    assert torch.equal(mixed["pixel_values"][0], alone["pixel_values"][0])
-    assert (mixed["input_ids"] == processor.image_token_id).sum(1).tolist() == [0, 4, 8]
-
-
 TRUNCATED = image_bytes("red", (64, 64))[:60]
 
 

@@ -18,11 +18,6 @@ from normalign_llava.train.memory import CONTEXT, estimate_memory
 
 pytestmark = pytest.mark.slow
 
-METHODS = {
-    "full": {},
-    "qlora": dict(use_peft=True, load_in_4bit=True, dtype="bfloat16"),
-}
-
 
 def device(size: int) -> str:
     """`device_memory` of a GPU with so many bytes besides those that are kept free, rounded up a little."""
@@ -55,12 +50,10 @@ def test_a_dry_run_finds_what_stops_training(tmp_path, parts, words, message):
     assert done.exit_code == 1 and message in " ".join(done.output.split())
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_shapes_alone_take_what_loaded_weights_take(checkpoint, tmp_path, method):
-    if method == "qlora":
-        pytest.importorskip("bitsandbytes")
-    dry = training.trainer(tmp_path, checkpoint, dry_run=True, **METHODS[method])
-    loaded = training.trainer(tmp_path, checkpoint, **METHODS[method])  # later, so that nothing of the first remains
+@pytest.mark.parametrize("options", [{}, dict(use_peft=True, load_in_4bit=True, dtype="bfloat16")])
+def test_shapes_alone_take_what_loaded_weights_take(checkpoint, tmp_path, options):
+    dry = training.trainer(tmp_path, checkpoint, dry_run=True, **options)
+    loaded = training.trainer(tmp_path, checkpoint, **options)  # later, so that nothing of the first remains
     assert all(parameter.is_meta for name, parameter in dry.model.named_parameters() if ".norm." not in name)
     assert dry.facts["modules"] == loaded.facts["modules"]
     assert dry.estimate_memory() == loaded.estimate_memory()

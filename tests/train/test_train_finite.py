@@ -152,9 +152,3 @@ def test_gradients_that_overflow_in_fp16_are_the_scalers_affair(make, monkeypatc
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     assert not math.isfinite(norms[0]) and math.isfinite(norms[-1])
     assert trainer.accelerator.scaler.get_scale() < 2.0**24 and not torch.equal(gain, before)
-
-
-def test_bad_steps_are_not_skipped_with_deepspeed(tmp_path):
-    zero = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}
-    with pytest.raises(ValueError, match="bad_steps cannot be 'skip' with DeepSpeed"):
-        training.arguments(tmp_path, bad_steps="skip", deepspeed=zero)

@@ -8,11 +8,12 @@ a fresh optimizer if the optimizer's file is missing.
 """
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from transformers.trainer_utils import sort_checkpoints
 
 from ...checkpoint.files import json_or_none, write_failure
 from ...checkpoint.names import STATE
@@ -59,9 +60,7 @@ def newest_complete(output_dir: str | os.PathLike, world_size: int) -> Path | No
 
 def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
     """The folders `checkpoint-N` of a run, by step."""
-    numbered = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*")}
-    found = {int(match[1]): path for path, match in numbered.items() if match}
-    return [found[step] for step in sorted(found) if found[step].is_dir()]
+    return [Path(path) for path in sort_checkpoints(str(output_dir))]
 
 
 @contextmanager

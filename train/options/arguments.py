@@ -53,10 +53,8 @@ BOTH_STAGES: dict[str, Any] = {
 """Defaults of both stages."""
 
 REFUSED_SECTIONS = {
-    "optimizer": "it would train every module at one learning rate. Remove it: optim and adam_beta1, for example, are "
-    "options",
-    "scheduler": "it would train every module at one learning rate. Remove it: lr_scheduler_type and warmup_steps are "
-    "options",
+    "optimizer": "it would train every module at one learning rate. Remove it: optim and others are options",
+    "scheduler": "it would train every module at one learning rate. Remove it: lr_scheduler_type is an option",
     "torch_autocast": "the option bf16 sets it. Remove it",
 }
 """Why a section of a DeepSpeed configuration cannot be used, and what to use instead."""

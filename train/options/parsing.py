@@ -43,15 +43,10 @@ def option_parser() -> TrlParser:
 def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> int:
     """Forward passes per optimizer step that give the global batch on any number of processes."""
     own = args.accelerator_config
-    if own.split_batches or "num_steps" in (own.gradient_accumulation_kwargs or {}):
+    if own.split_batches or own.dispatch_batches or "num_steps" in (own.gradient_accumulation_kwargs or {}):
         raise ValueError(
-            "accelerator_config's split_batches and num_steps would change the rows in an optimizer step. Leave them "
-            "out, and set global_batch_size."
-        )
-    if own.dispatch_batches:
-        raise ValueError(
-            "accelerator_config's dispatch_batches would deal out the images of a batch as if they were its rows. "
-            "Leave it out: every process reads its own rows."
+            "accelerator_config's split_batches, dispatch_batches and num_steps would change the rows in an optimizer "
+            "step. Leave them out, and set global_batch_size."
         )
     if args.global_batch_size is None:
         return args.gradient_accumulation_steps
