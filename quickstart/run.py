@@ -26,7 +26,7 @@ from ..fetched.fetch import fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import answer_each, ask_clean_process
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..train.keeping.lock import LOCK, OWNER, only_run
+from ..train.keeping.lock import LOCK, only_run
 from .display import draw_images, peak_rss_gib, print_parts, print_results, versions
 from .evaluate import BASELINE, OURS, ask, diagnose_once, read_report
 from .journal import JOURNAL, Journal
@@ -103,7 +103,7 @@ def check_output(output: Path) -> None:
     """Raises ValueError if `output` is a file, or holds anything but an earlier run."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file. Choose another folder.")
-    found = {each.name for each in output.iterdir()} - {LOCK, OWNER} if output.exists() else set()
+    found = {each.name for each in output.iterdir()} - {LOCK} if output.exists() else set()
     if found and "settings" not in (json_or_none(output / JOURNAL) or {}):
         raise ValueError(f"{output} holds {min(found)}, which no quickstart wrote there. Choose a new folder.")
 

@@ -5,8 +5,6 @@
 import sys
 
 from normalign_llava.cli import app
-from normalign_llava.train.launch import end_with_launcher
 
 
-end_with_launcher()
 app(["train", *sys.argv[1:]], prog_name="normalign")

@@ -3,7 +3,6 @@
 """What `normalign train` does before TRL is imported: its help, the recipe, and checks of the command line."""
 
 import argparse
-import difflib
 import os
 import shlex
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ from rich.panel import Panel
 from rich.table import Table
 
 from ..checkpoint.find import find_checkpoint
-from ..data.sources.arguments import FILES, DataArguments, DataSource, check_choice, each_of
+from ..data.sources.arguments import DataArguments, DataSource, each_of
 from ..errors import check_installed
-from .options.fields import REFUSED, ModelOptions, TrainingOptions, check_given, choices
+from .options.fields import ModelOptions, TrainingOptions
 
 
 RECIPES = files(__package__) / "recipes"
@@ -88,15 +87,11 @@ def next_command(checkpoint: str | os.PathLike, stage: str | None, adapters: boo
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Checks what can be checked of a command line without importing TRL."""
+    """Checks a command line for what would take seconds to find, or must not be there, without importing TRL."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("config", "model_name_or_path", "model_revision", "hub_token", *DATA):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
-    known = {each.name: each for options in OPTIONS for each in fields(options)}
-    values_of = {name: values for options in OPTIONS for name, values in choices(options).items()}
-    refused = {name for name, each in known.items() if each.metadata["help"].startswith(REFUSED)}
-    flags = sorted(refused - {"assistant_only_loss"})  # which may be true
-    for name in dict.fromkeys((*values_of, *PACKAGES, *flags)):
+    for name in PACKAGES:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true")
     given, _ = parser.parse_known_args(with_recipe_file(words))
     if given.hub_token:
@@ -106,17 +101,9 @@ def check_words(words: Sequence[str]) -> None:
         )
     options = read_recipe(given.config) if given.config else {}
     options |= {name: value for name, value in vars(given).items() if value is not None}
-    for name in values_of.keys() & options.keys():
-        check_choice(argparse.Namespace(**options), name, (None, *values_of[name]))
     for name, (package, extra) in PACKAGES.items():
         if str(options.get(name)).lower() not in ("none", "false"):
             check_installed(package, extra, name)
-    for name in flags:
-        if str(options.get(name)).lower() == "true":
-            check_given(known[name])
-    for name in ("model_name_or_path", *DATA):
-        if not options.get(name) and (close := difflib.get_close_matches(name, options.keys() - vars(given), 1, 0.9)):
-            raise ValueError(f"There is no option {close[0]}. Did you mean {name}?")
     if not (model := options.get("model_name_or_path")):
         raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, created by `normalign build`.")
     find_checkpoint(str(model), options.get("model_revision"), remedy=NO_MODEL)
@@ -138,8 +125,6 @@ def with_recipe_file(words: Sequence[str]) -> list[str]:
 def recipe_file(recipe: str | os.PathLike) -> Path:
     """The file of a recipe: the path itself, or the package's recipe of that name."""
     if Path(recipe).is_file():
-        if Path(recipe).suffix in {*FILES} - {".json"}:
-            raise ValueError(f"{recipe} is data, not a recipe. Give it with --dataset_name {recipe}.")
         return Path(recipe)
     own = own_recipes()
     if str(recipe) not in own:
@@ -156,9 +141,8 @@ def read_recipe(file: str | os.PathLike) -> dict[str, Any]:
     """The options that a recipe sets. Raises ValueError if it is not YAML, or not a mapping."""
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, OSError) as error:
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
-        hint = f" Give data with --dataset_name {file}." if isinstance(content, list) else ""
-        raise ValueError(f"{file} is not a recipe: a recipe is a YAML mapping of options to values.{hint}")
+        raise ValueError(f"{file} is no YAML mapping of options to values. Give data with --dataset_name {file}.")
     return content

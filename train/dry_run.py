@@ -2,7 +2,9 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """`normalign train RECIPE --dry_run`: whether a step fits in memory, and what to change if it does not."""
 
+from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -12,31 +14,28 @@ from datasets import IterableDataset
 from peft import PeftModel
 
 from .batches.collator import ConversationCollator
-from .memory import MemoryEstimate, estimate_memory
+from .memory import estimate_memory
 from .modules.model import base_model
 
 
 if TYPE_CHECKING:
     from .trainer import NormAlignTrainer
 
-STREAM_STEP = 64
-"""Of a stream, whose lengths are not known, multiples of this are tried as `max_length`."""
-
 
 def remedy(trainer: "NormAlignTrainer", make: Callable[[list[str]], "NormAlignTrainer"]) -> str:
     """Which options would make a step fit that does not: a smaller batch, or else the smallest change that helps.
 
     Each is found by estimating the step again: fewer rows in a pass; gradient checkpointing; adapters; adapters on 4
-    bits (or, if the language model is frozen, bfloat16), each with the batch as it is and with one row; fewer tokens;
-    all of that.
+    bits (or, if the language model is frozen, bfloat16), each with the batch as it is and with one row; all of that;
+    fewer tokens.
 
     Args:
         trainer: That of the options as they are.
         make: Returns one with further words on the command line.
     """
     args = trainer.args
-    if not args.packing and (found := _most_rows(trainer)):
-        return f"Would fit: --per_device_train_batch_size {found[0]}, the largest that does. {found[1].verdict}"
+    if not args.packing and (rows := _most_rows(trainer)):
+        return f"Would fit: --per_device_train_batch_size {rows}, the largest that does."
     checkpointing = [] if args.gradient_checkpointing else ["--gradient_checkpointing", "true"]
     adapters, smaller = [], []
     if not trainer.learning_rates["language"]:
@@ -45,19 +44,16 @@ def remedy(trainer: "NormAlignTrainer", make: Callable[[list[str]], "NormAlignTr
         adapters = [] if isinstance(trainer.model, PeftModel) else ["--use_peft", "true"]
         smaller = ["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "bfloat16"]
     one = ["--per_device_train_batch_size", "1"] if args.per_device_train_batch_size > 1 else []
+    every = [*checkpointing, *smaller]
     batches = [[], one] if one else [[]]
-    tried = [([*words, *rows], False) for words in (checkpointing, adapters, smaller) if words for rows in batches]
-    tried.append((one, True))
-    if every := [*checkpointing, *smaller]:
-        tried += [([*every, *one], False), ([*every, *one], True)]
-    for words, shorten in tried:
-        try:
-            changed = make(words)
-        except ValueError:
-            continue  # these options do not go with the others
-        with_limit = _longest_rows(changed) if shorten else ("", changed.estimate_memory())
-        if with_limit and with_limit[1].fits:
-            return f"Would fit: {' '.join([*words, with_limit[0]]).strip()}. {with_limit[1].verdict}"
+    for words in [[*more, *rows] for more in (checkpointing, adapters, smaller, every) if more for rows in batches]:
+        with suppress(ValueError):  # options that do not go with the others
+            if (estimate := make(words).estimate_memory()).fits:
+                return f"Would fit: {' '.join(words)}. {estimate.verdict}"
+    for words in (one, [*every, *one]):
+        with suppress(ValueError):
+            if shorter := _max_length(make(words)):
+                return f"Would fit: {' '.join([*words, shorter])}."
     return "Nothing that was tried fits: a smaller batch, gradient checkpointing, 4 bits, fewer tokens."
 
 
@@ -94,46 +90,40 @@ def largest_batch(trainer: "NormAlignTrainer", rows: int | None = None, limit: i
     return collator([data[row] for row in longest])
 
 
-def _most_rows(trainer: "NormAlignTrainer") -> tuple[int, MemoryEstimate] | None:
+def _most_rows(trainer: "NormAlignTrainer") -> int | None:
     """The most rows of a forward pass that fit, fewer than now, if the rows of a step stay the same."""
     args, together = trainer.args, trainer.args.global_batch_size
     now, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
 
-    def estimate(rows: int) -> MemoryEstimate:
+    def fits(rows: int) -> bool:
         if together:
             args.gradient_accumulation_steps = together // (rows * args.world_size)
-        return estimate_memory(trainer, largest_batch(trainer, rows))
+        return estimate_memory(trainer, largest_batch(trainer, rows)).fits
 
     try:
-        return _largest([n for n in range(1, now) if not together or together % (n * args.world_size) == 0], estimate)
+        return _largest([n for n in range(1, now) if not together or together % (n * args.world_size) == 0], fits)
     finally:
         args.gradient_accumulation_steps = accumulation
 
 
-def _longest_rows(trainer: "NormAlignTrainer") -> tuple[str, MemoryEstimate] | None:
-    """The greatest `max_length` with which a step fits, and how many rows it would drop."""
+def _max_length(trainer: "NormAlignTrainer") -> str:
+    """The option with the greatest `max_length` with which a step fits, and how many rows it would drop."""
     data, longest = trainer.train_dataset, trainer.args.max_length or 0
     streamed = isinstance(data, IterableDataset) or "length" not in data.column_names
-    lengths = list(range(STREAM_STEP, longest, STREAM_STEP)) if streamed else data.with_format(None)["length"][:]
-    found = _largest(
-        sorted({*lengths})[:-1], lambda limit: estimate_memory(trainer, largest_batch(trainer, None, limit))
-    )
-    if not found:
-        return None
-    dropped = "" if streamed else f" (drops {sum(length > found[0] for length in lengths):,} of {len(lengths):,} rows)"
-    return f"--max_length {found[0]}{dropped}", found[1]
+    lengths = range(64, longest + 1, 64) if streamed else data.with_format(None)["length"][:]
+    values = sorted({*lengths})[:-1]
+    if not (
+        limit := _largest(values, lambda value: estimate_memory(trainer, largest_batch(trainer, None, value)).fits)
+    ):
+        return ""
+    dropped = "" if streamed else f" (drops {sum(length > limit for length in lengths):,} of {len(lengths):,} rows)"
+    return f"--max_length {limit}{dropped}"
 
 
-def _largest(values: list[int], estimate: Callable[[int], MemoryEstimate]) -> tuple[int, MemoryEstimate] | None:
-    """The largest of some values in rising order for which a step fits, by bisection."""
-    found, low, high = None, 0, len(values)
-    while low < high:
-        middle = (low + high) // 2
-        if (estimated := estimate(values[middle])).fits:
-            found, low = (values[middle], estimated), middle + 1
-        else:
-            high = middle
-    return found
+def _largest(values: list[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest of some values in rising order for which a step fits."""
+    count = bisect_left(values, True, key=lambda value: not fits(value))
+    return values[count - 1] if count else None
 
 
 def _filled(batch: dict[str, Any], length: int) -> dict[str, Any]:

@@ -2,10 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """`normalign train --accelerate_config NAME`: the same run in several processes, started by `accelerate launch`."""
 
-import ctypes
-import os
 import signal
-import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -15,9 +12,6 @@ from .command import read_recipe
 
 
 CONFIGS = files(__package__) / "accelerate_configs"
-
-LAUNCHER = "NORMALIGN_LAUNCHER"
-"""Environment variable with the id of the process that started the processes of a run."""
 
 
 def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None:
@@ -32,18 +26,8 @@ def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None
     from torch.distributed.elastic.multiprocessing import SignalException
 
     number = [] if processes is None else ["--num_processes", str(processes)]
-    os.environ[LAUNCHER] = str(os.getpid())
     words = ["--quiet", "--config_file", file, *number, "-m", "normalign_llava.train", *arguments]
     try:
         launch_command(launch_command_parser().parse_args(words))
     except SignalException as error:  # the processes have ended
         raise (KeyboardInterrupt if error.sigval == signal.SIGINT else Terminated) from None
-
-
-def end_with_launcher() -> None:
-    """On Linux, ends this process when the launcher that started it ends, even if that is killed."""
-    if sys.platform == "linux" and str(os.getppid()) == os.environ.get(LAUNCHER):
-        # Processes that wait for each other outside Python would not notice another signal.
-        alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        set_parent_death_signal = 1  # of Linux's prctl
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM if alone else signal.SIGKILL)

@@ -38,14 +38,13 @@ logger = get_logger(__name__)  # logs in one process only
 
 @dataclass
 class Prepared:
-    """What a trainer is made of: arguments of `SFTTrainer`, and options that it must not see, to be set afterwards.
+    """What a trainer is made of: arguments of `SFTTrainer`, and what is kept of the run.
 
     `learning_rates` are the peak ones of each module with their origin; `record` is `training.json` so far, `build`
     the checkpoint's `build.json`.
     """
 
     arguments: dict[str, Any]
-    hidden: dict[str, Any]
     learning_rates: dict[str, tuple[float, str]]
     report: DataReport
     record: dict[str, Any]
@@ -76,8 +75,8 @@ def prepare(
         for asked in ("bfloat16" if args.bf16 else None, kwargs.get("dtype")):
             warn_if_slow(asked, args.device.type)
     args.gradient_accumulation_steps = accumulation_steps(args)
-    commit, loaded = None, not isinstance(model, nn.Module)
-    if loaded:
+    commit = None
+    if not isinstance(model, nn.Module):
         model, commit = find_checkpoint(model, kwargs.get("revision"), remedy=NO_MODEL)
         args.model_init_kwargs = {**kwargs, "revision": commit}
         model, quantization_config = load_model(model, args, quantization_config), None
@@ -114,13 +113,8 @@ def prepare(
     arguments = dict(model=model, args=args, data_collator=collator, train_dataset=train, eval_dataset=held_out)
     arguments |= dict(processing_class=processor, quantization_config=quantization_config, peft_config=peft_config)
     record = training_record(model, commit, args, rates, report, options)
-    # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
-    hidden = {"padding_free": args.padding_free, "packing": args.packing}
-    args.padding_free = args.packing = False
-    if loaded:
-        hidden["model_init_kwargs"], args.model_init_kwargs = args.model_init_kwargs, None
     build = read_beside(model.name_or_path, BUILD_RECORD, commit)
-    return Prepared(arguments, hidden, learning_rates, report, record, build)
+    return Prepared(arguments, learning_rates, report, record, build)
 
 
 def check_collator(collator: DataCollator, args: NormAlignConfig) -> None:

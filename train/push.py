@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import run_as_future
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import PushInProgress
@@ -31,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 STAGING = "push"
 """The copy of a checkpoint while it is sent, in a temporary folder `.push-xxxxxxxx` next to the checkpoint."""
-
-SECRET = "training_args.bin"
-"""The Trainer's options as a pickle, `hub_token` among them."""
 
 
 class PushingTrainer(SFTTrainer):
@@ -144,7 +142,7 @@ def push_folder(
     source = prepare(folder, repository, base, notify=logger.warning)
     files, stale = source.files, stale_files(repository.files, source.files)
     if path_in_repo is not None:
-        paths = [path for path in folder.rglob("*") if path.is_file() and path.name != SECRET]
+        paths = [path for path in folder.rglob("*") if path.is_file() and path.name != TRAINING_ARGS_NAME]
         inside = {path.relative_to(folder).as_posix(): path for path in paths}
         # Of what is published too, as that is: an adapter's configuration without a path of this machine.
         files = files | {f"{path_in_repo}/{name}": files.get(name, path) for name, path in inside.items()}
@@ -189,7 +187,7 @@ def push_checkpoint(folder: Path, repo_id: str, **options: Any) -> Future | None
         try:
             parent = tempfile.TemporaryDirectory(prefix=f".{STAGING}-", dir=folder.parent, ignore_cleanup_errors=True)
             staging = Path(undone.enter_context(parent), STAGING)
-            _link_files(folder, staging)
+            shutil.copytree(folder, staging, copy_function=_link)
             temporary = undone.pop_all()
             return run_as_future(job)
         except Exception as error:
@@ -197,14 +195,8 @@ def push_checkpoint(folder: Path, repo_id: str, **options: Any) -> Future | None
     return None
 
 
-def _link_files(source: Path, target: Path) -> None:
-    target.mkdir()
-    for path in sorted(source.rglob("*")):  # a folder comes before what is in it
-        linked = target / path.relative_to(source)
-        if path.is_dir():
-            linked.mkdir()
-            continue
-        try:
-            os.link(path, linked)
-        except OSError:  # a file system without hard links
-            shutil.copy2(path, linked)
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)

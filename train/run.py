@@ -30,7 +30,7 @@ from .keeping.summary import render, render_dropped
 from .memory import PeakMemory
 from .modules.model import check_checkpoint
 from .options.arguments import ModelArguments, NormAlignConfig
-from .options.parsing import accumulation_steps, check_stream, parse
+from .options.parsing import accumulation_steps, parse
 from .prepare import check_one_gpu
 from .trainer import NormAlignTrainer
 
@@ -72,8 +72,35 @@ def train(
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Path:
     """Trains, with further callbacks, and writes the result to `args.output_dir`; raises what [`main`] raises."""
-    with only_run(args.output_dir):
-        return _train(data_args, args, model_args, callbacks)
+    output = Path(args.output_dir)
+    with only_run(output):
+        resume = resolve_resume(args.resume_from_checkpoint, output, args.world_size)
+        dropped = DroppedRows(output / "dropped_rows.jsonl")
+        if resume is None and args.process_index == 0:
+            dropped.path.unlink(missing_ok=True)
+        trainer = make_trainer(data_args, args, model_args, dropped, callbacks)
+        if resume:
+            check_same_run(trainer.record, resume)
+            trainer.record["seconds"] = (json_or_none(resume / TRAINING_RECORD) or {}).get("seconds", 0.0)
+        console = Console(quiet=not trainer.is_world_process_zero())
+        if args.device.type != "cpu" or args.device_memory:
+            trainer.add_callback(PeakMemory(trainer.facts["memory"], console.print))
+            try:
+                trainer.facts["memory"] |= trainer.estimate_memory().to_dict()
+            except ValueError as error:  # which is no reason not to train
+                console.print(str(error), soft_wrap=True)
+        console.print(render_options(trainer.record), render(trainer.facts))
+        console.print(*render_dropped(dropped), sep="\n")
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        trainer.save_state()
+        if args.push_to_hub:
+            pushed = trainer.push_to_hub()  # which saves first
+            console.print(f"Pushed to {pushed.repository.url}, commit {pushed.commit}." if pushed else "")
+        else:
+            trainer.save_model()
+        console.print(*render_dropped(dropped), sep="\n")
+        trainer.end()  # trackers, and the process group
+    return output
 
 
 def dry_run(arguments: Sequence[str]) -> bool:
@@ -102,42 +129,9 @@ def dry_run(arguments: Sequence[str]) -> bool:
         console = Console(quiet=not trainer.is_world_process_zero())
         console.print(render_options(trainer.record), render(trainer.facts), estimate.table())
         console.print(estimate.verdict, soft_wrap=True)
-        if estimate.fits is False:
+        if not estimate.fits:
             console.print(remedy(trainer, make), soft_wrap=True)
-        return estimate.fits is not False
-
-
-def _train(
-    data_args: DataArguments, args: NormAlignConfig, model_args: ModelArguments, callbacks: Sequence[TrainerCallback]
-) -> Path:
-    output = Path(args.output_dir)
-    resume = resolve_resume(args.resume_from_checkpoint, output, args.world_size)
-    dropped = DroppedRows(output / "dropped_rows.jsonl")
-    if resume is None and args.process_index == 0:
-        dropped.path.unlink(missing_ok=True)
-    trainer = make_trainer(data_args, args, model_args, dropped, callbacks)
-    if resume:
-        check_same_run(trainer.record, resume)
-        trainer.record["seconds"] = (json_or_none(resume / TRAINING_RECORD) or {}).get("seconds", 0.0)
-    console = Console(quiet=not trainer.is_world_process_zero())
-    if args.device.type != "cpu" or args.device_memory:
-        trainer.add_callback(PeakMemory(trainer.facts["memory"], console.print))
-        try:
-            trainer.facts["memory"] |= trainer.estimate_memory().to_dict()
-        except ValueError as error:  # which is no reason not to train
-            console.print(str(error), soft_wrap=True)
-    console.print(render_options(trainer.record), render(trainer.facts))
-    console.print(*render_dropped(dropped), sep="\n")
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    trainer.save_state()
-    if args.push_to_hub:
-        pushed = trainer.push_to_hub()  # which saves first
-        console.print(f"Pushed to {pushed.repository.url}, commit {pushed.commit}." if pushed else "")
-    else:
-        trainer.save_model()
-    console.print(*render_dropped(dropped), sep="\n")
-    trainer.end()  # trackers, and the process group
-    return output
+        return estimate.fits
 
 
 def make_trainer(
@@ -150,7 +144,6 @@ def make_trainer(
     """Checks options, checkpoint and data, and makes the trainer; raises what [`main`] raises before training."""
     check_one_gpu(args)
     args.gradient_accumulation_steps = accumulation_steps(args)
-    check_stream(data_args.dataset_streaming, args)
     if (model_args.load_in_4bit or model_args.load_in_8bit) and is_deepspeed_zero3_enabled():
         raise ValueError("load_in_4bit and load_in_8bit cannot be used with ZeRO-3. Use ddp or zero2.")
     if args.eval_suite:

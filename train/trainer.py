@@ -4,12 +4,14 @@
 
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
@@ -29,7 +31,6 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTConfig, SFTTrainer
 
-from ..checkpoint.files import write_failure
 from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
 from ..data.rows.images import ImageRules, image_problem
 from ..data.rows.reports import DataReport
@@ -38,24 +39,21 @@ from .batches.collator import ConversationCollator
 from .batches.packing import BalancedSampler, packed_stream
 from .batches.padding_free import ROW_LENGTHS, PackedAttentionCheck
 from .batches.sampler import ModalityLengthGroupedSampler
-from .callbacks.data_wait import DataWait
 from .callbacks.depth_probe import CosineProbe
 from .callbacks.finite import FiniteCheck
 from .callbacks.measurements import Measurements
-from .callbacks.progress import show_lines
+from .callbacks.progress import DataWait, show_lines
 from .callbacks.samples import SampleCallback
 from .callbacks.suite import SuiteCallback
 from .dry_run import largest_batch
 from .keeping.checkpoints import writing_checkpoint
-from .keeping.record import Clock
-from .keeping.resume import after_stop
 from .keeping.summary import summary
 from .memory import MemoryEstimate, estimate_memory
 from .modules.adapter import train_in_float32
 from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
 from .modules.model import MODULES, base_model, eval_frozen, freeze, module_of
 from .modules.sharding import fill_gradients, name_as_unsharded, name_fsdp_units
-from .options.deepspeed import keep_float32
+from .options.arguments import keep_float32
 from .prepare import Prepared, checked_rows, normalign_config, prepare
 from .push import PushingTrainer
 
@@ -152,25 +150,27 @@ class NormAlignTrainer(PushingTrainer):
         )
         self.learning_rates = {module: value for module, (value, _) in ready.learning_rates.items()}
         self.record, self.build = ready.record, ready.build
-        self.clock, self.measurements, self.data_wait = Clock(), Measurements(args), DataWait()
-        super().__init__(
-            **ready.arguments,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=[self.clock, self.measurements, self.data_wait, *suite, *(callbacks or [])],
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+        self.measurements, self.data_wait = Measurements(args), DataWait()
+        # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
+        with patch.multiple(args, padding_free=False, packing=False, model_init_kwargs=None):
+            super().__init__(
+                **ready.arguments,
+                compute_loss_func=compute_loss_func,
+                compute_metrics=compute_metrics,
+                callbacks=[self.measurements, self.data_wait, *suite, *(callbacks or [])],
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            )
         self._finish(ready)
 
     def _finish(self, ready: Prepared) -> None:
         """What needs the trainer that TRL has made: the model as it is trained, callbacks, the facts of the run."""
         args, model = self.args, base_model(self.model)
-        for name, value in ready.hidden.items():
-            setattr(args, name, value)
-        if ready.arguments["peft_config"] is not None and not is_deepspeed_zero3_enabled():  # it has no quantized base
-            train_in_float32(self.model, autocast=args.bf16 or args.fp16)
+        if ready.arguments["peft_config"] is not None:
+            self.model.create_or_update_model_card = lambda folder: None  # PEFT's has the base's local path
+            if not is_deepspeed_zero3_enabled():  # it has no quantized base
+                train_in_float32(self.model, autocast=args.bf16 or args.fp16)
         freeze(self.model, self.learning_rates)
         self.finite = FiniteCheck(self.model, args)
         self.add_callback(self.finite)
@@ -184,20 +184,14 @@ class NormAlignTrainer(PushingTrainer):
             name_fsdp_units(self.accelerator.state.fsdp_plugin, model)
         if args.tokens_per_device:
             self._derive_accumulation()
-        batch_size, drop_last = args.train_batch_size * args.world_size, args.dataloader_drop_last
-        batches = DataLoader(self.train_dataset, batch_size, drop_last=drop_last)  # counted, never read
+        batches = DataLoader(  # counted, never read
+            self.train_dataset, args.train_batch_size * args.world_size, drop_last=args.dataloader_drop_last
+        )
         if args.packing and not isinstance(self.train_dataset, IterableDataset):
             batches = DataLoader(self.train_dataset, batch_sampler=self._get_train_sampler())
-        self.facts = summary(
-            self.model,
-            args,
-            ready.learning_rates,
-            ready.report,
-            rows=self.get_total_train_batch_size(args),
-            tokens_per_device=args.tokens_per_device,
-            steps=self.set_initial_training_values(args, batches)[-1],
-            tokens_per_image=model.config.image_seq_length,
-        )
+        steps = self.set_initial_training_values(args, batches)[-1]
+        rows = self.get_total_train_batch_size(args)
+        self.facts = summary(self.model, args, ready.learning_rates, ready.report, rows, steps)
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
         self._add_samples_and_probe()
 
@@ -207,11 +201,10 @@ class NormAlignTrainer(PushingTrainer):
         if isinstance(held_out, dict):
             held_out = next(iter(held_out.values()))
         if held_out is not None and args.sample_count and isinstance(collator, ConversationCollator):
-            trackers = self.callback_handler.callbacks
             pixels, skip = collator.max_image_pixels, collator.bad_rows == "skip"
             readable = (row for row in held_out if not skip or not image_problem(row["images"], ImageRules(), pixels))
             examples = list(islice(readable, args.sample_count))
-            self.add_callback(SampleCallback(examples, args.sample_max_new_tokens, pixels, trackers))
+            self.add_callback(SampleCallback(examples, args.sample_max_new_tokens, pixels))
         if args.probe_steps:
             if isinstance(collator, ConversationCollator):
                 collator = replace(collator, padding_free=False)
@@ -322,21 +315,14 @@ class NormAlignTrainer(PushingTrainer):
         """The Trainer's training.
 
         Raises:
-            OSError: A process that reads batches was killed.
             ValueError: `dry_run` loaded no weights.
         """
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. Make the trainer without it to train.")
-        try:
-            return super().train(*args, **kwargs)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            lost = after_stop(self.args.output_dir, self.args.world_size, self.state.global_step)
-            raise OSError(
-                "A process that reads batches was killed, as systems do when memory runs out. Lower "
-                f"dataloader_num_workers, now {self.args.dataloader_num_workers}. {lost}"
-            ) from error
+        self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
+        result = super().train(*args, **kwargs)
+        self.record["seconds"] = round(time.perf_counter() - self._began, 3)
+        return result
 
     @property
     def _total_train_tokens(self) -> int:
@@ -402,44 +388,26 @@ class NormAlignTrainer(PushingTrainer):
         processes must call it, as the Trainer's; otherwise the first one alone may.
 
         Raises:
-            OSError: The disk is full, or the Hub or the connection failed.
-            ValueError: What [`push_to_hub`] raises.
+            ValueError, OSError: What [`push_to_hub`] raises.
             FloatingPointError: Training made weights NaN or infinite.
         """
         self.finite.check_weights(self.model)
         folder = Path(output_dir or self.args.output_dir)
         if isinstance(self.model, FSDPModule):
             name_as_unsharded(self.model)
-        try:
-            readme = folder / "README.md"
-            card = readme.read_bytes() if readme.exists() else None
-            token, self.args.hub_token = self.args.hub_token, None  # the options are saved too
-            try:
-                super().save_model(str(folder), _internal_call=True)
-            finally:
-                self.args.hub_token = token
-            if self.args.should_save:
-                # In place of PEFT's card, which has the base's local path.
-                if card is not None:
-                    readme.write_bytes(card)
-                else:
-                    readme.unlink(missing_ok=True)
-                for name, content in {TRAINING_RECORD: self._record_so_far(), BUILD_RECORD: self.build}.items():
-                    if content is not None:
-                        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            if folder == Path(self.args.output_dir):
-                self.create_model_card()
-        except Exception as error:
-            if _internal_call or (cause := write_failure(error)) is None:
-                raise
-            remedy = "Make room, and resume from the last checkpoint with --resume_from_checkpoint."
-            raise OSError(f"{folder} could not be written: {cause}. {remedy}") from error
+        with patch.object(self.args, "hub_token", None):  # the options are saved too
+            super().save_model(str(folder), _internal_call=True)
+        if self.args.should_save:
+            if self.is_in_train:
+                self.record["seconds"] = round(time.perf_counter() - self._began, 3)
+            record = {**self.record, "steps_done": self.state.global_step}
+            for name, content in {TRAINING_RECORD: record, BUILD_RECORD: self.build}.items():
+                if content is not None:
+                    (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if folder == Path(self.args.output_dir):
+            self.create_model_card()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
-
-    def _record_so_far(self) -> dict[str, Any]:
-        seconds = round(self.record.get("seconds", 0.0) + self.clock.seconds, 3)
-        return {**self.record, "seconds": seconds, "steps_done": self.state.global_step}
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         # PEFT loads an adapter in float32 and makes all of it trainable: the run would not resume as it was.

@@ -14,7 +14,6 @@ from trl import get_peft_config, get_quantization_config
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
 from normalign_llava.data.rows.parse import FEATURES
-from normalign_llava.train.modules.model import load_model
 from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
 from normalign_llava.train.trainer import NormAlignTrainer
 
@@ -122,20 +121,13 @@ def trainer(folder: Path, checkpoint: Path, dataset=None, model=None, held_out=N
         model_name_or_path=str(checkpoint), **{key: value for key, value in options.items() if key in names}
     )
     args = arguments(folder, **{key: value for key, value in options.items() if key not in names})
-    processor = AutoProcessor.from_pretrained(checkpoint)
+    args.model_init_kwargs = {"dtype": model_args.dtype}
     return NormAlignTrainer(
-        model or loaded(checkpoint, args, model_args),
+        model or str(checkpoint),
         args,
         train_dataset=rows() if dataset is None else dataset,
         eval_dataset=held_out,
-        processing_class=processor,
+        processing_class=AutoProcessor.from_pretrained(checkpoint),
+        quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-
-
-def loaded(checkpoint: Path, args: NormAlignConfig, model_args: ModelArguments):
-    """The model that is trained by these options."""
-    args.model_init_kwargs = {"dtype": model_args.dtype}
-    model = load_model(checkpoint, args, get_quantization_config(model_args))
-    args.model_init_kwargs = None
-    return model

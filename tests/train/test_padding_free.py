@@ -115,15 +115,6 @@ def test_a_run_ends_as_with_padding(tmp_path, checkpoint, options):
         assert off <= 1e-5 * value.double().norm() + 1e-7, name
 
 
-def test_a_row_that_is_skipped_has_no_labels(checkpoint):
-    rows = list(training.rows(3))
-    rows[1]["images"][0]["bytes"] = b"no image"
-    processor = AutoProcessor.from_pretrained(checkpoint)
-    batch = ConversationCollator(processor, bad_rows="skip", padding_free=True)(rows)
-    labelled = [int((row != -100).sum()) for row in batch["labels"][0].split(batch[ROW_LENGTHS].tolist())]
-    assert labelled[1] == 0 and labelled[0] > 0 and labelled[2] > 0
-
-
 def model_of(kind, **settings):
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     text |= {"num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0, **settings}

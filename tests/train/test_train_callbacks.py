@@ -70,6 +70,8 @@ def test_gradient_norms_are_those_before_clipping(checkpoint, tmp_path, rank, ma
     trainer = make_trainer(checkpoint, tmp_path, rank=rank, max_grad_norm=max_grad_norm, max_steps=1)
     trainer.train()
     model = trainer.start.double().train()
+    for module in model.modules():
+        module._forward_pre_hooks.clear()  # inputs of a projector beside adapters become float32
     # TRL's forward is a closure over the model it was made for, so the copy's is the class's own.
     del base_model(model).forward
     count = sum((batch["labels"] != -100).sum() for batch in trainer.batches)
@@ -141,16 +143,11 @@ def test_the_size_of_gain_and_bias_and_the_factor_of_compensation(tmp_path, arm)
 
 
 def test_frozen_parts_and_absent_images_have_no_entry(checkpoint, tmp_path):
-    trainer = make_trainer(checkpoint, tmp_path, frozen=("vision_tower", "language_model"), max_steps=1)
+    trainer = make_trainer(checkpoint, tmp_path, frozen=("vision", "language"), max_steps=1)
     trainer.train()
-    assert {name.split("/")[1] for name in logs(trainer)[0] if name.startswith("grad_norm/")} == {
-        "projector",
-        "gain",
-        "bias",
-    }
-    assert {name.split("/")[1] for name in logs(trainer)[0] if name.startswith("update_ratio/")} == {
-        "projector",
-        "gain",
+    names = {name for name in logs(trainer)[0] if name.startswith(("grad_norm/", "update_ratio/"))}
+    assert names == {f"grad_norm/{part}" for part in ("projector", "gain", "bias")} | {
+        *("update_ratio/projector", "update_ratio/gain")
     }
     text = make_trainer(checkpoint, tmp_path, images=False, max_steps=1)
     text.train()
@@ -162,7 +159,9 @@ def test_evaluation_does_not_count(checkpoint, tmp_path):
     for kwargs in ({}, {"eval_strategy": "steps", "eval_steps": 1, "eval_rows": rows(4)}):
         trainer = make_trainer(checkpoint, tmp_path, **kwargs)
         trainer.train()
-        entries.append([{k: v for k, v in entry.items() if "/" in k} for entry in logs(trainer)])
+        entries.append(
+            [{k: v for k, v in entry.items() if "/" in k and k != "time/data_share"} for entry in logs(trainer)]
+        )
     assert entries[0] == entries[1] and len(entries[0]) == 3
     assert not any("/" in name for entry in trainer.state.log_history if "eval_loss" in entry for name in entry)
 
@@ -171,8 +170,11 @@ def test_training_is_bitwise_the_same_with_all_that_watches_it(checkpoint, tmp_p
     runs = []
     for measure in (False, True):
         evaluated = dict(eval_strategy="steps", eval_steps=1, eval_rows=rows(2))
-        trainer = make_trainer(checkpoint, tmp_path, rank=2, measure=measure, dropout=0.3, **evaluated)
-        if measure:
+        torch.manual_seed(0)  # for adapters
+        trainer = make_trainer(checkpoint, tmp_path, rank=2, dropout=0.3, **evaluated)
+        if not measure:
+            trainer.remove_callback(trainer.measurements)
+        else:
             batch = trainer.data_collator(list(trainer.train_dataset.select(range(2))))
             trainer.add_callback(CosineProbe((0, 1, 2), batch))
             trainer.add_callback(SampleCallback(training.rows(2), 8, 1000))

@@ -18,11 +18,6 @@ from normalign_llava.train.memory import CONTEXT, estimate_memory
 
 pytestmark = pytest.mark.slow
 
-METHODS = {
-    "full": {},
-    "qlora": dict(use_peft=True, load_in_4bit=True, dtype="bfloat16"),
-}
-
 
 def device(size: int) -> str:
     """`device_memory` of a GPU with so many bytes besides those that are kept free, rounded up a little."""
@@ -46,8 +41,7 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device_memory", "24"], "device_memory is '24'"),
-        (["--dataset_name", "nowhere.json"], "nowhere.json"),
+        (["--device_memory", "24"], "24 is not in a valid format"),
         (["--global_batch_size", "3"], "3 is not a multiple"),
     ],
 )
@@ -56,12 +50,10 @@ def test_a_dry_run_finds_what_stops_training(tmp_path, parts, words, message):
     assert done.exit_code == 1 and message in " ".join(done.output.split())
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_shapes_alone_take_what_loaded_weights_take(checkpoint, tmp_path, method):
-    if method == "qlora":
-        pytest.importorskip("bitsandbytes")
-    dry = training.trainer(tmp_path, checkpoint, dry_run=True, **METHODS[method])
-    loaded = training.trainer(tmp_path, checkpoint, **METHODS[method])  # later, so that nothing of the first remains
+@pytest.mark.parametrize("options", [{}, dict(use_peft=True, load_in_4bit=True, dtype="bfloat16")])
+def test_shapes_alone_take_what_loaded_weights_take(checkpoint, tmp_path, options):
+    dry = training.trainer(tmp_path, checkpoint, dry_run=True, **options)
+    loaded = training.trainer(tmp_path, checkpoint, **options)  # later, so that nothing of the first remains
     assert all(parameter.is_meta for name, parameter in dry.model.named_parameters() if ".norm." not in name)
     assert dry.facts["modules"] == loaded.facts["modules"]
     assert dry.estimate_memory() == loaded.estimate_memory()
@@ -82,26 +74,18 @@ def test_training_goes_on_as_if_nothing_was_estimated(checkpoint, tmp_path):
         assert plain.state.log_history[0][name] == estimated.state.log_history[0][name]
 
 
-def test_a_step_is_counted_by_part_as_its_tensors_say(checkpoint, tmp_path):
-    trainer = training.trainer(tmp_path, checkpoint, gradient_accumulation_steps=2, attn_implementation="eager")
-    parts, model = trainer.estimate_memory().parts, trainer.model
-    tower = [*model.model.vision_tower.parameters(), *model.model.vision_tower.buffers()]
-    every = [*model.parameters(), *model.buffers()]
-    assert parts["weights"] == sum(each.nbytes for each in every) - sum(each.nbytes for each in tower)
-    assert parts["vision tower"] >= sum(each.nbytes for each in tower)
-    assert parts["gradients"] >= sum(each.nbytes for each in model.parameters())
-    assert parts["optimizer"] == 2 * sum(each.nbytes for each in model.parameters())
-    assert "adapters" not in parts
-
-
 def test_checkpointing_takes_less_and_a_frozen_tower_keeps_nothing(checkpoint, tmp_path):
     def parts(**options):
         return training.trainer(tmp_path, checkpoint, dry_run=True, **options).estimate_memory().parts
 
     plain, less = parts(), parts(gradient_checkpointing=True, vision_learning_rate=0.0)
     assert less["activations"] < plain["activations"] / 2
-    tower = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).model.vision_tower
-    assert less["vision tower"] == sum(each.nbytes for each in [*tower.parameters(), *tower.buffers()])
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    tower, every = (
+        sum(each.nbytes for each in [*module.parameters(), *module.buffers()])
+        for module in (model.model.vision_tower, model)
+    )
+    assert less["vision tower"] == tower and plain["weights"] == less["weights"] == every - tower
     assert less["vision tower"] < plain["vision tower"]
 
 
@@ -138,7 +122,7 @@ def test_the_batch_that_is_named_fits_and_the_next_does_not(mixed):
     for size, named in [(sizes[1], "4"), (sizes[1] - 1000, "2")]:
         mixed.args.device_memory = device(size)
         answer = remedy(mixed, None)
-        assert answer.startswith(f"Would fit: --per_device_train_batch_size {named}, the largest that does. Fits")
+        assert answer.startswith(f"Would fit: --per_device_train_batch_size {named}, the largest that does.")
     mixed.args.device_memory = None
 
 

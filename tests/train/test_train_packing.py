@@ -80,16 +80,8 @@ def test_accumulation_is_the_least_with_which_no_pass_has_more_tokens():
                 sizes += [sum(step[i] for i in part) for part in balanced(step, min(accumulation, len(step)))]
         return max(sizes)
 
-    balanced_sampler = BalancedSampler(
-        SeedableRandomSampler(range(43), data_seed=5),
-        LENGTHS,
-        rows_per_step=8,
-        rows_per_pass=1,
-        accumulation=1,
-        processes=1,
-        rank=0,
-        drop_last=False,
-    )
+    balanced_sampler = sampler(rows_per_pass=1, accumulation=8)
+    balanced_sampler.grad_accum = 1
     found = balanced_sampler.fit(1500, epochs=3)
     assert found > 1 and largest(found, 3) <= 1500 < largest(found - 1, 3)
     with pytest.raises(ValueError, match="the longest row has 900 tokens, more than tokens_per_device 899"):
@@ -145,22 +137,13 @@ def test_tokens_per_device_changes_no_step(tmp_path, checkpoint):
 
 
 @pytest.mark.slow
-def test_packing_keeps_the_steps_of_another_sampler(tmp_path, checkpoint):
+@pytest.mark.parametrize("streamed", [False, True])
+def test_packing_keeps_the_steps_of_another_sampler_and_of_a_stream(tmp_path, checkpoint, streamed):
     data, ends = rows_of_different_lengths(checkpoint), []
+    options = OPTIONS if streamed else {**OPTIONS, "train_sampling_strategy": "group_by_length"}
     for packing in (False, True):
-        options = {**OPTIONS, "packing": packing, "train_sampling_strategy": "group_by_length"}
-        trainer = training.trainer(tmp_path / str(packing), checkpoint, data, **options)
-        trainer.train()
-        ends.append(ended(trainer))
-    assert_same(*reversed(ends))
-
-
-@pytest.mark.slow
-def test_a_stream_keeps_its_steps(tmp_path, checkpoint):
-    data, ends = rows_of_different_lengths(checkpoint), []
-    for packing in (False, True):
-        stream = data.select(range(19)).to_iterable_dataset()  # they end within a step
-        trainer = training.trainer(tmp_path / str(packing), checkpoint, stream, packing=packing, **OPTIONS)
+        rows = data.select(range(19)).to_iterable_dataset() if streamed else data  # they end within a step
+        trainer = training.trainer(tmp_path / str(packing), checkpoint, rows, packing=packing, **options)
         trainer.train()
         ends.append(ended(trainer))
     assert_same(*reversed(ends))

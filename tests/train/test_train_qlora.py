@@ -47,16 +47,6 @@ def test_gain_and_bias_are_float32_with_float32_optimizer_state_and_adapter_file
     assert any(torch.equal(tensor, norm.weight) for tensor in saved.values())
 
 
-def test_gain_and_bias_move_at_2e_6(tmp_path, checkpoint):
-    options = dict(learning_rate=2e-6, max_steps=2, lr_scheduler_type="constant")
-    trainer = training.trainer(tmp_path, checkpoint, **QLORA, **options)
-    before = gain_and_bias(trainer.model)
-    trainer.train()
-    moved = [(now - then).abs() for now, then in zip(gain_and_bias(trainer.model), before, strict=True)]
-    assert (moved[0] > 1e-7).float().mean() > 0.9 and moved[0].max() < 5e-6
-    assert (moved[1] > 1e-7).float().mean() > 0.9
-
-
 def test_a_4_bit_step_after_generating_and_evaluating_has_the_same_gradients(tmp_path, checkpoint):
     gradients = []
     for first in (False, True):

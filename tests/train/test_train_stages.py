@@ -126,18 +126,12 @@ def test_accumulation_keeps_the_global_batch(tmp_path, total, each, world, accum
     assert accumulation_steps(args, world_size=world) == expected
 
 
-@pytest.mark.parametrize(
-    ("total", "each", "world", "accumulation", "message"),
-    [
-        (16, 2, 3, 1, r"16 is not a multiple of per_device_train_batch_size 2 x 3 process\(es\) = 6"),
-        (16, 2, 1, 4, "Leave gradient_accumulation_steps out: it is derived, and would be 8"),
-    ],
-)
-def test_a_global_batch_that_does_not_divide_is_refused(tmp_path, total, each, world, accumulation, message):
-    _, args, _ = options(tmp_path, per_device_train_batch_size=each, gradient_accumulation_steps=accumulation)
-    args.global_batch_size = total
-    with pytest.raises(ValueError, match=message):
-        accumulation_steps(args, world_size=world)
+def test_a_global_batch_that_does_not_divide_is_refused(tmp_path):
+    _, args, _ = options(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, global_batch_size=16)
+    with pytest.raises(ValueError, match=r"16 is not a multiple of .* 2 x 3 process\(es\) = 6"):
+        accumulation_steps(args, world_size=3)
+    with pytest.raises(ValueError, match="Leave gradient_accumulation_steps out: it is derived, and would be 8"):
+        accumulation_steps(args)
 
 
 @pytest.mark.parametrize(("ratio", "pays"), [(0.3, True), (5.0, False)])

@@ -36,7 +36,7 @@ def elements(model, *pieces: str) -> int:
 
 
 def test_full_tuning_trains_every_parameter_at_its_modules_learning_rate(checkpoint, tmp_path):
-    model = make_trainer(checkpoint, tmp_path, frozen=("vision_tower",)).model
+    model = make_trainer(checkpoint, tmp_path, frozen=("vision",)).model
     rows = table(model, {**RATES, "vision": (0.0, "stage align")})
     assert list(rows) == ["vision tower", "projector", "norm", "language model"]
     assert rows["vision tower"]["parameters"] == elements(model, "vision_tower")
@@ -107,8 +107,8 @@ class Bytes(TrainerCallback):
 def test_weights_gradients_and_states_take_what_was_counted(wide, tmp_path, optimizer, rank):
     counted = Bytes()
     trainer = make_trainer(
-        wide, tmp_path, optim=optimizer, rank=rank, measure=False, max_steps=1, callbacks=[counted],
-        frozen=("vision_tower",),
+        wide, tmp_path, optim=optimizer, rank=rank, max_steps=1, callbacks=[counted],
+        frozen=("vision",),
     )  # fmt: skip
     found = static_bytes(trainer.model, trainer.args)
     trainer.train()

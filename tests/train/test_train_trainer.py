@@ -57,32 +57,6 @@ def test_each_module_has_its_learning_rate_and_no_norm_decays(tmp_path, checkpoi
     assert sorted(seen) == sorted(names.values())
 
 
-def test_a_step_is_the_same_as_one_by_hand(tmp_path, checkpoint):
-    rates = dict(vision_learning_rate=1e-3, projector_learning_rate=1e-2, norm_learning_rate=1e-4)
-    options = dict(lr_scheduler_type="constant", max_grad_norm=0.0, max_steps=1, learning_rate=3e-3)
-    trainer = training.trainer(tmp_path, checkpoint, **rates, **options)
-    model = copy.deepcopy(base_model(trainer.model))
-    order = list(trainer.get_train_dataloader())[0]
-    trainer.train()
-
-    plain = type(model).forward
-    outputs = plain(model, **{key: value for key, value in order.items() if key != "labels"})
-    shifted, labels = outputs.logits[:, :-1].double(), order["labels"][:, 1:]
-    torch.nn.functional.cross_entropy(shifted[labels != -100], labels[labels != -100]).backward()
-    expected = {"vision": 1e-3, "projector": 1e-2, "norm": 1e-4, "language": 3e-3}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            step = expected[module_of(name)] * parameter.grad / (parameter.grad.abs() + 1e-8)  # Adam's first step
-            parameter.data -= step
-    trained = dict(trainer.model.named_parameters())
-    for name, parameter in model.named_parameters():
-        scale = expected[module_of(name)]
-        clear = torch.ones_like(parameter, dtype=torch.bool)
-        if parameter.grad is not None:
-            clear = parameter.grad.abs() > 1e-5  # rounding decides the sign of smaller ones
-        assert torch.allclose(trained[name][clear], parameter[clear], rtol=0, atol=2e-2 * scale), name
-
-
 def test_the_loss_and_every_gradient_are_those_of_trl(tmp_path, checkpoint):
     ours = training.trainer(tmp_path, checkpoint, max_steps=1)
     stock = SFTTrainer(
@@ -240,6 +214,7 @@ def test_what_is_trained_with_adapters_is_float32_and_moves(tmp_path, checkpoint
     for part in (
         "lora_B",
         "projector.modules_to_save.default.linear_1",
+        "projector.modules_to_save.default.norm",
         "vision_tower.modules_to_save.default.encoder",
     ):
         found = [name for name in names if part in name]

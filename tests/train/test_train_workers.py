@@ -1,21 +1,17 @@
 """Processes that read batches: how many there are, what they raise, and what remains of them."""
 
-import multiprocessing
 import os
 import signal
 from types import SimpleNamespace
 
 import pytest
-import train_data
 import training
 from paths import HELPERS
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerState
 
-from normalign_llava.train.callbacks import data_wait
-from normalign_llava.train.callbacks.data_wait import DataWait
+from normalign_llava.train.callbacks import progress
+from normalign_llava.train.callbacks.progress import DataWait
 from normalign_llava.train.options.arguments import NormAlignConfig, default_workers
-from normalign_llava.train.options.parsing import parse
-from normalign_llava.train.run import main, train
 
 
 pytestmark = pytest.mark.slow
@@ -34,41 +30,9 @@ def test_there_is_one_for_each_other_core_and_none_on_a_cpu(tmp_path, monkeypatc
     assert found == [0, 1, 8, 3]
 
 
-def test_a_bad_image_is_the_same_sentence_with_and_without(tmp_path, parts):
-    rows = [train_data.llava("<image>\nwhat?", "red", "cut.png") for _ in range(8)]
-    train_data.write_json(tmp_path / "data", rows)
-    (tmp_path / "data" / "cut.png").write_bytes(train_data.image_bytes()[:60])
-    sequential = ["--train_sampling_strategy", "sequential"]
-    file = training.recipe(tmp_path, parts, dataset_name=str(tmp_path / "data" / "data.json"))
-    for streaming in ([], ["--dataset_streaming"]):
-        said = []
-        for workers in ("0", "2"):
-            with pytest.raises(ValueError, match=r"row \d: .*cut.png.*--bad_rows skip") as raised:
-                main([file, *sequential, *streaming, "--dataloader_num_workers", workers])
-            said.append(str(raised.value))
-        assert said[0] == said[1] and said[0].count("\n") == 0
-
-
-class Kill(TrainerCallback):
-    """Kills the processes that read, as a system without memory does."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            for process in multiprocessing.active_children():
-                process.kill()
-
-
-def test_one_that_is_killed_is_named_with_what_is_lost(tmp_path, parts):
-    file = training.recipe(tmp_path, parts, max_steps=50, save_steps=2)
-    data, args, model = parse([file, "--dataloader_num_workers", "2"])
-    remedy = r"Lower dataloader_num_workers, now 2. Step \d+ was done. .*--resume_from_checkpoint .*checkpoint-2"
-    with pytest.raises(OSError, match=f"process that reads batches was killed.*memory.*{remedy}"):
-        train(data, args, model, [Kill()])
-
-
 def test_a_step_that_waits_longer_than_it_takes_says_so_once(monkeypatch, capsys):
     now, wait = [0.0], DataWait()
-    monkeypatch.setattr(data_wait.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     args, state = SimpleNamespace(dataloader_num_workers=2), TrainerState(max_steps=9, is_world_process_zero=True)
     for waited, worked in ((5.0, 1.0), (1.0, 2.0), (2.0, 1.0), (3.0, 1.0)):
         state.global_step += 1

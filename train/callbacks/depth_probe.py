@@ -3,10 +3,12 @@
 """How far each decoder layer moves visual and text tokens, at chosen steps of a run, on one fixed batch (figure 5)."""
 
 import json
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
@@ -87,8 +89,13 @@ def evaluating(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
     devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []
     dtype = torch.bfloat16 if args.bf16 else torch.float16
     autocast = torch.autocast(args.device.type, dtype=dtype, enabled=args.bf16 or args.fp16)
-    with torch.random.fork_rng(devices), autocast, in_evaluation_mode(model):
-        yield
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices), autocast, in_evaluation_mode(model):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _replace_line(path: Path, line: dict) -> None:

@@ -52,8 +52,7 @@ class FiniteCheck(TrainerCallback):
     def __init__(self, model: nn.Module, args: NormAlignConfig):
         self.args = args
         self._not_finite = torch.zeros(len(PLACES), dtype=torch.int32, device=args.device)
-        self._step = self._taken = self._skipped = 0
-        self._damaged: list[str] | None = None
+        self._step = self._skipped = 0
         inner, norm = base_model(model).model, projector_norm(model)
         # By their place in `PLACES`.
         inner.multi_modal_projector.register_forward_pre_hook(lambda module, inputs: self._watch(0, inputs[0]))
@@ -62,8 +61,11 @@ class FiniteCheck(TrainerCallback):
         inner.language_model.register_forward_hook(lambda module, inputs, output: self._watch(3, output[0]))
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Notes which weights are not finite from the start: perhaps nothing reads them."""
-        self._damaged = weights_not_finite(model)
+        """Raises FloatingPointError if weights are not finite from the start."""
+        if damaged := weights_not_finite(model):
+            raise FloatingPointError(
+                f"{len(damaged)} tensors of the model are not finite, first {damaged[0]}. Train another checkpoint."
+            )
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Resets the counts."""
@@ -91,7 +93,7 @@ class FiniteCheck(TrainerCallback):
             self._not_finite[WEIGHTS] += ~(norm.isfinite() & (norm >= 0))
         found = reduce(self._not_finite, "sum").tolist()
         if not (found[LOSS] or found[WEIGHTS]):
-            self._taken, self._skipped = self._taken + 1, 0
+            self._skipped = 0
             return True
         if self.args.fp16 and not found[LOSS] and (scaler is None or scaler.get_scale() >= 1):
             return True
@@ -110,12 +112,12 @@ class FiniteCheck(TrainerCallback):
         """Checks the weights before they are saved. If they are sharded, all processes must call it at the same time.
 
         Raises:
-            FloatingPointError: Training made some of them NaN or infinite.
+            FloatingPointError: Some of them are NaN or infinite.
         """
-        if self._damaged is not None and (new := [n for n in weights_not_finite(model) if n not in self._damaged]):
+        if found := weights_not_finite(model):
             raise FloatingPointError(
-                f"After step {self._step}, {len(new)} tensors of the model are not finite, first {new[0]}. They are "
-                f"not saved. {self._remedy()}"
+                f"After step {self._step}, {len(found)} tensors of the model are not finite, first {found[0]}. They "
+                f"are not saved. {self._remedy()}"
             )
 
     def _watch(self, place: int, values: Tensor) -> None:
@@ -130,11 +132,6 @@ class FiniteCheck(TrainerCallback):
         self._not_finite[place] += ~values.detach().isfinite().all().to(self._not_finite.device)
 
     def _remedy(self, skip: str = "") -> str:
-        if self._damaged and not self._taken:
-            return (
-                f"{len(self._damaged)} tensors of the model were not finite when they were loaded, first "
-                f"{self._damaged[0]}. Train from a checkpoint that is not damaged."
-            )
         last = newest_complete(self.args.output_dir, self.args.world_size)
         remaining = f"The last complete checkpoint is {last}." if last else "There is no complete checkpoint yet."
         return f"{remaining} Start again with lower learning rates{skip}."

@@ -1,16 +1,14 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What the model answers to a few held-out examples at each evaluation: in a file, and in the trackers."""
+"""What the model answers to a few held-out examples at each evaluation: in a file."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from torch import nn
-from transformers import ProcessorMixin, TrainerCallback
-from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers import TrainerCallback
 
 from ...data.rows.images import decode_image
 from .depth_probe import evaluating
@@ -20,40 +18,41 @@ class SampleCallback(TrainerCallback):
     """Answers the same held-out examples at each evaluation, greedily.
 
     A step's examples are in `samples/step-N.json`, a list of `{"images": ["images/0-0.png"], "question", "answer",
-    "truth"}`; the images are written once. The texts also go to TensorBoard, wandb or trackio, if the run reports
-    there. The model and the random state are left as they were. Every process generates, since sharded weights need
-    all of them; the first one writes.
+    "truth"}`; the images are written once. The model and the random state are left as they were. Every process
+    generates, since sharded weights need all of them; the first one writes.
 
-    Of each parsed row, the prompt is what comes before the last assistant turn, whose text is the truth. Trackers are
-    looked for among `trainer.callback_handler.callbacks`.
+    Of each parsed row, the prompt is what comes before the last assistant turn, whose text is the truth.
     """
 
-    def __init__(
-        self,
-        rows: Iterable[dict[str, Any]],
-        max_new_tokens: int,
-        max_image_pixels: int,
-        trackers: Sequence[TrainerCallback] = (),
-    ):
+    def __init__(self, rows: Iterable[dict[str, Any]], max_new_tokens: int, max_image_pixels: int):
         self.examples = []
         for row in rows:
-            last = max(index for index, message in enumerate(row["messages"]) if message["role"] == "assistant")
             images = [decode_image(image, max_image_pixels) for image in row["images"]]
-            self.examples.append((row["messages"][:last], images, _text(row["messages"][last])))
+            following = iter(images)
+            messages = [
+                {"role": message["role"], "content": [_with_image(part, following) for part in message["content"]]}
+                for message in row["messages"]
+            ]
+            last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+            self.examples.append((messages[:last], images, _text(messages[last])))
         self.max_new_tokens = max_new_tokens
-        self.trackers = trackers
         self._last_step: int | None = None
 
     def on_evaluate(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Generates, writes and reports, once a step even if there are several held-out data sets."""
+        """Generates and writes, once a step even if there are several held-out data sets."""
         if not self.examples or self._last_step == state.global_step:
             return
         folder, written = Path(args.output_dir) / "samples", []
         with evaluating(model, args):
             for number, (prompt, images, truth) in enumerate(self.examples):
                 names = [f"images/{number}-{index}.png" for index in range(len(images))]
-                given = answer(model, processing_class, prompt, images, self.max_new_tokens)
-                written.append({"images": names, "question": _question(prompt), "answer": given, "truth": truth})
+                inputs = processing_class.apply_chat_template(
+                    prompt, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+                ).to(model.device)
+                ids = model.generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False, use_cache=True)
+                answer = processing_class.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+                example = {"images": names, "question": _question(prompt), "answer": answer.strip(), "truth": truth}
+                written.append(example)
         if state.is_world_process_zero:
             if self._last_step is None:
                 (folder / "images").mkdir(parents=True, exist_ok=True)
@@ -62,35 +61,11 @@ class SampleCallback(TrainerCallback):
                         image.save(folder / name)
             content = json.dumps(written, indent=2, ensure_ascii=False) + "\n"
             (folder / f"step-{state.global_step}.json").write_text(content, encoding="utf-8")
-            for tracker in self.trackers:
-                _report(tracker, state.global_step, written)
         self._last_step = state.global_step
 
 
-def answer(
-    model: nn.Module,
-    processor: ProcessorMixin,
-    messages: list[dict[str, Any]],
-    images: list[Image.Image],
-    max_new_tokens: int,
-) -> str:
-    """What the model answers to `messages`, greedily, without special tokens."""
-    following = iter(images)
-    conversation = [
-        {
-            "role": message["role"],
-            "content": [
-                {"type": "image", "image": next(following)} if part["type"] == "image" else part
-                for part in message["content"]
-            ],
-        }
-        for message in messages
-    ]
-    inputs = processor.apply_chat_template(
-        conversation, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    ).to(model.device)
-    generated = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, use_cache=True)
-    return processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+def _with_image(part: dict[str, Any], images: Iterator[Image.Image]) -> dict[str, Any]:
+    return {"type": "image", "image": next(images)} if part["type"] == "image" else part
 
 
 def _question(prompt: list[dict[str, Any]]) -> str:
@@ -102,20 +77,3 @@ def _question(prompt: list[dict[str, Any]]) -> str:
 
 def _text(message: dict[str, Any]) -> str:
     return " ".join(part["text"].strip() for part in message["content"] if part["type"] == "text")
-
-
-def _report(tracker: TrainerCallback, step: int, examples: list[dict[str, Any]]) -> None:
-    # Through the writers of the Trainer's own callbacks: another writer would open a second run.
-    columns = ["question", "answer", "truth"]
-    markdown = "\n\n---\n\n".join(
-        "\n\n".join(f"**{column}** {example[column]}" for column in columns) for example in examples
-    )
-    if isinstance(tracker, TensorBoardCallback) and tracker.tb_writer is not None:
-        tracker.tb_writer.add_text("samples/text", markdown, step)
-        tracker.tb_writer.flush()
-    elif isinstance(tracker, WandbCallback):
-        table = tracker._wandb.Table(columns, [[example[column] for column in columns] for example in examples])
-        tracker._wandb.log({"samples/text": table, "train/global_step": step})
-    elif isinstance(tracker, TrackioCallback):
-        trackio = tracker._trackio
-        trackio.log({"samples/text": trackio.Markdown(markdown), "train/global_step": step})

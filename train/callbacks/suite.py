@@ -2,13 +2,10 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Benchmarks in training: the first samples of each task of a suite, answered by the model as it is by then."""
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
@@ -77,7 +74,7 @@ class SuiteCallback(TrainerCallback):
         if self._last_step == state.global_step:
             return  # there are several sets of held-out rows
         self._last_step = state.global_step
-        with evaluating(model, args), _random_numbers_kept():
+        with evaluating(model, args):
             lm = MultimodalLM(base_model(model), processing_class, args.per_device_eval_batch_size)
             logs: dict[str, float] = {}
             for task, loaded in self.tasks.items():
@@ -87,14 +84,3 @@ class SuiteCallback(TrainerCallback):
                     metric, score = next(iter(scores.items()))
                     print_at_step(state, f"{task} {metric} {score:.4g}")
             self.log(logs)  # in evaluation mode, where the trainer adds no measurements of the step
-
-
-@contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    """Python and NumPy draw the same numbers afterwards as without what is done meanwhile."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

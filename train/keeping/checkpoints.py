@@ -8,14 +8,12 @@ a fresh optimizer if the optimizer's file is missing.
 """
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from zipfile import is_zipfile
 
-from safetensors import SafetensorError, safe_open
+from transformers.trainer_utils import sort_checkpoints
 
 from ...checkpoint.files import json_or_none, write_failure
 from ...checkpoint.names import STATE
@@ -34,7 +32,7 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
     """What a trainer checkpoint lacks to resume from; empty if nothing.
 
     What the Trainer would pass over silently is looked for: the mark of completeness, optimizer, scheduler, and random
-    states; and files that were cut off later. It fails by itself if weights are missing.
+    states. It fails by itself if weights are missing.
     """
     folder = Path(checkpoint)
     if not folder.is_dir():
@@ -44,7 +42,7 @@ def missing_from(checkpoint: str | os.PathLike, world_size: int) -> list[str]:
     random_states = {path.name for path in folder.glob("rng_state*.pth")}
     if not random_states:
         return ["optimizer, scheduler and random states (was it written with save_only_model?)"]
-    missing = [f"the end of {name}" for name in _cut_off(folder)]
+    missing = []
     if not any((folder / name).exists() for name in OPTIMIZERS):
         missing.append("the optimizer's state")
     if not (folder / "scheduler.pt").exists() and not (folder / "latest").exists():  # DeepSpeed keeps it with the rest
@@ -62,9 +60,7 @@ def newest_complete(output_dir: str | os.PathLike, world_size: int) -> Path | No
 
 def checkpoints_in(output_dir: str | os.PathLike) -> list[Path]:
     """The folders `checkpoint-N` of a run, by step."""
-    numbered = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*")}
-    found = {int(match[1]): path for path, match in numbered.items() if match}
-    return [found[step] for step in sorted(found) if found[step].is_dir()]
+    return [Path(path) for path in sort_checkpoints(str(output_dir))]
 
 
 @contextmanager
@@ -85,18 +81,6 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
             raise
         _remove(folder)
         raise OSError(_explain(folder, cause, world_size)) from error
-
-
-def _cut_off(folder: Path) -> list[str]:
-    """Files that end too early: torch's are zip archives, whose directory comes last."""
-    names = [path.name for pattern in ("*.pt", "*.pth", "*.bin") for path in folder.glob(pattern)]
-    found = [name for name in sorted(names) if not is_zipfile(folder / name)]
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            safe_open(path, framework="pt")
-        except SafetensorError:
-            found.append(path.name)
-    return found
 
 
 def _remove(folder: Path) -> None:

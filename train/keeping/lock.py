@@ -2,23 +2,17 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """A lock, so that only one run at a time writes to an output folder."""
 
-import json
 import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
-from ...checkpoint.files import json_or_none
 
-
-LOCK, OWNER = ".train.lock", ".train.json"
-"""The locked file, and one that says by whom: some systems cannot read a locked file."""
+LOCK = ".train.lock"
 
 
 @contextmanager
@@ -30,8 +24,15 @@ def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
     """
     folder, is_first = Path(output_dir), PartialState().is_main_process
     is_new = not folder.exists()
-    lock = FileLock(folder / LOCK)
-    problem = [_acquire(lock, folder) if is_first else None]
+    lock, problem = FileLock(folder / LOCK), [""]
+    if is_first:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:
+            problem = [f"Another run is writing to {folder}. Wait for its end, or choose another output folder."]
+        except OSError as error:
+            problem = [f"The --output_dir {folder} cannot be written to: {error}. Choose another."]
     broadcast_object_list(problem)
     if problem[0]:
         raise ValueError(problem[0])
@@ -39,29 +40,8 @@ def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
         yield
     finally:
         if is_first:
-            (folder / OWNER).unlink(missing_ok=True)
             (folder / LOCK).unlink(missing_ok=True)
             lock.release()
             if is_new:
                 with suppress(OSError):  # it is not empty
                     folder.rmdir()
-
-
-def _acquire(lock: FileLock, folder: Path) -> str | None:
-    """Takes the lock and writes down its owner; returns an error message if it cannot."""
-    now = datetime.now().astimezone().isoformat(" ", "seconds")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-        (folder / OWNER).write_text(json.dumps({"pid": os.getpid(), "host": platform.node(), "since": now}))
-    except Timeout:
-        try:
-            owner = "process {pid} on {host}, since {since}".format_map(json_or_none(folder / OWNER))
-        except (TypeError, KeyError):  # not written yet, or damaged
-            owner = "its process is not known"
-        return (
-            f"Another run is writing to {folder}: {owner}. Wait for its end, stop it, or choose another output folder."
-        )
-    except OSError as error:
-        return f"The --output_dir {folder} cannot be written to: {error}. Choose another."
-    return None

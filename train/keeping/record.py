@@ -4,7 +4,6 @@
 
 import json
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
@@ -14,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from ... import __version__
 from ...assembly.build import ARM_FIELDS
@@ -53,7 +52,7 @@ def training_record(
     Local paths are cut to their last part. Dropped rows are listed by number; `dropped_rows.jsonl` has the reasons.
     `model_revision` is the commit of a checkpoint from the Hub, `before` the record of the training before this one,
     and `commit` that of this package's code. All processes must call this at the same time. The trainer adds `run`
-    (the facts of [`summary`]), and at every save `seconds` and `steps_done`, the optimizer steps so far.
+    (the facts of [`summary`]), and at every save `steps_done`, the optimizer steps so far, and their `seconds`.
     """
     loaded = {"model_name_or_path": model.name_or_path or None, **(args.model_init_kwargs or {}), "revision": None}
     options = {name: value for name, value in _plain(loaded).items() if value is not None}
@@ -79,26 +78,8 @@ def training_record(
         | {"normalign_llava": __version__},
         "commit": code_commit(),
         "before": read_beside(model.name_or_path, TRAINING_RECORD, commit),
+        "seconds": 0.0,
     }
-
-
-class Clock(TrainerCallback):
-    """Counts the seconds of training, with its evaluations and saves."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._since: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds so far."""
-        return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._since = time.perf_counter()
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._seconds, self._since = self.seconds, None
 
 
 def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:
@@ -106,26 +87,25 @@ def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:
     file = checkpoint / TRAINING_RECORD
     if not file.exists():
         return
-    before = json.loads(file.read_text(encoding="utf-8"))
-    differing = []
-    for name in ("stage", "arm", "learning_rates", "quantization"):
-        if before.get(name) != record[name]:
-            differing.append(f"{name} (was {before.get(name)}, is {record[name]})")
-    old, new = before["options"], record["options"]
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE):
-            differing.append(f"{name} (was {old.get(name)}, is {new.get(name)})")
-    sources = [
-        [(source["source"], source["used"]) for source in each["data"] if source["split"] == "train"]
-        for each in (before, record)
+    old, new = (_fixed(each) for each in (json.loads(file.read_text(encoding="utf-8")), record))
+    differing = [
+        f"{name} (was {old.get(name)}, is {new.get(name)})"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
     ]
-    if not differing and sources[0] != sources[1]:
-        differing.append(f"data (was {sources[0]}, is {sources[1]})")
     if differing:
         raise ValueError(
             f"{checkpoint} was written by a run that differs in {'; '.join(differing)}. Resume with the same, or "
             "start a new run in another --output_dir."
         )
+
+
+def _fixed(record: dict[str, Any]) -> dict[str, Any]:
+    """What may not change when a run is resumed."""
+    fixed = {name: value for name, value in record["options"].items() if not name.startswith(MAY_CHANGE)}
+    fixed |= {name: record.get(name) for name in ("stage", "arm", "learning_rates", "quantization")}
+    used = [(source["source"], source["used"]) for source in record["data"] if source["split"] == "train"]
+    return {**fixed, "data": used}
 
 
 def render_options(record: dict[str, Any]) -> Table:

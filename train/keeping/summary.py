@@ -11,12 +11,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
-from transformers import TrainingArguments
+from transformers import SchedulerType
 
 from ...data.rows.parse import DroppedRows
 from ...data.rows.reports import DataReport
-from ..memory import ACTIVATIONS, PARTS, gib, parameter_count, static_bytes
-from ..modules.model import module_of
+from ..memory import gib, parameter_count, static_bytes
+from ..modules.model import base_model, module_of
+from ..options.arguments import NormAlignConfig
+from ..shapes import ACTIVATIONS, PARTS
 
 
 ROWS = {
@@ -31,14 +33,11 @@ ROWS = {
 
 def summary(
     model: nn.Module,
-    args: TrainingArguments,
+    args: NormAlignConfig,
     learning_rates: dict[str, tuple[float, str]],
     report: DataReport,
-    *,
     rows: int,
-    tokens_per_device: int | None = None,
     steps: int,
-    tokens_per_image: int,
 ) -> dict[str, Any]:
     """The facts of a run as JSON: modules, data, batch, steps, precision, and memory on each device.
 
@@ -46,8 +45,8 @@ def summary(
     """
     batch = {
         "rows": rows,
-        "per_device": None if tokens_per_device else args.per_device_train_batch_size,
-        "tokens_per_device": tokens_per_device,
+        "per_device": None if args.tokens_per_device else args.per_device_train_batch_size,
+        "tokens_per_device": args.tokens_per_device,
         "processes": args.world_size,
         "accumulation": args.gradient_accumulation_steps,
         "packed": args.packing,
@@ -56,11 +55,11 @@ def summary(
     return {
         "modules": modules(model, learning_rates),
         "data": [{**source, "dropped": len(source["dropped"])} for source in report.to_dict()["sources"]],
-        "tokens_per_image": tokens_per_image,
+        "tokens_per_image": base_model(model).config.image_seq_length,
         "batch": batch,
         "steps": steps,
         "warmup_steps": args.get_warmup_steps(steps),
-        "schedule": str(args.lr_scheduler_type.value),
+        "schedule": SchedulerType(args.lr_scheduler_type).value,
         "optimizer": str(args.optim.value),
         "autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else None,
         "memory": {**(found := static_bytes(model, args)), "total": sum(found.values())},

@@ -48,36 +48,22 @@ def language_adapter(
     return config
 
 
-def _targets(config: LoraConfig, model: nn.Module) -> list[str] | str:
-    """Names of linear layers, or the user's regular expression."""
+def _targets(config: LoraConfig, model: nn.Module) -> set[str] | str:
+    """Names of linear layers, by default all of the decoder's, or the user's regular expression."""
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    inside = [name for name in linears if ".language_model." in name]
+    inside = {name.rpartition(".")[2] for name in linears if ".language_model." in name}
     if not inside:
         raise ValueError("The language model has no linear layer for an adapter. Leave out use_peft.")
-    known = sorted({name.rpartition(".")[2] for name in inside})
-    targets = config.target_modules
-    if targets is None:
-        return known
+    if (targets := config.target_modules) is None:
+        return inside
     everything = targets == "all-linear"
-    beyond = [name for name in linears if everything or check_target_module_exists(config, name)]
-    if count := sum(module_of(name) != "language" for name in beyond):
+    named = [name for name in linears if everything or check_target_module_exists(config, name)]
+    if count := sum(module_of(name) != "language" for name in named):
         logger.warning(
             f"target_modules also names {count} linear layers of the vision tower and the projector. They get no "
             "adapters: those modules are trained in full if they have a learning rate."
         )
-    if everything:
-        return known
-    if isinstance(targets, str) and targets not in known:  # a regular expression
-        unknown = [] if any(re.fullmatch(targets, name) for name in inside) else [targets]
-    else:
-        targets = [targets] if isinstance(targets, str) else sorted(targets)
-        unknown = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in inside)]
-    if unknown:
-        raise ValueError(
-            f"target_modules names {', '.join(unknown)}, but the language model's linear layers are "
-            f"{', '.join(known)}."
-        )
-    return targets
+    return inside if everything else targets
 
 
 def _modules_to_save(config: LoraConfig, model: nn.Module, learning_rates: dict[str, float]) -> list[str] | None:
@@ -85,15 +71,12 @@ def _modules_to_save(config: LoraConfig, model: nn.Module, learning_rates: dict[
     projector = max(learning_rates["projector"], learning_rates["norm"])
     in_full = {"vision_tower": learning_rates["vision"], "multi_modal_projector": projector}
     requested = sorted(set(config.modules_to_save or ()) - set(in_full))
-    for name in requested:
-        places = [path for path, _ in model.named_modules() if path.split(".")[-1] == name]
-        if not places or any(f"{part}." in path for path in places for part in in_full):
-            where = (
-                "it is in the vision tower or the projector, which have learning rates of their own"
-                if places
-                else "there is no such module"
+    for path, _ in model.named_modules():
+        if path.split(".")[-1] in requested and any(f"{part}." in path for part in in_full):
+            raise ValueError(
+                f"modules_to_save names {path.split('.')[-1]}, which is in the vision tower or the projector too. "
+                "They have learning rates of their own. Name modules of the language model."
             )
-            raise ValueError(f"modules_to_save names {name}: {where}. Name modules of the language model.")
     return [*requested, *(name for name, learning_rate in in_full.items() if learning_rate > 0)] or None
 
 

@@ -154,14 +154,12 @@ def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:
     for module in (model.model.vision_tower, model.model.language_model, model.model.multi_modal_projector):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             module.eval()
-            if module is model.model.language_model:
-                for layer in module.modules():
-                    if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
-                        layer.training = True
-                        if not isinstance(layer._gradient_checkpointing_func, _FrozenCheckpoint):
-                            layer._gradient_checkpointing_func = _FrozenCheckpoint(
-                                layer, layer._gradient_checkpointing_func
-                            )
+    for layer in model.model.language_model.modules():
+        if layer.training or not isinstance(layer, GradientCheckpointingLayer) or not layer.gradient_checkpointing:
+            continue
+        layer.training, checkpoint = True, layer._gradient_checkpointing_func
+        if not isinstance(checkpoint, _FrozenCheckpoint):
+            layer._gradient_checkpointing_func = _FrozenCheckpoint(layer, checkpoint)
 
 
 @dataclass

@@ -3,20 +3,19 @@
 """Options of a training run, in YAML and on the command line: TRL's under TRL's names, and others."""
 
 import os
-import re
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from accelerate import DeepSpeedPlugin
+from accelerate.utils import convert_file_size_to_int
 from transformers import SchedulerType
-from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig, SFTConfig
 
 from ...checkpoint.limits import cores
 from ...checkpoint.precision import half_precision_pays
 from ...data.sources.arguments import check_choice
 from ..keeping.resume import began_in_bfloat16
-from .deepspeed import check_deepspeed, keep_float32
 from .fields import ModelOptions, TrainingOptions, check_refused, choices
 
 
@@ -52,6 +51,13 @@ BOTH_STAGES: dict[str, Any] = {
     "seed": 42,
 }
 """Defaults of both stages."""
+
+REFUSED_SECTIONS = {
+    "optimizer": "it would train every module at one learning rate. Remove it: optim and others are options",
+    "scheduler": "it would train every module at one learning rate. Remove it: lr_scheduler_type is an option",
+    "torch_autocast": "the option bf16 sets it. Remove it",
+}
+"""Why a section of a DeepSpeed configuration cannot be used, and what to use instead."""
 
 WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 """Schedules of transformers that ignore `warmup_steps`."""
@@ -94,19 +100,13 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         if self.dataloader_persistent_workers is None:
             self.dataloader_persistent_workers = self.dataloader_num_workers > 0
         if self.device_memory is not None:
-            parse_bytes(self.device_memory)
+            convert_file_size_to_int(self.device_memory)
         if self.bf16 is None and not self.fp16:
             self._choose_precision()
         super().__post_init__()
         if self.router_aux_loss_coef is None:
             self.router_aux_loss_coef = 0.0  # TRL would take it from the language model's configuration
         check_refused(self)
-        for name in self.report_to:
-            for callback in get_reporting_integration_callbacks([name]):
-                try:
-                    callback()  # the Trainer does so only after loading
-                except (RuntimeError, ImportError, ValueError) as error:
-                    raise ValueError(f"report_to names {name}, which cannot be used: {error}") from error
         if self.do_eval and self.eval_strategy == "no":
             raise ValueError("do_eval alone evaluates nothing. Set eval_strategy.")
         self._check_packing()
@@ -120,7 +120,6 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         # The filter hides steps that are not finite from the log, and waits for the device at every batch.
         self.logging_nan_inf_filter = self.bad_steps == "skip"
         self.hub_token = self.hub_token and self.hub_token.strip()  # a block of YAML ends in a line break
-        self.probe_steps = None if self.probe_steps is None else [int(step) for step in _as_list(self.probe_steps)]
         learning_rates = self.learning_rates(use_peft=False)
         for module, learning_rate in learning_rates.items():
             if learning_rate < 0:
@@ -207,18 +206,36 @@ class ModelArguments(ModelOptions, ModelConfig):
             raise ValueError(f"{', '.join(given)}: adapters are trained with use_peft alone. Add --use_peft.")
 
 
-def parse_bytes(size: str) -> int:
-    """Bytes of a size such as `24GiB` or `80GB`. Raises ValueError if it is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]I?)B", size.strip().upper())
-    if not found:
-        raise ValueError(f"device_memory is {size!r}. Give a size such as 24GiB.")
-    return int(float(found[1]) * (1024 if found[2][1:] else 1000) ** (1 + "KMGT".index(found[2][0])))
+def check_deepspeed(plugin: DeepSpeedPlugin, args: NormAlignConfig) -> None:
+    """Checks DeepSpeed's configuration and options that DeepSpeed would not follow."""
+    if args.bad_steps == "skip":
+        raise ValueError("bad_steps cannot be 'skip' with DeepSpeed, which takes the steps itself. Leave it out.")
+    if args.fp16:
+        raise ValueError("fp16 would round the gain under DeepSpeed. Use bf16, or train without DeepSpeed.")
+    for section, reason in REFUSED_SECTIONS.items():
+        if section in plugin.deepspeed_config:
+            raise ValueError(f"The DeepSpeed configuration has a section {section!r}: {reason}.")
+    for name in ("bf16", "fp16"):
+        option, enabled = bool(getattr(args, name)), plugin.get_value(f"{name}.enabled", "auto")
+        if enabled not in ("auto", option):
+            raise ValueError(
+                f"{name} is {enabled} in the configuration of DeepSpeed or accelerate, and the option {name} is "
+                f"{option}. Remove it there: the option decides."
+            )
+
+
+def keep_float32(plugin: DeepSpeedPlugin, args: NormAlignConfig) -> None:
+    """Has DeepSpeed autocast to bfloat16 and keep all weights in float32, as training without DeepSpeed does.
+
+    Its section `bf16` would round every weight, the gain too, and save that. With an empty list of modules, weights
+    and gradients are sent in float32: ZeRO-3 saves weights as they are sent.
+    """
+    if args.bf16:
+        plugin.deepspeed_config.pop("bf16", None)
+        autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+        plugin.deepspeed_config["torch_autocast"] = autocast
 
 
 def default_workers() -> int:
     """Processes that read batches beside an accelerator: the cores of each process but one, and at most 8."""
     return max(0, min(8, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1))
-
-
-def _as_list(value: Any) -> list:
-    return list(value) if isinstance(value, list | tuple) else [value]

@@ -6,7 +6,7 @@ The field of an option has its help, its choices and why it is refused; --help, 
 from that. Nothing here imports TRL, which takes seconds.
 """
 
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -17,6 +17,11 @@ REFUSED = "Refused: "
 def option(default: Any, help: str, **others: Any) -> Any:
     """A field of a dataclass of options, with its default, its help, and what else argparse takes."""
     return field(default=default, metadata={"help": help, **others})
+
+
+def flag(help: str) -> Any:
+    """A field that is true, false, or by default decided later."""
+    return option(None, help, nargs="?", const=True)
 
 
 def refused(default: Any, reason: str) -> Any:
@@ -34,32 +39,14 @@ class TrainingOptions:
     """Of `NormAlignConfig`."""
 
     output_dir: str = option(None, "Folder of the result, checkpoints, samples and card.")
-    stage: Literal["align", "tune"] | None = option(
-        None, "The paper's stage, which sets defaults: align (projector, norm) or tune (everything)."
-    )
-    arm: Literal["none", "unit", "aligned", "gwc"] | None = option(
-        None, "Arm to train, if it is not the one the checkpoint was built as."
-    )
-    global_batch_size: int | None = option(
-        None, "Rows in an optimizer step over all processes; accumulation steps are derived from it."
-    )
-    vision_learning_rate: float | None = option(
-        None, "Learning rate of the vision tower; 0 freezes. Default: the stage's; 0 with use_peft."
-    )
-    projector_learning_rate: float | None = option(
-        None, "Learning rate of the projector's linear layers; 0 freezes. Default: learning_rate."
-    )
-    norm_learning_rate: float | None = option(
-        None, "Learning rate of gain and bias; 0 freezes. Default: learning_rate."
-    )
-    language_learning_rate: float | None = option(
-        None, "Learning rate of the language model or its adapters; 0 freezes. Default: learning_rate."
-    )
-    learning_rate: float = option(
-        None,
-        "Learning rate of modules that have none of their own. Default: the stage's; for tune with "
-        "use_peft 2e-4 for adapters, 2e-5 for projector and norm.",
-    )
+    stage: Literal["align", "tune"] | None = option(None, "Sets defaults: align (projector, norm), tune (everything).")
+    arm: Literal["none", "unit", "aligned", "gwc"] | None = option(None, "Arm to train, if not the checkpoint's.")
+    global_batch_size: int | None = option(None, "Rows in an optimizer step over all processes, by accumulation.")
+    vision_learning_rate: float | None = option(None, "Of the vision tower. Default: the stage's; 0 with use_peft.")
+    projector_learning_rate: float | None = option(None, "Of the projector's linear layers. Default: learning_rate.")
+    norm_learning_rate: float | None = option(None, "Of gain and bias. Default: learning_rate.")
+    language_learning_rate: float | None = option(None, "Of the language model or adapters. Default: learning_rate.")
+    learning_rate: float = option(None, "Of modules without one of their own; 0 freezes. Default: the stage's.")
     per_device_train_batch_size: int = option(None, "Rows in a forward pass.")
     max_steps: int = option(-1, "Steps, in place of epochs.")
     num_train_epochs: float = option(None, "Passes over the data.")
@@ -67,86 +54,40 @@ class TrainingOptions:
     warmup_steps: float = option(None, "Steps of linear warm-up, or their share of all steps if below 1.")
     weight_decay: float = option(None, "Weight decay; never of gain, biases, norms.")
     seed: int = option(None, "Random seed.")
-    bf16: bool | None = option(
-        None,
-        "Whether to multiply in bfloat16. Default: what the resumed run did, else if it is fast here.",
-        nargs="?",
-        const=True,
-    )
+    bf16: bool | None = flag("Whether to multiply in bfloat16. Default: as the resumed run, or if it is fast here.")
     max_length: int | None = option(2048, "Rows with more tokens, image tokens included, are dropped and counted.")
-    use_cpu: bool | None = option(
-        None, "Whether to train on the CPU. Default: if there is no accelerator.", nargs="?", const=True
-    )
-    dataset_num_proc: int | None = option(
-        None, "Processes that check the rows before training. Default: one for each core."
-    )
-    dataloader_num_workers: int | None = option(
-        None,
-        "Processes that read batches. Default: one for each other core, at most 8; on a CPU none.",
-    )
-    dataloader_persistent_workers: bool | None = option(
-        None, "Whether these live until the end of the run. Default: yes.", nargs="?", const=True
-    )
+    use_cpu: bool | None = flag("Whether to train on the CPU. Default: if there is no accelerator.")
+    dataset_num_proc: int | None = option(None, "Processes that check the rows. Default: one for each core.")
+    dataloader_num_workers: int | None = option(None, "Processes that read batches. Default: up to 8, on a CPU none.")
+    dataloader_persistent_workers: bool | None = flag("Whether these live until the end of the run. Default: yes.")
     padding_free: bool = option(False, "Put the rows of a batch one after another in one sequence, without padding.")
-    packing: bool = option(
-        False,
-        "Divide the rows of each step into forward passes of nearly equal numbers of tokens, without "
-        "padding. The rows of a step stay the same.",
-    )
-    tokens_per_device: int | None = option(
-        None,
-        "With packing, in place of per_device_train_batch_size: the most tokens in a forward pass. "
-        "Accumulation steps are derived from it.",
-    )
+    packing: bool = option(False, "Divide a step's rows into passes of nearly equal tokens, without padding.")
+    tokens_per_device: int | None = option(None, "With packing: the most tokens in a pass, in place of rows.")
     sample_count: int = option(4, "Held-out examples to answer at each evaluation, in samples/.")
     sample_max_new_tokens: int = option(64, "Longest answer of these, in tokens.")
-    eval_suite: str | None = option(
-        None, "Suites and tasks of `normalign evaluate`, with commas between them, to evaluate every eval_steps."
-    )
+    eval_suite: str | None = option(None, "Suites and tasks of `normalign evaluate`, to score every eval_steps.")
     eval_suite_limit: int = option(32, "Samples of each of these tasks, the first ones.")
     eval_suite_path: str | None = option(None, "Folder with task files of your own.")
-    probe_steps: list[int] | None = option(
-        None, "Steps at which inter-layer cosines are recorded on a fixed batch (figure 5)."
-    )
+    probe_steps: list[int] | None = option(None, "Steps at which inter-layer cosines are recorded (figure 5).")
     probe_rows: int = option(4, "Rows in that batch.")
-    bad_steps: Literal["stop", "skip"] = option(
-        "stop",
-        "If a step's loss or gradients are not finite: stop and name the module they came from, or skip the step.",
-    )
+    bad_steps: Literal["stop", "skip"] = option("stop", "If loss or gradients are not finite: stop, or skip the step.")
     resume_from_checkpoint: str | None = option(
-        None,
-        "Resume from the newest complete checkpoint in output_dir, or from the one named.",
-        nargs="?",
-        const="last",
+        None, "Resume from the newest complete checkpoint, or from the one named.", nargs="?", const="last"
     )
-    dry_run: bool = option(
-        False, "Check everything that training checks, and say whether a step fits in memory. Weights are not read."
-    )
-    device_memory: str | None = option(
-        None, "With dry_run: memory of a GPU to compare with, such as 24GiB. Default: the device that is here."
-    )
+    dry_run: bool = option(False, "Check all that training checks, and whether a step fits in memory.")
+    device_memory: str | None = option(None, "With dry_run: a GPU's memory, such as 24GiB. Default: this device's.")
 
     eval_strategy: Literal["no", "steps", "epoch"] = option("no", "When held-out rows are evaluated.")
-    report_to: None | str | list[str] = option(
-        "none", "Trackers such as tensorboard or wandb; checked before loading."
-    )
+    report_to: None | str | list[str] = option("none", "Trackers such as tensorboard or wandb.")
 
     assistant_only_loss: bool = refused(True, "it must be true, or labels would hold image tokens")
     auto_find_batch_size: bool = refused(False, "it would change the global batch; lower per_device_train_batch_size")
     bf16_full_eval: bool = refused(False, PRECISION)
-    chat_template_path: str | None = refused(
-        None, "the checkpoint has a template, which `normalign build --chat-template` sets"
-    )
-    completion_only_loss: bool | None = refused(
-        None, "the loss is on all answers, or of rows with prompt and completion on the completion's"
-    )
-    dataset_kwargs: dict[str, Any] | str | None = refused(
-        None, "it is for TRL's preparation of data, which is not used"
-    )
+    chat_template_path: str | None = refused(None, "the checkpoint has one, set by `normalign build --chat-template`")
+    completion_only_loss: bool | None = refused(None, "the loss is on all answers, or on those of the completion")
+    dataset_kwargs: dict[str, Any] | str | None = refused(None, "it is for TRL's preparation of data, which is unused")
     dataset_text_field: str = refused("text", "rows are conversations, whose form is known by their columns")
-    do_predict: bool = refused(
-        False, "training predicts nothing; each evaluation answers sample_count held-out examples"
-    )
+    do_predict: bool = refused(False, "training predicts nothing; evaluations answer sample_count examples")
     eval_packing: bool | None = refused(None, PACKING)
     fp16_full_eval: bool = refused(False, PRECISION)
     include_num_input_tokens_seen: str | bool = refused("no", "num_tokens is logged without it")
@@ -155,17 +96,11 @@ class TrainingOptions:
     liger_kernel_config: dict[str, bool] | None = refused(None, LIGER)
     packing_strategy: str = refused("bfd", PACKING)
     pad_token: str | None = refused(None, "the checkpoint's tokenizer has one")
-    parallelism_config: dict[str, Any] | str | None = refused(
-        None, "the global batch counts rows for each process; shard a model with FSDP2 or ZeRO-3"
-    )
+    parallelism_config: dict[str, Any] | str | None = refused(None, "shard a model with FSDP2 or ZeRO-3 instead")
     remove_unused_columns: bool = refused(False, "the collator needs every column")
     router_aux_loss_coef: float | None = refused(0.0, "LLaVA's outputs have no router logits")
-    shuffle_dataset: bool = refused(
-        False, "rows are drawn at random without it, those of a stream through shuffle_buffer_size"
-    )
-    truncation_mode: str = refused(
-        "keep_start", "nothing is truncated; rows longer than max_length are dropped and counted"
-    )
+    shuffle_dataset: bool = refused(False, "rows are drawn at random without it, streams by shuffle_buffer_size")
+    truncation_mode: str = refused("keep_start", "rows longer than max_length are dropped and counted, never cut")
     trust_remote_code: bool = refused(False, "this package's code is run, never a checkpoint's own")
     use_liger_kernel: bool = refused(False, LIGER)
 
@@ -174,9 +109,7 @@ class TrainingOptions:
 class ModelOptions:
     """Of `ModelArguments`."""
 
-    model_name_or_path: str | None = option(
-        None, "Checkpoint to train: a folder that `normalign build` made, or a Hub id."
-    )
+    model_name_or_path: str | None = option(None, "Checkpoint: a folder that `normalign build` made, or a Hub id.")
     use_peft: bool = option(False, "Train LoRA adapters in place of the language model.")
     lora_r: int = option(16, "Rank of the adapters.")
     load_in_4bit: bool = option(False, "Quantize the frozen layers under adapters to 4 bits (QLoRA).")
@@ -197,12 +130,6 @@ def choices(options: type) -> dict[str, tuple]:
 def check_refused(options: Any) -> None:
     """Raises ValueError with the reason if an option that is refused is neither None nor its default."""
     for each in fields(options):
-        value = getattr(options, each.name)
-        if value is not None and value != each.default:
-            check_given(each)
-
-
-def check_given(given: Field) -> None:
-    """Raises ValueError with the reason if an option is refused."""
-    if (text := given.metadata.get("help", "")).startswith(REFUSED):
-        raise ValueError(f"{given.name} cannot be used here: {text.removeprefix(REFUSED)} Leave it out.")
+        value, text = getattr(options, each.name), each.metadata.get("help", "")
+        if text.startswith(REFUSED) and value is not None and value != each.default:
+            raise ValueError(f"{each.name} cannot be used here: {text.removeprefix(REFUSED)} Leave it out.")

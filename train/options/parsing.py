@@ -26,8 +26,6 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAl
             close = difflib.get_close_matches(rest[0], options, n=1)
             hint = f" Did you mean {close[0]}?" if close else " `normalign train --help-all` lists the options."
             raise ValueError(f"There is no option {' '.join(rest)}.{hint}")
-    if not model.model_name_or_path:
-        raise ValueError("Give the checkpoint to train: --model_name_or_path FOLDER, created by `normalign build`.")
     for name in ("test_split_size", "eval_dataset_name"):
         if getattr(data, name) and training.eval_strategy == "no":
             raise ValueError(
@@ -45,15 +43,10 @@ def option_parser() -> TrlParser:
 def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> int:
     """Forward passes per optimizer step that give the global batch on any number of processes."""
     own = args.accelerator_config
-    if own.split_batches or "num_steps" in (own.gradient_accumulation_kwargs or {}):
+    if own.split_batches or own.dispatch_batches or "num_steps" in (own.gradient_accumulation_kwargs or {}):
         raise ValueError(
-            "accelerator_config's split_batches and num_steps would change the rows in an optimizer step. Leave them "
-            "out, and set global_batch_size."
-        )
-    if own.dispatch_batches:
-        raise ValueError(
-            "accelerator_config's dispatch_batches would deal out the images of a batch as if they were its rows. "
-            "Leave it out: every process reads its own rows."
+            "accelerator_config's split_batches, dispatch_batches and num_steps would change the rows in an optimizer "
+            "step. Leave them out, and set global_batch_size."
         )
     if args.global_batch_size is None:
         return args.gradient_accumulation_steps

@@ -1,0 +1,215 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""A training step on tensors that have shapes alone, and the bytes of those that live while it is taken."""
+
+import copy
+import math
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .modules.model import base_model
+
+
+if TYPE_CHECKING:
+    from .trainer import NormAlignTrainer
+
+WEIGHTS, ADAPTERS, VISION, GRADIENTS, OPTIMIZER = "weights", "adapters", "vision tower", "gradients", "optimizer"
+ACTIVATIONS, LOGITS = "activations", "logits and loss"
+PARTS = (WEIGHTS, ADAPTERS, VISION, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS)
+"""What takes memory. The vision tower's part has its weights and its activations; `weights` are all the others."""
+
+_TRL = "trl.kernels.chunked_logprob"
+
+
+def peak_bytes(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> Counter[str]:
+    """Bytes by part where their sum is highest in a step of the trainer, besides its weights and optimizer states."""
+    args, model = trainer.args, trainer.model
+    ledger, half = _Ledger(), torch.float16 if args.fp16 else torch.bfloat16
+    batch = {name: value.clone() for name, value in batch.items()}
+    tensors = {name: ledger.weight(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _take_as_trained(trainer, stack)
+        stack.enter_context(_reparametrize_module(model, tensors, tie_weights=True))
+        _enter_parts_by_module(model, ledger, stack)
+        stack.enter_context(ledger)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda each: ledger.move(each.grad, GRADIENTS))
+                if args.gradient_accumulation_steps > 1:
+                    parameter.grad = torch.zeros_like(parameter)
+                    ledger.move(parameter.grad, GRADIENTS)
+        if "pixel_values" in batch:
+            batch["pixel_values"] = torch.empty(batch["pixel_values"].shape, dtype=batch["pixel_values"].dtype)
+        with torch.autocast("cpu", half, enabled=args.bf16 or args.fp16):
+            loss = trainer.compute_loss(model, batch)
+        loss.backward()
+    return ledger.parts
+
+
+def _take_as_trained(trainer: "NormAlignTrainer", stack: ExitStack) -> None:
+    """Has the trainer take steps as in training, on a GPU if one is asked about, until the stack is closed."""
+    args, model, state = trainer.args, trainer.model, trainer.state
+    if args.gradient_checkpointing:
+        given = dict(args.gradient_checkpointing_kwargs or {})
+        own = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given or None, **own)
+    stack.callback(model.train, model.training)
+    model.train()
+    stack.enter_context(torch.random.fork_rng(devices=[]))
+    stack.enter_context(patch.object(state, "num_input_tokens_seen", state.num_input_tokens_seen))
+    stack.enter_context(patch.object(trainer, "_metrics", copy.deepcopy(trainer._metrics)))
+    stack.enter_context(patch.object(trainer.accelerator, "gather_for_metrics", lambda value: value))
+    if args.device.type != "cpu" or args.device_memory is not None:
+        stack.enter_context(patch.object(trainer, "only_answers", False))
+        # TRL's fused head: Triton writes into the tiles of its products, where torch would allocate.
+        stack.enter_context(patch("trl.trainer.utils._use_triton", lambda device: True))
+        stack.enter_context(patch(f"{_TRL}._use_triton", lambda device: False))
+        for kernel in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
+            stack.enter_context(patch(f"{_TRL}.{kernel}", lambda *args, **kwargs: None))
+
+
+def _enter_parts_by_module(model: nn.Module, ledger: "_Ledger", stack: ExitStack) -> None:
+    """Has the ledger enter what is allocated under the part that is computed, forward and backward."""
+    inner = base_model(model).model
+
+    def enters(part: str, after: str | None = None):
+        def hook(*values):
+            ledger.part = part
+            if after and values[-1][0].requires_grad:  # the module's output; backward begins with its gradient
+                values[-1][0].register_hook(lambda gradient: setattr(ledger, "part", after))
+
+        return hook
+
+    for hook in (
+        inner.vision_tower.register_forward_pre_hook(enters(VISION)),
+        inner.vision_tower.register_forward_hook(enters(ACTIVATIONS, after=VISION)),
+        inner.language_model.register_forward_hook(enters(LOGITS, after=ACTIVATIONS)),
+    ):
+        stack.callback(hook.remove)
+
+
+class _Shape(Tensor):
+    """A tensor of the CPU, for autograd and autocast, whose operations are run on one on meta."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    meta: Tensor
+
+    @staticmethod
+    def __new__(cls, meta: Tensor):
+        layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset(), "dtype": meta.dtype}
+        made = Tensor._make_wrapper_subclass(cls, meta.shape, **layout)
+        made.meta = meta
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError(f"{func} outside the estimate.")
+
+
+class _Ledger(TorchDispatchMode):
+    """Runs operations on shapes, and counts the bytes of the storages that live, by part.
+
+    Tensors that depend on the ids, labels, masks and positions of the batch alone are real, on the CPU: the control
+    flow of models reads them, and as indices they decide shapes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.parts = ACTIVATIONS, Counter[str]()
+        self._live, self._highest = Counter[str](), -1
+        self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
+        self._weights: dict[int, Tensor] = {}
+
+    def weight(self, tensor: Tensor) -> Tensor:
+        """The shape of a parameter or buffer, which is counted elsewhere."""
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        self._weights[meta.untyped_storage()._cdata] = meta
+        made: Tensor = _Shape(meta)
+        if isinstance(tensor, nn.Parameter):
+            with self:
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            made.__dict__.update(tensor.__dict__)  # where bitsandbytes keeps its constants
+        return made
+
+    def move(self, tensor: Tensor, part: str) -> None:
+        """Enters what a tensor takes under another part."""
+        storage = _plain(tensor).untyped_storage()
+        if entry := self._storages.get(storage._cdata):
+            reference, before, size = entry
+            self._storages[storage._cdata] = (reference, part, size)
+            self._live[before] -= size
+            self._live[part] += size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, aten = kwargs or {}, torch.ops.aten
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        on_meta = any(each.is_meta or isinstance(each, _Shape) for each in tensors)
+        if func is aten._local_scalar_dense.default and on_meta:
+            return 1.0 if args[0].is_floating_point() else 1  # for the log
+        makes = not tensors and any(argument.name == "device" for argument in func._schema.arguments)
+        if makes or "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        real = not on_meta and not (makes and (kwargs.get("dtype") or torch.get_default_dtype()).is_floating_point)
+        if not real:
+            if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+                args = (args[0], _positions(args[1]), *args[2:])
+            shapes = {id(each.meta): each for each in tensors if isinstance(each, _Shape)}
+            args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+            if "device" in kwargs:
+                kwargs["device"] = torch.device("meta")
+        result = func(*args, **kwargs)
+        copied = func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self._count(each.untyped_storage(), WEIGHTS if copied else self.part)  # autocast's copies
+        # bitsandbytes' product with 4-bit weights dequantizes them inside.
+        self._mark(args[0].element_size() * math.prod(args[2]) if func.name() == "bitsandbytes::gemm_4bit" else 0)
+        if real:
+            return result
+        # What is changed in place stays the same tensor.
+        return tree_map_only(Tensor, lambda each: shapes[id(each)] if id(each) in shapes else _Shape(each), result)
+
+    def _count(self, storage: torch.UntypedStorage, part: str) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._storages and key not in self._weights:
+            self._storages[key] = (weakref.ref(storage, lambda _: self._free(key)), part, size)
+            self._live[part] += size
+
+    def _free(self, key: int) -> None:
+        _, part, size = self._storages.pop(key)
+        self._live[part] -= size
+
+    def _mark(self, inside: int) -> None:
+        total = sum(self._live.values()) + inside
+        if total > self._highest:
+            self._highest, self.parts = total, Counter(self._live)
+            self.parts[self.part] += inside
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.meta if isinstance(tensor, _Shape) else tensor
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return _plain(tensor).to("meta")
+
+
+def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices, each mask in the form of positions, whose number is known."""
+    found: list[Tensor | None] = []
+    for each in indices:
+        is_mask = each is not None and each.dtype == torch.bool and not isinstance(each, _Shape)
+        found += each.nonzero(as_tuple=True) if is_mask else [each]  # type: ignore[union-attr]
+    return found
