@@ -137,7 +137,7 @@ def test_tasks_that_cannot_be_run_are_named_and_the_others_are_run(room, tmp_pat
     reasons = {
         "tiny_missing": "missing.parquet",
         "mmstar": "Lin-Chen/MMStar",  # on the Hub, which cannot be reached
-        "pope": "the data set lmms-lab-encoder/POPE has changed: it has no column question",
+        "pope": "The data set has changed: it has no column question",
     }
     done = CliRunner().invoke(app, words(room, tmp_path, *reasons, "tiny_choosing"))
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)  # no traceback
