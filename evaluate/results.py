@@ -140,8 +140,9 @@ def forgotten(evaluations: Iterable[Evaluation], checkpoint: Path | None = None)
 
 def _evaluation(content: dict[str, Any]) -> Evaluation:
     evaluation = Evaluation(**{**content, "metrics": [Metric(**metric) for metric in content["metrics"]]})
-    numbers = [(each.name, [each.value, each.stderr or 0, *each.references.values()]) for each in evaluation.metrics]
-    for name, values in [("samples", [evaluation.samples, evaluation.total]), *numbers]:
+    numbers: list[tuple[str, list[Any]]] = [("samples", [evaluation.samples, evaluation.total])]
+    numbers += [(each.name, [each.value, each.stderr or 0, *each.references.values()]) for each in evaluation.metrics]
+    for name, values in numbers:
         if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
             raise ValueError(f"in {evaluation.task}, {name} is {values}, not finite numbers")
     return evaluation
