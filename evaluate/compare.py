@@ -38,7 +38,6 @@ class Arm:
     """One model, or the same model trained with several seeds, each a run."""
 
     name: str
-    folders: list[Path]
     runs: list[dict[str, Scores]]  # by task and metric
     columns: list[dict[str, float]]  # of the paper's table 4
 
@@ -95,23 +94,20 @@ def read_arm(argument: str) -> Arm:
         raise ValueError(f"{argument} names no folder. Write NAME=FOLDER,FOLDER,...")
     evaluations = [read_evaluations(path) for path in paths]
     runs = [_run(path, each) for path, each in zip(paths, evaluations, strict=True)]
-    return Arm(name or paths[0].resolve().name, paths, runs, list(map(columns, evaluations)))
+    return Arm(name or paths[0].resolve().name, runs, list(map(columns, evaluations)))
 
 
 def compare(arms: Sequence[Arm]) -> Comparison:
     """Each arm against the first, on each task that all of their runs have, over the questions that all were asked.
 
     Raises:
-        ValueError: There are fewer than two arms, two of the same name, a folder twice, no common task, or other
-            questions under the same name of a task.
+        ValueError: There are fewer than two arms, two of the same name, no common task, or other questions
+            under the same name of a task.
     """
     if len(arms) < 2:
         raise ValueError("Name two or more models to compare.")
     if len({arm.name for arm in arms}) < len(arms):
         raise ValueError(f"Models have the same name: {', '.join(arm.name for arm in arms)}. Write NAME=FOLDER.")
-    folders = [folder.resolve() for arm in arms for folder in arm.folders]
-    if twice := [str(folder) for folder in dict.fromkeys(folders) if folders.count(folder) > 1]:
-        raise ValueError(f"{', '.join(twice)} is named twice. Each run counts once.")
     runs = [run for arm in arms for run in arm.runs]
     tasks = [task for task in runs[0] if all(run.get(task) for run in runs)]
     if not tasks:

@@ -232,22 +232,21 @@ def _protocol(found: dict[str, Any], config: dict[str, Any], own: dict[str, str]
     """Sentences on how the results were obtained, and the first prompt as the model reads it; none of own data."""
     names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
     data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path of this machine
-    sentences = [f"lm-evaluation-harness runs its task {config['task']} on {data}."]
-    if config["output_type"] == "generate_until":
-        sentences.append(f"Answers are generated with {json.dumps(config['generation_kwargs'])}.")
-    else:
-        sentences.append(f"Answers are chosen by {config['output_type']}.")
-    shots = config.get("num_fewshot") or 0
+    kind, options = config["output_type"], json.dumps(config.get("generation_kwargs"))
     template = "through the chat template" if found["config"]["apply_chat_template"] else "as plain text"
-    sentences.append(f"Prompts are given {template}, with {shots} examples before the question.")
-    sentences += [own["rule"]] if own else []
+    sentences = [
+        f"lm-evaluation-harness runs its task {config['task']} on {data}.",
+        f"Answers are generated with {options}." if kind == "generate_until" else f"Answers are chosen by {kind}.",
+        f"Prompts are given {template}, with {config.get('num_fewshot') or 0} examples before the question.",
+        *filter(None, [own.get("rule")]),
+    ]
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
     if any(each["metric"] == "blank" for each in config.get("metric_list", ())):
         sentences.append("Blank image: each wording is asked once of a white image, and scored on all its questions.")
         sentences.append("Commonest answer: the share of questions that have the commonest true answer.")
     samples = next(iter(found["samples"].values()), None)
-    if samples and config["output_type"] != "loglikelihood_rolling" and not own:
+    if samples and kind != "loglikelihood_rolling" and not own:
         prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
         sentences.append(f"The first prompt is {shorten(prompt, 600, placeholder=' ...')}")
     return sentences
