@@ -21,19 +21,9 @@ SECRET = "Who lives in this house?"
 TURNS = [{"role": role, "content": "what?"} for role in ("user", "assistant")]
 
 
-class Asked(Script):
-    """Answers the n-th row with the n-th answer, and everything with a white image with the last."""
-
-    def generate_until(self, requests, disable_tqdm=False):
-        self.asked = requests
-        for request in requests:
-            for image in request.args[2]["visual"]:
-                assert (image.getcolors(10**6)[0][1] == (255, 255, 255)) == (request.idx == 1)
-        return [self.answers[-1 if request.idx else request.doc_id] for request in requests]
-
-
 def scores(task, *answers):
-    model, name = Asked(answers), task.config.task
+    """With each answer to a row, and the last to every white image."""
+    model, name = Script(answers, lambda prompt: answers[-1]), task.config.task
     found = harness(model, {"tasks": {name: task}})["results"][name]
     return {key.removesuffix(",none"): value for key, value in found.items() if "," in key}, model.asked
 

@@ -11,12 +11,7 @@ from scripted_tasks import Script, picture, run
 
 
 # Answers to a question with the options "a dog", "a cat", "a red car", "a horse", of which B is right; and the score.
-ODD = {
-    "B": 1, "(B)": 1, "B.": 1, "b": 1, "b)": 1, "**B**": 1, "The answer is B": 1, "a cat": 1, "A cat sits there.": 1,
-    "La respuesta es B": 1, "答案是B": 1,
-    "": 0, "A": 0, "(C) a red car": 0, "A or B": 0, "The answer is A or B": 0, "A dog.": 0, "A bird": 0,
-    "Es un gato": 0, "Sorry, I can't help with that.": 0, "E": 0,
-}  # fmt: skip
+ODD = {"(B)": 1, "The answer is B": 1, "A cat sits there.": 1, "": 0, "A or B": 0, "A dog.": 0, "E": 0}
 TEXTS = ["a dog", "a cat", "a red car", "a horse"]
 OPTIONS = dict(zip("ABCD", TEXTS, strict=True))
 LINES = "A. a dog\nB. a cat\nC. a red car\nD. a horse"
@@ -61,9 +56,9 @@ def test_odd_answers_to_multiple_choice(task, tmp_path):
     result = run(tmp_path, task, numbered(task, CHOICES[task], len(ODD)), model)
     score = {sample["resps"][0][0]: sample["acc"] for sample in result["samples"][task]}
     assert score == ODD
-    assert result["results"][task]["acc,none"] == pytest.approx(11 / 21)
+    assert result["results"][task]["acc,none"] == pytest.approx(3 / 7)
     # The standard error of a share: sqrt(p (1 - p) / (n - 1)).
-    assert result["results"][task]["acc_stderr,none"] == pytest.approx((11 / 21 * 10 / 21 / 20) ** 0.5)
+    assert result["results"][task]["acc_stderr,none"] == pytest.approx((3 / 7 * 4 / 7 / 6) ** 0.5)
     assert {sample["target"] for sample in result["samples"][task]} == {"B"}
     for request in model.asked:
         prompt, generation, image = request.args
