@@ -310,8 +310,8 @@ def compare(
         console = Console()
         console.print(render(found))
         for arm in arms:
-            for task, reason in arm.left_out.items():
-                console.print(f"Left out: {task}, {reason}.", soft_wrap=True)
+            for task in arm.left_out:
+                console.print(f"Left out: {task}, without a score for each question in {arm.name}.", soft_wrap=True)
         if columns := render_paper({arm.name: arm.columns for arm in arms}):
             console.print(columns)
         console.print(f"Written to {output}.", soft_wrap=True)

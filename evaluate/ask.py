@@ -9,7 +9,6 @@ from transformers import TextStreamer
 
 from ..assembly.adapter import open_adapter
 from ..checkpoint.names import ADAPTER_CONFIG
-from ..data.rows.forms import SUFFIXES
 from ..data.rows.questions import Sample
 from ..diagnose.data import batches
 from ..diagnose.load import find, load
@@ -29,10 +28,6 @@ def ask(
     An adapter's folder may be given too: it is put on its base as in training, whatever `loading` says. Raises
     ValueError before weights are loaded if there is no such model or image, or the image cannot be read.
     """
-    if not image.is_file():
-        folder = image if image.is_dir() else image.parent
-        there = sorted(file.name for file in folder.glob("*") if file.suffix.lower() in SUFFIXES)
-        raise ValueError(f"There is no image file {image}. In {folder}: {', '.join(there[:20]) or 'no image'}.")
     sample = Sample(image.name, question, {"path": str(image), "bytes": None})
     sample.image  # noqa: B018  (decoded for its errors)
     if (Path(model) / ADAPTER_CONFIG).is_file():

@@ -23,7 +23,7 @@ from scipy import stats
 from ..checkpoint.files import atomic_write
 from ..html_tables import html_table
 from .paper_columns import columns
-from .results import FOLDER, read_evaluations
+from .results import FOLDER, Evaluation, read_evaluations
 
 
 CONFIDENCE = 0.95
@@ -38,10 +38,13 @@ class Arm:
     """One model, or the same model trained with several seeds, each a run."""
 
     name: str
-    folders: list[Path]
     runs: list[dict[str, Scores]]  # by task and metric
-    left_out: dict[str, str]  # why tasks cannot be compared, by task
     columns: list[dict[str, float]]  # of the paper's table 4
+
+    @property
+    def left_out(self) -> list[str]:
+        """Tasks without a score for each question."""
+        return sorted({task for run in self.runs for task, scores in run.items() if not scores})
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,6 @@ class Difference:
 
     Attributes:
         questions: How many: those that all models were asked.
-        asked: How many each model was asked, by name.
         over_questions: Interval of the difference if other questions of the kind were asked.
         over_seeds: Interval of the difference over training runs.
         mcnemar: p-value of whether as many questions are right in one model alone as in the other alone. None with
@@ -61,7 +63,6 @@ class Difference:
     arm: str
     against: str
     questions: int
-    asked: dict[str, int]
     score: float
     reference: float
     over_questions: Interval
@@ -91,33 +92,26 @@ def read_arm(argument: str) -> Arm:
     paths = [Path(each) for each in (folders.split(",") if equals else [argument]) if each]
     if not paths:
         raise ValueError(f"{argument} names no folder. Write NAME=FOLDER,FOLDER,...")
-    left_out: dict[str, str] = {}
-    runs = [_run(path, left_out) for path in paths]
-    of_paper = [columns(read_evaluations(path)) for path in paths]
-    return Arm(name or paths[0].resolve().name, paths, runs, left_out, of_paper)
+    evaluations = [read_evaluations(path) for path in paths]
+    runs = [_run(path, each) for path, each in zip(paths, evaluations, strict=True)]
+    return Arm(name or paths[0].resolve().name, runs, list(map(columns, evaluations)))
 
 
 def compare(arms: Sequence[Arm]) -> Comparison:
     """Each arm against the first, on each task that all of their runs have, over the questions that all were asked.
 
     Raises:
-        ValueError: There are fewer than two arms, two of the same name, a folder twice, no common task, or other
-            questions under the same name of a task.
+        ValueError: There are fewer than two arms, two of the same name, no common task, or other questions
+            under the same name of a task.
     """
     if len(arms) < 2:
         raise ValueError("Name two or more models to compare.")
     if len({arm.name for arm in arms}) < len(arms):
         raise ValueError(f"Models have the same name: {', '.join(arm.name for arm in arms)}. Write NAME=FOLDER.")
-    folders = [folder.resolve() for arm in arms for folder in arm.folders]
-    if twice := [str(folder) for folder in dict.fromkeys(folders) if folders.count(folder) > 1]:
-        raise ValueError(f"{', '.join(twice)} is named twice. Each run counts once.")
     runs = [run for arm in arms for run in arm.runs]
-    tasks = [task for task in runs[0] if all(task in run for run in runs)]
+    tasks = [task for task in runs[0] if all(run.get(task) for run in runs)]
     if not tasks:
-        out = "".join(f" {task}: {reason}." for arm in arms for task, reason in arm.left_out.items())
-        raise ValueError(
-            f"The models have no task in common. Run `normalign evaluate` on each with the same tasks.{out}"
-        )
+        raise ValueError("The models have no task in common. Run `normalign evaluate` on each with the same tasks.")
     found = Comparison()
     first, *others = arms
     for task in tasks:
@@ -128,7 +122,6 @@ def compare(arms: Sequence[Arm]) -> Comparison:
             raise ValueError(f"{task} asked the models other questions. Evaluate them again, with the same versions.")
         order = sorted(shared)
         table = {arm.name: np.array([[run[task][key] for key in order] for run in arm.runs]) for arm in arms}
-        asked = {arm.name: len(set.intersection(*(set(run[task]) for run in arm.runs))) for arm in arms}
         reference = table[first.name]
         for arm in others:
             scores = table[arm.name]
@@ -139,7 +132,6 @@ def compare(arms: Sequence[Arm]) -> Comparison:
                     arm.name,
                     first.name,
                     questions=len(order),
-                    asked=asked,
                     score=float(scores.mean()),
                     reference=float(reference.mean()),
                     over_questions=over_questions(scores.mean(0), reference.mean(0)),
@@ -153,13 +145,7 @@ def compare(arms: Sequence[Arm]) -> Comparison:
 def render(differences: Sequence[Difference]) -> Table:
     """The comparison, for `rich.console.Console.print`."""
     (against,) = {each.against for each in differences}
-    parts = {
-        f"{each.task}: the {each.questions:,} questions that all models were asked, of "
-        f"{', '.join(f'{count:,} ({name})' for name, count in each.asked.items())}."
-        for each in differences
-        if set(each.asked.values()) != {each.questions}
-    }
-    caption = "\n".join([f"Differences from {against}, 95 % intervals.", *sorted(parts)])
+    caption = f"Differences from {against}, 95 % intervals, over the n questions that all models were asked."
     table = Table(box=SIMPLE, padding=0, show_edge=False, caption=caption)
     for column in ("task", "model", "n", "score", against, "difference", "over questions", "over seeds", "p"):
         name = column in ("task", "model")
@@ -221,20 +207,15 @@ def over_seeds(scores: np.ndarray, reference: np.ndarray) -> Interval | None:
     return (value, value) if math.isnan(low) else (float(low), float(high))  # all runs differ alike
 
 
-def _run(folder: Path, left_out: dict[str, str]) -> dict[str, Scores]:
-    """The scores of the tasks in a folder, by task and metric; why not of others, in `left_out`."""
-    evaluations = read_evaluations(folder)
+def _run(folder: Path, evaluations: Sequence[Evaluation]) -> dict[str, Scores]:
+    """The scores of the tasks in a folder, by task and metric; none of a task without a score for each question."""
     if not evaluations:
         raise ValueError(f"{folder} has no evaluation/. Run `normalign evaluate {folder}` first.")
     found = {}
-    for evaluation in evaluations:
-        task = evaluation.task
-        names = [metric.name for metric in evaluation.metrics]
-        metric, scores = _scores(folder / FOLDER / task, names, evaluation.versions.get(task))
-        if scores:
-            found[f"{task} {metric}"] = scores
-        else:
-            left_out[task] = f"without a score for each question in {folder}"
+    for each in evaluations:
+        names = [metric.name for metric in each.metrics]
+        metric, scores = _scores(folder / FOLDER / each.task, names, each.versions.get(each.task))
+        found[f"{each.task} {metric}"] = scores
     return found
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from lm_eval import evaluate, simple_evaluate
 from lm_eval.api.model import LM
-from lm_eval.api.registry import get_model
 from lm_eval.api.task import Task
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.hf_vlms import HFMultimodalLM
+from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.manager import TaskDict
 from transformers import BatchEncoding, PreTrainedModel, ProcessorMixin
@@ -86,13 +86,6 @@ class MultimodalLM(HFMultimodalLM):
             gc.unfreeze()
 
 
-@cache
-def task_manager(include_path: Path | None, *, defaults: bool) -> TaskManager:
-    """The tasks of this package, those in a folder of one's own, which come first, and by `defaults` the harness's."""
-    own = [str(include_path)] if include_path else []
-    return TaskManager(include_path=[str(files(__package__) / "tasks"), *own], include_defaults=defaults)
-
-
 def chosen_tasks(
     suites: Sequence[str], tasks: Sequence[str], include_path: Path | None = None, limit: int | None = None
 ) -> tuple[list[str], TaskManager]:
@@ -101,11 +94,9 @@ def chosen_tasks(
         if suite not in SUITES:
             raise ValueError(f"There is no suite {suite!r}. There are {', '.join(SUITES)}.")
     chosen = list(dict.fromkeys([task for suite in suites for task in SUITES[suite]] + list(tasks)))
-    if not chosen:
-        raise ValueError(f"Name a suite ({', '.join(SUITES)}), tasks or data to evaluate on.")
-    manager = task_manager(include_path, defaults=False)
+    manager = _task_manager(include_path, defaults=False)
     if not set(chosen) <= set(manager.all_tasks):
-        manager = task_manager(include_path, defaults=True)  # reads 10,000 files
+        manager = _task_manager(include_path, defaults=True)  # reads 10,000 files
     for task in chosen:
         if task not in manager.all_tasks:
             close = difflib.get_close_matches(task, manager.all_tasks, n=1)
@@ -116,15 +107,21 @@ def chosen_tasks(
     return chosen, manager
 
 
+@cache
+def _task_manager(include_path: Path | None, *, defaults: bool) -> TaskManager:
+    own = [str(include_path)] if include_path else []  # which come before the package's
+    return TaskManager(include_path=[str(files(__package__) / "tasks"), *own], include_defaults=defaults)
+
+
 def as_lm(found: Found, *, batch_size: int, dtype: str = "auto", load_in_4bit: bool = False) -> LM:
     """A checkpoint as a model of the harness: `hf-multimodal`, or `hf` for a language model alone."""
     if found.kind == "vision encoder":
         raise ValueError(f"{found.name} is a vision encoder, which answers nothing. Name a vision-language model.")
     if found.kind == "language model":
         options: dict[str, Any] = {"load_in_4bit": True} if load_in_4bit else {}
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         options |= {"pretrained": found.source, "revision": found.revision or "main"}
-        return get_model("hf")(batch_size=batch_size, dtype=dtype, device=device, **options)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return HFLM(batch_size=batch_size, dtype=dtype, device=device, **options)
     model = load(found, dtype=dtype, load_in_4bit=load_in_4bit)
     return MultimodalLM(model, found.processor, batch_size)
 
@@ -235,22 +232,21 @@ def _protocol(found: dict[str, Any], config: dict[str, Any], own: dict[str, str]
     """Sentences on how the results were obtained, and the first prompt as the model reads it; none of own data."""
     names = filter(None, (config.get("dataset_path"), config.get("dataset_name")))
     data = " ".join(Path(name).name if Path(name).exists() else name for name in names)  # no path of this machine
-    sentences = [f"lm-evaluation-harness runs its task {config['task']} on {data}."]
-    if config["output_type"] == "generate_until":
-        sentences.append(f"Answers are generated with {json.dumps(config['generation_kwargs'])}.")
-    else:
-        sentences.append(f"Answers are chosen by {config['output_type']}.")
-    shots = config.get("num_fewshot") or 0
+    kind, options = config["output_type"], json.dumps(config.get("generation_kwargs"))
     template = "through the chat template" if found["config"]["apply_chat_template"] else "as plain text"
-    sentences.append(f"Prompts are given {template}, with {shots} examples before the question.")
-    sentences += [own["rule"]] if own else []
+    sentences = [
+        f"lm-evaluation-harness runs its task {config['task']} on {data}.",
+        f"Answers are generated with {options}." if kind == "generate_until" else f"Answers are chosen by {kind}.",
+        f"Prompts are given {template}, with {config.get('num_fewshot') or 0} examples before the question.",
+        *filter(None, [own.get("rule")]),
+    ]
     if config.get("description"):
         sentences.append(f'The system prompt is "{config["description"]}"')
     if any(each["metric"] == "blank" for each in config.get("metric_list", ())):
         sentences.append("Blank image: each wording is asked once of a white image, and scored on all its questions.")
         sentences.append("Commonest answer: the share of questions that have the commonest true answer.")
     samples = next(iter(found["samples"].values()), None)
-    if samples and config["output_type"] != "loglikelihood_rolling" and not own:
+    if samples and kind != "loglikelihood_rolling" and not own:
         prompt = json.dumps(samples[0]["arguments"][0][0], ensure_ascii=False)
         sentences.append(f"The first prompt is {shorten(prompt, 600, placeholder=' ...')}")
     return sentences

@@ -24,7 +24,7 @@ from ..data.sources.arguments import DataArguments, DataSource
 from ..data.sources.source import open_source
 from .answers import chosen_option, plain
 from .tasks.documents import ASK_FOR_LETTER, listed
-from .tasks.offline import OfflineTask, blank
+from .tasks.offline import OfflineTask, blank, commonest
 
 
 logger = logging.getLogger(__name__)
@@ -80,15 +80,13 @@ def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
     if options:
         found = [letter for letter in options if plain(options[letter]) == text] or [text.upper()]
         if len(found) > 1 or found[0] not in options:
-            several = "several" if len(found) > 1 else "not one"
-            raise ValueError(f"the answer {short(answer)} is {several} of the choices {short([*options.values()])}")
-        answer, text = found[0], plain(options[found[0]])
+            raise ValueError(f"the answer {short(answer)} is not just one of the choices {short([*options.values()])}")
+        text = found[0]
         lines = [listed(options)] if row["raw"].get("choices") else []  # those in A to D are in the question
         prompt = "\n".join([prompt, *lines, ASK_FOR_LETTER])
     if first and (bool(options), system) != (bool(first["options"]), first["system"]):
         raise ValueError("its system turn, or whether it has choices, differs from the first row; use several files")
-    answer = answer if options else text
-    return {"system": system, "prompt": prompt, "answer": answer, "text": text, "options": [*options.values()]}
+    return {"system": system, "prompt": prompt, "answer": text, "options": [*options.values()]}
 
 
 def _options(raw: Mapping) -> dict[str, str]:
@@ -114,8 +112,9 @@ def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[st
     for each in documents:
         alike[each["prompt"]].append(each["answer"])
     rows = [each | {"blank": alike.pop(each["prompt"], [])} for each in documents]
-    longest = max(16, *(len(each["text"].encode()) + 2 for each in rows))  # tokens, each of a byte at least
-    metrics = [(metric, "mean"), ("blank", blank), ("commonest", _commonest)]
+    texts = [text for each in rows for text in (each["answer"], *each["options"])]
+    longest = max(16, *(len(text.encode()) + 2 for text in texts))  # tokens, each of a byte at least
+    metrics = [(metric, "mean"), ("blank", blank), ("commonest", commonest)]
     config: dict[str, Any] = {
         "task": "own_" + re.sub(r"[^\w.-]+", "-", label),
         "dataset_path": f"{label}, own data of {len(rows):,} rows (SHA-256 {version}...)",
@@ -138,17 +137,8 @@ def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[st
 def _results(document: dict, answers: list[str]) -> dict[str, Any]:
     """The score of the answer; of that to a blank image, how many of the questions so worded it answers rightly."""
     options = dict(zip(ascii_uppercase, document["options"], strict=False))
-    answered, *of_blank = [_key(answer, options) for answer in answers]
-    scores = {"acc" if options else "exact_match": float(answered == document["answer"])}
-    blanks = {"blank": [document["blank"].count(of_blank[0]), len(document["blank"])]} if of_blank else {}
-    return {**scores, **blanks, "commonest": (document["answer"], document["text"])}
-
-
-def _key(answer: str, options: Mapping[str, str]) -> str | None:
-    """What answers that count as the same have in common: the letter, or the text without case and marks."""
-    return chosen_option(answer, options) if options else plain(answer) or answer.strip()
-
-
-def _commonest(answers: list[tuple[str, str]]) -> float:
-    """Accuracy of always giving the same letter, or the same text, whichever is right more often."""
-    return max(max(Counter(each).values()) for each in zip(*answers, strict=True)) / len(answers)
+    # Answers that count as the same: of the same letter, or of the same text without case and marks.
+    said = [chosen_option(each, options) if options else plain(each) or each.strip() for each in answers]
+    scores = {"acc" if options else "exact_match": float(said[0] == document["answer"])}
+    blanks = {"blank": [document["blank"].count(said[1]), len(document["blank"])]} if len(said) > 1 else {}
+    return {**scores, **blanks, "commonest": document["answer"]}

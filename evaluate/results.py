@@ -2,11 +2,10 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Results of evaluations: `evaluation/summary.json` in a checkpoint folder."""
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ class Evaluation:
         protocol: Prompt, decoding and scoring, one sentence each.
         date: ISO 8601.
         versions: Of the packages that evaluated, and of the task.
-        weights: [`weights_hash`] of the model.
+        weights: SHA-256 of the files of weights, or Hub id and commit.
         settings: What else the results depend on: batch size, precision, seeds.
     """
 
@@ -103,17 +102,6 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
         raise ValueError(f"{file} is not a valid evaluation: {error}. Evaluate again, or remove it.") from error
 
 
-def weights_hash(checkpoint: Path) -> str:
-    """SHA-256 over names and contents of the files of weights in a folder."""
-    digest = hashlib.sha256()
-    for file in sorted([*checkpoint.glob("*.safetensors"), *checkpoint.glob("pytorch_model*.bin")]):
-        digest.update(file.name.encode())
-        with file.open("rb") as content:
-            while block := content.read(2**20):
-                digest.update(block)
-    return digest.hexdigest()
-
-
 def add_before(result: Evaluation, checkpoint: Path) -> None:
     """Adds that before the first stage of training to the references of a result of `TEXTS`, if it is known.
 
@@ -135,7 +123,7 @@ def add_before(result: Evaluation, checkpoint: Path) -> None:
 def forgotten(evaluations: Iterable[Evaluation], checkpoint: Path | None = None) -> str | None:
     """A sentence if bits per byte rose by more than `RISE`, or, of a trained `checkpoint`, if that is not known."""
     of_text = [metric for each in evaluations if each.task == TEXTS[0] for metric in each.metrics]
-    for metric in (metric for metric in of_text if metric.name == "bits_per_byte"):
+    if metric := next((each for each in of_text if each.name == "bits_per_byte"), None):
         before = metric.references.get(BEFORE)
         if before and metric.value > (1 + RISE) * before:
             return (
@@ -151,15 +139,10 @@ def forgotten(evaluations: Iterable[Evaluation], checkpoint: Path | None = None)
 
 
 def _evaluation(content: dict[str, Any]) -> Evaluation:
-    if unknown := content.keys() - {each.name for each in fields(Evaluation)}:
-        raise ValueError(f"unknown fields {', '.join(sorted(unknown))}")
     evaluation = Evaluation(**{**content, "metrics": [Metric(**metric) for metric in content["metrics"]]})
-    values: list[tuple[str, Any]] = [("samples", evaluation.samples), ("total of samples", evaluation.total)]
-    for metric in evaluation.metrics:
-        name = metric.name
-        values += [(name, metric.value), (f"standard error of {name}", metric.stderr or 0)]
-        values += [(f"{other} of {name}", value) for other, value in metric.references.items()]
-    for name, value in values:
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise ValueError(f"in {evaluation.task}, {name} is {value!r}, not a finite number")
+    numbers: list[tuple[str, list[Any]]] = [("samples", [evaluation.samples, evaluation.total])]
+    numbers += [(each.name, [each.value, each.stderr or 0, *each.references.values()]) for each in evaluation.metrics]
+    for name, values in numbers:
+        if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
+            raise ValueError(f"in {evaluation.task}, {name} is {values}, not finite numbers")
     return evaluation

@@ -15,9 +15,16 @@ from rich.table import Table
 from ..checkpoint.precision import dtype_to_load
 from ..diagnose.load import find
 from ..errors import Console, check_installed
-from .engine import SEED, as_lm, chosen_tasks, run_task, save, summarized, task_manager
+from .engine import SEED, SUITES, as_lm, chosen_tasks, run_task, save, summarized
 from .own_data import own_task
-from .results import FOLDER, SUMMARY, TEXTS, Evaluation, add_before, forgotten, read_evaluations, weights_hash
+from .results import FOLDER, SUMMARY, TEXTS, Evaluation, add_before, forgotten, read_evaluations
+from .tasks.offline import OfflineTask
+
+
+# Files of a model, and of one's own tasks, on which answers depend.
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+SETTINGS = ("config.json", "generation_config.json", "*chat_template*", "*processor*.json", "*token*")
+TASKS = ("**/*yaml", "**/*.yml", "**/*.py")
 
 
 @dataclass
@@ -70,25 +77,30 @@ def evaluate(
         raise ValueError(f"{include_path} is no folder with task files.")
     if load_in_4bit:
         check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
-    asked = [own_task(data, image_folder=image_folder, columns=columns)] if data else []
-    own = {str(each.config.task): each for each in asked}
-    named = chosen_tasks(suites, tasks, include_path, limit) if suites or tasks or not own else None
-    chosen, manager = named or ([], task_manager(include_path, defaults=False))
-    chosen = [*chosen, *own]
+    names, manager = chosen_tasks(suites, tasks, include_path, limit)
+    chosen: dict[str, str | OfflineTask] = dict(zip(names, names, strict=True))
+    if data:
+        own = own_task(data, image_folder=image_folder, columns=columns)
+        chosen[own.config.task] = own
+    if not chosen:
+        raise ValueError(f"Name a suite ({', '.join(SUITES)}), tasks or data to evaluate on.")
     found = find(model, trust_remote_code=trust_remote_code)
     folder = Path(found.source) if Path(found.source).is_dir() else None
     output = output or folder or Path("evaluations", found.name.replace("/", "--"))
-    weights = weights_hash(folder) if folder else f"{found.source}@{found.revision}"
+    weights = files_hash(folder, *WEIGHTS) if folder else f"{found.source}@{found.revision}"
     dtype = dtype_to_load(dtype, found.config)
     settings = {"batch_size": batch_size, "dtype": dtype, "load_in_4bit": load_in_4bit, "limit": limit, "seed": SEED}
-    settings["files"] = _files_hash(folder, include_path)
+    settings["files"] = files_hash(folder, *SETTINGS) if folder else None
+    settings["tasks"] = files_hash(include_path, *TASKS) if include_path else None
     (output / FOLDER).mkdir(parents=True, exist_ok=True)
     done = Evaluated(output / FOLDER / SUMMARY)
     earlier = [each for each in read_evaluations(output) if each.task in chosen and each.weights == weights]
     versions = {name: version(name) for name in ("lm_eval", "normalign_llava")}
-    earlier = [each for each in earlier if each.task not in own or each.versions[each.task] == own[each.task].VERSION]
     kept = {
-        each.task: each for each in earlier if each.settings == settings and versions.items() <= each.versions.items()
+        each.task: each
+        for each in earlier
+        if each.settings == settings and versions.items() <= each.versions.items()
+        if getattr(chosen[each.task], "VERSION", None) in (None, each.versions[each.task])  # data of one's own
     }
     whole = [each.task for each in earlier if not each.partial and each.task not in kept]
     if limit and whole:
@@ -98,20 +110,19 @@ def evaluate(
     console = Console(stderr=True)
     for task in kept:
         console.print(f"{task}: done before.")
-    tasks = [task for task in chosen if task not in kept]
-    lm = as_lm(found, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit) if tasks else None
-    for number, task in enumerate(tasks, 1):
-        console.print(f"{task} ({number} of {len(tasks)})")
+    missing = [task for task in chosen if task not in kept]
+    lm = as_lm(found, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit) if missing else None
+    for number, task in enumerate(missing, 1):
+        console.print(f"{task} ({number} of {len(missing)})")
         try:
-            raw = run_task(lm, own.get(task, task), manager, limit=limit)
+            raw = run_task(lm, chosen[task], manager, limit=limit)
         except Exception as error:  # whatever it is, the other tasks are run
             done.failed[task] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
             console.print(f"{task} could not be run: {done.failed[task]}", style="red")
             continue
-        result = summarized(raw, task, weights=weights, settings=settings)
+        kept[task] = summarized(raw, task, weights=weights, settings=settings)
         save(raw, task, output)
-        result.write(output)
-        kept[task] = result
+        kept[task].write(output)
     for task in TEXTS:
         if folder and task in kept:
             add_before(kept[task], folder)
@@ -138,13 +149,10 @@ def render(done: Evaluated) -> Table:
     return table
 
 
-def _files_hash(folder: Path | None, include_path: Path | None) -> str:
-    """SHA-256 over what answers depend on besides weights: a model's settings and templates, and one's own tasks."""
-    of_model = ("config.json", "generation_config.json", "*chat_template*", "*processor*.json", "*token*")
-    files = [file for name in of_model for file in sorted(folder.glob(name))] if folder else []
-    own = sorted(include_path.rglob("*")) if include_path else []
+def files_hash(folder: Path, *patterns: str) -> str:
+    """SHA-256 over names and contents of the files in a folder that match one of some patterns."""
     digest = hashlib.sha256()
-    for file in files + [file for file in own if file.name.endswith(("yaml", ".yml", ".py"))]:
-        if file.is_file():
-            digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    for file in sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}):
+        with file.open("rb") as content:
+            digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()

@@ -9,6 +9,7 @@ cross-entropy that can be had without the image. So I is at most 0 without the i
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 from datasets import Dataset
@@ -32,11 +33,8 @@ def held_out_questions() -> list[Question]:
     Yes/no questions are left out: their taught answers describe the image, and few have the same wording.
     """
     questions = easy_vqa("test", seed=0)
-    return [
-        each
-        for kind in KINDS
-        for each in [question for question in questions if question.kind == kind][SCORED : SCORED + PER_KIND]
-    ]
+    of_kind = [[each for each in questions if each.kind == kind] for kind in KINDS]
+    return [each for asked in of_kind for each in asked[SCORED : SCORED + PER_KIND]]
 
 
 def entropies(questions: Sequence[Question]) -> list[float]:
@@ -82,14 +80,13 @@ class InformationCallback(TrainerCallback):
             return
         right = cross_entropies(model, processing_class, self.questions)
         known = [entropy - loss for entropy, loss in zip(entropies(self.questions), right, strict=True)]
-        found = {"all_steps": step, "information": _mean(known)}
+        found = {"all_steps": step, "information": fmean(known)}
         for kind in KINDS:
             of_kind = [nats for nats, each in zip(known, self.questions, strict=True) if each.kind == kind]
-            if of_kind:
-                found[f"information/{kind}"] = _mean(of_kind)
+            found[f"information/{kind}"] = fmean(of_kind)
         if step == self.last:
             wrong = cross_entropies(model, processing_class, other_images(self.questions))
-            found["wrong_image"] = _mean(wrong) - _mean(right)
+            found["wrong_image"] = fmean(wrong) - fmean(right)
         state.log_history.append({"step": state.global_step, **found})
 
 
@@ -110,7 +107,3 @@ def cross_entropies(model: nn.Module, processor: LlavaProcessor, questions: Sequ
         losses += loss.view(labels.shape).sum(-1).tolist()
     model.train(training)
     return losses
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -159,7 +159,7 @@ def draw(plan: Plan, results: Results, output: Path) -> None:
 def _by_seed(group: Results) -> list[str]:
     seeds = sorted({seed for found in group.values() for seed in found})
     body = [
-        [_short(name), *(f"{information(found[seed]):.3f}" if seed in found else "" for seed in seeds)]
+        [name.partition("/")[2], *(f"{information(found[seed]):.3f}" if seed in found else "" for seed in seeds)]
         for name, found in group.items()
     ]
     return _markdown(["I by seed", *map(str, seeds)], body)
@@ -167,15 +167,12 @@ def _by_seed(group: Results) -> list[str]:
 
 def _table(group: Results) -> list[str]:
     """Means over seeds of all that was measured: a column for each variant."""
-    columns = {_short(name): [_figures(result) for result in found.values()] for name, found in group.items()}
+    columns = {name.partition("/")[2]: list(map(_figures, found.values())) for name, found in group.items()}
     headings = list(dict.fromkeys(heading for found in columns.values() for each in found for heading in each))
-    body = []
-    for heading in headings:
-        cells = []
-        for found in columns.values():
-            values = [each[heading] for each in found if heading in each]
-            cells.append(_mean(values) if values else "")
-        body.append([heading, *cells])
+    body = [
+        [heading, *(_mean([each[heading] for each in found if heading in each]) for found in columns.values())]
+        for heading in headings
+    ]
     return _markdown(["", *columns], body)
 
 
@@ -213,23 +210,16 @@ def _differences(results: Results, named: dict[str, list[str]], *, together: boo
     body = []
     for name, (apart, interval, p) in found.items():
         shown = "".join(f" {sign} {term}" for sign, term in zip("+-" * len(named[name]), named[name], strict=False))
-        shown = shown.removeprefix(" + ")
-        if not len(apart):
-            body.append([name, shown, "0", "", "", ""])
-            continue
+        mean = f"{apart.mean():+.3f}" if len(apart) else ""
         between = "" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"
         p_shown = "" if p is None else f"{p:.3g}" + (f", Holm {corrected[name]:.3g}" if together else "")
-        body.append([name, shown, str(len(apart)), f"{apart.mean():+.3f}", between, p_shown])
+        body.append([name, shown.removeprefix(" + "), str(len(apart)), mean, between, p_shown])
     return _markdown(["", "I", "seeds", "difference", "95 % interval", "p"], body)
-
-
-def _short(name: str) -> str:
-    return name.partition("/")[2]
 
 
 def _mean(values: list[float]) -> str:
     if len(values) < 2:
-        return f"{values[0]:.3f}"
+        return "".join(f"{value:.3f}" for value in values)
     half = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
     return f"{np.mean(values):.3f} ± {half:.3f}"
 

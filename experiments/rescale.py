@@ -28,30 +28,24 @@ def rescale(vision: Path, language: Path, output: Path, *, text: float, features
 
     Returns:
         The folders of the encoder and the language model.
-
-    Raises:
-        ValueError: A part is of another kind.
     """
     encoder, decoder = output / f"vision-{features:g}", output / f"language-{text:g}"
-    if not encoder.exists():
-        tower = Dinov2Model.from_pretrained(vision, dtype=torch.float32)
-        rescale_encoder(tower, features)
-        with finished_folder(encoder) as folder:
-            tower.save_pretrained(folder)
-            AutoImageProcessor.from_pretrained(vision, trust_remote_code=False).save_pretrained(folder)
-    if not decoder.exists():
-        model = LlamaForCausalLM.from_pretrained(language, dtype=torch.float32)
-        rescale_language_model(model, text)
-        with finished_folder(decoder) as folder:
-            model.save_pretrained(folder)
-            AutoTokenizer.from_pretrained(language, trust_remote_code=False).save_pretrained(folder)
+    for target, source, factor, model_class, preprocessor, change in (
+        (encoder, vision, features, Dinov2Model, AutoImageProcessor, rescale_encoder),
+        (decoder, language, text, LlamaForCausalLM, AutoTokenizer, rescale_language_model),
+    ):
+        if not target.exists():
+            model = model_class.from_pretrained(source, dtype=torch.float32)
+            change(model, factor)
+            with finished_folder(target) as folder:
+                model.save_pretrained(folder)
+                preprocessor.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
     return encoder, decoder
 
 
 @torch.no_grad()
 def rescale_language_model(model: LlamaForCausalLM, factor: float) -> None:
     """Multiplies the hidden states of a Llama by a factor, in place; logits stay the same."""
-    _check(model, "llama")
     for layer in model.model.layers:
         _multiply(layer.self_attn.o_proj, factor)
         _multiply(layer.mlp.down_proj, factor)
@@ -67,7 +61,6 @@ def rescale_language_model(model: LlamaForCausalLM, factor: float) -> None:
 @torch.no_grad()
 def rescale_encoder(model: Dinov2Model, factor: float) -> None:
     """Multiplies the hidden states of a DINOv2 by a factor, in place; what its last norm returns stays the same."""
-    _check(model, "dinov2")
     _multiply(model.embeddings, factor)  # patches, positions and the class token
     for layer in model.encoder.layer:
         _multiply(layer.layer_scale1, factor)
@@ -81,8 +74,3 @@ def rescale_encoder(model: Dinov2Model, factor: float) -> None:
 def _multiply(module: nn.Module, factor: float) -> None:
     for parameter in module.parameters():
         parameter.mul_(factor)
-
-
-def _check(model: nn.Module, kind: str) -> None:
-    if model.config.model_type != kind:
-        raise ValueError(f"The part is a {model.config.model_type!r} model; only {kind!r} can be rescaled.")

@@ -40,16 +40,9 @@ BATCH_SIZE = {"probe": 16, "evaluate": 64}
 
 
 def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> dict[str, Any]:
-    """Makes a run, or goes on with a stopped one.
+    """The result of a run, from the folders of the parts as they are; with `failed`, the reason, if it diverged.
 
-    Args:
-        plan: The plan.
-        run: The run.
-        vision, language: Folders of the parts as they are.
-        work: Folder of checkpoints and data while they are needed.
-
-    Returns:
-        The result; with `failed`, the reason, if training diverged.
+    `work` holds checkpoints and data while they are needed; a stopped run goes on from there.
     """
     folder, variant = work / run.key, run.variant
     first, second = plan.options(run)
@@ -110,9 +103,7 @@ def write_data(output: Path, first: int, second: int, seed: int) -> None:
     """Writes the conversations of both stages, about easy-VQA images on which the recipes were not chosen."""
     if output.exists():
         return
-    known = set()
-    for recipe_seed in RECIPE_SEEDS:
-        known |= set(_images(training_data(RECIPE_ROWS, RECIPE_EMOJI, seed=recipe_seed)))
+    known = {image for each in RECIPE_SEEDS for image in _images(training_data(RECIPE_ROWS, RECIPE_EMOJI, seed=each))}
     drawn = training_data(4 * (first + second), 0, 0.0, seed)
     fresh = [number for number, image in enumerate(_images(drawn)) if image not in known][: first + second]
     if len(fresh) < first + second:
@@ -171,9 +162,8 @@ class FixedFactors(TrainerCallback):
 def write_multiplied(checkpoint: Path, multiplier: float, output: Path) -> None:
     """Writes a checkpoint with a fixed factor on its visual tokens as part of its projector's last layer."""
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
-    if multiplier != 1:
-        for parameter in model.model.multi_modal_projector.linear_2.parameters():
-            parameter.mul_(multiplier)
+    for parameter in model.model.multi_modal_projector.linear_2.parameters():
+        parameter.mul_(multiplier)
     with finished_folder(output) as folder:
         model.save_pretrained(folder)
         AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False).save_pretrained(folder)
@@ -212,8 +202,4 @@ def curve(folder: Path) -> dict[str, list]:
     log = [each for each in json_or_none(folder / STATE)["log_history"] if "loss" in each]
     names = ("step", "loss", "learning_rate", "grad_norm", "clip/share", "norm/visual", "norm/text", "gain/mean_abs")
     shown = {name for each in log for name in each if name in names or name.startswith("grad_norm/")}
-    return {name: [_rounded(each.get(name)) for each in log] for name in sorted(shown)}
-
-
-def _rounded(value: float | None) -> float | None:
-    return value if value is None else float(f"{value:.5g}")
+    return {name: [each.get(name) and float(f"{each[name]:.5g}") for each in log] for name in sorted(shown)}

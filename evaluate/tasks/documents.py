@@ -1,10 +1,8 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What the task files share: the check of the columns, the image, and multiple-choice questions."""
+"""What the task files share: the check of the columns, the image, and the list of options."""
 
-import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 import datasets
 from datasets import Dataset
@@ -12,30 +10,24 @@ from PIL import Image
 
 from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.sources.arguments import DataArguments
-from normalign_llava.evaluate.answers import chosen_option
 
 
 ASK_FOR_LETTER = "Answer with the option's letter from the given choices directly."
 
 
-def checked(
-    documents: Dataset, task: str, columns: Collection[str], values: Mapping[str, Collection[str]] | None = None
-) -> Dataset:
+def checked(documents: Dataset, *columns: str, **values: Collection[str]) -> Dataset:
     """`documents`, with images that are opened as those of training data are.
 
-    Raises ValueError, which names the task and its data set, if one of `columns` is missing, or if a column holds
+    Raises ValueError if `image`, one of `columns` or of the columns `values` is missing, or if a column holds
     something else than its `values`, in upper or lower case.
     """
-    source = re.search(r"^dataset_path: (\S+)", Path(__file__).with_name(f"{task}.yaml").read_text(), re.MULTILINE)
-    changed = f"task {task}: the data set {source[1] if source else ''} has changed"
-    if missing := [column for column in columns if column not in documents.column_names]:
-        raise ValueError(
-            f"{changed}: it has no column {', '.join(missing)}. It has {', '.join(documents.column_names)}."
-        )
-    for column, known in (values or {}).items():
+    if missing := [name for name in ("image", *columns, *values) if name not in documents.column_names]:
+        there = ", ".join(documents.column_names)
+        raise ValueError(f"The data set has changed: it has no column {', '.join(missing)}. It has {there}.")
+    for column, known in values.items():
         expected = {each.lower() for each in known}
         if unknown := [each for each in documents.unique(column) if str(each).strip().lower() not in expected]:
-            raise ValueError(f"{changed}: column {column} has {unknown}, not only {', '.join(known)}.")
+            raise ValueError(f"The data set has changed: column {column} has {unknown}, not only {', '.join(known)}.")
     # `datasets` would let Pillow open any format.
     undecoded = documents.cast_column("image", datasets.Image(decode=False))
     return undecoded.with_transform(_decoded, columns=["image"], output_all_columns=True)
@@ -53,8 +45,3 @@ def _decoded(batch: dict[str, list]) -> dict[str, list]:
 def listed(options: Mapping[str, str]) -> str:
     """The options as lines, "A. a dog"."""
     return "\n".join(f"{letter}. {text}" for letter, text in options.items())
-
-
-def is_right(answer: str, options: Mapping[str, str], right: str) -> float:
-    """1 if the answer chooses the option `right`, else 0."""
-    return float(chosen_option(answer, options) == right)

@@ -23,8 +23,7 @@ PARTS = {
 
 
 def documents(split: Dataset) -> Dataset:
-    columns = ["image", "question", "answer", "question_type", "dataset"]
-    return checked(split, "ocrbench", columns, {"question_type": PARTS})
+    return checked(split, "question", "answer", "dataset", question_type=PARTS)
 
 
 def text(document: dict) -> str:

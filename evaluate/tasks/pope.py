@@ -8,16 +8,11 @@ from normalign_llava.evaluate.answers import yes_or_no
 from normalign_llava.evaluate.tasks.documents import checked
 
 
-# Whether the model says yes, and whether yes is right.
-Pair = tuple[bool, bool]
-
 SETTINGS = ("random", "popular", "adversarial")
-METRICS = ("precision", "recall", "f1", "yes_ratio")
 
 
 def documents(split: Dataset) -> Dataset:
-    columns = ["image", "question", "answer", "category"]
-    return checked(split, "pope", columns, {"category": SETTINGS, "answer": ("yes", "no")})
+    return checked(split, "question", category=SETTINGS, answer=("yes", "no"))
 
 
 def text(document: dict) -> str:
@@ -25,35 +20,23 @@ def text(document: dict) -> str:
 
 
 def results(document: dict, answers: list[str]) -> dict:
-    said, is_there = yes_or_no(answers[0]), document["answer"].strip().lower()
+    """The scores over all questions and over those of the setting. What is neither yes nor no finds no object."""
+    said, is_there = yes_or_no(answers[0]), document["answer"].strip().lower() == "yes"
+    says_yes = said == "yes"
+    scores = {"acc": float(said == ("yes" if is_there else "no")), "precision": (says_yes, is_there)}
+    scores |= {"recall": float(says_yes)} if is_there else {}
+    scores |= {"f1": (says_yes, is_there), "yes_ratio": float(says_yes)}
     setting = document["category"].strip().lower()
-    right = float(said == is_there)
-    pair = (said == "yes", is_there == "yes")
-    scores = {"acc": right, f"acc_{setting}": right}
-    return scores | {name: pair for metric in METRICS for name in (metric, f"{metric}_{setting}")}
+    return scores | {f"{name}_{setting}": score for name, score in scores.items()}
 
 
-def precision(pairs: list[Pair]) -> float:
-    """Share of right ones among the answers "yes"; 0 if there are none."""
-    return _share(is_there for says_yes, is_there in pairs if says_yes)
+def precision(pairs: list[tuple[bool, bool]]) -> float:
+    """Share of right ones among the answers "yes", from whether it is said and whether it is true; 0 without any."""
+    of_yes = [is_there for says_yes, is_there in pairs if says_yes]
+    return sum(of_yes) / len(of_yes) if of_yes else 0.0
 
 
-def recall(pairs: list[Pair]) -> float:
-    """Share of the objects in the images that are found. What is neither yes nor no does not find any."""
-    return _share(says_yes for says_yes, is_there in pairs if is_there)
-
-
-def f1(pairs: list[Pair]) -> float:
+def f1(pairs: list[tuple[bool, bool]]) -> float:
     """Harmonic mean of precision and recall; 0 if both are 0."""
-    both = precision(pairs) + recall(pairs)
-    return 2 * precision(pairs) * recall(pairs) / both if both else 0.0
-
-
-def yes_ratio(pairs: list[Pair]) -> float:
-    """Share of the answers "yes" among all."""
-    return _share(says_yes for says_yes, _ in pairs)
-
-
-def _share(of) -> float:
-    of = list(of)
-    return sum(of) / len(of) if of else 0.0
+    found = sum(says_yes and is_there for says_yes, is_there in pairs)
+    return 2 * found / sum(map(sum, pairs)) if found else 0.0

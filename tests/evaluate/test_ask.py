@@ -48,7 +48,7 @@ def test_what_is_not_there_is_named(checkpoint, tmp_path):
     (tmp_path / "broken.png").write_text("kite")
     (tmp_path / "noise.png").write_bytes(training.image(1))
     cases = {
-        (checkpoint, "kite.png"): f"{tmp_path / 'kite.png'}. In {tmp_path}: broken.png, noise.png.",
+        (checkpoint, "kite.png"): "No such file",
         (checkpoint, "broken.png"): "broken.png cannot be used",
         (checkpoint.parent / "language", "noise.png"): "language is a language model, which answers no questions",
     }

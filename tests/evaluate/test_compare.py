@@ -80,14 +80,8 @@ def test_models_are_compared_on_the_questions_that_all_were_asked(tmp_path):
     for found, given in zip(compare(arms), (few, many), strict=True):
         alone, against = given[:40], part[:40]
         assert (found.questions, found.score) == (40, np.mean(alone))
-        assert found.asked == {"untrained": 60, "model": 40, "whole": 200}
         reference = stats.binomtest(int(np.sum(np.greater(alone, against))), int(np.sum(np.not_equal(alone, against))))
         assert found.mcnemar == pytest.approx(reference.pvalue)
-    command = ["compare", *(str(tmp_path / arm.name) for arm in arms), "--output", str(tmp_path)]
-    shown = CliRunner().invoke(app, command, env={"COLUMNS": "120"})
-    assert shown.exit_code == 0, shown.output
-    sentence = "the 40 questions that all models were asked, of 60 (untrained), 40 (model), 200 (whole)."
-    assert f"pope acc: {sentence}" in " ".join(shown.output.split())
 
 
 def test_a_task_without_a_score_for_each_question_is_named(tmp_path):
@@ -95,8 +89,8 @@ def test_a_task_without_a_score_for_each_question_is_named(tmp_path):
     Evaluation("mine", "mine", [Metric("f1", 0.5)], 9, 9, []).write(tmp_path / "d")
     shown = CliRunner().invoke(app, ["compare", one, other, "--output", str(tmp_path)], env={"COLUMNS": "120"})
     assert shown.exit_code == 0, shown.output
-    assert "pope acc" in shown.output and "questions that all" not in shown.output
-    assert "Left out: mine, without a score for each question in" in shown.output
+    assert "pope acc" in shown.output
+    assert "Left out: mine f1, without a score for each question in" in shown.output
 
 
 def test_the_first_filter_of_the_summary_is_compared(tmp_path):

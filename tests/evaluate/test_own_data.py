@@ -21,19 +21,9 @@ SECRET = "Who lives in this house?"
 TURNS = [{"role": role, "content": "what?"} for role in ("user", "assistant")]
 
 
-class Asked(Script):
-    """Answers the n-th row with the n-th answer, and everything with a white image with the last."""
-
-    def generate_until(self, requests, disable_tqdm=False):
-        self.asked = requests
-        for request in requests:
-            for image in request.args[2]["visual"]:
-                assert (image.getcolors(10**6)[0][1] == (255, 255, 255)) == (request.idx == 1)
-        return [self.answers[-1 if request.idx else request.doc_id] for request in requests]
-
-
 def scores(task, *answers):
-    model, name = Asked(answers), task.config.task
+    """With each answer to a row, and the last to every white image."""
+    model, name = Script(answers, lambda prompt: answers[-1]), task.config.task
     found = harness(model, {"tasks": {name: task}})["results"][name]
     return {key.removesuffix(",none"): value for key, value in found.items() if "," in key}, model.asked
 
@@ -75,8 +65,8 @@ def test_choices_by_hand(tmp_path):
     found, requests = scores(task, "A", "yes", "A", "The answer is A.", "A")
     prompt = "Is it?\nA. yes\nB. no\nAnswer with the option's letter from the given choices directly."
     assert requests[0].args[0] == prompt and task.eval_docs["answer"] == ["A", "B", "B", "A"]
-    # The answer to a blank image is right to the first and the last; "yes" to three, each letter to two.
-    assert (found["acc"], found["blank"], found["commonest"]) == (3 / 4, 2 / 4, 3 / 4)
+    # The answer to a blank image is right to the first and the last; each letter is right to two.
+    assert (found["acc"], found["blank"], found["commonest"]) == (3 / 4, 2 / 4, 2 / 4)
     lettered = own_task(lines(tmp_path / "rows.jsonl", asked("Is it?", "B", A="yes", B="no", C="nan")))
     assert lettered.eval_docs[0]["prompt"] == prompt and scores(lettered, "no", "")[0]["acc"] == 1
 
@@ -97,7 +87,7 @@ def test_rows_that_cannot_be_evaluated_are_named(tmp_path):
         "it has 2 questions; save each, with its answer, as a row of its own": {"messages": TURNS * 2},
         "it has no assistant turn": {"question": "what?"},
         "there is no such image": asked("what?", "it", image="gone.png"),
-        "the answer 'C' is not one of the choices ['dog', 'cat']": asked("what?", "C", choices=["dog", "cat"]),
+        "the answer 'C' is not just one of the choices ['dog', 'cat']": asked("what?", "C", choices=["dog", "cat"]),
         "choices must be a list of two texts or more, got 'a|b'; in CSV, use": asked("what?", "a", choices="a|b"),
         "or whether it has choices, differs from the first row": asked("what?", "a", choices=["a", "b"]),
         "its system turn, or": {"messages": [{"role": "system", "content": "Shout."}, *TURNS]},

@@ -4,18 +4,14 @@ The model is a script of odd answers, since it is the task that is tested and no
 """
 
 import io
+import re
 
 import pytest
-from scripted_tasks import TASKS, Script, picture, run
+from scripted_tasks import Script, picture, run
 
 
 # Answers to a question with the options "a dog", "a cat", "a red car", "a horse", of which B is right; and the score.
-ODD = {
-    "B": 1, "(B)": 1, "B.": 1, "b": 1, "b)": 1, "**B**": 1, "The answer is B": 1, "a cat": 1, "A cat sits there.": 1,
-    "La respuesta es B": 1, "答案是B": 1,
-    "": 0, "A": 0, "(C) a red car": 0, "A or B": 0, "The answer is A or B": 0, "A dog.": 0, "A bird": 0,
-    "Es un gato": 0, "Sorry, I can't help with that.": 0, "E": 0,
-}  # fmt: skip
+ODD = {"(B)": 1, "The answer is B": 1, "A cat sits there.": 1, "": 0, "A or B": 0, "A dog.": 0, "E": 0}
 TEXTS = ["a dog", "a cat", "a red car", "a horse"]
 OPTIONS = dict(zip("ABCD", TEXTS, strict=True))
 LINES = "A. a dog\nB. a cat\nC. a red car\nD. a horse"
@@ -60,9 +56,9 @@ def test_odd_answers_to_multiple_choice(task, tmp_path):
     result = run(tmp_path, task, numbered(task, CHOICES[task], len(ODD)), model)
     score = {sample["resps"][0][0]: sample["acc"] for sample in result["samples"][task]}
     assert score == ODD
-    assert result["results"][task]["acc,none"] == pytest.approx(11 / 21)
+    assert result["results"][task]["acc,none"] == pytest.approx(3 / 7)
     # The standard error of a share: sqrt(p (1 - p) / (n - 1)).
-    assert result["results"][task]["acc_stderr,none"] == pytest.approx((11 / 21 * 10 / 21 / 20) ** 0.5)
+    assert result["results"][task]["acc_stderr,none"] == pytest.approx((3 / 7 * 4 / 7 / 6) ** 0.5)
     assert {sample["target"] for sample in result["samples"][task]} == {"B"}
     for request in model.asked:
         prompt, generation, image = request.args
@@ -203,27 +199,18 @@ def test_ocrbench(tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("task", ["mmbench_en_dev", "pope", "ocrbench"])
-def test_columns_that_changed_are_named(task, tmp_path):
-    row = (numbered(task, ALL[task], 1)[0] | {"text": "What?"}).copy()
-    del row["question"], row["answer"]
-    source = next(line.split()[1] for line in (TASKS / f"{task}.yaml").read_text().splitlines() if "_path:" in line)
-    with pytest.raises(ValueError, match=rf"task {task}: the data set {source} .*no column question, answer\."):
-        run(tmp_path, task, [row], Script(["B"]))
-
-
 @pytest.mark.parametrize(
-    ("task", "change"),
+    ("task", "row", "named"),
     [
-        ("pope", {"answer": "maybe"}),
-        ("seedbench_2_plus", {"question_image_type": "poster"}),
-        ("ocrbench", {"question_type": "Signatures"}),
+        ("mmbench_en_dev", {"question": QUESTION, "answer": "B"}, "no column index, hint, A, B, C, D. It has image,"),
+        ("pope", POPE | {"answer": "maybe"}, "column answer has ['maybe'], not only yes, no."),
+        ("seedbench_2_plus", SEED | {"question_image_type": "poster"}, "column question_image_type has ['poster']"),
+        ("ocrbench", OCRBENCH | {"question_type": "Signatures"}, "column question_type has ['Signatures']"),
     ],
 )
-def test_values_that_no_score_is_for_are_named(task, change, tmp_path):
-    (column, value), *_ = change.items()
-    with pytest.raises(ValueError, match=rf"task {task}: .*column {column} has \['{value}'\]"):
-        run(tmp_path, task, [ALL[task], ALL[task] | change], Script(["B", "B"]))
+def test_data_sets_that_changed_are_refused(task, row, named, tmp_path):
+    with pytest.raises(ValueError, match="The data set has changed: .*" + re.escape(named)):
+        run(tmp_path, task, [row], Script(["B"]))
 
 
 def test_images_are_opened_in_the_formats_of_training_alone(tmp_path):

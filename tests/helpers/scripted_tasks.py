@@ -13,18 +13,20 @@ TASKS = ROOT / "evaluate" / "tasks"
 
 
 class Script(LM):
-    """Answers the n-th document of a task with the n-th answer, and keeps what it was asked."""
+    """Answers the n-th document with the n-th answer, a white image by its prompt, and keeps what it was asked."""
 
     MULTIMODAL = True
 
-    def __init__(self, answers):
+    def __init__(self, answers, of_blank=None):
         super().__init__()
-        self.answers = answers
-        self.asked = []
+        self.answers, self.of_blank = answers, of_blank
 
     def generate_until(self, requests, disable_tqdm=False):
         self.asked = sorted(requests, key=lambda request: request.doc_id)
-        return [self.answers[request.doc_id] for request in requests]
+        for request in requests:
+            for image in request.args[2]["visual"]:
+                assert ({colour for _, colour in image.getcolors(10**6)} == {(255, 255, 255)}) == (request.idx == 1)
+        return [self.of_blank(each.args[0]) if each.idx else self.answers[each.doc_id] for each in requests]
 
     def loglikelihood(self, requests):
         raise NotImplementedError
@@ -60,8 +62,5 @@ def picture() -> Picture.Image:
 def _feature(name, value):
     if name == "image":
         return Image()
-    return (
-        Sequence(Value("string"))
-        if isinstance(value, list)
-        else Value("int64" if isinstance(value, int) else "string")
-    )
+    kind = Value("int64" if isinstance(value, int) else "string")
+    return Sequence(kind) if isinstance(value, list) else kind

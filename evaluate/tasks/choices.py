@@ -1,0 +1,113 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Multiple choice: MMBench, MMStar, SEED-Bench-2-Plus, ScienceQA and AI2D."""
+
+import re
+from collections import defaultdict
+from string import ascii_uppercase
+
+from datasets import Dataset
+
+from normalign_llava.evaluate.answers import chosen_option
+from normalign_llava.evaluate.tasks.documents import ASK_FOR_LETTER, checked, listed
+
+
+ROTATION = 1_000_000  # A rotated question of MMBench has the index of the first plus a multiple of this.
+
+# MMStar: "Options: A: a dog, B: a cat" and "Choices:\n(A) a dog\n(B) a cat".
+OPTION = re.compile(r"(?:^|[\s,])\(?([A-D])[:.)]\s*(.*?)(?=\s+\(?[A-D][:.)]|$)", re.DOTALL)
+
+
+def mmbench(split: Dataset) -> Dataset:
+    return checked(split, "index", "question", "hint", "answer", *"ABCD")
+
+
+def mmstar(split: Dataset) -> Dataset:
+    return checked(split, "question", "answer", "l2_category")
+
+
+def seedbench(split: Dataset) -> Dataset:
+    options = [f"choice_{letter}" for letter in "ABCD"]
+    return checked(split, "question", "answer", *options, question_image_type=("chart", "map", "web"))
+
+
+def scienceqa(split: Dataset) -> Dataset:
+    return checked(split, "question", "choices", "answer", "hint")
+
+
+def ai2d(split: Dataset) -> Dataset:
+    return checked(split, "question", "options", "answer")
+
+
+def text(document: dict) -> str:
+    """The prompt of SEED-Bench-2-Plus, ScienceQA and AI2D. Some rows of ScienceQA have no image, some a hint."""
+    image = "<image>" if document["image"] else ""
+    hint = f"Context: {document['hint']}\n" if document.get("hint") else ""
+    return f"{image}{hint}{document['question']}\n{listed(_options(document))}\n{ASK_FOR_LETTER}"
+
+
+def mmbench_text(document: dict) -> str:
+    question = " ".join(part for part in (document["hint"], document["question"]) if part and part != "nan")
+    return f"<image>{question} There are several options:\n{listed(_options(document))}\n\n{ASK_FOR_LETTER}"
+
+
+def mmstar_text(document: dict) -> str:
+    question = document["question"].strip().replace(" Please answer yes or no.", "")
+    return f"<image>{question}\n{ASK_FOR_LETTER.removesuffix('.')}"
+
+
+def target(document: dict) -> str:
+    """The letter of the right option, which ScienceQA and AI2D have as a number from 0."""
+    answer = str(document["answer"]).strip().upper()
+    return ascii_uppercase[int(answer)] if answer.isdigit() else answer
+
+
+def results(document: dict, answers: list[str]) -> dict:
+    return {"acc": float(chosen_option(answers[0], _options(document)) == target(document))}
+
+
+def mmbench_results(document: dict, answers: list[str]) -> dict:
+    right = results(document, answers)
+    return {"acc_circular": (int(document["index"]), right["acc"]), **right}
+
+
+def mmstar_results(document: dict, answers: list[str]) -> dict:
+    right = results(document, answers)
+    return {"acc_by_category": (document["l2_category"], right["acc"]), **right}
+
+
+def seedbench_results(document: dict, answers: list[str]) -> dict:
+    right = results(document, answers)
+    return {**right, f"acc_{document['question_image_type'].strip().lower()}": right["acc"]}
+
+
+def circular(rows: list[tuple[int, float]]) -> float:
+    """Share of the questions that are answered rightly in every rotation, from indices of rows and their scores.
+
+    Rotations without their first question do not count.
+    """
+    rotations = defaultdict(list)
+    for index, right in rows:
+        rotations[index % ROTATION].append(right)
+    asked = [rotations[index] for index, _ in rows if index < ROTATION]
+    return sum(map(all, asked)) / len(asked)
+
+
+def mean_of_categories(rows: list[tuple[str, float]]) -> float:
+    """Mean over the 18 fine categories of MMStar of the share of right answers."""
+    of_category = defaultdict(list)
+    for category, right in rows:
+        of_category[category].append(right)
+    return sum(sum(each) / len(each) for each in of_category.values()) / len(of_category)
+
+
+def _options(document: dict) -> dict[str, str]:
+    """The options by letter: of a list, of the columns A to D or choice_A to choice_D, or of the question's text."""
+    if found := document.get("options") or document.get("choices"):
+        return dict(zip(ascii_uppercase, found, strict=False))
+    lettered = {letter: document.get(f"choice_{letter}", document.get(letter)) for letter in "ABCD"}
+    # Questions of MMBench with fewer options have "nan" or nothing there.
+    if found := {letter: text for letter, text in lettered.items() if text not in (None, "", "nan")}:
+        return found
+    listed = re.split(r"\b(?:Options|Choices):", document["question"])[-1]
+    return dict.fromkeys("ABCD", "") | {letter: text.strip() for letter, text in OPTION.findall(listed.strip())}
