@@ -143,13 +143,13 @@ def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]
     """Tokens of each parsed row, as the collator makes them, or why there are none; no image is decoded."""
     per_image = tokens_per_image(processor)
     texts = _rendered(processor, conversations)
-    encoded = iter(_encoded(processor.tokenizer, [text for text in texts if isinstance(text, str)]))
+    ids = iter(encoded(processor.tokenizer, [text for text in texts if isinstance(text, str)]))
     results: list[int | str] = []
     for conversation, text in zip(conversations, texts, strict=True):
         if isinstance(text, Exception):
             results.append(f"the chat template refuses it: {text}")
             continue
-        tokens, images = next(encoded), len(conversation["images"])
+        tokens, images = next(ids), len(conversation["images"])
         results.append(len(tokens) + images * (per_image - 1))
         if (printed := tokens.count(processor.image_token_id)) != images:
             results[-1] = f"the chat template prints {printed} image tokens for {images} images"
@@ -168,16 +168,17 @@ def _rendered(processor: LlavaProcessor, conversations: list[dict[str, Any]]) ->
         return [text for conversation in conversations for text in _rendered(processor, [conversation])]
 
 
-def _encoded(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text. What a special token and the text after it become depends on nothing else.
+def encoded(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
+    """Token ids of each text, from pieces that begin with special tokens: most are a template's, and in every text.
 
-    Most of these pieces are a template's, or a question's that many rows have, and are tokenized once.
+    The tokens of a piece depend on nothing before it, unless an option of its special token says so.
     """
-    added = tokenizer.added_tokens_decoder.values()
-    cuts = [
-        each.content for each in added if each.special and not (each.normalized or each.lstrip or each.single_word)
+    apart = [
+        each.content
+        for each in tokenizer.added_tokens_decoder.values()
+        if each.special and not (each.normalized or each.lstrip or each.single_word)
     ]
-    special = re.compile(f"({'|'.join(map(re.escape, sorted(cuts, key=len, reverse=True))) or '(?!)'})")
+    special = re.compile(f"({'|'.join(map(re.escape, sorted(apart, key=len, reverse=True))) or '(?!)'})")
     pieces = []
     for text in texts:
         first, *others = special.split(text)
@@ -186,10 +187,8 @@ def _encoded(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[
     backend = tokenizer.backend_tokenizer
     backend.no_padding()  # as the tokenizer does before each call
     backend.no_truncation()
-    ids = {
-        piece: encoded.ids
-        for piece, encoded in zip(distinct, backend.encode_batch_fast(distinct, add_special_tokens=False), strict=True)
-    }
+    found = backend.encode_batch_fast(distinct, add_special_tokens=False)
+    ids = {piece: encoding.ids for piece, encoding in zip(distinct, found, strict=True)}
     return [list(chain.from_iterable(map(ids.__getitem__, each))) for each in pieces]
 
 
