@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Data sets in memory: a cached table says where each row is and how long it is; a row is parsed when it is read."""
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,13 @@ def _table(source: Source, processor: LlavaProcessor, processes: int | None) -> 
 def _facts(chunk: dict[str, list], data: Source, processor: LlavaProcessor) -> dict[str, list]:
     (name,), (start,), (texts,) = chunk["source"], chunk["start"], chunk["rows"]
     raws = map(data.parsed, texts) if texts is not None else data.rows(start)
-    rows = checked_rows(((name, number, raw) for number, raw in enumerate(raws, start)), data.rules, processor)
+    collects = gc.isenabled()
+    gc.disable()  # so many new objects would have it go through all others of the process, again and again
+    try:
+        rows = checked_rows(((name, number, raw) for number, raw in enumerate(raws, start)), data.rules, processor)
+    finally:
+        if collects:
+            gc.enable()
     kept = texts if texts is not None else [None] * len(rows)
     columns = {name: [row[name] for row in rows] for name in COLUMNS if name != "json"}
     return {**columns, "json": [None if row["reason"] else text for row, text in zip(rows, kept, strict=True)]}

@@ -1,14 +1,21 @@
 """Data sets in every form, in memory and streamed: the same parsed rows, checked, measured, mixed, held out."""
 
 import json
+import random
 from itertools import islice
 
 import datasets
 import numpy as np
 import pytest
 import train_data
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import Unigram
+from tokenizers.normalizers import Prepend
+from tokenizers.pre_tokenizers import Metaspace
 from train_data import arguments, gigantic_png, images, inside, llava, mixed_rows, write_json
+from transformers import PreTrainedTokenizerFast
 
+from normalign_llava.data.rows.checks import encoded
 from normalign_llava.data.rows.parse import FEATURES, DroppedRows
 from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.data.sources.mixtures import load_data
@@ -115,6 +122,18 @@ def test_lengths_are_those_of_the_collator_and_nothing_is_truncated(load, tmp_pa
     assert json.loads(json.dumps(short.report.to_dict()))["sources"][0]["dropped"][0]["tokens"] == 75
     with pytest.raises(ValueError, match="no row is left. 5 found, 0 bad, 5 longer than max_length 10. The first: "):
         load(path, max_length=10)
+
+
+@pytest.mark.parametrize("option", ["special", "lstrip", "rstrip", "normalized", "single_word"])
+def test_pieces_of_texts_have_the_tokens_of_whole_texts(option):
+    letters = [(letter, -1.0) for letter in "▁\nabdeh"]  # a token each, so that no space gets lost
+    backend = Tokenizer(Unigram([("<unk>", -9.0), *letters], unk_id=0))
+    backend.normalizer, backend.pre_tokenizer = Prepend("▁"), Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.add_tokens([AddedToken(text, **{"special": True, option: True}) for text in ("<a>", "<ab>", "b<a>b")])
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(["<a>", "<ab>", "b", " ", "\n", "head", " bed"], k=12)) for _ in range(50)]
+    assert encoded(tokenizer, texts) == [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
 def test_no_image_is_decoded_on_the_way(load, tmp_path):

@@ -1,7 +1,6 @@
 """Data sets in memory: what is cached of them, and rows that are built from their sources when they are read."""
 
 import hashlib
-import multiprocessing
 import os
 import pickle
 import subprocess
@@ -70,10 +69,6 @@ def test_the_cache_holds_no_image_that_the_data_hold(form, processor, tmp_path, 
     assert digests(rows) == EXPECTED and rows[0].keys() == FEATURES.keys()
 
 
-def worker(rows, numbers, results):
-    results.put([rows[number] for number in numbers])
-
-
 def test_rows_are_the_same_in_workers_and_after_pickling(processor, tmp_path):
     rows = load(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor)
     picked = rows.select([5, 3, 99])
@@ -83,18 +78,6 @@ def test_rows_are_the_same_in_workers_and_after_pickling(processor, tmp_path):
     for workers in (0, 2):
         (batch,) = DataLoader(picked, 3, num_workers=workers, collate_fn=list)
         assert batch == expected
-
-
-@pytest.mark.nightly
-def test_rows_are_the_same_in_a_process_that_starts_anew(processor, tmp_path):
-    picked = load(train_data.write_parquet(tmp_path / "data.parquet", with_noise()), processor).select([5, 3, 99])
-    expected = list(picked)
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=worker, args=(picked, range(3), results))
-    process.start()
-    assert results.get(timeout=120) == expected
-    process.join()
 
 
 def test_several_processes_make_the_same_table(processor, tmp_path, monkeypatch):

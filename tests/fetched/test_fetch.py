@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tarfile
 import threading
-import time
 import zipfile
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -30,50 +31,26 @@ WHEEL, TARBALL = "tiny_part-1.0-py3-none-any.whl", "tiny-part-1.0.0.tgz"
 
 
 class Registry(http.server.ThreadingHTTPServer):
-    """Serves archives as a Python index and an npm registry do; can cut its answers off, or stall."""
+    """Serves a folder that is a Python index and an npm registry; can stall in the middle of a file."""
 
     daemon_threads = True
 
-    def __init__(self, archives: dict[str, bytes]):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.archives = archives
-        self.requests = 0  # for an archive
-        self.cut: int | None = None  # bytes after which an archive ends
-        self.stalls = False  # whether it waits there instead of closing
-        self.closing = threading.Event()
+    def __init__(self, folder: Path):
+        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+        self.stalls, self.stalled, self.closing = False, threading.Event(), threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Handler(http.server.SimpleHTTPRequestHandler):
     server: Registry
 
-    def do_GET(self):
-        archives = self.server.archives
-        if self.path == "/simple/tiny-part/":
-            digest = hashlib.sha256(archives[WHEEL]).hexdigest()
-            page = f'<!DOCTYPE html><html><body><a href="/files/{WHEEL}#sha256={digest}">{WHEEL}</a></body></html>'
-            self.reply(page.encode(), "text/html")
-        elif self.path == "/tiny-part":
-            dist = {"tarball": f"{self.server.url}/files/{TARBALL}"}
-            entry = {"name": "tiny-part", "version": "1.0.0", "dist": dist}
-            document = {"name": "tiny-part", "dist-tags": {"latest": "1.0.0"}, "versions": {"1.0.0": entry}}
-            self.reply(json.dumps(document).encode(), "application/json")
-        elif self.path.startswith("/files/"):
-            self.server.requests += 1
-            self.reply(archives[self.path.removeprefix("/files/")], "application/octet-stream", self.server.cut)
-        else:
-            self.send_error(404)
-
-    def reply(self, body, kind, cut=None):
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body[:cut])
-        if cut is not None and self.server.stalls:
-            self.wfile.flush()
+    def copyfile(self, source, outputfile):
+        if self.server.stalls and source.name.endswith(".whl"):
+            outputfile.write(source.read(300_000))
+            self.server.stalled.set()
             self.server.closing.wait(60)
+        super().copyfile(source, outputfile)
 
     def log_message(self, *arguments):
         pass
@@ -105,7 +82,15 @@ def tarball():
 
 @pytest.fixture
 def registry(wheel, tarball, monkeypatch, tmp_path):
-    server = Registry({WHEEL: wheel, TARBALL: tarball})
+    served = tmp_path / "served"
+    (served / "simple" / "tiny-part").mkdir(parents=True)
+    server = Registry(served)
+    (served / WHEEL).write_bytes(wheel)
+    (served / TARBALL).write_bytes(tarball)
+    (served / "simple" / "tiny-part" / "index.html").write_text(f'<!DOCTYPE html><a href="/{WHEEL}">{WHEEL}</a>')
+    entry = {"name": "tiny-part", "version": "1.0.0", "dist": {"tarball": f"{server.url}/{TARBALL}"}}
+    document = {"name": "tiny-part", "dist-tags": {"latest": "1.0.0"}, "versions": {"1.0.0": entry}}
+    (served / "tiny-part").write_text(json.dumps(document))
     for variable in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -135,8 +120,8 @@ def kept(cache):
 def test_fetches_through_the_users_index_once(registry, part, tmp_path, wheel):
     archive = fetch(part, tmp_path)
     assert archive.read_bytes() == wheel
+    registry.shutdown()
     assert fetch(part, tmp_path) == archive
-    assert registry.requests == 1
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
@@ -164,14 +149,13 @@ def start(part, cache):
 
 
 def test_a_killed_fetch_leaves_nothing_that_looks_whole(registry, part, tmp_path, wheel):
-    registry.cut, registry.stalls = 300_000, True
+    registry.stalls = True
     process = start(part, tmp_path)
-    while not registry.requests and process.poll() is None:
-        time.sleep(0.05)
+    assert registry.stalled.wait(60)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert WHEEL not in kept(tmp_path)
-    registry.cut = None
+    registry.stalls = False
     assert fetch(part, tmp_path).read_bytes() == wheel
     assert kept(tmp_path) == [WHEEL]
 

@@ -5,6 +5,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -84,8 +85,9 @@ class ConversationCollator:
         rows = []
         for (ids, labels), example, (_, bad) in zip(self._encoded(examples), examples, opened, strict=True):
             self._remove_labels(labels, example, bad)
-            repeats = torch.where(ids == self.processor.image_token_id, self._tokens_per_image, 1)
-            rows.append((ids.repeat_interleave(repeats), labels.repeat_interleave(repeats)))
+            # Not torch's repeat_interleave, whose threads go on spinning while the next images are decoded.
+            repeats = np.where(ids.numpy() == self.processor.image_token_id, self._tokens_per_image, 1)
+            rows.append([torch.from_numpy(np.repeat(each.numpy(), repeats)) for each in (ids, labels)])
         all_ids, all_labels = zip(*rows, strict=True)
         padding = {
             "input_ids": (all_ids, self.processor.tokenizer.pad_token_id),
