@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@cache
 def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None = None) -> bool:
     """Whether a device multiplies matrices of half precision at least twice as fast as float32 ones.
 
@@ -77,6 +76,7 @@ def seconds_file() -> Path:
     return cache_dir() / "precision" / f"{hashlib.sha256(repr(machine).encode()).hexdigest()[:16]}.json"
 
 
+@cache  # a process has one answer, however it asks
 def _remembered_seconds() -> dict[str, float]:
     file = seconds_file()
     try:

@@ -96,14 +96,14 @@ def processor(tmp_path, monkeypatch):
     """A function that has it remembered of this processor how many times as long half precision takes as float32."""
     import json
 
-    from normalign_llava.checkpoint.precision import half_precision_pays, seconds_file, warn_if_slow
+    from normalign_llava.checkpoint.precision import _remembered_seconds, seconds_file, warn_if_slow
 
     def remember(ratio: float) -> None:
         monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path / "cache"))
-        half_precision_pays.cache_clear()
+        _remembered_seconds.cache_clear()
         warn_if_slow.cache_clear()
         seconds_file().parent.mkdir(parents=True, exist_ok=True)
         seconds_file().write_text(json.dumps({"float32": 1.0, "bfloat16": ratio, "float16": ratio}))
 
     yield remember
-    half_precision_pays.cache_clear()
+    _remembered_seconds.cache_clear()

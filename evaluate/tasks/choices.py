@@ -19,23 +19,28 @@ OPTION = re.compile(r"(?:^|[\s,])\(?([A-D])[:.)]\s*(.*?)(?=\s+\(?[A-D][:.)]|$)",
 
 
 def mmbench(split: Dataset) -> Dataset:
+    """The rows of MMBench. Raises ValueError if a column is missing or has other values."""
     return checked(split, "index", "question", "hint", "answer", *"ABCD")
 
 
 def mmstar(split: Dataset) -> Dataset:
+    """The rows of MMStar. Raises ValueError if a column is missing or has other values."""
     return checked(split, "question", "answer", "l2_category")
 
 
 def seedbench(split: Dataset) -> Dataset:
+    """The rows of SEED-Bench-2-Plus. Raises ValueError if a column is missing or has other values."""
     options = [f"choice_{letter}" for letter in "ABCD"]
     return checked(split, "question", "answer", *options, question_image_type=("chart", "map", "web"))
 
 
 def scienceqa(split: Dataset) -> Dataset:
+    """The rows of ScienceQA. Raises ValueError if a column is missing or has other values."""
     return checked(split, "question", "choices", "answer", "hint")
 
 
 def ai2d(split: Dataset) -> Dataset:
+    """The rows of AI2D. Raises ValueError if a column is missing or has other values."""
     return checked(split, "question", "options", "answer")
 
 
@@ -47,11 +52,13 @@ def text(document: dict) -> str:
 
 
 def mmbench_text(document: dict) -> str:
+    """The prompt of MMBench."""
     question = " ".join(part for part in (document["hint"], document["question"]) if part and part != "nan")
     return f"<image>{question} There are several options:\n{listed(_options(document))}\n\n{ASK_FOR_LETTER}"
 
 
 def mmstar_text(document: dict) -> str:
+    """The prompt of MMStar."""
     question = document["question"].strip().replace(" Please answer yes or no.", "")
     return f"<image>{question}\n{ASK_FOR_LETTER.removesuffix('.')}"
 
@@ -63,6 +70,7 @@ def target(document: dict) -> str:
 
 
 def results(document: dict, answers: list[str]) -> dict:
+    """`acc`: 1 if the answer names the right option, else 0."""
     return {"acc": float(chosen_option(answers[0], _options(document)) == target(document))}
 
 
