@@ -21,9 +21,6 @@ from normalign_llava.cli import app
 from normalign_llava.evaluate import tasks
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.evaluate.run import evaluate, render
-from normalign_llava.hub_cards.card.write import write_card
-from normalign_llava.hub_cards.push.leaks import check_private
-from normalign_llava.hub_cards.push.source import choose_files
 
 
 pytestmark = pytest.mark.slow
@@ -36,9 +33,8 @@ def room(tmp_path_factory):
     training.checkpoint(folder)
     tasks = folder / "tasks"
     suite_tasks.write(tasks)
-    no_file = {"data_files": {"test": str(folder / "missing.parquet")}}
     choosing = yaml.safe_load((tasks / "tiny_choosing.yaml").read_text())
-    missing = {**choosing, "task": "tiny_missing", "dataset_kwargs": no_file}
+    missing = {**choosing, "task": "tiny_missing", "dataset_path": str(folder / "missing")}
     (tasks / "tiny_missing.yaml").write_text(yaml.safe_dump(missing))
     scripted_tasks.write_task(tasks, "pope", [{"answer": "yes", "category": "random"}])  # without its question
     return folder
@@ -64,7 +60,8 @@ def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path)
     assert len(colours.weights) == 64 and colours.settings["batch_size"] == 2
     assert colours.versions["tiny_looking"] == "3" and "lm_eval" in colours.versions
     assert any("max_gen_toks" in sentence for sentence in colours.protocol)
-    assert "<image>what is in 0?" in colours.protocol[-1]
+    sentence = "lm-evaluation-harness runs its task tiny_looking on my-questions."  # without the folders above it
+    assert colours.protocol[0] == sentence and "<image>what is in 0?" in colours.protocol[-1]
     assert choice.protocol[-1] == 'The first prompt is "what is in 0?"'
     (samples,) = (tmp_path / "evaluation" / "tiny_choosing").glob("samples_tiny_choosing_*.jsonl")
     answered = [json.loads(line) for line in samples.read_text().splitlines()]
@@ -73,22 +70,6 @@ def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path)
     (raw,) = (tmp_path / "evaluation" / "tiny_choosing").glob("results_*.json")
     assert json.loads(raw.read_text())["results"]["tiny_choosing"]["acc,none"] == right / 5
     assert render(done).row_count == 3
-
-
-def test_results_on_a_data_set_of_this_machine_can_be_published(room, tmp_path):
-    """The data set's folder is in the task file, as is usual with one's own data."""
-    model, own = shutil.copytree(room / "model", tmp_path / "model"), shutil.copytree(room / "tasks", tmp_path / "own")
-    (tmp_path / "my-questions").mkdir()
-    shutil.copy(room / "tasks" / "questions.parquet", tmp_path / "my-questions" / "test.parquet")
-    task = yaml.safe_load((own / "tiny_choosing.yaml").read_text()) | {"dataset_path": str(tmp_path / "my-questions")}
-    (own / "tiny_choosing.yaml").write_text(yaml.safe_dump({**task, "dataset_kwargs": {}}))
-    assert not run(room, model, "tiny_choosing", model=model, include_path=own).failed
-    (found,) = read_evaluations(model)
-    assert found.protocol[0] == "lm-evaluation-harness runs its task tiny_choosing on my-questions."
-    write_card(model)
-    sent = choose_files(model, {})
-    assert {"README.md", "evaluation/summary.json"} <= sent.files.keys()
-    check_private(sent, "")
 
 
 def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_path, capsys):
@@ -135,7 +116,7 @@ def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
 
 def test_tasks_that_cannot_be_run_are_named_and_the_others_are_run(room, tmp_path):
     reasons = {
-        "tiny_missing": "missing.parquet",
+        "tiny_missing": "missing",
         "mmstar": "Lin-Chen/MMStar",  # on the Hub, which cannot be reached
         "pope": "The data set has changed: it has no column question",
     }

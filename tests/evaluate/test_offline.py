@@ -75,13 +75,6 @@ def test_counting_by_hand():
     assert result == pytest.approx({"acc": 3 / 8, "blank": 1 / 8, "commonest": 2 / 8})
 
 
-def test_sides_by_hand():
-    answers = ["left", "To the right.", "Left", "The left of it", "left or right", "on the right, not the left"]
-    assert documents("offline_sides")["answer"][:6] == ["left", "right"] * 3
-    result = scores("offline_sides", answers, lambda prompt: "left", limit=6)
-    assert result == pytest.approx({"acc": 3 / 6, "blank": 1 / 2, "commonest": 1 / 2})
-
-
 def test_presence_by_hand():
     # Scene by scene and setting by setting: two that are there, two that are not.
     said = {

@@ -121,7 +121,6 @@ def test_mmstar_is_the_mean_of_its_categories(tmp_path):
     "options",
     [
         "Options: A: a dog, B: a cat, C: a red car, D: a horse",
-        "Options: A: a dog., B: a cat., C: a red car., D: a horse.",
         "Choices:\n(A) a dog\n(B) a cat\n(C) a red car\n(D) a horse",
     ],
 )

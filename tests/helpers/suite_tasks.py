@@ -23,16 +23,15 @@ def options(tasks) -> dict:
 
 def write(tasks) -> None:
     """One with images, whose functions draw random numbers, and one of likelihoods."""
-    tasks.mkdir()
+    (tasks / "my-questions").mkdir(parents=True)
     asked = [
         {"image": {"bytes": training.image(i), "path": None}, "question": f"what is in {i}?", "answer": "red"}
         for i in range(5)
     ]
     features = Features({"image": Image(), "question": Value("string"), "answer": Value("string")})
-    Dataset.from_list(asked, features=features).to_parquet(tasks / "questions.parquet")
+    Dataset.from_list(asked, features=features).to_parquet(tasks / "my-questions" / "test.parquet")
     shared = {
-        "dataset_path": "parquet",
-        "dataset_kwargs": {"data_files": {"test": str(tasks / "questions.parquet")}},
+        "dataset_path": str(tasks / "my-questions"),
         "test_split": "test",
         "doc_to_target": "{{answer}}",
         "metadata": {"version": 3},
