@@ -18,7 +18,6 @@ from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from ...checkpoint.limits import MAX_IMAGE_BYTES
 from ..rows.forms import SUFFIXES
-from ..rows.images import part_address
 from .files import loaded
 
 
@@ -96,7 +95,7 @@ def _in_place(path: str) -> Iterator[tuple[str, Any]]:
             if is_link:
                 yield member.name, io.StringIO(f"{path}/{member.name}")
             elif is_image and not member.issparse():
-                yield member.name, io.StringIO(part_address(path, member.offset_data, member.size))
+                yield member.name, io.StringIO(f"tar://{member.offset_data}+{member.size}::{path}")
             else:
                 yield member.name, archive.extractfile(member)
         file: Any = archive.fileobj
