@@ -77,9 +77,7 @@ class ImageRules:
         archive, separator, file = path.rpartition("::")
         streamed = "://" in file
         if streamed or separator:
-            known = given is value and re.fullmatch(
-                r"(zip://((?!::).)*|tar://\d{1,18}\+\d{1,18})?", archive, re.DOTALL
-            )
+            known = given is value and re.fullmatch(r"(?s)(zip://((?!::).)*|tar://\d{1,18}\+\d{1,18})?", archive)
             allowed = file.startswith(f"hf://datasets/{self.hub}@" if self.hub else "hf://datasets/")
             if not known or streamed and not (allowed and (self.hub or not self.folder)):
                 raise ValueError(

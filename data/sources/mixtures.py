@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, cycle, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -168,7 +168,8 @@ def prepare_rows(
             are not read. A stream also raises while it is read.
     """
     report = SourceReport(name, split)
-    if data.features == FEATURES or isinstance(_transform(data), RowReader):
+    transform = data.format["format_kwargs"].get("transform") if isinstance(data, Dataset) else None
+    if data.features == FEATURES or isinstance(transform, RowReader):
         if isinstance(data, Dataset):
             measure(data, report)
         return data, report
@@ -188,10 +189,6 @@ def prepare_rows(
         logger.warning(f"{name}: {len(report.dropped):,} of {report.found:,} rows dropped. First: {report.dropped[0]}")
     _record_dropped(checks, [report])
     return prepared, report
-
-
-def _transform(data: Dataset | IterableDataset) -> Any:
-    return data.format["format_kwargs"].get("transform") if isinstance(data, Dataset) else None
 
 
 def _no_images(names: list[str], streaming: bool) -> ValueError:
@@ -231,29 +228,20 @@ def _drawn_rows(
 ) -> Iterator[dict[str, Any]]:
     # Drawn row by row, so that a resumed run, which skips rows, continues with the same ones.
     groups = [(source,) for source in sources] if fractions else [sources]
-    streams = [_again_and_again(group, checks) for group in groups]
+    streams = [chain.from_iterable(valid_rows(source, checks) for source in cycle(group)) for group in groups]
     random = np.random.default_rng(seed)
     while True:
         yield next(streams[random.choice(len(streams), p=fractions or None)])
 
 
-def _again_and_again(sources: tuple[Source, ...], checks: Checks) -> Iterator[dict[str, Any]]:
-    while True:
-        for source in sources:
-            yield from valid_rows(source, checks)
-
-
 def _fractions(sources: list[DataSource]) -> tuple[float, ...]:
     """Shares that sum to 1; empty without fractions."""
-    for source in sources:
-        if source.fraction is not None and not isinstance(source.fraction, (int, float)):
-            raise ValueError(f"The fraction of {source.path} must be a number above 0, got {source.fraction!r}.")
-    given = [source.fraction for source in sources]
-    if all(fraction is None for fraction in given):
+    given: list[Any] = [source.fraction for source in sources]
+    if given.count(None) == len(given):
         return ()
-    if any(fraction is None or not 0 < fraction < math.inf for fraction in given):
-        raise ValueError(f"Every data set of a mixture has a fraction above 0, or none has one; got {given}.")
-    return tuple(fraction / sum(filter(None, given)) for fraction in given if fraction)
+    if not all(isinstance(fraction, (int, float)) and 0 < fraction < math.inf for fraction in given):
+        raise ValueError(f"Every data set of a mixture has a fraction, a number above 0, or none has; got {given}.")
+    return tuple(fraction / sum(given) for fraction in given)
 
 
 def _mixture(parts: list[Dataset], fractions: tuple[float, ...], seed: int, reports: list[SourceReport]) -> Dataset:

@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import (
-    Dataset,
-    Features,
-    List,
-    Value,
-    disable_progress_bars,
-    enable_progress_bars,
-    is_progress_bar_enabled,
-)
+from datasets import Dataset, Features, List, Value
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from filelock import FileLock
@@ -177,17 +169,12 @@ def _table(source: Source, processor: LlavaProcessor, processes: int | None) -> 
     known += [tokens_per_image(processor), processor.image_token, control_tokens(tokenizer).pattern]
     code = [Path(str(module.__file__)).read_bytes() for module in (chat_template, checks, files, forms, images, parse)]
     rows, facts = Hasher.hash(source.identity()), Hasher.hash([source.identity(), known, code])
-    bars = is_progress_bar_enabled()
-    disable_progress_bars()  # of the time that reading takes
     try:
         chunks = Dataset.from_generator(source.chunks, features=_CHUNKS, fingerprint=rows, writer_batch_size=1)
     except DatasetGenerationError as error:
         raise error.__cause__ if isinstance(error.__cause__, (ValueError, OSError)) else error from None
     except ValueError as error:  # raised by `datasets` without rows; this package's are wrapped
         raise ValueError(f"{source.name} has no rows.") from error
-    finally:
-        if bars:
-            enable_progress_bars()
     processes = min(processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
     with FileLock(Path(chunks.cache_files[0]["filename"]).with_name(f"{facts}.lock")):
         return chunks.map(
