@@ -7,7 +7,7 @@ No image is decoded or written on the way: a row is parsed when it is read.
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any, Literal
@@ -122,7 +122,7 @@ def load_data(
         train = rows_on_access(table, reader)
         with_images = any(report.images for report in reports)
     if need_images and not with_images:
-        raise _no_images([source.name for source in sources], streaming)
+        raise _no_images(source.name for source in sources)
     reports += [held_report] if with_eval else []
     _record_dropped(checks, reports)
     return TrainingData(train, held, DataReport(reports))
@@ -184,18 +184,17 @@ def prepare_rows(
         prepared = rows_on_access(valid_table(reader, 0, checks, report), reader)
         with_images = bool(report.images)
     if need_images and not with_images:
-        raise _no_images([name], isinstance(data, IterableDataset))
+        raise _no_images([name])
     if report.dropped:
         logger.warning(f"{name}: {len(report.dropped):,} of {report.found:,} rows dropped. First: {report.dropped[0]}")
     _record_dropped(checks, [report])
     return prepared, report
 
 
-def _no_images(names: list[str], streaming: bool) -> ValueError:
-    found = f"The first rows of {', '.join(names)} have" if streaming else f"{', '.join(names)}: the rows have"
+def _no_images(names: Iterable[str]) -> ValueError:
     return ValueError(
-        f"{found} no image, and without images nothing is trained where the language model is frozen, as in stage "
-        "align. docs/data.md has the forms in which images are read."
+        f"The rows read of {', '.join(names)} have no image, and without images nothing is trained where the language "
+        "model is frozen, as in stage align. docs/data.md has the forms in which images are read."
     )
 
 
