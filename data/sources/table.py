@@ -69,7 +69,7 @@ class RowReader:
 
     def _row(self, part: int, number: int, text: str | None) -> dict[str, Any]:
         source = self.sources[part]
-        raw = source.row(number) if text is None else source.parsed(text)
+        raw = source.rows(number, 1)[0] if text is None else source.parsed(text)
         return parse_row(raw, source.rules)
 
 
