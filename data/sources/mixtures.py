@@ -84,15 +84,8 @@ def load_data(
         raise ValueError("test_split_size needs data in memory, and dataset_streaming is set. Give eval_dataset_name.")
     held_out = open_held_out(arguments) if with_eval and not splitting else None
     sources = each_of(arguments.sources, lambda source: open_source(source, streaming))
-    checks = Checks(
-        processor,
-        max_length,
-        arguments.bad_rows,
-        arguments.check_images,
-        arguments.max_image_pixels,
-        dropped_rows,
-        num_proc,
-    )
+    options = (arguments.bad_rows, arguments.check_images, arguments.max_image_pixels)
+    checks = Checks(processor, max_length, *options, dropped_rows, num_proc)
     reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]
     held_report = SourceReport("held out of training", "eval")
     if held_out:
@@ -107,12 +100,8 @@ def load_data(
         held = _stream(valid_rows, {"source": held_out, "checks": checks}) if held_out else None
     else:
         reader = RowReader((*sources, *([held_out] if held_out else [])))
-        table = _mixture(
-            each_of(enumerate(reports), lambda part: valid_table(reader, part[0], checks, part[1])),
-            fractions,
-            seed,
-            reports,
-        )
+        parts = each_of(enumerate(reports), lambda part: valid_table(reader, part[0], checks, part[1]))
+        table = _mixture(parts, fractions, seed, reports)
         if held_out:
             held = rows_on_access(valid_table(reader, len(sources), checks, held_report), reader)
         elif splitting:

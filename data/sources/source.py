@@ -95,9 +95,8 @@ class Source:
 
     def identity(self) -> list:
         """What changes when the rows change."""
-        stats = [os.stat(file) for file in self.files]
+        files = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in self.files]
         data = self.data._fingerprint if isinstance(self.data, Dataset) else None
-        files = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(self.files, stats, strict=True)]
         folder = self.rules.folder
         return [self.name, os.path.abspath(folder or ""), folder, self.rules.hub, self.columns, files, data]
 
