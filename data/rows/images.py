@@ -108,7 +108,7 @@ class ImageRules:
         if not os.path.isfile(file):
             raise ValueError(f"{path}: there is no such image" + (f" in {self._place}" if self.folder else ""))
         folder = os.path.dirname(os.path.realpath(file) if os.path.islink(file) else file)
-        if file != self.archive and not (allows or self.allows_folder)(folder):
+        if not (allows or self.allows_folder)(folder) and file != self.archive:
             raise ValueError(f"{path}: the image is a link that leaves {self._place}")
         if path.startswith("zip://"):
             check_entry(path)
