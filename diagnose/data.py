@@ -152,7 +152,7 @@ def _shuffled(source: Source, label: str, limit: int, rng: random.Random) -> Ite
     """File name, number and content of the rows, in random order; of a stream, of its first `limit` rows."""
     if isinstance(source.data, Dataset):  # so that only the rows drawn are read
         order = rng.sample(range(len(source.data)), len(source.data))
-        return ((label, row, source.row(row)) for row in order)
+        return ((label, row, source.rows(row, 1)[0]) for row in order)
     if isinstance(source.data, IterableDataset):
         rows = [(label, row, raw) for _, row, raw in track(islice(source, limit), f"reading {label}", total=limit)]
     else:

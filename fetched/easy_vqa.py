@@ -65,7 +65,8 @@ def easy_vqa(split: str, seed: int, cache: Path | None = None) -> list[Question]
     "yes" or "no" was not learned, and "red circle, no" with some seeds only. Colour and shape come from the split's
     other questions about the image; without both, the question is not trained on.
     """
-    folder, triples = _triples(split, cache)
+    folder = unpack(EASY_VQA, cache) / "easy_vqa" / "data" / split
+    triples = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     rng = random.Random(seed)
     rng.shuffle(triples)
     seen: dict[int, set[str]] = defaultdict(set)
@@ -143,11 +144,11 @@ def held_out(per_kind: int, emoji_count: int, seed: int = 0, cache: Path | None 
 
 def conversation(turns: list[Question]) -> dict:
     """One row: the image, the system turn, and a user and an assistant turn for each question."""
-    messages = prompt(turns[0].text)
-    for number, turn in enumerate(turns):
-        if number:
-            messages.append({"role": "user", "content": [{"type": "text", "text": turn.text}]})
+    messages = []
+    for turn in turns:
+        messages.append({"role": "user", "content": [{"type": "text", "text": turn.text}]})
         messages.append({"role": "assistant", "content": [{"type": "text", "text": turn.taught}]})
+    messages[:1] = prompt(turns[0].text)
     return {"images": [{"bytes": png(load_image(turns[0].image))}], "messages": messages}
 
 
@@ -168,8 +169,3 @@ def png(image: PILImage.Image) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()
-
-
-def _triples(split: str, cache: Path | None) -> tuple[Path, list]:
-    folder = unpack(EASY_VQA, cache) / "easy_vqa" / "data" / split
-    return folder, json.loads((folder / "questions.json").read_text(encoding="utf-8"))

@@ -2,25 +2,23 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Scenes of several emoji on a white canvas, and questions about them: what is there, how many, and on which side.
 
-Scenes are divided by a checksum of what is where, so that no scene of one split is in the other, whatever the seed.
-Each split has its own vendor's drawings.
+Questions are about one scene of ten, by a checksum of what is where, so that one may train on the others.
 """
 
 import json
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
-from datasets import Dataset
 from PIL import Image
 
 from .archives import FLUENT_EMOJI, GOOGLE_EMOJI
-from .easy_vqa import FEATURES, load_image, png, prompt
+from .easy_vqa import load_image
 from .fetch import unpack
 
 
@@ -56,7 +54,7 @@ class SceneQuestion(NamedTuple):
     scene: Scene
 
 
-def presence(scenes: int, split: str, seed: int, settings: Sequence[str] = SETTINGS) -> list[SceneQuestion]:
+def presence(scenes: int, seed: int) -> list[SceneQuestion]:
     """Questions for objects as POPE asks them: two that are there, and two that are not, in each setting.
 
     A scene has three objects of one group and one of any other. Objects that are not there are drawn at random, or are
@@ -64,7 +62,7 @@ def presence(scenes: int, split: str, seed: int, settings: Sequence[str] = SETTI
     ("adversarial"). The settings differ in these objects only.
     """
     rng = random.Random(seed)
-    drawn = [_scene(_together(rng), split, lambda: rng.sample(range(GRID**2), 4)) for _ in range(scenes)]
+    drawn = [_scene(_together(rng), lambda: rng.sample(range(GRID**2), 4)) for _ in range(scenes)]
     frequency = Counter(name for scene in drawn for _, name in scene)
     beside = Counter(pair for scene in drawn for one, other in combinations(_names(scene), 2)
                      for pair in ((one, other), (other, one)))  # fmt: skip
@@ -77,26 +75,26 @@ def presence(scenes: int, split: str, seed: int, settings: Sequence[str] = SETTI
             "popular": sorted(absent, key=lambda name: -frequency[name]),
             "adversarial": sorted(absent, key=lambda name: -sum(beside[name, each] for each in _names(scene))),
         }
-        for setting in settings:
+        for setting in SETTINGS:
             for name, answer in [(name, "yes") for name in there] + [(name, "no") for name in chosen[setting][:2]]:
                 article = "an" if name[0] in "aeiou" else "a"
                 questions.append(SceneQuestion(setting, f"Is there {article} {name} in the image?", answer, scene))
     return questions
 
 
-def counting(objects: int, split: str, seed: int) -> list[SceneQuestion]:
+def counting(objects: int, seed: int) -> list[SceneQuestion]:
     """How many of an object there are, 1 to 4: each question with each answer, so that it tells nothing by itself."""
     rng = random.Random(seed)
     questions = []
     for name in _cycled(objects, rng):
         for count in COUNTS:
             others = rng.sample([each for each in OBJECTS if each != name], COUNTED - count)
-            scene = _scene([name] * count + others, split, lambda: rng.sample(range(GRID**2), COUNTED))
+            scene = _scene([name] * count + others, lambda: rng.sample(range(GRID**2), COUNTED))
             questions.append(SceneQuestion("count", f"How many {name}s are in the image?", str(count), scene))
     return questions
 
 
-def sides(pairs: int, split: str, seed: int) -> list[SceneQuestion]:
+def sides(pairs: int, seed: int) -> list[SceneQuestion]:
     """On which side of another an object is, of three in three columns: each question with both answers."""
     rng = random.Random(seed)
     questions = []
@@ -104,59 +102,31 @@ def sides(pairs: int, split: str, seed: int) -> list[SceneQuestion]:
         other, third = rng.sample([each for each in OBJECTS if each != one], 2)
         text = f"Is the {one} to the left or the right of the {other}?"
         for side in SIDES:
-            scene = _scene([one, other, third], split, partial(_columns, side, rng))
+            scene = _scene([one, other, third], partial(_columns, side, rng))
             questions.append(SceneQuestion("side", text, side, scene))
     return questions
 
 
-def training_scenes(rows: int, seed: int = 0, cache: Path | None = None) -> Dataset:
-    """Conversations of one question each about scenes of the training split, a third of each kind, shuffled.
-
-    None of these scenes or drawings is in the split `"test"`. Objects that are not there are drawn at random.
-    """
-    third = rows // 3 + 1
-    questions = [
-        *presence(third // 4 + 1, "train", seed, ("random",))[:third],
-        *counting(third // len(COUNTS) + 1, "train", seed)[:third],
-        *sides(third // 2 + 1, "train", seed)[:third],
-    ]
-    random.Random(seed).shuffle(questions)
-    return Dataset.from_list([_conversation(question, cache) for question in questions[:rows]], features=FEATURES)
-
-
-def draw(scene: Scene, split: str, cache: Path | None = None) -> Image.Image:
-    """A scene in RGB, 224 pixels a side: drawn by Google for training, by Microsoft for tests.
+def draw(scene: Scene, cache: Path | None = None) -> Image.Image:
+    """A scene in RGB, 224 pixels a side, of Microsoft's drawings.
 
     Each drawing lies up to ten pixels off in its cell, by chance, but always alike for one scene.
     """
     rng = random.Random(repr(scene))
+    drawings = _drawings(cache)
     canvas = Image.new("RGB", (CANVAS, CANVAS), "white")
     for cell, name in scene:
         row, column = divmod(cell, GRID)
         corner = (column * CELL + rng.randint(0, CELL - DRAWING), row * CELL + rng.randint(0, CELL - DRAWING))
-        canvas.paste(_drawing(name, split, cache), corner)
+        canvas.paste(drawings[name], corner)
     return canvas
 
 
-def belongs(scene: Scene, split: str) -> bool:
-    """Whether a scene is of the split `"train"` or `"test"`; one in ten is of the test."""
-    return (zlib.crc32(repr(scene).encode()) % 10 == 0) == (split == "test")
-
-
-def drawing_file(name: str, split: str, cache: Path | None = None) -> Path:
-    """The file of an object's drawing: Google's for `"train"`, Microsoft's for `"test"`."""
-    google = unpack(GOOGLE_EMOJI, cache) / "package"
-    entry = _entries(google / "emoji.json")[name]
-    if split == "train":
-        return google / "img" / "google" / "64" / entry["image"]
-    return unpack(FLUENT_EMOJI, cache) / "package" / "assets" / f"{entry['unified'].lower()}.webp"
-
-
-def _scene(names: Iterable[str], split: str, cells: Callable[[], Iterable[int]]) -> Scene:
-    """Objects in cells that are drawn until the scene belongs to the split."""
+def _scene(names: Iterable[str], cells: Callable[[], Iterable[int]]) -> Scene:
+    """Objects in cells, which are drawn until the scene belongs to the test."""
     while True:
         scene = tuple(sorted(zip(cells(), names, strict=True)))
-        if belongs(scene, split):
+        if zlib.crc32(repr(scene).encode()) % 10 == 0:
             return scene
 
 
@@ -182,18 +152,10 @@ def _columns(side: str, rng: random.Random) -> list[int]:
     return [rng.randrange(GRID) * GRID + column for column in (one, other, third)]
 
 
-def _conversation(question: SceneQuestion, cache: Path | None) -> dict:
-    answer = {"role": "assistant", "content": [{"type": "text", "text": question.answer}]}
-    image = png(draw(question.scene, "train", cache))
-    return {"images": [{"bytes": image}], "messages": [*prompt(question.text), answer]}
-
-
-@lru_cache
-def _entries(file: Path) -> dict[str, dict]:
-    return {entry["short_name"]: entry for entry in json.loads(file.read_text(encoding="utf-8"))}
-
-
-@lru_cache(maxsize=len(OBJECTS) * 2)
-def _drawing(name: str, split: str, cache: Path | None) -> Image.Image:
-    drawing = load_image(drawing_file(name, split, cache))
-    return drawing.resize((DRAWING, DRAWING), Image.Resampling.LANCZOS)
+@lru_cache(maxsize=1)
+def _drawings(cache: Path | None) -> dict[str, Image.Image]:
+    entries = json.loads((unpack(GOOGLE_EMOJI, cache) / "package" / "emoji.json").read_text(encoding="utf-8"))
+    files = {entry["short_name"]: f"{entry['unified'].lower()}.webp" for entry in entries}
+    folder = unpack(FLUENT_EMOJI, cache) / "package" / "assets"
+    size = (DRAWING, DRAWING)
+    return {name: load_image(folder / files[name]).resize(size, Image.Resampling.LANCZOS) for name in OBJECTS}

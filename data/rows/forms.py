@@ -191,8 +191,7 @@ def _part(number: int, part: Any) -> dict[str, Any]:
         return {"type": "text", "text": part["text"]}
     if kind not in ("image", "image_url"):  # TRL's, OpenAI's
         raise ValueError(f"turn {number} has {short(part)}, which is neither a text part nor an image part")
-    given = [part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None]
-    own = given[0] if given else None
+    own = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
     return {"type": "image", "image": own["url"] if isinstance(own, Mapping) and own.get("url") else own}
 
 

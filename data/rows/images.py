@@ -7,7 +7,6 @@ import io
 import os
 import posixpath
 import re
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,22 +24,10 @@ from .zips import TOO_LARGE, check_entry, read_entry
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")
 """What images may be, whatever their names say. Pillow reads more, EPS among them, for which it starts Ghostscript."""
 
-MAX_RATIO = 200
-"""Largest ratio of an image's longer side to its shorter one."""
-
-MAX_PATH = 4096
-"""Most characters in the path of an image; no file system has longer ones."""
-
-MAX_SCANS = 50
-"""Most scans in a progressive JPEG; programs write 20 at most."""
-
-ZIP = ".zip"
-"""Suffix of an archive of images."""
-
-KEPT_SIDE = 2048
-"""Smallest side, in pixels, of an image after it is reduced: twice what large image processors take."""
-
-_PART = r"tar://\d{1,18}\+\d{1,18}"  # place and size in bytes
+KEPT_SIDE = 2048  # pixels at least of an image that is reduced: twice what large image processors take
+MAX_RATIO = 200  # of the longer side to the shorter one
+MAX_PATH = 4096  # characters; no file system has longer paths
+MAX_SCANS = 50  # in a progressive JPEG; programs write 20 at most
 
 
 @dataclass(frozen=True)
@@ -70,27 +57,31 @@ class ImageRules:
         """
         if isinstance(value, Image.Image):
             value = datasets.Image().encode_example(value.copy())  # a copy has no file, which may have changed since
-        is_mapping = isinstance(value, Mapping)
-        path, content = (value.get("path"), value.get("bytes")) if is_mapping else (value, None)
-        content, path = (path, None) if isinstance(path, bytes) else (content, path)
+        given = value if isinstance(value, Mapping) else {"bytes" if isinstance(value, bytes) else "path": value}
+        path, content = given.get("path"), given.get("bytes")
         if isinstance(content, bytes):
             # Without its name: `datasets` would read a file of that name in the working directory instead.
             return {"path": None, "bytes": content}
         if not isinstance(path, str) or not path or content is not None:
             raise ValueError(f"an image must be a path, bytes, or a mapping with either, got {short(value)}")
         if path.startswith("data:"):
-            return {"path": None, "bytes": _from_data_uri(path)}
+            try:
+                _, encoded = path.split(";base64,")
+                return {"path": None, "bytes": base64.b64decode(encoded, validate=True)}
+            except ValueError as error:
+                raise ValueError(f"the data URI {short(path)} is not one of an image in base64") from error
         if len(path) > MAX_PATH or printable(path) != path:
             raise ValueError(f"the path {short(path)} is not valid Unicode, or too long")
-        # `datasets` writes a file in an archive as zip://a.png::b.zip, where b.zip is a path or an address of the Hub.
+        # `datasets` writes a file in an archive as zip://a.png::b.zip, where b.zip is a path or an address of the Hub;
+        # of an image in a shard, tar:// has the place and size in bytes.
         archive, separator, file = path.rpartition("::")
         streamed = "://" in file
         if streamed or separator:
-            known = is_mapping and re.fullmatch(rf"(zip://((?!::).)*|{_PART})?", archive, re.DOTALL)
-            if not known or streamed and not self._streams(file):
+            known = given is value and re.fullmatch(r"(?s)(zip://((?!::).)*|tar://\d{1,18}\+\d{1,18})?", archive)
+            allowed = file.startswith(f"hf://datasets/{self.hub}@" if self.hub else "hf://datasets/")
+            if not known or streamed and not (allowed and (self.hub or not self.folder)):
                 raise ValueError(
-                    f"{short(path)} is an address, and nothing is fetched: download the images, give their paths, and "
-                    "set image_folder"
+                    f"{short(path)} is an address, and nothing is fetched: download it and set image_folder"
                 )
             if streamed:
                 return {"path": path, "bytes": None}
@@ -98,42 +89,34 @@ class ImageRules:
             raise ValueError(f"the image {path} is a path, and its folder is not known: set image_folder")
         if self.archive and not separator and not os.path.isabs(file):
             name = posixpath.normpath(file)
-            if name.startswith("../"):
-                raise ValueError(f"the image {path} leaves {self._place}")
-            return {"path": f"zip://{name}::{self.archive}", "bytes": None}
-        full = os.path.abspath(os.path.join(self.folder or "", file))
-        if not self._allow(full, os.path.abspath):
+            leaves, found = name.startswith("../"), f"zip://{name}::{self.archive}"
+        else:
+            full = os.path.abspath(os.path.join(self.folder or "", file))
+            leaves, found = not self._allow(full, os.path.abspath), archive + separator + full
+        if leaves:
             raise ValueError(f"the image {path} leaves {self._place}")
-        return {"path": archive + separator + full, "bytes": None}
+        return {"path": found, "bytes": None}
 
     def check_file(self, path: str, allows: Callable[[str], bool] | None = None) -> None:
-        """Raises ValueError if an image file does not exist, or is a link to a place that is not allowed.
+        """Raises ValueError if a path of [`image`] does not exist, or is a link to a place that is not allowed.
 
-        Args:
-            path: As [`image`] gives it; streamed files are not checked.
-            allows: [`allows_folder`], which may remember its answers.
+        Streamed files are not checked. `allows` is [`allows_folder`], which may remember its answers.
         """
         file = path.rpartition("::")[2]
         if "://" in file:
             return
-        whole, is_file = os.path.realpath, file == self.archive or _is_regular(file)
-        if file != self.archive and not (
-            (allows or self.allows_folder)(os.path.dirname(file)) if is_file else self._allow(whole(file), whole)
-        ):
-            raise ValueError(f"{path}: the image is a link that leaves {self._place}")
-        if not is_file and not os.path.isfile(file):
+        if not os.path.isfile(file):
             raise ValueError(f"{path}: there is no such image" + (f" in {self._place}" if self.folder else ""))
-
+        folder = os.path.dirname(os.path.realpath(file) if os.path.islink(file) else file)
+        if not (allows or self.allows_folder)(folder) and file != self.archive:
+            raise ValueError(f"{path}: the image is a link that leaves {self._place}")
         if path.startswith("zip://"):
-            try:
-                check_entry(path)
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from error
+            check_entry(path)
 
     @property
     def archive(self) -> str | None:
         """The zip file that `folder` is, or None."""
-        is_zip = self.folder and self.folder.lower().endswith(ZIP) and not os.path.isdir(self.folder)
+        is_zip = self.folder and self.folder.lower().endswith(".zip") and not os.path.isdir(self.folder)
         return os.path.abspath(self.folder) if self.folder and is_zip else None
 
     def allows_folder(self, folder: str) -> bool:
@@ -143,11 +126,6 @@ class ImageRules:
     @property
     def _place(self) -> str:
         return f"image_folder {self.folder}" if self.folder else "the cache of the Hub"
-
-    def _streams(self, address: str) -> bool:
-        if self.folder and not self.hub:
-            return False
-        return address.startswith(f"hf://datasets/{self.hub}@" if self.hub else "hf://datasets/")
 
     def _allow(self, file: str, whole: Callable[[str], str]) -> bool:
         caches = (constants.HF_HUB_CACHE, str(datasets.config.HF_DATASETS_CACHE)) if self.hub else ()
@@ -170,7 +148,6 @@ def decode_image(image: dict[str, Any], max_pixels: int) -> Image.Image:
         ValueError: The image is missing, in none of [`FORMATS`], truncated, empty, too large or too narrow, or its
             brightness is not known (see [`upright_rgb`]); the file is named.
     """
-    name = image["path"] or "an image inside the data"
     try:
         content = stored_bytes(image)
         with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
@@ -180,15 +157,17 @@ def decode_image(image: dict[str, Any], max_pixels: int) -> Image.Image:
             # Image processors that resize the shorter side would make a narrow strip huge.
             if max(width, height) > MAX_RATIO * min(width, height):
                 raise ValueError(f"{width} x {height} pixels; one side may be {MAX_RATIO} times the other at most")
-            _check_scans(opened, content)
+            # Each scan of a progressive JPEG is a pass over the whole image, and may take only ten bytes.
+            if opened.format in ("JPEG", "MPO") and (scans := content.count(b"\xff\xda")) > MAX_SCANS:
+                raise ValueError(f"a JPEG of {scans:,} scans; {MAX_SCANS} are allowed")
             opened.draft(None, (KEPT_SIDE, KEPT_SIDE))  # which does nothing to formats other than JPEG
             rgb = upright_rgb(opened)
             return rgb.reduce(factor) if (factor := min(rgb.size) // KEPT_SIDE) > 1 else rgb
-    except UnidentifiedImageError as error:
-        formats = ", ".join(FORMATS)
-        raise ValueError(f"{name}: cannot identify image file; it is broken, or not one of {formats}") from error
     except Exception as error:  # decoders raise errors of any kind on broken files
-        raise ValueError(f"{name}: {str(error) or type(error).__name__}") from error
+        reason = str(error) or type(error).__name__
+        if isinstance(error, UnidentifiedImageError):
+            reason = f"cannot identify image file; it is broken, or not one of {', '.join(FORMATS)}"
+        raise ValueError(f"{image['path'] or 'an image inside the data'}: {reason}") from error
 
 
 def upright_rgb(opened: ImageFile.ImageFile) -> Image.Image:
@@ -240,55 +219,22 @@ def image_problem(
     return None
 
 
-def _is_regular(file: str) -> bool:
-    try:
-        return stat.S_ISREG(os.lstat(file).st_mode)
-    except OSError:
-        return False
-
-
-def _from_data_uri(uri: str) -> bytes:
-    header, _, content = uri.partition(",")
-    if not header.startswith("data:image/") or not header.endswith(";base64"):
-        raise ValueError(f"the data URI {short(header)} is not one of an image in base64")
-    try:
-        return base64.b64decode(content, validate=True)
-    except ValueError as error:
-        raise ValueError(f"the image in a data URI is not valid base64: {error}") from error
-
-
-def _check_scans(opened: Image.Image, content: bytes) -> None:
-    # Each scan of a progressive JPEG is a pass over the whole image, and may take only ten bytes.
-    if opened.format in ("JPEG", "MPO") and (scans := content.count(b"\xff\xda")) > MAX_SCANS:
-        raise ValueError(f"a JPEG of {scans:,} scans; {MAX_SCANS} are allowed")
-
-
 def stored_bytes(image: dict[str, Any]) -> bytes:
     """The image file's content. Raises ValueError if it is too large."""
     content, path = image["bytes"], image["path"]
-    if content is None and path.startswith("tar://"):
-        content = _read_part(path)
-    elif content is None and path.startswith("zip://") and "://" not in path.rpartition("::")[2]:
+    if content is None and path.startswith("zip://") and "://" not in path.rpartition("::")[2]:
         content = read_entry(path)
     elif content is None:
+        place, size = 0, MAX_IMAGE_BYTES + 1  # a file may be sparse, or packed a thousand times smaller
+        if path.startswith("tar://"):
+            part, _, path = path.rpartition("::")
+            place, size = map(int, part.removeprefix("tar://").split("+"))
         with fsspec.open(path, "rb") if "://" in path else open(path, "rb") as file:
-            content = file.read(MAX_IMAGE_BYTES + 1)  # a file may be sparse, or packed a thousand times smaller
+            file.seek(place)
+            content = file.read(min(size, MAX_IMAGE_BYTES + 1))
     if len(content) > MAX_IMAGE_BYTES:
         raise ValueError(TOO_LARGE)
     return content
-
-
-def part_address(file: str, place: int, size: int) -> str:
-    """Address of an image in a tar file, which [`decode_image`] reads in place."""
-    return f"tar://{place}+{size}::{file}"
-
-
-def _read_part(address: str) -> bytes:
-    part, _, file = address.rpartition("::")
-    place, size = map(int, part.removeprefix("tar://").split("+"))
-    with open(file, "rb") as opened:
-        opened.seek(place)
-        return opened.read(min(size, MAX_IMAGE_BYTES + 1))
 
 
 def printable(text: str) -> str:

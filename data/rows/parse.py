@@ -95,13 +95,9 @@ class DroppedRows:
         """Appends a line in one write, so that lines of several processes do not mix."""
         if (dropped.source, dropped.row) in self._written:
             return
-        line = json.dumps(asdict(dropped)).encode() + b"\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, line)
-        finally:
-            os.close(file)
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(json.dumps(asdict(dropped)).encode() + b"\n")
         self._written.add((dropped.source, dropped.row))
 
     def read(self) -> list[DroppedRow]:
@@ -140,8 +136,6 @@ def parse_row(
     images = [(rules or ImageRules()).image(image) for image in row.images]
     _check_turns(row.messages, row.prompt_turns, raw)
     _check_texts(row.messages, image_token, control_tokens, row.prompt_turns)
-    for message in row.messages:
-        message["content"] = [{"type": part["type"], "text": part.get("text")} for part in message["content"]]
     return {"form": row.form, "images": images, "messages": row.messages, "prompt_turns": row.prompt_turns}
 
 
@@ -160,11 +154,11 @@ def _check_turns(messages: list[dict[str, Any]], prompt_turns: int, raw: Mapping
     start = int(roles[:1] == ["system"])
     if not any(role == "assistant" for role in roles):
         raise ValueError(f"it has no assistant turn, and so nothing to learn; its columns are {columns(raw)}")
-    if roles[start] == "assistant":
-        raise ValueError("the conversation begins with the assistant; the user must speak first")
     for number, role in enumerate(roles[start:]):
         if role != ("user", "assistant")[number % 2]:
-            raise ValueError(f"turn {start + number} is the {role}'s; user and assistant must take turns")
+            raise ValueError(
+                f"turn {start + number} is the {role}'s; user and assistant must take turns, the user first"
+            )
     if roles[-1] != "assistant":
         raise ValueError("the last turn is the user's; the conversation must end with an answer")
     if roles.count("assistant") <= prompt_turns:
@@ -176,29 +170,23 @@ def _check_texts(
 ) -> None:
     answers = 0
     for number, message in enumerate(messages):
-        is_answer = message["role"] == "assistant"
-        if message["role"] != "user" and any(part["type"] == "image" for part in message["content"]):
-            raise ValueError(f"turn {number}, the {message['role']}'s, has an image; only the user shows images")
-        text = "".join(part["text"] for part in message["content"] if part["type"] == "text")
+        role, parts = message["role"], message["content"]
+        turn = f"turn {number}, the {role}'s,"
+        if role != "user" and any(part["type"] == "image" for part in parts):
+            raise ValueError(f"{turn} has an image; only the user shows images")
+        text = "".join(part["text"] for part in parts if part["type"] == "text")
         if printable(text) != text:
-            raise ValueError(f"turn {number}, the {message['role']}'s, is not valid Unicode: half of a surrogate pair")
+            raise ValueError(f"{turn} is not valid Unicode: half of a surrogate pair")
         for token in {MARKER, image_token}:
             if token in text:
-                raise ValueError(f"turn {number}, the {message['role']}'s, has {token} where no image is")
+                raise ValueError(f"{turn} has {token} where no image is")
         if control_tokens and (found := control_tokens.search(text)):
-            raise ValueError(
-                f"turn {number}, the {message['role']}'s, has {found[0]}, which the tokenizer reads as a control token"
-            )
-        if is_answer:
-            if answers >= prompt_turns and not _is_visible(text):
+            raise ValueError(f"{turn} has {found[0]}, which the tokenizer reads as a control token")
+        if role == "assistant":
+            visible = (unicodedata.category(each) not in _INVISIBLE and each not in _BLANK_LETTERS for each in text)
+            if answers >= prompt_turns and not any(visible):
                 raise ValueError(f"the answer in turn {number} is empty: it has no visible character")
             answers += 1
-            message["content"] = [{"type": "text", "text": text.strip()}]
-        elif not message["content"]:
-            message["content"] = [{"type": "text", "text": ""}]
-
-
-def _is_visible(text: str) -> bool:
-    return any(
-        unicodedata.category(character) not in _INVISIBLE and character not in _BLANK_LETTERS for character in text
-    )
+            parts = [{"type": "text", "text": text.strip()}]
+        parts = parts or [{"type": "text", "text": ""}]
+        message["content"] = [{"type": part["type"], "text": part.get("text")} for part in parts]

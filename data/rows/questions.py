@@ -52,8 +52,8 @@ def sample_of_row(raw: Any, name: str, rules: ImageRules) -> Sample | None:
     Raises:
         ValueError: The row is of no known form, its image is not valid or may not be read, or it has no question.
     """
-    file = _file(raw, rules.folder)
-    name += f" ({file})" if file else ""
+    if file := image_name(raw):
+        name += f" ({file.rpartition('/')[2] if '://' in file or os.path.isabs(file) else file})"
     try:
         row = read_row(raw)
         if not row.images:
@@ -70,13 +70,3 @@ def sample_of_row(raw: Any, name: str, rules: ImageRules) -> Sample | None:
     if not question:
         raise ValueError(f"{name} has no question. It has the columns {columns(raw)}.")
     return Sample(name, question, image)
-
-
-def _file(raw: Any, folder: str | None) -> str | None:
-    path = image_name(raw)
-    if path is not None and "://" in path:
-        return path.rpartition("/")[2]
-    if path is None or not os.path.isabs(path):
-        return path
-    inside = os.path.relpath(path, folder) if folder else ".."
-    return os.path.basename(path) if inside.startswith("..") else inside

@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Counts of the rows of each data set."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from .parse import DroppedRow
@@ -54,7 +54,3 @@ class DataReport:
     """Counts of all data sets, training data first."""
 
     sources: list[SourceReport]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report for JSON, with every dropped row."""
-        return asdict(self)

@@ -193,10 +193,8 @@ def each_of(sources: Iterable[Any], made: Callable[[Any], Any]) -> list[Any]:
             results.append(made(source))
         except ValueError as error:
             errors.append(error)
-    if len(errors) > 1:
-        raise ValueError("\n".join(map(str, errors))) from errors[0]
     if errors:
-        raise errors[0]
+        raise ValueError("\n".join(map(str, errors))) from errors[0]
     return results
 
 

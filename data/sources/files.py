@@ -9,7 +9,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +21,7 @@ METADATA = "metadata"
 """Name, without suffix, of a file of rows about the images beside it, named in its column `file_name`."""
 
 _HELD_OUT_WORDS = {"test", "validation", "valid", "val", "dev", "eval"}
-_SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+_SEPARATOR = re.compile(r"\s*([,\]])\s*")  # of the elements of a JSON list, or its end
 _TABLES = {".parquet", ".arrow"}
 _PIECE = 2**20  # characters of a JSON list that are read together
 
@@ -102,34 +102,29 @@ def _json(file: str) -> Iterator[str]:
 
 def _elements(content: TextIO) -> Iterator[str]:
     """The texts of the elements of a JSON list, read piece by piece; ValueError if it is no list, or empty."""
-    decoder, buffer, start = json.JSONDecoder(), "", 1
+    decoder, buffer, start = json.JSONDecoder(), "", 0
     while not buffer and (more := content.read(_PIECE)):
         buffer = more.lstrip()
     if buffer[:1] != "[":
         raise ValueError("it is no list")
+    buffer = buffer[1:].lstrip()
     while True:
         try:
-            start = _after_space(buffer, start)
             _, end = decoder.raw_decode(buffer, start)
-            stop = _after_space(buffer, end)
-            ends = {",": False, "]": True}[buffer[stop]]
-        except (ValueError, LookupError):  # the element goes on after this piece
+            separator = _SEPARATOR.match(buffer, end)
+        except ValueError:
+            separator = None
+        if not separator:  # the element goes on after this piece
             if not (more := content.read(max(_PIECE, len(buffer) - start))):
-                raise ValueError("it ends before the list does") from None
-            buffer, start = buffer[start:] + more, 0
+                raise ValueError("it ends before the list does")
+            buffer, start = (buffer[start:] + more).lstrip(), 0
             continue
         yield buffer[start:end]
-        start = stop + 1
-        if ends:
+        start = separator.end()
+        if separator[1] == "]":
             if (buffer[start:] + content.read()).strip():
                 raise ValueError("more follows the list")
             return
-
-
-def _after_space(text: str, place: int) -> int:
-    while text[place : place + 1].isspace():
-        place += 1
-    return place
 
 
 def _json_lines(file: str) -> Iterator[str]:
@@ -144,26 +139,18 @@ def _csv(file: str) -> Iterator[str]:
     with open(file, newline="", encoding="utf-8-sig") as lines:
         try:
             rows = csv.DictReader(lines, delimiter=separator)
-            _check_separator(file, rows.fieldnames or [])
+            header, *more = rows.fieldnames or [""]
+            if not more and (seems := max(",;\t|", key=header.count)) in header:
+                raise ValueError(
+                    f"{file} has one column, {short(header)}; its separator seems to be {seems!r}. Save it with "
+                    "commas as .csv, or with tabs as .tsv."
+                )
             for row in rows:
                 # More cells than the header: a comma in a text without quotes.
                 cells = list(row.values()) if None in row else {column: cell or None for column, cell in row.items()}
                 yield json.dumps(cells)
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{file} is not valid CSV: {error}") from error
-
-
-def _check_separator(file: str, header: Sequence[str]) -> None:
-    """Raises ValueError if the header of a CSV or TSV file is a single column with other separators in it."""
-    others = {
-        separator: name for separator, name in _SEPARATORS.items() if len(header) == 1 and separator in header[0]
-    }
-    if others:
-        seems = others[max(others, key=header[0].count)]
-        raise ValueError(
-            f"{file} has one column, {short(header[0])}; its separators seem to be {seems}. Save it with commas as "
-            ".csv, or with tabs as .tsv."
-        )
 
 
 READERS: dict[str, Callable[[str], Iterator[str]]] = {

@@ -7,9 +7,9 @@ No image is decoded or written on the way: a row is parsed when it is read.
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, cycle, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -84,15 +84,8 @@ def load_data(
         raise ValueError("test_split_size needs data in memory, and dataset_streaming is set. Give eval_dataset_name.")
     held_out = open_held_out(arguments) if with_eval and not splitting else None
     sources = each_of(arguments.sources, lambda source: open_source(source, streaming))
-    checks = Checks(
-        processor,
-        max_length,
-        arguments.bad_rows,
-        arguments.check_images,
-        arguments.max_image_pixels,
-        dropped_rows,
-        num_proc,
-    )
+    options = (arguments.bad_rows, arguments.check_images, arguments.max_image_pixels)
+    checks = Checks(processor, max_length, *options, dropped_rows, num_proc)
     reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]
     held_report = SourceReport("held out of training", "eval")
     if held_out:
@@ -107,12 +100,8 @@ def load_data(
         held = _stream(valid_rows, {"source": held_out, "checks": checks}) if held_out else None
     else:
         reader = RowReader((*sources, *([held_out] if held_out else [])))
-        table = _mixture(
-            each_of(enumerate(reports), lambda part: valid_table(reader, part[0], checks, part[1])),
-            fractions,
-            seed,
-            reports,
-        )
+        parts = each_of(enumerate(reports), lambda part: valid_table(reader, part[0], checks, part[1]))
+        table = _mixture(parts, fractions, seed, reports)
         if held_out:
             held = rows_on_access(valid_table(reader, len(sources), checks, held_report), reader)
         elif splitting:
@@ -122,7 +111,7 @@ def load_data(
         train = rows_on_access(table, reader)
         with_images = any(report.images for report in reports)
     if need_images and not with_images:
-        raise _no_images([source.name for source in sources], streaming)
+        raise _no_images(source.name for source in sources)
     reports += [held_report] if with_eval else []
     _record_dropped(checks, reports)
     return TrainingData(train, held, DataReport(reports))
@@ -168,7 +157,8 @@ def prepare_rows(
             are not read. A stream also raises while it is read.
     """
     report = SourceReport(name, split)
-    if data.features == FEATURES or isinstance(_transform(data), RowReader):
+    transform = data.format["format_kwargs"].get("transform") if isinstance(data, Dataset) else None
+    if data.features == FEATURES or isinstance(transform, RowReader):
         if isinstance(data, Dataset):
             measure(data, report)
         return data, report
@@ -183,22 +173,17 @@ def prepare_rows(
         prepared = rows_on_access(valid_table(reader, 0, checks, report), reader)
         with_images = bool(report.images)
     if need_images and not with_images:
-        raise _no_images([name], isinstance(data, IterableDataset))
+        raise _no_images([name])
     if report.dropped:
         logger.warning(f"{name}: {len(report.dropped):,} of {report.found:,} rows dropped. First: {report.dropped[0]}")
     _record_dropped(checks, [report])
     return prepared, report
 
 
-def _transform(data: Dataset | IterableDataset) -> Any:
-    return data.format["format_kwargs"].get("transform") if isinstance(data, Dataset) else None
-
-
-def _no_images(names: list[str], streaming: bool) -> ValueError:
-    found = f"The first rows of {', '.join(names)} have" if streaming else f"{', '.join(names)}: the rows have"
+def _no_images(names: Iterable[str]) -> ValueError:
     return ValueError(
-        f"{found} no image, and without images nothing is trained where the language model is frozen, as in stage "
-        "align. docs/data.md has the forms in which images are read."
+        f"The rows read of {', '.join(names)} have no image, and without images nothing is trained where the language "
+        "model is frozen, as in stage align. docs/data.md has the forms in which images are read."
     )
 
 
@@ -231,29 +216,20 @@ def _drawn_rows(
 ) -> Iterator[dict[str, Any]]:
     # Drawn row by row, so that a resumed run, which skips rows, continues with the same ones.
     groups = [(source,) for source in sources] if fractions else [sources]
-    streams = [_again_and_again(group, checks) for group in groups]
+    streams = [chain.from_iterable(valid_rows(source, checks) for source in cycle(group)) for group in groups]
     random = np.random.default_rng(seed)
     while True:
         yield next(streams[random.choice(len(streams), p=fractions or None)])
 
 
-def _again_and_again(sources: tuple[Source, ...], checks: Checks) -> Iterator[dict[str, Any]]:
-    while True:
-        for source in sources:
-            yield from valid_rows(source, checks)
-
-
 def _fractions(sources: list[DataSource]) -> tuple[float, ...]:
     """Shares that sum to 1; empty without fractions."""
-    for source in sources:
-        if source.fraction is not None and not isinstance(source.fraction, (int, float)):
-            raise ValueError(f"The fraction of {source.path} must be a number above 0, got {source.fraction!r}.")
-    given = [source.fraction for source in sources]
-    if all(fraction is None for fraction in given):
+    given: list[Any] = [source.fraction for source in sources]
+    if given.count(None) == len(given):
         return ()
-    if any(fraction is None or not 0 < fraction < math.inf for fraction in given):
-        raise ValueError(f"Every data set of a mixture has a fraction above 0, or none has one; got {given}.")
-    return tuple(fraction / sum(filter(None, given)) for fraction in given if fraction)
+    if not all(isinstance(fraction, (int, float)) and 0 < fraction < math.inf for fraction in given):
+        raise ValueError(f"Every data set of a mixture has a fraction, a number above 0, or none has; got {given}.")
+    return tuple(fraction / sum(given) for fraction in given)
 
 
 def _mixture(parts: list[Dataset], fractions: tuple[float, ...], seed: int, reports: list[SourceReport]) -> Dataset:

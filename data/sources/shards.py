@@ -18,7 +18,6 @@ from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from ...checkpoint.limits import MAX_IMAGE_BYTES
 from ..rows.forms import SUFFIXES
-from ..rows.images import part_address
 from .files import loaded
 
 
@@ -68,17 +67,12 @@ class Shards(WebDataset):
 
 def _is_plain(path: str) -> bool:
     """Whether a shard is a local file that is not packed. Raises ValueError if it is a file that is no shard."""
-    try:
-        tarfile.TarFile(path).close()
-    except tarfile.ReadError:
-        try:
-            tarfile.open(path).close()
-        except tarfile.ReadError as error:
-            raise ValueError(f"{path} is no tar file: {error}") from error
+    if not os.path.isfile(path):  # it is on the Hub
         return False
-    except OSError:  # it is on the Hub
-        return False
-    return True
+    if not tarfile.is_tarfile(path):
+        raise ValueError(f"{path} is no tar file")
+    with tarfile.open(path) as archive:
+        return isinstance(archive.fileobj, io.BufferedReader)
 
 
 def _in_place(path: str) -> Iterator[tuple[str, Any]]:
@@ -96,7 +90,7 @@ def _in_place(path: str) -> Iterator[tuple[str, Any]]:
             if is_link:
                 yield member.name, io.StringIO(f"{path}/{member.name}")
             elif is_image and not member.issparse():
-                yield member.name, io.StringIO(part_address(path, member.offset_data, member.size))
+                yield member.name, io.StringIO(f"tar://{member.offset_data}+{member.size}::{path}")
             else:
                 yield member.name, archive.extractfile(member)
         file: Any = archive.fileobj

@@ -5,7 +5,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,13 @@ class Source:
         for file in self.files:
             for number, text in enumerate(rows_of_file(file)):
                 yield file, number, self.parsed(text)
-        if self.data is not None:
-            for number, raw in enumerate(_undecoded(self.data)):
-                yield self.name, number, self._selected(raw)
+        found: Iterable[Any] = ()
+        if isinstance(self.data, Dataset):
+            found = chain.from_iterable(map(self.rows, range(0, len(self.data), CHUNK)))
+        elif self.data is not None:
+            found = map(self._selected, self.data.decode(False) if self.data.features else self.data)
+        for number, raw in enumerate(found):
+            yield self.name, number, raw
 
     def chunks(self) -> Iterator[dict[str, Any]]:
         """The rows in memory as chunks of `CHUNK`: name, number of the first row, and JSON texts, if of a file."""
@@ -81,25 +85,18 @@ class Source:
         """The row of a JSON text."""
         return self._selected(loaded(text))
 
-    def row(self, number: int) -> dict[str, Any]:
-        """A row of `data` in memory, as stored."""
+    def rows(self, start: int, count: int | None = None) -> list[Any]:
+        """The rows of `data` in memory from a number on, as stored: `count` of them, by default a chunk."""
         assert isinstance(self.data, Dataset)
-        found = self.data[number]
-        return self._selected(found.to_pylist()[0] if isinstance(found, pyarrow.Table) else found)
-
-    def rows(self, start: int) -> list[Any]:
-        """The chunk of `data` in memory that begins at a row, as stored."""
-        assert isinstance(self.data, Dataset)
-        numbers = range(start, min(start + CHUNK, len(self.data)))
+        stop = min(start + (count or CHUNK), len(self.data))
         if self.data.format["type"] == "arrow":
-            return [self._selected(raw) for table in [self.data[start : numbers.stop]] for raw in table.to_pylist()]
-        return [self.row(number) for number in numbers]
+            return list(map(self._selected, self.data[start:stop].to_pylist()))
+        return [self._selected(self.data[number]) for number in range(start, stop)]
 
     def identity(self) -> list:
         """What changes when the rows change."""
-        stats = [os.stat(file) for file in self.files]
+        files = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in self.files]
         data = self.data._fingerprint if isinstance(self.data, Dataset) else None
-        files = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in zip(self.files, stats, strict=True)]
         folder = self.rules.folder
         return [self.name, os.path.abspath(folder or ""), folder, self.rules.hub, self.columns, files, data]
 
@@ -260,13 +257,3 @@ def _saved(folder: Path, split: str) -> Dataset:
         raise ValueError(f"it has the splits {', '.join(splits)}.")
     _check_inside(folder, [file["filename"] for file in splits[split].cache_files])
     return splits[split]
-
-
-def _undecoded(data: Dataset | IterableDataset) -> Iterator[dict[str, Any]]:
-    if isinstance(data, IterableDataset):
-        yield from data.decode(False) if data.features else data
-    elif data.format["type"] == "arrow":
-        for table in data.iter(64):
-            yield from table.to_pylist()
-    else:
-        yield from data

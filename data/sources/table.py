@@ -3,6 +3,7 @@
 """Data sets in memory: a cached table says where each row is and how long it is; a row is parsed when it is read."""
 
 import gc
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import (
-    Dataset,
-    Features,
-    List,
-    Value,
-    disable_progress_bars,
-    enable_progress_bars,
-    is_progress_bar_enabled,
-)
+from datasets import Dataset, Features, List, Value
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from filelock import FileLock
@@ -76,7 +69,7 @@ class RowReader:
 
     def _row(self, part: int, number: int, text: str | None) -> dict[str, Any]:
         source = self.sources[part]
-        raw = source.row(number) if text is None else source.parsed(text)
+        raw = source.rows(number, 1)[0] if text is None else source.parsed(text)
         return parse_row(raw, source.rules)
 
 
@@ -93,7 +86,9 @@ def valid_table(reader: RowReader, part: int, checks: Checks, report: SourceRepo
     table = _table(source, checks.processor, checks.processes)
     table = table.add_column("part", np.full(len(table), part))
     valid = only_valid(table, reader, source.rules, checks, report)
-    report.forms, report.unread = _counts(valid, "form"), _counts(valid, "unread")
+    report.forms, report.unread = (
+        dict(Counter(_column(valid, name).drop_null().to_pylist())) for name in ("form", "unread")
+    )
     warn_of_captions(source.name, report.forms)
     check_images_are_read(source.name, len(valid), report.images or 0, report.unread)
     return valid
@@ -119,9 +114,9 @@ def only_valid(table: Dataset, reader: RowReader, rules: ImageRules, checks: Che
     rows = rows_on_access(table, reader) if decoded else table
     problems = image_problems(rows, report.source, rules, checks.max_image_pixels if decoded else None)
     bad, long = [], []
-    dropped = {*problems, *_places(table, pc.is_valid(_column(table, "reason")))}
+    dropped = {*problems, *np.flatnonzero(pc.is_valid(_column(table, "reason"))).tolist()}
     if checks.max_length is not None:
-        dropped.update(_places(table, pc.greater(_column(table, "length"), checks.max_length)))
+        dropped.update(np.flatnonzero(pc.greater(_column(table, "length"), checks.max_length)).tolist())
     for number in sorted(dropped):
         row = table[number]
         if row["reason"] or number in problems:
@@ -153,18 +148,8 @@ def measure(rows: Dataset, report: SourceReport) -> None:
     report.shortest, report.median, report.longest = int(lengths.min()), float(np.median(lengths)), int(lengths.max())
 
 
-def _counts(table: Dataset, name: str) -> dict[str, int]:
-    """How often a column has each text; empty ones are not counted."""
-    counted = pc.value_counts(_column(table, name).drop_null()).to_pylist()
-    return {each["values"]: each["counts"] for each in counted}
-
-
 def _column(table: Dataset, name: str) -> pa.ChunkedArray:
     return table.with_format("arrow").select_columns(name)[:][name]
-
-
-def _places(table: Dataset, mask: pa.ChunkedArray) -> list[int]:
-    return np.flatnonzero(mask.to_numpy()).tolist()
 
 
 def _table(source: Source, processor: LlavaProcessor, processes: int | None) -> Dataset:
@@ -177,17 +162,12 @@ def _table(source: Source, processor: LlavaProcessor, processes: int | None) -> 
     known += [tokens_per_image(processor), processor.image_token, control_tokens(tokenizer).pattern]
     code = [Path(str(module.__file__)).read_bytes() for module in (chat_template, checks, files, forms, images, parse)]
     rows, facts = Hasher.hash(source.identity()), Hasher.hash([source.identity(), known, code])
-    bars = is_progress_bar_enabled()
-    disable_progress_bars()  # of the time that reading takes
     try:
         chunks = Dataset.from_generator(source.chunks, features=_CHUNKS, fingerprint=rows, writer_batch_size=1)
     except DatasetGenerationError as error:
         raise error.__cause__ if isinstance(error.__cause__, (ValueError, OSError)) else error from None
     except ValueError as error:  # raised by `datasets` without rows; this package's are wrapped
         raise ValueError(f"{source.name} has no rows.") from error
-    finally:
-        if bars:
-            enable_progress_bars()
     processes = min(processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
     with FileLock(Path(chunks.cache_files[0]["filename"]).with_name(f"{facts}.lock")):
         return chunks.map(

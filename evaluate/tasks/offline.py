@@ -66,17 +66,17 @@ def emoji() -> dict[str, Dataset]:
 
 def presence() -> dict[str, Dataset]:
     """Objects in 25 scenes as POPE asks for them: 100 questions in each of three settings."""
-    return _of_scenes(scenes.presence(25, "test", SEED), ("yes", "no"))
+    return _of_scenes(scenes.presence(25, SEED), ("yes", "no"))
 
 
 def counting() -> dict[str, Dataset]:
     """How many of 25 objects there are: 100 questions."""
-    return _of_scenes(scenes.counting(25, "test", SEED), list(map(str, scenes.COUNTS)))
+    return _of_scenes(scenes.counting(25, SEED), list(map(str, scenes.COUNTS)))
 
 
 def sides() -> dict[str, Dataset]:
     """On which side of another an object is, for 50 pairs: 100 questions."""
-    return _of_scenes(scenes.sides(50, "test", SEED), scenes.SIDES)
+    return _of_scenes(scenes.sides(50, SEED), scenes.SIDES)
 
 
 def passages() -> dict[str, Dataset]:
@@ -139,7 +139,7 @@ def _in_category(metric: str, category: str, value: object) -> dict:
 
 
 def _of_scenes(questions: list[scenes.SceneQuestion], choices: Collection[str]) -> dict[str, Dataset]:
-    images = {scene: png(scenes.draw(scene, "test")) for scene in {question.scene for question in questions}}
+    images = {scene: png(scenes.draw(scene)) for scene in {question.scene for question in questions}}
     return _as_test(
         _row(images[each.scene], each.text, each.answer, choices, each.kind if each.kind in scenes.SETTINGS else "")
         for each in questions

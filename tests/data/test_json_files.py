@@ -70,17 +70,17 @@ def test_tables_of_text_are_separated_as_their_suffix_says(tmp_path, name, separ
 @pytest.mark.parametrize(
     "name, separator, seems",
     [
-        ("data.csv", ";", "semicolons"),
-        ("data.csv", "\t", "tabs"),
-        ("data.csv", "|", "vertical bars"),
-        ("data.tsv", ",", "commas"),
+        ("data.csv", ";", "';'"),
+        ("data.csv", "\t", r"'\\t'"),
+        ("data.csv", "|", r"'\|'"),
+        ("data.tsv", ",", "','"),
     ],
 )
 def test_other_separators_are_named(tmp_path, name, separator, seems):
     file = tmp_path / name
     file.write_text(separator.join(["image", "question", "answer"]) + "\n")
     with pytest.raises(
-        ValueError, match=f"^{file} has one column, .* seem to be {seems}. Save it with commas as .csv"
+        ValueError, match=f"^{file} has one column, .* seems to be {seems}. Save it with commas as .csv"
     ):
         list(files.rows_of_file(str(file)))
     file.write_text("caption\na; b | c\n")

@@ -1,5 +1,6 @@
 """Data sets in every form, in memory and streamed: the same parsed rows, checked, measured, mixed, held out."""
 
+import dataclasses
 import json
 import random
 from itertools import islice
@@ -119,7 +120,7 @@ def test_lengths_are_those_of_the_collator_and_nothing_is_truncated(load, tmp_pa
     assert (source.shortest, source.median) == (min(short.train["length"]), np.median(short.train["length"]))
     assert [(row.row, row.tokens) for row in source.dropped] == [(2, 75)]
     assert len(both(load, path, max_length=limit)) == 4
-    assert json.loads(json.dumps(short.report.to_dict()))["sources"][0]["dropped"][0]["tokens"] == 75
+    assert json.loads(json.dumps(dataclasses.asdict(short.report)))["sources"][0]["dropped"][0]["tokens"] == 75
     with pytest.raises(ValueError, match="no row is left. 5 found, 0 bad, 5 longer than max_length 10. The first: "):
         load(path, max_length=10)
 

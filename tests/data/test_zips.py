@@ -66,7 +66,9 @@ def test_rows_find_their_images_in_a_zip_file(tmp_path, archive, streaming):
     assert colours == [(255, 0, 0), (0, 0, 255)]
     assert len(load_samples(str(path), 2, image_folder=str(archive)).samples) == 2
     write_json(tmp_path / "rows", [*rows, llava("<image>Q", "A", "red.png")])
-    with pytest.raises(ValueError, match=r"row 2: zip://red.png::.*: there is no such image in .*images.zip, whose"):
+    with pytest.raises(
+        ValueError, match=r"row 2 \(zip://red.png::.*\): there is no such image in .*images.zip, whose"
+    ):
         list(load_data(arguments(path, **given), train_data.processor(), **options).train)
 
 
@@ -77,12 +79,9 @@ def test_rows_find_their_images_in_a_zip_file(tmp_path, archive, streaming):
         ("sub/../../blue.png", "leaves image_folder"),
         ("/etc/passwd", "leaves image_folder"),
         ("zip://blue.png::other.zip", "is an address"),
-        (
-            "none.png",
-            "none.png::.*: there is no such image in .*, whose first entries are sub/red.png, blue.png, link.png",
-        ),
+        ("none.png", "there is no such image in .*, whose first entries are sub/red.png, blue.png, link.png"),
         ("sub", "there is no such image"),
-        ("link.png", "link.png::.*: it is a link, and links in a zip file are not followed"),
+        ("link.png", "it is a link, and links in a zip file are not followed"),
     ],
 )
 def test_a_name_that_is_not_allowed_is_a_bad_row(archive, name, reason):

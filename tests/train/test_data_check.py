@@ -77,7 +77,7 @@ def test_a_table_with_own_columns_and_a_zip_file_of_images(tmp_path):
     (tmp_path / "data.tsv").write_text("image_path\tcaption\na.png\tone\nb.png\ttwo\n")
     words = (tmp_path / "data.tsv", "--image-folder", tmp_path / "images.zip", "--columns", "image=image_path")
     found = command(*words)
-    assert found.exit_code == 1 and "row 1: zip://b.png" in found.output and "there is no such image" in found.output
+    assert found.exit_code == 1 and "row 1 (zip://b.png" in found.output and "there is no such image" in found.output
     (tmp_path / "data.tsv").write_text("image_path\tcaption\na.png\tone\n")
     assert command(*words, "--check-images").exit_code == 0
     unread = command(tmp_path / "data.tsv")

@@ -3,6 +3,7 @@
 """What a run will train, printed before its first step and kept in `training.json`."""
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def summary(
     }
     return {
         "modules": modules(model, learning_rates),
-        "data": [{**source, "dropped": len(source["dropped"])} for source in report.to_dict()["sources"]],
+        "data": [{**source, "dropped": len(source["dropped"])} for source in asdict(report)["sources"]],
         "tokens_per_image": base_model(model).config.image_seq_length,
         "batch": batch,
         "steps": steps,
