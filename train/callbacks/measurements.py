@@ -54,8 +54,7 @@ class Measurements(TrainerCallback):
         self._model: NormAlignLlavaForConditionalGeneration | None = None
         self._hooks: list[Any] = []
         self._measuring = False
-        self._ids: Tensor | None = None
-        self._mask: Tensor | None = None
+        self._inputs: dict[str, Any] = {}  # of the forward pass, until its tokens are measured
         self._total_norm: Tensor | float | None = None  # of this step's gradients
         self._grad_norms: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
@@ -108,11 +107,10 @@ class Measurements(TrainerCallback):
         self._grad_norms, self._before = {}, {}
         self._ratios = {name: torch.zeros(2, device=args.device) for name in RATIOS}
         self._remove_hooks()
-        first = decoder_layers(self._model.model.language_model)[0]
+        inner = self._model.model
         self._hooks = [
-            self._model.get_input_embeddings().register_forward_pre_hook(self._keep_ids),
-            self._model.model.language_model.register_forward_pre_hook(self._keep_mask, with_kwargs=True),
-            first.register_forward_pre_hook(self._add_token_norms, with_kwargs=True),
+            inner.register_forward_pre_hook(self._keep_inputs, with_kwargs=True),
+            decoder_layers(inner.language_model)[0].register_forward_pre_hook(self._add_token_norms, with_kwargs=True),
         ]
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
@@ -144,25 +142,19 @@ class Measurements(TrainerCallback):
     def _add(self, name: str, above: Tensor, below: Tensor) -> None:
         self._ratios[name] += torch.stack((above, below)).to(self._ratios[name])
 
-    def _keep_ids(self, module, args):
-        # From the embedding layer: the language model itself gets embeddings only.
-        if args and args[0].dim() == 2:
-            self._ids = args[0]
-
-    def _keep_mask(self, module, args, kwargs):
-        self._mask = kwargs.get("attention_mask")
+    def _keep_inputs(self, module, args, kwargs):
+        self._inputs = kwargs
 
     @torch.no_grad()
     def _add_token_norms(self, module, args, kwargs):
-        if self._ids is None:
+        if not self._inputs:
             return  # gradient checkpointing runs the layer again
         hidden = args[0] if args else kwargs["hidden_states"]
         norms = torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float32)
-        image_token = self._model.config.image_token_id
-        for name, positions in token_positions(self._ids, self._mask, image_token).items():
+        ids, mask, self._inputs = self._inputs["input_ids"], self._inputs.get("attention_mask"), {}
+        for name, positions in token_positions(ids, mask, self._model.config.image_token_id).items():
             at = positions.to(norms.device)
             self._add(f"norm/{name}", torch.where(at, norms, 0).sum(), at.sum())
-        self._ids = self._mask = None
 
     def _remove_hooks(self) -> None:
         while self._hooks:
