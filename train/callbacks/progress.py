@@ -4,8 +4,6 @@
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 
 from tqdm import tqdm
@@ -82,16 +80,10 @@ class DataWait(TrainerCallback):
     """Measures the time for which steps wait for their batches, and says once that it was longer than a step."""
 
     def __init__(self):
-        self._wait = self._waited = self._worked = 0.0
+        self.seconds = 0.0  # for which this step has waited; the trainer adds them
+        self._waited = self._worked = 0.0
         self._steps = 0
         self._told = False
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The time in which the batches of a step are fetched."""
-        start = time.perf_counter()
-        yield
-        self._wait += time.perf_counter() - start
 
     def collect(self) -> dict[str, float]:
         """`time/data_share`: the share of the time since the last call in which steps waited for their batches."""
@@ -105,8 +97,8 @@ class DataWait(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Compares it with the wait; at the first step, workers have only just started."""
-        worked, waited = time.perf_counter() - self._began, self._wait
-        self._waited, self._worked, self._wait = self._waited + waited, self._worked + worked, 0.0
+        worked, waited, self.seconds = time.perf_counter() - self._began, self.seconds, 0.0
+        self._waited, self._worked = self._waited + waited, self._worked + worked
         self._steps += 1
         if self._steps > 1 and waited > worked and not self._told:
             self._told = True

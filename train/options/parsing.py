@@ -72,15 +72,3 @@ def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> 
             f"{args.global_batch_size}. Leave gradient_accumulation_steps out: it is derived, and would be {steps}."
         )
     return steps
-
-
-def check_stream(streaming: bool, args: NormAlignConfig) -> None:
-    """Raises ValueError if options need the length of a streamed data set, or of its rows."""
-    if streaming and args.max_steps <= 0:
-        raise ValueError("A streamed data set has no length. Set max_steps.")
-    if streaming and args.tokens_per_device:
-        raise ValueError(
-            "tokens_per_device needs the lengths of all rows, and a stream has none. Give per_device_train_batch_size."
-        )
-    if streaming and args.train_sampling_strategy == "group_by_length":
-        raise ValueError("train_sampling_strategy group_by_length needs data in memory, not a stream.")
