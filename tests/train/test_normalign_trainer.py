@@ -263,15 +263,13 @@ ALL_LINEAR = LoraConfig(r=2, target_modules="all-linear")
 
 
 @pytest.mark.parametrize(
-    ("adapters", "targets", "reaches"),
+    ("adapters", "targets"),
     [
-        (ALL_LINEAR, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}, 20),
-        (LoraConfig(r=2, target_modules=["self_attn.q_proj"], exclude_modules=["1.self_attn.q_proj"]), {"q_proj"}, 2),
+        (ALL_LINEAR, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        (LoraConfig(r=2, target_modules=["self_attn.q_proj"], exclude_modules=["1.self_attn.q_proj"]), {"q_proj"}),
     ],
 )
-def test_adapters_of_the_users_own_stay_on_the_language_model(
-    tmp_path, checkpoint, adapters, targets, reaches, caplog
-):
+def test_adapters_of_the_users_own_stay_on_the_language_model(tmp_path, checkpoint, adapters, targets):
     kept = copy.deepcopy(adapters)
     trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=rows(), peft_config=adapters)
     assert adapters == kept
@@ -286,7 +284,6 @@ def test_adapters_of_the_users_own_stay_on_the_language_model(
     # Both matrices of every adapter, all of the projector, and nothing else.
     projector = {name for name in before if "multi_modal_projector.modules_to_save." in name}
     assert len(projector) == 6 and names == {name for name in before if ".lora_" in name} | projector
-    assert (f"names {reaches} linear layers of the vision tower and the projector" in caplog.text) == (reaches > 0)
     trainer.save_model()
     assert json.loads((tmp_path / "training.json").read_text())["quantization"] is None
     assert str(checkpoint) not in (tmp_path / "README.md").read_text()  # PEFT's card would name the base by its path

@@ -62,9 +62,8 @@ class ProgressLines(TrainerCallback):
         if "loss" in logs:
             pace = (time.perf_counter() - self._began) / (state.global_step - self._first_step)
             left = timedelta(seconds=round(pace * (state.max_steps - state.global_step)))
-            shown = (f"{logs[key]:{form}}" if key in logs else "-" for key, _, form in COLUMNS.values())
-            widths = (width for _, width, _ in COLUMNS.values())
-            cells = (f"{text:>{width}}" for text, width in zip(shown, widths, strict=True))
+            columns = COLUMNS.values()
+            cells = (f"{format(logs[key], form) if key in logs else '-':>{width}}" for key, width, form in columns)
             print_at_step(state, " ".join([*cells, f"{str(left):>9}"]))
         elif "train_runtime" not in logs:
             for key in (key for key in logs if key.endswith("_loss")):

@@ -6,18 +6,12 @@ import copy
 import re
 
 import torch
-from accelerate.logging import get_logger
 from peft import LoraConfig, PeftConfig, PeftModel
-from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .model import module_of
-
-
-logger = get_logger(__name__)  # logs in one process only
 
 
 def language_adapter(
@@ -49,21 +43,12 @@ def language_adapter(
 
 
 def _targets(config: LoraConfig, model: nn.Module) -> set[str] | str:
-    """Names of linear layers, by default all of the decoder's, or the user's regular expression."""
+    """Names of linear layers, by default all of the decoder's, or the user's own."""
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     inside = {name.rpartition(".")[2] for name in linears if ".language_model." in name}
     if not inside:
         raise ValueError("The language model has no linear layer for an adapter. Leave out use_peft.")
-    if (targets := config.target_modules) is None:
-        return inside
-    everything = targets == "all-linear"
-    named = [name for name in linears if everything or check_target_module_exists(config, name)]
-    if count := sum(module_of(name) != "language" for name in named):
-        logger.warning(
-            f"target_modules also names {count} linear layers of the vision tower and the projector. They get no "
-            "adapters: those modules are trained in full if they have a learning rate."
-        )
-    return inside if everything else targets
+    return inside if config.target_modules in (None, "all-linear") else config.target_modules
 
 
 def _modules_to_save(config: LoraConfig, model: nn.Module, learning_rates: dict[str, float]) -> list[str] | None:
