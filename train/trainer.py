@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """`NormAlignTrainer`: TRL's `SFTTrainer` for a model with a norm, and what it does differently."""
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTConfig, SFTTrainer
 
+from ..checkpoint.files import write_json
 from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
 from ..checkpoint.provenance import read_beside
 from ..data.rows.images import ImageRules, image_problem
@@ -423,7 +423,7 @@ class NormAlignTrainer(PushingTrainer):
             record = {**self.record, "steps_done": self.state.global_step}
             for name, content in {TRAINING_RECORD: record, BUILD_RECORD: self.build}.items():
                 if content is not None:
-                    (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+                    write_json(folder / name, content)
         if folder == Path(self.args.output_dir):
             self.create_model_card()
         if self.args.push_to_hub and not _internal_call:

@@ -51,7 +51,6 @@ class Measurements(TrainerCallback):
 
     def __init__(self, args: TrainingArguments):
         self.max_grad_norm = args.max_grad_norm
-        self._model: NormAlignLlavaForConditionalGeneration | None = None
         self._hooks: list[Any] = []
         self._measuring = False
         self._inputs: dict[str, Any] = {}  # of the forward pass, until its tokens are measured
@@ -75,7 +74,7 @@ class Measurements(TrainerCallback):
 
         Every process must call it at the same step: it sums over processes.
         """
-        if not self._measuring or self._model is None:
+        if not self._measuring:
             return {}
         self._measuring = False
         found = {name: value.item() for name, value in (norm_values(self._model) | self._grad_norms).items()}
@@ -90,11 +89,7 @@ class Measurements(TrainerCallback):
         return found
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self._model = base_model(model)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._remove_hooks()
-        self._model, self._measuring = None, False
+        self._model: NormAlignLlavaForConditionalGeneration = base_model(model)
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Hooks the forward passes of a step that is logged."""
@@ -102,11 +97,10 @@ class Measurements(TrainerCallback):
         self._measuring = (step == 1 and args.logging_first_step) or (
             args.logging_strategy == IntervalStrategy.STEPS and step % state.logging_steps == 0
         )
-        if not self._measuring or self._model is None:
+        if not self._measuring:
             return
         self._grad_norms, self._before = {}, {}
         self._ratios = {name: torch.zeros(2, device=args.device) for name in RATIOS}
-        self._remove_hooks()
         inner = self._model.model
         self._hooks = [
             inner.register_forward_pre_hook(self._keep_inputs, with_kwargs=True),
@@ -115,7 +109,8 @@ class Measurements(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Measures gradient norms and copies a sample of the weights."""
-        self._remove_hooks()
+        for hook in self._hooks:
+            hook.remove()
         if not self._measuring or AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
             return
         factor = self._clip_factor()
@@ -125,7 +120,6 @@ class Measurements(TrainerCallback):
                 # Measured after clipping and scaled back: only by then are the gradients of fp16 unscaled.
                 self._grad_norms[f"grad_norm/{part}"] = torch.linalg.vector_norm(torch.stack(norms)) * factor
             self._before[part] = _copy(_sample(parameters))
-        self._total_norm = None
 
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Compares the sample of the weights with what it was."""
@@ -155,10 +149,6 @@ class Measurements(TrainerCallback):
         for name, positions in token_positions(ids, mask, self._model.config.image_token_id).items():
             at = positions.to(norms.device)
             self._add(f"norm/{name}", torch.where(at, norms, 0).sum(), at.sum())
-
-    def _remove_hooks(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
 
 
 @torch.no_grad()

@@ -92,8 +92,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             self.warmup_steps = 0  # in place of the stage's
         for name in ("learning_rate", "per_device_train_batch_size", "global_batch_size", *BOTH_STAGES):
             if getattr(self, name) is None:
-                default = SFTConfig.__dataclass_fields__[name].default if name != "global_batch_size" else None
-                setattr(self, name, defaults.get(name, default))
+                setattr(self, name, defaults.get(name, getattr(SFTConfig, name, None)))
         self.use_cpu = not torch.accelerator.is_available() if self.use_cpu is None else self.use_cpu
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 0 if self.use_cpu else default_workers()

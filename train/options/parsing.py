@@ -17,15 +17,12 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAl
     """Parses `RECIPE --option value ...`; the recipe is a file, or the name of one that comes with the package."""
     words = with_recipe_file(sys.argv[1:] if arguments is None else arguments)
     parser = option_parser()
-    data, training, model, *unknown = parser.parse_args_and_config(
-        words, return_remaining_strings=True, separate_remaining_strings="--config" in words
-    )
-    for rest in unknown:
-        if rest:
-            options = [option for action in parser._actions for option in action.option_strings]
-            close = difflib.get_close_matches(rest[0], options, n=1)
-            hint = f" Did you mean {close[0]}?" if close else " `normalign train --help-all` lists the options."
-            raise ValueError(f"There is no option {' '.join(rest)}.{hint}")
+    data, training, model, unknown = parser.parse_args_and_config(words, return_remaining_strings=True)
+    if unknown:
+        options = [option for action in parser._actions for option in action.option_strings]
+        close = difflib.get_close_matches(unknown[0], options, n=1)
+        hint = f" Did you mean {close[0]}?" if close else " `normalign train --help-all` lists the options."
+        raise ValueError(f"There is no option {' '.join(unknown)}.{hint}")
     for name in ("test_split_size", "eval_dataset_name"):
         if getattr(data, name) and training.eval_strategy == "no":
             raise ValueError(
