@@ -420,10 +420,9 @@ class NormAlignTrainer(PushingTrainer):
         if self.args.should_save:
             if self.is_in_train:
                 self.record["seconds"] = round(time.perf_counter() - self._began, 3)
-            record = {**self.record, "steps_done": self.state.global_step}
-            for name, content in {TRAINING_RECORD: record, BUILD_RECORD: self.build}.items():
-                if content is not None:
-                    write_json(folder / name, content)
+            write_json(folder / TRAINING_RECORD, {**self.record, "steps_done": self.state.global_step})
+            if self.build is not None:
+                write_json(folder / BUILD_RECORD, self.build)
         if folder == Path(self.args.output_dir):
             self.create_model_card()
         if self.args.push_to_hub and not _internal_call:

@@ -12,11 +12,12 @@ from accelerate.utils import convert_file_size_to_int
 from transformers import SchedulerType
 from trl import ModelConfig, SFTConfig
 
+from ...assembly.build import ARMS
 from ...checkpoint.limits import cores
 from ...checkpoint.precision import half_precision_pays
 from ...data.sources.arguments import check_choice
 from ..keeping.resume import began_in_bfloat16
-from .fields import ModelOptions, TrainingOptions, check_refused, choices
+from .fields import ModelOptions, TrainingOptions, check_refused
 
 
 STAGES: dict[str, dict[str, Any]] = {
@@ -76,7 +77,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
     """
 
     def __post_init__(self):
-        for name, values in choices(TrainingOptions).items():
+        for name, values in (("stage", (*STAGES, None)), ("arm", (*ARMS, None)), ("bad_steps", ("stop", "skip"))):
             check_choice(self, name, values)
         self.learning_rate_is_given = self.learning_rate is not None
         if self.tokens_per_device:
