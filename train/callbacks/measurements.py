@@ -119,12 +119,12 @@ class Measurements(TrainerCallback):
             if norms:
                 # Measured after clipping and scaled back: only by then are the gradients of fp16 unscaled.
                 self._grad_norms[f"grad_norm/{part}"] = torch.linalg.vector_norm(torch.stack(norms)) * factor
-            self._before[part] = _copy(_sample(parameters))
+            self._before[part] = _sample(parameters)
 
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Compares the sample of the weights with what it was."""
         for part, parameters in (_trained_parts(model) if self._before else {}).items():
-            before, after = self._before.pop(part), _copy(_sample(parameters))
+            before, after = self._before.pop(part), _sample(parameters)
             self._add(f"update_ratio/{part}", (after - before).square().sum(), before.square().sum())
 
     def _clip_factor(self):
@@ -180,16 +180,13 @@ def _trained_parts(model: nn.Module) -> dict[str, list[Tensor]]:
     return parts
 
 
-def _sample(tensors: list[Tensor]) -> list[Tensor]:
-    # Views of this process's shards: only ratios of sums over all processes are taken of them.
+def _sample(tensors: list[Tensor]) -> Tensor:
+    # Of this process's shards: only ratios of sums over all processes are taken of it.
     shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     flat = [shard.detach().reshape(-1) for shard in shards]
     stride = math.ceil(sum(map(len, flat)) / SAMPLE) or 1
     starts = accumulate(map(len, flat[:-1]), initial=0)
-    return [values[-start % stride :: stride] for start, values in zip(starts, flat, strict=True)]
-
-
-def _copy(views: list[Tensor]) -> Tensor:
+    views = [values[-start % stride :: stride] for start, values in zip(starts, flat, strict=True)]
     return torch.cat([view.to(views[0].device, torch.float32) for view in views])
 
 

@@ -33,22 +33,18 @@ def language_adapter(
     if learning_rates["language"] == 0:
         raise ValueError("Adapters are put on the language model, but its learning rate is 0. Leave out one of them.")
     config = copy.deepcopy(config)
-    config.target_modules = _targets(config, model)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    inside = {name.rpartition(".")[2] for name in linears if ".language_model." in name}
+    if not inside:
+        raise ValueError("The language model has no linear layer for an adapter. Leave out use_peft.")
+    if config.target_modules in (None, "all-linear"):
+        config.target_modules = inside
     own = config.exclude_modules or ()
     excluded = [own] if isinstance(own, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(own)]
     config.exclude_modules = "|".join([r"(?!.*\.language_model\.).*", *excluded])
     config.modules_to_save = _modules_to_save(config, model, learning_rates)
     config.revision = commit  # PEFT stores the base's name alone
     return config
-
-
-def _targets(config: LoraConfig, model: nn.Module) -> set[str] | str:
-    """Names of linear layers, by default all of the decoder's, or the user's own."""
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    inside = {name.rpartition(".")[2] for name in linears if ".language_model." in name}
-    if not inside:
-        raise ValueError("The language model has no linear layer for an adapter. Leave out use_peft.")
-    return inside if config.target_modules in (None, "all-linear") else config.target_modules
 
 
 def _modules_to_save(config: LoraConfig, model: nn.Module, learning_rates: dict[str, float]) -> list[str] | None:
