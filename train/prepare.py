@@ -200,9 +200,8 @@ def explained_learning_rates(
     """Peak learning rate of each module with its origin, by `args` or by a user's own optimizer."""
     if optimizer is None:
         return args.explained_learning_rates(use_peft)
-    if given := [
-        name for name in (f"{module}_learning_rate" for module in MODULES) if getattr(args, name) is not None
-    ]:
+    given = [f"{module}_learning_rate" for module in MODULES if getattr(args, f"{module}_learning_rate") is not None]
+    if given:
         raise ValueError(f"{', '.join(given)} cannot be used with optimizers. Give them to its parameter groups.")
     names = {parameter: name for name, parameter in model.named_parameters()}
     learning_rates = dict.fromkeys(MODULES, 0.0)

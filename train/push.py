@@ -80,9 +80,8 @@ class PushingTrainer(SFTTrainer):
         if not self.is_world_process_zero():
             return None
         self._finish_current_push()
-        folder, branch = Path(self.args.output_dir), revision or self.args.hub_revision
-        options = {"message": commit_message, "token": token, "revision": branch}
-        job = run_as_future(push_result, folder, self.hub_model_id, **options)
+        options = {"message": commit_message, "token": token, "revision": revision or self.args.hub_revision}
+        job = run_as_future(push_result, Path(self.args.output_dir), self.hub_model_id, **options)
         return job.result() if blocking else job
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -194,8 +194,7 @@ class NormAlignTrainer(PushingTrainer):
         self._finish_model()
         show_lines(self)
         steps = self.set_initial_training_values(args, self.get_train_dataloader())[-1]
-        rows = self.get_total_train_batch_size(args)
-        self.facts = summary(self.model, args, explained, report, rows, steps)
+        self.facts = summary(self.model, args, explained, report, self.get_total_train_batch_size(args), steps)
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
         self._add_samples_and_probe()
 
@@ -259,9 +258,8 @@ class NormAlignTrainer(PushingTrainer):
                 optimizer.register_step_pre_hook(fill_gradients)
         return self.optimizer
 
-    def _get_train_sampler(self, train_dataset=None):
+    def _get_train_sampler(self, train_dataset):
         args = self.args
-        train_dataset = self.train_dataset if train_dataset is None else train_dataset
         grouped = args.train_sampling_strategy == "group_by_length"
         if not (grouped or args.packing) or "length" not in (train_dataset.column_names or []):
             return super()._get_train_sampler(train_dataset)
@@ -292,7 +290,7 @@ class NormAlignTrainer(PushingTrainer):
         """The Trainer's data loader; with packing, of a stream of forward passes if the data are a stream."""
         args = self.args
         if args.tokens_per_device:  # each time: the order of rows depends on torch's seed
-            sampler = self._get_train_sampler()
+            sampler = self._get_train_sampler(self.train_dataset)
             sampler.grad_accum = 1
             epochs = args.max_steps / sampler.steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
             args.gradient_accumulation_steps = sampler.fit(args.tokens_per_device, ceil(epochs))

@@ -16,7 +16,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ...diagnose.measure.families import decoder_layers
 from ...diagnose.measure.positions import token_positions
-from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, _gathered, gain_magnitude
+from ...modeling_normalign_llava import _gathered, gain_magnitude
 from ..modules.model import base_model, module_of, projector_norm
 
 
@@ -25,9 +25,6 @@ PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
 
 SAMPLE = 2**16
 """Most elements of a part whose update is measured, evenly spaced over its trained parameters."""
-
-RATIOS = ("norm/visual", "norm/text", *(f"update_ratio/{part}" for part in PARTS))
-"""The figures that are ratios of two sums over all processes."""
 
 
 class Measurements(TrainerCallback):
@@ -57,7 +54,7 @@ class Measurements(TrainerCallback):
         self._total_norm: Tensor | float | None = None  # of this step's gradients
         self._grad_norms: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
-        self._ratios: dict[str, Tensor] = {}
+        self._ratios: dict[str, Tensor] = {}  # two sums over all processes
         self._clipped: Tensor | int = 0
         self._clippings = 0
 
@@ -89,7 +86,7 @@ class Measurements(TrainerCallback):
         return found
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self._model: NormAlignLlavaForConditionalGeneration = base_model(model)
+        self._model = base_model(model)
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Hooks the forward passes of a step that is logged."""
@@ -100,7 +97,8 @@ class Measurements(TrainerCallback):
         if not self._measuring:
             return
         self._grad_norms, self._before = {}, {}
-        self._ratios = {name: torch.zeros(2, device=args.device) for name in RATIOS}
+        ratios = ("norm/visual", "norm/text", *(f"update_ratio/{part}" for part in PARTS))
+        self._ratios = {name: torch.zeros(2, device=args.device) for name in ratios}
         inner = self._model.model
         self._hooks = [
             inner.register_forward_pre_hook(self._keep_inputs, with_kwargs=True),

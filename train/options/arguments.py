@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from accelerate import DeepSpeedPlugin
-from accelerate.utils import convert_file_size_to_int
 from transformers import SchedulerType
 from trl import ModelConfig, SFTConfig
 
@@ -99,8 +98,6 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             self.dataloader_num_workers = 0 if self.use_cpu else default_workers()
         if self.dataloader_persistent_workers is None:
             self.dataloader_persistent_workers = self.dataloader_num_workers > 0
-        if self.device_memory is not None:
-            convert_file_size_to_int(self.device_memory)
         if self.bf16 is None and not self.fp16:
             self._choose_precision()
         super().__post_init__()
