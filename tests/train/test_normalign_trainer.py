@@ -93,18 +93,12 @@ def test_the_private_methods_that_are_overridden_are_listed():
     assert own & set(dir(SFTTrainer)) == set(OVERRIDDEN)
 
 
-def test_rows_of_every_form_are_the_same_rows_and_train_every_module(tmp_path, checkpoint):
+def test_rows_of_every_form_are_the_same_rows(tmp_path, checkpoint):
     batches = []
     for kind in (messages, prompt, plain):
         trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=rows(kind))
         batches.append(trainer.data_collator([trainer.train_dataset[i] for i in range(4)]))
     assert all(same(batch, batches[0]) for batch in batches[1:]) and len(batches[0]["pixel_values"]) == 4
-    before = weights(trainer.model)
-    trainer.train()
-    names = moved(before, trainer.model)
-    assert {module_of(name) for name in names} == {"vision", "projector", "norm", "language"}
-    unread = ("encoder.layers.2.", "post_layernorm", "position_embedding", "position_ids")
-    assert {name for name in before.keys() - names if not any(part in name for part in unread)} == set()
 
 
 def test_a_path_a_model_and_trls_options_train_to_the_same_weights(tmp_path, checkpoint, model):
@@ -164,29 +158,21 @@ def test_the_command_line_and_python_end_with_the_same_weights_and_record(tmp_pa
         ("lora", dict(norm_learning_rate=1e-2), LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0)),
     ):
         lora = ["--use_peft", "--lora_r=4", "--lora_alpha=8", "--lora_dropout=0", "--norm_learning_rate=1e-2"]
-        command = main(
-            [
-                *words,
-                *(lora if adapters else []),
-                f"--model_name_or_path={checkpoint}",
-                f"--dataset_name={file}",
-                f"--output_dir={tmp_path / name}-cli",
-            ]
-        )
-        trainer = NormAlignTrainer(
-            str(checkpoint),
-            options(tmp_path / f"{name}-python", **shared, **more),
-            train_dataset=rows(),
-            peft_config=adapters,
-        )
+        places = [
+            f"--model_name_or_path={checkpoint}",
+            f"--dataset_name={file}",
+            f"--output_dir={tmp_path / name}-cli",
+        ]
+        command = main([*words, *(lora if adapters else []), *places])
+        python = tmp_path / f"{name}-python"
+        args = options(python, **shared, **more)
+        trainer = NormAlignTrainer(str(checkpoint), args, train_dataset=rows(), peft_config=adapters)
         trainer.train()
         trainer.save_model()
-        python = tmp_path / f"{name}-python"
         file_name = "adapter_model.safetensors" if adapters else "model.safetensors"
         assert (python / file_name).read_bytes() == (command / file_name).read_bytes()
         records = [json.loads((folder / "training.json").read_text()) for folder in (command, python)]
-        told = ("stage", "arm", "learning_rates", "quantization", "config_changes", "steps_done", "run", "before")
-        for key in told:
+        for key in ("stage", "arm", "learning_rates", "quantization", "config_changes", "steps_done", "run", "before"):
             assert records[0][key] == records[1][key], key
         assert records[1]["options"]["model_name_or_path"] == "model"
         assert [records[i]["data"][0]["used"] for i in range(2)] == [8, 8]
