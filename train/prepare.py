@@ -74,13 +74,10 @@ def trained_model(
 def check_collator(collator: DataCollator, args: NormAlignConfig, compares_rows: bool) -> None:
     """Raises ValueError if options need a collator of another kind; `args.padding_free` is then what it does."""
     padding_free = getattr(collator, "padding_free", False)
-    if args.packing and not isinstance(collator, ConversationCollator):
-        raise ValueError(
-            "packing needs rows with their lengths. Leave data_collator out, or give a ConversationCollator."
-        )
-    if args.padding_free and not padding_free:
+    own = isinstance(collator, ConversationCollator)  # of others, rows have no lengths
+    if args.padding_free and not (padding_free and (own or not args.packing)):
         name = "packing" if args.packing else "padding_free"
-        raise ValueError(f"{name} is given, but data_collator pads. Set padding_free there, or leave {name} out.")
+        raise ValueError(f"{name} needs a ConversationCollator with padding_free. Give it, or no data_collator.")
     if padding_free and compares_rows:
         raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
     args.padding_free = padding_free

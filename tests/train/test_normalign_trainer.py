@@ -15,6 +15,7 @@ from PIL import Image
 from training import SHORT, moved, weights
 from transformers import (
     AutoProcessor,
+    BitsAndBytesConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     TrainerCallback,
@@ -397,13 +398,15 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
     parts = dict(vision_config=model.config.vision_config, text_config=model.config.text_config)
     stock = LlavaForConditionalGeneration(LlavaConfig(**parts))
     processor = AutoProcessor.from_pretrained(checkpoint)
-    unnamed = copy.deepcopy(model)
+    unnamed, four_bits = copy.deepcopy(model), BitsAndBytesConfig(load_in_4bit=True)
     unnamed.name_or_path = ""
     for kind, message, given in (
         (ValueError, "is a 'llava' model. Build a NormAlign-LLaVA checkpoint", dict(model=stock)),
         (ValueError, "is of arm 'gwc'. To train it as arm 'unit', give its path", dict(args=dict(arm="unit"))),
         (ValueError, "reads no images. Give a LlavaProcessor", dict(processing_class=processor.tokenizer)),
         (ValueError, "The model names no folder to load its processor from", dict(model=unnamed)),
+        (ValueError, "for a model that is loaded here", dict(quantization_config=four_bits)),
+        (ValueError, "padding_free needs a Conv", dict(args=dict(padding_free=True), data_collator=list)),
         (TypeError, "train_dataset is a list. Give a Dataset, as Dataset.from_list", dict(train_dataset=[plain(1)])),
     ):
         args = options(tmp_path, **given.pop("args", {}))
