@@ -80,7 +80,7 @@ def test_errors_that_are_known_at_once_need_no_torch(tmp_path):
         ("nonsense",): "No such command",
         ("build", "--output", "x", "--from-llava", "a", "--vision", "b"): "leave out --vision",
         ("build", "--output", "x", "--feature-layer", "last"): "Invalid value for '--feature-layer'",
-        ("train", "none"): "There is no file none, and no recipe of that name. Recipes: align-llama",
+        ("train", "none"): "There is no file none, and none of that name in the package: align-llama",
         ("train", "recipe.yaml"): "./none is no file or folder here. Make it with `normalign build`",
         ("train", "recipe.yaml", "--model_name_or_path", "adapter"): "Merge it first (`normalign merge adapter",
         ("train", "--hub_token", "hf_x"): "Everybody on this machine can read a command line",

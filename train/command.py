@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def show_help() -> None:
     console.print(f"\nUsage: {USAGE}\n", markup=False)
     console.print(
         "Train a checkpoint. RECIPE is a YAML file of options, or the name of one that comes with the package: "
-        f"{', '.join(sorted(own_recipes()))}. It may be left out. Options override it.\n"
+        f"{', '.join(sorted(own_files(RECIPES)))}. It may be left out. Options override it.\n"
     )
     for group, names in SHOWN.items():
         table = Table.grid(padding=(0, 2))
@@ -122,19 +123,19 @@ def with_recipe_file(words: Sequence[str]) -> list[str]:
     return ["--config", str(file), *words[1:]]
 
 
-def recipe_file(recipe: str | os.PathLike) -> Path:
-    """The file of a recipe: the path itself, or the package's recipe of that name."""
+def recipe_file(recipe: str | os.PathLike, folder: Traversable = RECIPES) -> Path:
+    """The file of a recipe, or of others in a `folder` of the package: the path itself, or the one of that name."""
     if Path(recipe).is_file():
         return Path(recipe)
-    own = own_recipes()
+    own = own_files(folder)
     if str(recipe) not in own:
-        raise ValueError(f"There is no file {recipe}, and no recipe of that name. Recipes: {', '.join(sorted(own))}.")
+        raise ValueError(f"There is no file {recipe}, and none of that name in the package: {', '.join(sorted(own))}.")
     return own[str(recipe)]
 
 
-def own_recipes() -> dict[str, Path]:
-    """The recipes that come with the package, by name."""
-    return {Path(entry.name).stem: Path(str(entry)) for entry in RECIPES.iterdir()}
+def own_files(folder: Traversable) -> dict[str, Path]:
+    """The files in a folder of the package, by name."""
+    return {Path(entry.name).stem: Path(str(entry)) for entry in folder.iterdir()}
 
 
 def read_recipe(file: str | os.PathLike) -> dict[str, Any]:

@@ -78,7 +78,11 @@ def check_data(source: DataSource, model: str | None = None, check_images: bool 
     Raises:
         ValueError: The data set or the checkpoint cannot be read.
     """
-    collator = _collator(model) if model else None
+    collator = None
+    if model:
+        checkpoint = open_checkpoint(model, remedy=NO_MODEL)
+        check_architecture(checkpoint.model_type, checkpoint.name)
+        collator = ConversationCollator(checkpoint.processor)
     opened, check = open_source(source, streaming=False), DataCheck(lengths=[] if collator else None)
     found, unread, example = iter(opened), Counter[str](), None
     chunks = iter(lambda: checked_rows(islice(found, CHUNK), opened.rules, collator and collator.processor), [])
@@ -111,12 +115,6 @@ def check_data(source: DataSource, model: str | None = None, check_images: bool 
     if collator and example:
         check.example = _pieces(collator, example)
     return check
-
-
-def _collator(model: str) -> ConversationCollator:
-    checkpoint = open_checkpoint(model, remedy=NO_MODEL)
-    check_architecture(checkpoint.model_type, checkpoint.name)
-    return ConversationCollator(checkpoint.processor)
 
 
 def _pieces(collator: ConversationCollator, row: dict[str, Any]) -> list[tuple[str, bool]]:

@@ -86,7 +86,7 @@ def largest_batch(trainer: "NormAlignTrainer", rows: int | None = None, limit: i
                 break
             longest.append(row)
     elif args.packing and not limit:
-        longest = max(trainer._get_train_sampler(), key=lambda chosen: sum(lengths[row] for row in chosen))
+        longest = max(trainer._get_train_sampler(data), key=lambda chosen: sum(lengths[row] for row in chosen))
     return collator([data[row] for row in longest])
 
 

@@ -5,10 +5,9 @@
 import signal
 from collections.abc import Sequence
 from importlib.resources import files
-from pathlib import Path
 
 from ..errors import Terminated, check_installed
-from .command import read_recipe
+from .command import read_recipe, recipe_file
 
 
 CONFIGS = files(__package__) / "accelerate_configs"
@@ -16,17 +15,14 @@ CONFIGS = files(__package__) / "accelerate_configs"
 
 def launch(config: str, processes: int | None, arguments: Sequence[str]) -> None:
     """Runs `accelerate launch --config_file CONFIG [--num_processes N] -m normalign_llava.train ARGUMENTS`."""
-    own = {Path(entry.name).stem: str(entry) for entry in CONFIGS.iterdir()}
-    file = config if Path(config).is_file() else own.get(config)
-    if file is None:
-        raise ValueError(f"There is no file {config}, and no configuration of that name: {', '.join(sorted(own))}.")
+    file = recipe_file(config, CONFIGS)
     if read_recipe(file).get("distributed_type") == "DEEPSPEED":
         check_installed("deepspeed", "deepspeed", config)
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing import SignalException
 
     number = [] if processes is None else ["--num_processes", str(processes)]
-    words = ["--quiet", "--config_file", file, *number, "-m", "normalign_llava.train", *arguments]
+    words = ["--quiet", "--config_file", str(file), *number, "-m", "normalign_llava.train", *arguments]
     try:
         launch_command(launch_command_parser().parse_args(words))
     except SignalException as error:  # the processes have ended

@@ -1,132 +1,85 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Prepares and checks the arguments of the trainer: options, model, processor, data, optimizer."""
+"""What the trainer does with its arguments first: options, model, processor, data, optimizer."""
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from torch import nn
 from torch.optim import Optimizer
-from transformers import AutoProcessor, DataCollator, LlavaProcessor, TrainingArguments
+from transformers import AutoProcessor, BitsAndBytesConfig, DataCollator, LlavaProcessor, TrainingArguments
 
 from ..assembly.processing import PADS_RIGHT, pad_left
 from ..checkpoint.find import find_checkpoint
-from ..checkpoint.names import BUILD_RECORD
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.precision import warn_if_slow
-from ..checkpoint.provenance import read_beside
 from ..data.rows.reports import DataReport, SourceReport
 from ..data.sources.mixtures import prepare_rows
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .batches.collator import ConversationCollator
 from .command import NO_MODEL
-from .keeping.record import training_record
-from .modules.adapter import language_adapter
 from .modules.model import MODULES, arm_of, check_architecture, load_model, module_of, projector_norm
 from .options.arguments import NormAlignConfig
-from .options.parsing import accumulation_steps, check_stream
 
 
 logger = get_logger(__name__)  # logs in one process only
 
 
-@dataclass
-class Prepared:
-    """What a trainer is made of: arguments of `SFTTrainer`, and what is kept of the run.
-
-    `learning_rates` are the peak ones of each module with their origin; `record` is `training.json` so far, `build`
-    the checkpoint's `build.json`.
-    """
-
-    arguments: dict[str, Any]
-    learning_rates: dict[str, tuple[float, str]]
-    report: DataReport
-    record: dict[str, Any]
-    build: dict[str, Any] | None
-
-
-def prepare(
-    model: Any,
-    args: NormAlignConfig,
-    collator: DataCollator | None,
-    train: Any,
-    held_out: Any,
-    processor: Any,
-    compute_metrics: Any,
-    optimizer: Optimizer | None,
-    quantization_config: Any,
-    peft_config: PeftConfig | None,
-    report: DataReport | None,
-    options: Sequence[Any],
-) -> Prepared:
-    """Checks and completes the arguments of [`NormAlignTrainer`], described there; sets what `args` derives."""
-    if peft_config is not None and optimizer is not None:
-        raise ValueError("optimizers cannot hold adapters that are created later. Give optimizer_cls_and_kwargs.")
+def check_machine(args: NormAlignConfig, model: Any) -> None:
+    """Raises ValueError with several GPUs, as [`check_one_gpu`]; warns if steps would be slow in their precision."""
     if getattr(model, "hf_device_map", None) is None:
         check_one_gpu(args)
-    kwargs = args.model_init_kwargs or {}
     if args.process_index == 0 and not args.dry_run:
-        for asked in ("bfloat16" if args.bf16 else None, kwargs.get("dtype")):
+        for asked in ("bfloat16" if args.bf16 else None, (args.model_init_kwargs or {}).get("dtype")):
             warn_if_slow(asked, args.device.type)
-    args.gradient_accumulation_steps = accumulation_steps(args)
+
+
+def trained_model(
+    model: Any, args: NormAlignConfig, quantization_config: BitsAndBytesConfig | None
+) -> tuple[NormAlignLlavaForConditionalGeneration, str | None]:
+    """The model to train, loaded if it is a name, and its commit if it is from the Hub, which `args` then has too.
+
+    Raises:
+        ValueError: It has another architecture, another arm than `args` says, or adapters.
+    """
     commit = None
     if not isinstance(model, nn.Module):
-        model, commit = find_checkpoint(model, kwargs.get("revision"), remedy=NO_MODEL)
+        kwargs = args.model_init_kwargs or {}
+        checkpoint, commit = find_checkpoint(model, kwargs.get("revision"), remedy=NO_MODEL)
         args.model_init_kwargs = {**kwargs, "revision": commit}
-        model, quantization_config = load_model(model, args, quantization_config), None
-    check_model(model, args)
-    learning_rates = args.explained_learning_rates(use_peft=peft_config is not None)
-    if optimizer is not None:
-        given = optimizer_learning_rates(optimizer, model, args)
-        learning_rates = {module: (value, "optimizer") for module, value in given.items()}
-    rates = {module: value for module, (value, _) in learning_rates.items()}
-    # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
-    args.learning_rate = next((rates[module] for module in MODULES if rates[module]), args.learning_rate)
-    if peft_config is not None:
-        peft_config = language_adapter(peft_config, model, rates, commit)
-    processor = model_processor(processor, model, commit)
-    collator = collator or ConversationCollator(
-        processor, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free
-    )
-    check_collator(collator, args)
-    if args.padding_free and compute_metrics is not None:
-        raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
-    if report is None:
-        need_images = args.stage == "align" or not rates["language"]
-        train, held_out, report = checked_datasets(train, held_out, collator, args, need_images)
-    check_stream(streams := isinstance(train, IterableDataset), args)
-    if streams:  # it has a single shard
-        args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)
-    norm = projector_norm(model)
-    if any(parameter.is_meta for parameter in norm.parameters()):
-        # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:
-        # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
-        norm.to_empty(device="cpu")
-    # TRL does so for a stream of training rows alone; held-out rows may be one too.
-    args.accelerator_config.dispatch_batches = False
-    arguments = dict(model=model, args=args, data_collator=collator, train_dataset=train, eval_dataset=held_out)
-    arguments |= dict(processing_class=processor, quantization_config=quantization_config, peft_config=peft_config)
-    record = training_record(model, commit, args, rates, report, options)
-    build = read_beside(model.name_or_path, BUILD_RECORD, commit)
-    return Prepared(arguments, learning_rates, report, record, build)
+        model = load_model(checkpoint, args, quantization_config)
+        norm = projector_norm(model)
+        if any(parameter.is_meta for parameter in norm.parameters()):
+            # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:
+            # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
+            norm.to_empty(device="cpu")
+    elif quantization_config is not None:
+        raise ValueError("quantization_config is for a model that is loaded here. Load yours with it.")
+    if isinstance(model, PeftModel):
+        raise ValueError(
+            "The model has adapters. Give it without them and peft_config, or merge them first with `normalign merge` "
+            "or model.merge_and_unload()."
+        )
+    check_architecture(model.config.model_type, model.name_or_path or type(model).__name__)
+    if args.arm not in (None, found := arm_of(model.config)):
+        raise ValueError(f"The model is of arm {found!r}. To train it as arm {args.arm!r}, give its path.")
+    return model, commit
 
 
-def check_collator(collator: DataCollator, args: NormAlignConfig) -> None:
+def check_collator(collator: DataCollator, args: NormAlignConfig, compares_rows: bool) -> None:
     """Raises ValueError if options need a collator of another kind; `args.padding_free` is then what it does."""
     padding_free = getattr(collator, "padding_free", False)
-    if args.packing and not isinstance(collator, ConversationCollator):
-        raise ValueError(
-            "packing needs rows with their lengths. Leave data_collator out, or give a ConversationCollator."
-        )
-    if args.padding_free and not padding_free:
+    own = isinstance(collator, ConversationCollator)  # of others, rows have no lengths
+    if args.padding_free and not (padding_free and (own or not args.packing)):
         name = "packing" if args.packing else "padding_free"
-        raise ValueError(f"{name} is given, but data_collator pads. Set padding_free there, or leave {name} out.")
+        raise ValueError(f"{name} needs a ConversationCollator with padding_free. Give it, or no data_collator.")
+    if padding_free and compares_rows:
+        raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
     args.padding_free = padding_free
 
 
@@ -158,18 +111,6 @@ def check_one_gpu(args: TrainingArguments) -> None:
             f"This process sees {args.n_gpu} GPUs and trains on one. Show it one with CUDA_VISIBLE_DEVICES=0, or "
             f"start a process for each: `normalign train RECIPE --accelerate_config ddp --num_processes {args.n_gpu}`."
         )
-
-
-def check_model(model: nn.Module, args: NormAlignConfig) -> None:
-    """Raises ValueError if a model has another architecture, another arm than `args` says, or adapters."""
-    if isinstance(model, PeftModel):
-        raise ValueError(
-            "The model has adapters. Give it without them and peft_config, or merge them first with `normalign merge` "
-            "or model.merge_and_unload()."
-        )
-    check_architecture(model.config.model_type, model.name_or_path or type(model).__name__)
-    if args.arm not in (None, found := arm_of(model.config)):
-        raise ValueError(f"The model is of arm {found!r}. To train it as arm {args.arm!r}, give its path.")
 
 
 def model_processor(
@@ -237,11 +178,27 @@ def checked_rows(
     )
 
 
-def optimizer_learning_rates(optimizer: Optimizer, model: nn.Module, args: NormAlignConfig) -> dict[str, float]:
-    """Peak learning rate of each module in a user's own optimizer; 0 if it has none of its parameters."""
-    if given := [
-        name for name in (f"{module}_learning_rate" for module in MODULES) if getattr(args, name) is not None
-    ]:
+def prepare_stream(args: NormAlignConfig) -> None:
+    """Has one process at most read a stream. Raises ValueError if options need its length, or that of its rows."""
+    if args.max_steps <= 0:
+        raise ValueError("A streamed data set has no length. Set max_steps.")
+    if args.tokens_per_device:
+        raise ValueError(
+            "tokens_per_device needs the lengths of all rows, and a stream has none. Give per_device_train_batch_size."
+        )
+    if args.train_sampling_strategy == "group_by_length":
+        raise ValueError("train_sampling_strategy group_by_length needs data in memory, not a stream.")
+    args.dataloader_num_workers = min(1, args.dataloader_num_workers or 0)  # it has a single shard
+
+
+def explained_learning_rates(
+    args: NormAlignConfig, model: nn.Module, optimizer: Optimizer | None, use_peft: bool
+) -> dict[str, tuple[float, str]]:
+    """Peak learning rate of each module with its origin, by `args` or by a user's own optimizer."""
+    if optimizer is None:
+        return args.explained_learning_rates(use_peft)
+    given = [f"{module}_learning_rate" for module in MODULES if getattr(args, f"{module}_learning_rate") is not None]
+    if given:
         raise ValueError(f"{', '.join(given)} cannot be used with optimizers. Give them to its parameter groups.")
     names = {parameter: name for name, parameter in model.named_parameters()}
     learning_rates = dict.fromkeys(MODULES, 0.0)
@@ -251,4 +208,4 @@ def optimizer_learning_rates(optimizer: Optimizer, model: nn.Module, args: NormA
                 raise ValueError("The optimizer has parameters of another model. Create it for the model you give.")
             module = module_of(names[parameter])
             learning_rates[module] = max(learning_rates[module], group.get("initial_lr", group["lr"]))
-    return learning_rates
+    return {module: (value, "optimizer") for module, value in learning_rates.items()}

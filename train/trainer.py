@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """`NormAlignTrainer`: TRL's `SFTTrainer` for a model with a norm, and what it does differently."""
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from unittest.mock import patch
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset, IterableDataset
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, RandomSampler
@@ -31,7 +30,9 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import SFTConfig, SFTTrainer
 
+from ..checkpoint.files import write_json
 from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
+from ..checkpoint.provenance import read_beside
 from ..data.rows.images import ImageRules, image_problem
 from ..data.rows.reports import DataReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -47,14 +48,26 @@ from .callbacks.samples import SampleCallback
 from .callbacks.suite import SuiteCallback
 from .dry_run import largest_batch
 from .keeping.checkpoints import writing_checkpoint
+from .keeping.record import training_record
 from .keeping.summary import summary
 from .memory import MemoryEstimate, estimate_memory
-from .modules.adapter import train_in_float32
+from .modules.adapter import language_adapter, train_in_float32
 from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
 from .modules.model import MODULES, base_model, eval_frozen, freeze, module_of
 from .modules.sharding import fill_gradients, name_as_unsharded, name_fsdp_units
 from .options.arguments import keep_float32
-from .prepare import Prepared, checked_rows, normalign_config, prepare
+from .options.parsing import accumulation_steps
+from .prepare import (
+    check_collator,
+    check_machine,
+    checked_datasets,
+    checked_rows,
+    explained_learning_rates,
+    model_processor,
+    normalign_config,
+    prepare_stream,
+    trained_model,
+)
 from .push import PushingTrainer
 
 
@@ -130,44 +143,65 @@ class NormAlignTrainer(PushingTrainer):
     ):
         if formatting_func is not None:
             raise ValueError("formatting_func turns rows into text, without images. Give rows with messages instead.")
+        if peft_config is not None and optimizers[0] is not None:
+            raise ValueError("optimizers cannot hold adapters that are created later. Give optimizer_cls_and_kwargs.")
         args = normalign_config(args, model)
         if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
             args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
         suite = [SuiteCallback(args, self.log)] if args.eval_suite else []
-        ready = prepare(
-            model,
-            args,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            compute_metrics,
-            optimizers[0],
-            quantization_config,
-            peft_config,
-            report,
-            options,
+        check_machine(args, model)
+        args.gradient_accumulation_steps = accumulation_steps(args)
+        model, commit = trained_model(model, args, quantization_config)
+        explained = explained_learning_rates(args, model, optimizers[0], peft_config is not None)
+        rates = self.learning_rates = {module: value for module, (value, _) in explained.items()}
+        # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
+        args.learning_rate = next((rates[module] for module in MODULES if rates[module]), args.learning_rate)
+        if peft_config is not None:
+            peft_config = language_adapter(peft_config, model, rates, commit)
+        processor = model_processor(processing_class, model, commit)
+        collator = data_collator or ConversationCollator(
+            processor, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free
         )
-        self.learning_rates = {module: value for module, (value, _) in ready.learning_rates.items()}
-        self.record, self.build = ready.record, ready.build
+        check_collator(collator, args, compute_metrics is not None)
+        if report is None:
+            need_images = args.stage == "align" or not rates["language"]
+            data = train_dataset, eval_dataset
+            train_dataset, eval_dataset, report = checked_datasets(*data, collator, args, need_images)
+        if isinstance(train_dataset, IterableDataset):
+            prepare_stream(args)
+        # TRL does so for a stream of training rows alone; held-out rows may be one too.
+        args.accelerator_config.dispatch_batches = False
+        self.record = training_record(model, commit, args, rates, report, options)
+        self.build = read_beside(model.name_or_path, BUILD_RECORD, commit)
         self.measurements, self.data_wait = Measurements(args), DataWait()
         # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
         with patch.multiple(args, padding_free=False, packing=False, model_init_kwargs=None):
             super().__init__(
-                **ready.arguments,
+                model,
+                args,
+                collator,
+                train_dataset,
+                eval_dataset,
+                processor,
                 compute_loss_func=compute_loss_func,
                 compute_metrics=compute_metrics,
                 callbacks=[self.measurements, self.data_wait, *suite, *(callbacks or [])],
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+                peft_config=peft_config,
             )
-        self._finish(ready)
+        self._finish_model()
+        show_lines(self)
+        steps = self.set_initial_training_values(args, self.get_train_dataloader())[-1]
+        self.facts = summary(self.model, args, explained, report, self.get_total_train_batch_size(args), steps)
+        self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
+        self._add_samples_and_probe()
 
-    def _finish(self, ready: Prepared) -> None:
-        """What needs the trainer that TRL has made: the model as it is trained, callbacks, the facts of the run."""
+    def _finish_model(self) -> None:
+        """What is trained, in which precision, and the hooks of the model, on which TRL has put adapters by now."""
         args, model = self.args, base_model(self.model)
-        if ready.arguments["peft_config"] is not None:
+        if isinstance(self.model, PeftModel):
             self.model.create_or_update_model_card = lambda folder: None  # PEFT's has the base's local path
             if not is_deepspeed_zero3_enabled():  # it has no quantized base
                 train_in_float32(self.model, autocast=args.bf16 or args.fp16)
@@ -179,21 +213,8 @@ class NormAlignTrainer(PushingTrainer):
         take_extra_inputs(model)
         if args.padding_free:
             self.add_callback(PackedAttentionCheck)
-        show_lines(self)
         if self.is_fsdp_enabled:
             name_fsdp_units(self.accelerator.state.fsdp_plugin, model)
-        if args.tokens_per_device:
-            self._derive_accumulation()
-        batches = DataLoader(  # counted, never read
-            self.train_dataset, args.train_batch_size * args.world_size, drop_last=args.dataloader_drop_last
-        )
-        if args.packing and not isinstance(self.train_dataset, IterableDataset):
-            batches = DataLoader(self.train_dataset, batch_sampler=self._get_train_sampler())
-        steps = self.set_initial_training_values(args, batches)[-1]
-        rows = self.get_total_train_batch_size(args)
-        self.facts = summary(self.model, args, ready.learning_rates, ready.report, rows, steps)
-        self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
-        self._add_samples_and_probe()
 
     def _add_samples_and_probe(self) -> None:
         args, collator = self.args, self.data_collator
@@ -237,9 +258,8 @@ class NormAlignTrainer(PushingTrainer):
                 optimizer.register_step_pre_hook(fill_gradients)
         return self.optimizer
 
-    def _get_train_sampler(self, train_dataset=None):
+    def _get_train_sampler(self, train_dataset):
         args = self.args
-        train_dataset = self.train_dataset if train_dataset is None else train_dataset
         grouped = args.train_sampling_strategy == "group_by_length"
         if not (grouped or args.packing) or "length" not in (train_dataset.column_names or []):
             return super()._get_train_sampler(train_dataset)
@@ -269,20 +289,17 @@ class NormAlignTrainer(PushingTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """The Trainer's data loader; with packing, of a stream of forward passes if the data are a stream."""
         args = self.args
-        if args.tokens_per_device:  # again: the order of rows depends on torch's seed, which may have been set since
-            self._derive_accumulation()
+        if args.tokens_per_device:  # each time: the order of rows depends on torch's seed
+            sampler = self._get_train_sampler(self.train_dataset)
+            sampler.grad_accum = 1
+            epochs = args.max_steps / sampler.steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
+            args.gradient_accumulation_steps = sampler.fit(args.tokens_per_device, ceil(epochs))
         if not (args.packing and isinstance(self.train_dataset, IterableDataset)):
             return super().get_train_dataloader()
         passes = packed_stream(
             self.train_dataset, args.train_batch_size, args.gradient_accumulation_steps, args.world_size
         )
         return self._get_dataloader(passes, description="Training", batch_size=1, is_training=True)
-
-    def _derive_accumulation(self) -> None:
-        args, sampler = self.args, self._get_train_sampler()
-        sampler.grad_accum = 1
-        epochs = args.max_steps / sampler.steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
-        args.gradient_accumulation_steps = sampler.fit(args.tokens_per_device, ceil(epochs))
 
     def get_total_train_batch_size(self, args) -> int:
         """Rows in an optimizer step, over all processes."""
@@ -301,8 +318,9 @@ class NormAlignTrainer(PushingTrainer):
 
     def get_batch_samples(self, *args, **kwargs):
         """The Trainer's batches of one optimizer step; the time that they take is measured."""
-        with self.data_wait.waiting():
-            samples = super().get_batch_samples(*args, **kwargs)
+        start = time.perf_counter()
+        samples = super().get_batch_samples(*args, **kwargs)
+        self.data_wait.seconds += time.perf_counter() - start
         if isinstance(self.data_collator, ConversationCollator):
             self.data_collator.seen = 0  # where a process of the loader counted
         return samples
@@ -400,10 +418,9 @@ class NormAlignTrainer(PushingTrainer):
         if self.args.should_save:
             if self.is_in_train:
                 self.record["seconds"] = round(time.perf_counter() - self._began, 3)
-            record = {**self.record, "steps_done": self.state.global_step}
-            for name, content in {TRAINING_RECORD: record, BUILD_RECORD: self.build}.items():
-                if content is not None:
-                    (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            write_json(folder / TRAINING_RECORD, {**self.record, "steps_done": self.state.global_step})
+            if self.build is not None:
+                write_json(folder / BUILD_RECORD, self.build)
         if folder == Path(self.args.output_dir):
             self.create_model_card()
         if self.args.push_to_hub and not _internal_call:

@@ -15,6 +15,7 @@ from PIL import Image
 from training import SHORT, moved, weights
 from transformers import (
     AutoProcessor,
+    BitsAndBytesConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     TrainerCallback,
@@ -93,18 +94,12 @@ def test_the_private_methods_that_are_overridden_are_listed():
     assert own & set(dir(SFTTrainer)) == set(OVERRIDDEN)
 
 
-def test_rows_of_every_form_are_the_same_rows_and_train_every_module(tmp_path, checkpoint):
+def test_rows_of_every_form_are_the_same_rows(tmp_path, checkpoint):
     batches = []
     for kind in (messages, prompt, plain):
         trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=rows(kind))
         batches.append(trainer.data_collator([trainer.train_dataset[i] for i in range(4)]))
     assert all(same(batch, batches[0]) for batch in batches[1:]) and len(batches[0]["pixel_values"]) == 4
-    before = weights(trainer.model)
-    trainer.train()
-    names = moved(before, trainer.model)
-    assert {module_of(name) for name in names} == {"vision", "projector", "norm", "language"}
-    unread = ("encoder.layers.2.", "post_layernorm", "position_embedding", "position_ids")
-    assert {name for name in before.keys() - names if not any(part in name for part in unread)} == set()
 
 
 def test_a_path_a_model_and_trls_options_train_to_the_same_weights(tmp_path, checkpoint, model):
@@ -164,29 +159,21 @@ def test_the_command_line_and_python_end_with_the_same_weights_and_record(tmp_pa
         ("lora", dict(norm_learning_rate=1e-2), LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0)),
     ):
         lora = ["--use_peft", "--lora_r=4", "--lora_alpha=8", "--lora_dropout=0", "--norm_learning_rate=1e-2"]
-        command = main(
-            [
-                *words,
-                *(lora if adapters else []),
-                f"--model_name_or_path={checkpoint}",
-                f"--dataset_name={file}",
-                f"--output_dir={tmp_path / name}-cli",
-            ]
-        )
-        trainer = NormAlignTrainer(
-            str(checkpoint),
-            options(tmp_path / f"{name}-python", **shared, **more),
-            train_dataset=rows(),
-            peft_config=adapters,
-        )
+        places = [
+            f"--model_name_or_path={checkpoint}",
+            f"--dataset_name={file}",
+            f"--output_dir={tmp_path / name}-cli",
+        ]
+        command = main([*words, *(lora if adapters else []), *places])
+        python = tmp_path / f"{name}-python"
+        args = options(python, **shared, **more)
+        trainer = NormAlignTrainer(str(checkpoint), args, train_dataset=rows(), peft_config=adapters)
         trainer.train()
         trainer.save_model()
-        python = tmp_path / f"{name}-python"
         file_name = "adapter_model.safetensors" if adapters else "model.safetensors"
         assert (python / file_name).read_bytes() == (command / file_name).read_bytes()
         records = [json.loads((folder / "training.json").read_text()) for folder in (command, python)]
-        told = ("stage", "arm", "learning_rates", "quantization", "config_changes", "steps_done", "run", "before")
-        for key in told:
+        for key in ("stage", "arm", "learning_rates", "quantization", "config_changes", "steps_done", "run", "before"):
             assert records[0][key] == records[1][key], key
         assert records[1]["options"]["model_name_or_path"] == "model"
         assert [records[i]["data"][0]["used"] for i in range(2)] == [8, 8]
@@ -263,15 +250,13 @@ ALL_LINEAR = LoraConfig(r=2, target_modules="all-linear")
 
 
 @pytest.mark.parametrize(
-    ("adapters", "targets", "reaches"),
+    ("adapters", "targets"),
     [
-        (ALL_LINEAR, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}, 20),
-        (LoraConfig(r=2, target_modules=["self_attn.q_proj"], exclude_modules=["1.self_attn.q_proj"]), {"q_proj"}, 2),
+        (ALL_LINEAR, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        (LoraConfig(r=2, target_modules=["self_attn.q_proj"], exclude_modules=["1.self_attn.q_proj"]), {"q_proj"}),
     ],
 )
-def test_adapters_of_the_users_own_stay_on_the_language_model(
-    tmp_path, checkpoint, adapters, targets, reaches, caplog
-):
+def test_adapters_of_the_users_own_stay_on_the_language_model(tmp_path, checkpoint, adapters, targets):
     kept = copy.deepcopy(adapters)
     trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=rows(), peft_config=adapters)
     assert adapters == kept
@@ -286,7 +271,6 @@ def test_adapters_of_the_users_own_stay_on_the_language_model(
     # Both matrices of every adapter, all of the projector, and nothing else.
     projector = {name for name in before if "multi_modal_projector.modules_to_save." in name}
     assert len(projector) == 6 and names == {name for name in before if ".lora_" in name} | projector
-    assert (f"names {reaches} linear layers of the vision tower and the projector" in caplog.text) == (reaches > 0)
     trainer.save_model()
     assert json.loads((tmp_path / "training.json").read_text())["quantization"] is None
     assert str(checkpoint) not in (tmp_path / "README.md").read_text()  # PEFT's card would name the base by its path
@@ -414,13 +398,15 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
     parts = dict(vision_config=model.config.vision_config, text_config=model.config.text_config)
     stock = LlavaForConditionalGeneration(LlavaConfig(**parts))
     processor = AutoProcessor.from_pretrained(checkpoint)
-    unnamed = copy.deepcopy(model)
+    unnamed, four_bits = copy.deepcopy(model), BitsAndBytesConfig(load_in_4bit=True)
     unnamed.name_or_path = ""
     for kind, message, given in (
         (ValueError, "is a 'llava' model. Build a NormAlign-LLaVA checkpoint", dict(model=stock)),
         (ValueError, "is of arm 'gwc'. To train it as arm 'unit', give its path", dict(args=dict(arm="unit"))),
         (ValueError, "reads no images. Give a LlavaProcessor", dict(processing_class=processor.tokenizer)),
         (ValueError, "The model names no folder to load its processor from", dict(model=unnamed)),
+        (ValueError, "for a model that is loaded here", dict(quantization_config=four_bits)),
+        (ValueError, "padding_free needs a Conv", dict(args=dict(padding_free=True), data_collator=list)),
         (TypeError, "train_dataset is a list. Give a Dataset, as Dataset.from_list", dict(train_dataset=[plain(1)])),
     ):
         args = options(tmp_path, **given.pop("args", {}))

@@ -286,6 +286,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(mode, nightly):
     folder = nightly(mode)
     assert seen(folder, "resumed", 0)["batches"] == seen(folder, "mixed", 0)["batches"][4:]
     assert_same_run(folder / "resumed", folder / "mixed", weights=0, figures=0)
+    if mode == "ddp":  # in a later epoch, in the order of that epoch
+        assert_same_run(folder / "grouped epochs resumed", folder / "grouped epochs", weights=0, figures=0)
 
 
 @pytest.mark.nightly
@@ -296,12 +298,6 @@ def test_packing_changes_no_step(mode, nightly):
     if mode != "zero3":
         assert_same_run(folder / "packed lora", one / "epochs lora", weights=1e-6, figures=1e-5)
         assert_same_run(folder / "packed resumed", folder / "packed", weights=0, figures=0)
-
-
-@pytest.mark.nightly
-def test_two_processes_resume_in_the_order_of_their_epoch(nightly):
-    folder = nightly("ddp")
-    assert_same_run(folder / "grouped epochs resumed", folder / "grouped epochs", weights=0, figures=0)
 
 
 @pytest.mark.nightly
@@ -317,7 +313,7 @@ def test_qlora_in_two_processes_trains_adapters_and_a_float32_gain(nightly):
     folder, one = nightly("ddp"), nightly("one")
     assert seen(folder, "qlora", 1)["processes"] == 2
     assert_same_run(folder / "qlora", one / "qlora", weights=2e-3, figures=2e-2)  # bfloat16
-    assert_gain_moved(load_file(folder / "qlora" / "adapter_model.safetensors"), "float32")
+    assert_gain_moved(load_file(folder / "qlora" / "adapter_model.safetensors"))
 
 
 @pytest.mark.nightly
@@ -325,7 +321,7 @@ def test_qlora_in_two_processes_trains_adapters_and_a_float32_gain(nightly):
 def test_fsdp2_trains_a_checkpoint_in_bfloat16_with_its_float32_gain(name, nightly):
     folder, one = nightly("fsdp2"), nightly("one")
     assert seen(folder, name, 1)["gain dtype"] == "torch.float32"
-    assert_gain_moved(load_file(folder / name / "model.safetensors"), "float32")
+    assert_gain_moved(load_file(folder / name / "model.safetensors"))
     losses, expected = (
         [step["loss"] for step in seen(where, kind, 0)["logs"] if "loss" in step]
         for where, kind in ((folder, name), (one, "bfloat16"))
@@ -347,9 +343,9 @@ def test_deepspeed_in_bfloat16_trains_and_saves_float32(mode, room, nightly):
     assert_same_run(folder / "half resumed", folder / "half", weights=0, figures=0)
 
 
-def assert_gain_moved(weights: dict[str, torch.Tensor], dtype: str) -> None:
+def assert_gain_moved(weights: dict[str, torch.Tensor]) -> None:
     gain = next(weight for name, weight in weights.items() if name.endswith("norm.weight") and "projector" in name)
-    assert str(gain.dtype) == f"torch.{dtype}"
+    assert gain.dtype == torch.float32
     assert gain.std() > 1e-4  # it begins with one value in every place
 
 

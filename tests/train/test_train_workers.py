@@ -36,8 +36,7 @@ def test_a_step_that_waits_longer_than_it_takes_says_so_once(monkeypatch, capsys
     args, state = SimpleNamespace(dataloader_num_workers=2), TrainerState(max_steps=9, is_world_process_zero=True)
     for waited, worked in ((5.0, 1.0), (1.0, 2.0), (2.0, 1.0), (3.0, 1.0)):
         state.global_step += 1
-        with wait.waiting():
-            now[0] += waited
+        wait.seconds = waited
         wait.on_step_begin(args, state, None)
         now[0] += worked
         wait.on_step_end(args, state, None)

@@ -50,15 +50,13 @@ class CosineProbe(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Measures before the first step."""
-        if state.global_step == 0 and 0 in self.steps:
-            self._record(args, state, model)
+        if state.global_step == 0:
+            self.on_step_end(args, state, control, model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         """Measures after one of the steps."""
-        if state.global_step in self.steps:
-            self._record(args, state, model)
-
-    def _record(self, args, state, model) -> None:
+        if state.global_step not in self.steps:
+            return
         batch = {name: value.to(args.device) for name, value in self.batch.items()}
         with evaluating(model, args):
             curves = layer_cosines(model, batch)

@@ -16,7 +16,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from ...diagnose.measure.families import decoder_layers
 from ...diagnose.measure.positions import token_positions
-from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, _gathered, gain_magnitude
+from ...modeling_normalign_llava import _gathered, gain_magnitude
 from ..modules.model import base_model, module_of, projector_norm
 
 
@@ -25,9 +25,6 @@ PARTS = ("vision_tower", "projector", "gain", "bias", "language_model")
 
 SAMPLE = 2**16
 """Most elements of a part whose update is measured, evenly spaced over its trained parameters."""
-
-RATIOS = ("norm/visual", "norm/text", *(f"update_ratio/{part}" for part in PARTS))
-"""The figures that are ratios of two sums over all processes."""
 
 
 class Measurements(TrainerCallback):
@@ -51,15 +48,13 @@ class Measurements(TrainerCallback):
 
     def __init__(self, args: TrainingArguments):
         self.max_grad_norm = args.max_grad_norm
-        self._model: NormAlignLlavaForConditionalGeneration | None = None
         self._hooks: list[Any] = []
         self._measuring = False
-        self._ids: Tensor | None = None
-        self._mask: Tensor | None = None
+        self._inputs: dict[str, Any] = {}  # of the forward pass, until its tokens are measured
         self._total_norm: Tensor | float | None = None  # of this step's gradients
         self._grad_norms: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
-        self._ratios: dict[str, Tensor] = {}
+        self._ratios: dict[str, Tensor] = {}  # two sums over all processes
         self._clipped: Tensor | int = 0
         self._clippings = 0
 
@@ -76,7 +71,7 @@ class Measurements(TrainerCallback):
 
         Every process must call it at the same step: it sums over processes.
         """
-        if not self._measuring or self._model is None:
+        if not self._measuring:
             return {}
         self._measuring = False
         found = {name: value.item() for name, value in (norm_values(self._model) | self._grad_norms).items()}
@@ -93,31 +88,27 @@ class Measurements(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._model = base_model(model)
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self._remove_hooks()
-        self._model, self._measuring = None, False
-
     def on_step_begin(self, args, state, control, **kwargs):
         """Hooks the forward passes of a step that is logged."""
         step = state.global_step + 1
         self._measuring = (step == 1 and args.logging_first_step) or (
             args.logging_strategy == IntervalStrategy.STEPS and step % state.logging_steps == 0
         )
-        if not self._measuring or self._model is None:
+        if not self._measuring:
             return
         self._grad_norms, self._before = {}, {}
-        self._ratios = {name: torch.zeros(2, device=args.device) for name in RATIOS}
-        self._remove_hooks()
-        first = decoder_layers(self._model.model.language_model)[0]
+        ratios = ("norm/visual", "norm/text", *(f"update_ratio/{part}" for part in PARTS))
+        self._ratios = {name: torch.zeros(2, device=args.device) for name in ratios}
+        inner = self._model.model
         self._hooks = [
-            self._model.get_input_embeddings().register_forward_pre_hook(self._keep_ids),
-            self._model.model.language_model.register_forward_pre_hook(self._keep_mask, with_kwargs=True),
-            first.register_forward_pre_hook(self._add_token_norms, with_kwargs=True),
+            inner.register_forward_pre_hook(self._keep_inputs, with_kwargs=True),
+            decoder_layers(inner.language_model)[0].register_forward_pre_hook(self._add_token_norms, with_kwargs=True),
         ]
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Measures gradient norms and copies a sample of the weights."""
-        self._remove_hooks()
+        for hook in self._hooks:
+            hook.remove()
         if not self._measuring or AcceleratorState().distributed_type == DistributedType.DEEPSPEED:
             return
         factor = self._clip_factor()
@@ -126,13 +117,12 @@ class Measurements(TrainerCallback):
             if norms:
                 # Measured after clipping and scaled back: only by then are the gradients of fp16 unscaled.
                 self._grad_norms[f"grad_norm/{part}"] = torch.linalg.vector_norm(torch.stack(norms)) * factor
-            self._before[part] = _copy(_sample(parameters))
-        self._total_norm = None
+            self._before[part] = _sample(parameters)
 
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Compares the sample of the weights with what it was."""
         for part, parameters in (_trained_parts(model) if self._before else {}).items():
-            before, after = self._before.pop(part), _copy(_sample(parameters))
+            before, after = self._before.pop(part), _sample(parameters)
             self._add(f"update_ratio/{part}", (after - before).square().sum(), before.square().sum())
 
     def _clip_factor(self):
@@ -144,29 +134,19 @@ class Measurements(TrainerCallback):
     def _add(self, name: str, above: Tensor, below: Tensor) -> None:
         self._ratios[name] += torch.stack((above, below)).to(self._ratios[name])
 
-    def _keep_ids(self, module, args):
-        # From the embedding layer: the language model itself gets embeddings only.
-        if args and args[0].dim() == 2:
-            self._ids = args[0]
-
-    def _keep_mask(self, module, args, kwargs):
-        self._mask = kwargs.get("attention_mask")
+    def _keep_inputs(self, module, args, kwargs):
+        self._inputs = kwargs
 
     @torch.no_grad()
     def _add_token_norms(self, module, args, kwargs):
-        if self._ids is None:
+        if not self._inputs:
             return  # gradient checkpointing runs the layer again
         hidden = args[0] if args else kwargs["hidden_states"]
         norms = torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float32)
-        image_token = self._model.config.image_token_id
-        for name, positions in token_positions(self._ids, self._mask, image_token).items():
+        ids, mask, self._inputs = self._inputs["input_ids"], self._inputs.get("attention_mask"), {}
+        for name, positions in token_positions(ids, mask, self._model.config.image_token_id).items():
             at = positions.to(norms.device)
             self._add(f"norm/{name}", torch.where(at, norms, 0).sum(), at.sum())
-        self._ids = self._mask = None
-
-    def _remove_hooks(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
 
 
 @torch.no_grad()
@@ -198,16 +178,13 @@ def _trained_parts(model: nn.Module) -> dict[str, list[Tensor]]:
     return parts
 
 
-def _sample(tensors: list[Tensor]) -> list[Tensor]:
-    # Views of this process's shards: only ratios of sums over all processes are taken of them.
+def _sample(tensors: list[Tensor]) -> Tensor:
+    # Of this process's shards: only ratios of sums over all processes are taken of it.
     shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     flat = [shard.detach().reshape(-1) for shard in shards]
     stride = math.ceil(sum(map(len, flat)) / SAMPLE) or 1
     starts = accumulate(map(len, flat[:-1]), initial=0)
-    return [values[-start % stride :: stride] for start, values in zip(starts, flat, strict=True)]
-
-
-def _copy(views: list[Tensor]) -> Tensor:
+    views = [values[-start % stride :: stride] for start, values in zip(starts, flat, strict=True)]
     return torch.cat([view.to(views[0].device, torch.float32) for view in views])
 
 

@@ -4,8 +4,6 @@
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 
 from tqdm import tqdm
@@ -64,9 +62,8 @@ class ProgressLines(TrainerCallback):
         if "loss" in logs:
             pace = (time.perf_counter() - self._began) / (state.global_step - self._first_step)
             left = timedelta(seconds=round(pace * (state.max_steps - state.global_step)))
-            shown = (f"{logs[key]:{form}}" if key in logs else "-" for key, _, form in COLUMNS.values())
-            widths = (width for _, width, _ in COLUMNS.values())
-            cells = (f"{text:>{width}}" for text, width in zip(shown, widths, strict=True))
+            columns = COLUMNS.values()
+            cells = (f"{format(logs[key], form) if key in logs else '-':>{width}}" for key, width, form in columns)
             print_at_step(state, " ".join([*cells, f"{str(left):>9}"]))
         elif "train_runtime" not in logs:
             for key in (key for key in logs if key.endswith("_loss")):
@@ -82,16 +79,10 @@ class DataWait(TrainerCallback):
     """Measures the time for which steps wait for their batches, and says once that it was longer than a step."""
 
     def __init__(self):
-        self._wait = self._waited = self._worked = 0.0
+        self.seconds = 0.0  # for which this step has waited; the trainer adds them
+        self._waited = self._worked = 0.0
         self._steps = 0
         self._told = False
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The time in which the batches of a step are fetched."""
-        start = time.perf_counter()
-        yield
-        self._wait += time.perf_counter() - start
 
     def collect(self) -> dict[str, float]:
         """`time/data_share`: the share of the time since the last call in which steps waited for their batches."""
@@ -105,8 +96,8 @@ class DataWait(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Compares it with the wait; at the first step, workers have only just started."""
-        worked, waited = time.perf_counter() - self._began, self._wait
-        self._waited, self._worked, self._wait = self._waited + waited, self._worked + worked, 0.0
+        worked, waited, self.seconds = time.perf_counter() - self._began, self.seconds, 0.0
+        self._waited, self._worked = self._waited + waited, self._worked + worked
         self._steps += 1
         if self._steps > 1 and waited > worked and not self._told:
             self._told = True

@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What the model answers to a few held-out examples at each evaluation: in a file."""
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from PIL import Image
 from transformers import TrainerCallback
 
+from ...checkpoint.files import write_json
 from ...data.rows.images import decode_image
 from .depth_probe import evaluating
 
@@ -59,8 +59,7 @@ class SampleCallback(TrainerCallback):
                 for example, (_, images, _) in zip(written, self.examples, strict=True):
                     for name, image in zip(example["images"], images, strict=True):
                         image.save(folder / name)
-            content = json.dumps(written, indent=2, ensure_ascii=False) + "\n"
-            (folder / f"step-{state.global_step}.json").write_text(content, encoding="utf-8")
+            write_json(folder / f"step-{state.global_step}.json", written)
         self._last_step = state.global_step
 
 

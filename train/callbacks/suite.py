@@ -4,7 +4,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
@@ -16,12 +16,8 @@ from .depth_probe import evaluating
 from .progress import print_at_step
 
 
-if TYPE_CHECKING:
-    from lm_eval.tasks import TaskManager
-
-
-def suite_tasks(args: NormAlignConfig) -> "tuple[list[str], TaskManager]":
-    """The tasks that `eval_suite` names, and what loads them; no data are loaded."""
+def suite_tasks(args: NormAlignConfig) -> tuple[list[str], Any]:
+    """The tasks that `eval_suite` names, and the `TaskManager` that loads them; no data are loaded."""
     try:
         from ...evaluate.engine import SUITES, chosen_tasks
     except ModuleNotFoundError as error:

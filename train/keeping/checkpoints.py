@@ -80,18 +80,14 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
         if (cause := write_failure(error)) is None or is_complete(folder):
             raise
         _remove(folder)
-        raise OSError(_explain(folder, cause, world_size)) from error
+        last, free = newest_complete(folder.parent, world_size), shutil.disk_usage(folder.parent).free / 2**20
+        raise OSError(
+            f"The checkpoint {folder} could not be written: {cause}. What was written of it is removed; {free:,.1f} "
+            "MiB are free there. Make room, keep fewer checkpoints (--save_total_limit) or write to another disk "
+            f"(--output_dir), then {f'resume with --resume_from_checkpoint {last}' if last else 'start again'}."
+        ) from error
 
 
 def _remove(folder: Path) -> None:
     (folder / STATE).unlink(missing_ok=True)  # first, or an interrupted removal would leave it marked as complete
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _explain(folder: Path, cause: str, world_size: int) -> str:
-    last, free = newest_complete(folder.parent, world_size), shutil.disk_usage(folder.parent).free / 2**20
-    return (
-        f"The checkpoint {folder} could not be written: {cause}. What was written of it is removed; {free:,.1f} MiB "
-        "are free there. Make room, keep fewer checkpoints (--save_total_limit) or write to another disk "
-        f"(--output_dir), then {f'resume with --resume_from_checkpoint {last}' if last else 'start again'}."
-    )

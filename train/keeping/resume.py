@@ -14,10 +14,6 @@ from ...errors import Console
 from .checkpoints import checkpoints_in, is_complete, missing_from, newest_complete
 
 
-RESULT = ("config.json", ADAPTER_CONFIG, TRAINING_RECORD)
-"""Files of which a folder with a model has at least one."""
-
-
 def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, world_size: int) -> Path | None:
     """The checkpoint to resume from, or None to start from the beginning.
 
@@ -30,7 +26,7 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
     option, output = str(resume).lower(), Path(output_dir)
     earlier = checkpoints_in(output)
     names = ", ".join(path.name for path in earlier)
-    result = ", ".join(name for name in RESULT if (output / name).exists())
+    result = ", ".join(name for name in ("config.json", ADAPTER_CONFIG, TRAINING_RECORD) if (output / name).exists())
     if option in ("none", "false"):
         if earlier or result:
             raise ValueError(

@@ -6,18 +6,12 @@ import copy
 import re
 
 import torch
-from accelerate.logging import get_logger
 from peft import LoraConfig, PeftConfig, PeftModel
-from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .model import module_of
-
-
-logger = get_logger(__name__)  # logs in one process only
 
 
 def language_adapter(
@@ -39,31 +33,18 @@ def language_adapter(
     if learning_rates["language"] == 0:
         raise ValueError("Adapters are put on the language model, but its learning rate is 0. Leave out one of them.")
     config = copy.deepcopy(config)
-    config.target_modules = _targets(config, model)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    inside = {name.rpartition(".")[2] for name in linears if ".language_model." in name}
+    if not inside:
+        raise ValueError("The language model has no linear layer for an adapter. Leave out use_peft.")
+    if config.target_modules in (None, "all-linear"):
+        config.target_modules = inside
     own = config.exclude_modules or ()
     excluded = [own] if isinstance(own, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(own)]
     config.exclude_modules = "|".join([r"(?!.*\.language_model\.).*", *excluded])
     config.modules_to_save = _modules_to_save(config, model, learning_rates)
     config.revision = commit  # PEFT stores the base's name alone
     return config
-
-
-def _targets(config: LoraConfig, model: nn.Module) -> set[str] | str:
-    """Names of linear layers, by default all of the decoder's, or the user's regular expression."""
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    inside = {name.rpartition(".")[2] for name in linears if ".language_model." in name}
-    if not inside:
-        raise ValueError("The language model has no linear layer for an adapter. Leave out use_peft.")
-    if (targets := config.target_modules) is None:
-        return inside
-    everything = targets == "all-linear"
-    named = [name for name in linears if everything or check_target_module_exists(config, name)]
-    if count := sum(module_of(name) != "language" for name in named):
-        logger.warning(
-            f"target_modules also names {count} linear layers of the vision tower and the projector. They get no "
-            "adapters: those modules are trained in full if they have a learning rate."
-        )
-    return inside if everything else targets
 
 
 def _modules_to_save(config: LoraConfig, model: nn.Module, learning_rates: dict[str, float]) -> list[str] | None:

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from accelerate import DeepSpeedPlugin
-from accelerate.utils import convert_file_size_to_int
 from transformers import SchedulerType
 from trl import ModelConfig, SFTConfig
 
+from ...assembly.build import ARMS
 from ...checkpoint.limits import cores
 from ...checkpoint.precision import half_precision_pays
 from ...data.sources.arguments import check_choice
 from ..keeping.resume import began_in_bfloat16
-from .fields import ModelOptions, TrainingOptions, check_refused, choices
+from .fields import ModelOptions, TrainingOptions, check_refused
 
 
 STAGES: dict[str, dict[str, Any]] = {
@@ -76,7 +76,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
     """
 
     def __post_init__(self):
-        for name, values in choices(TrainingOptions).items():
+        for name, values in (("stage", (*STAGES, None)), ("arm", (*ARMS, None)), ("bad_steps", ("stop", "skip"))):
             check_choice(self, name, values)
         self.learning_rate_is_given = self.learning_rate is not None
         if self.tokens_per_device:
@@ -92,15 +92,12 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             self.warmup_steps = 0  # in place of the stage's
         for name in ("learning_rate", "per_device_train_batch_size", "global_batch_size", *BOTH_STAGES):
             if getattr(self, name) is None:
-                default = SFTConfig.__dataclass_fields__[name].default if name != "global_batch_size" else None
-                setattr(self, name, defaults.get(name, default))
+                setattr(self, name, defaults.get(name, getattr(SFTConfig, name, None)))
         self.use_cpu = not torch.accelerator.is_available() if self.use_cpu is None else self.use_cpu
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 0 if self.use_cpu else default_workers()
         if self.dataloader_persistent_workers is None:
             self.dataloader_persistent_workers = self.dataloader_num_workers > 0
-        if self.device_memory is not None:
-            convert_file_size_to_int(self.device_memory)
         if self.bf16 is None and not self.fp16:
             self._choose_precision()
         super().__post_init__()

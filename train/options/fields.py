@@ -7,7 +7,7 @@ from that. Nothing here imports TRL, which takes seconds.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 
 REFUSED = "Refused: "
@@ -115,16 +115,6 @@ class ModelOptions:
     load_in_4bit: bool = option(False, "Quantize the frozen layers under adapters to 4 bits (QLoRA).")
     load_in_8bit: bool = option(False, "Quantize the frozen layers under adapters to 8 bits.")
     use_bnb_nested_quant: bool = option(True, "Whether to quantize the constants of 4-bit quantization too.")
-
-
-def choices(options: type) -> dict[str, tuple]:
-    """The values that options of a dataclass can have, by name; None may be one of them."""
-    found = {}
-    for name, hint in get_type_hints(options).items():
-        parts = (hint, *get_args(hint))
-        if literals := [value for part in parts if get_origin(part) is Literal for value in get_args(part)]:
-            found[name] = (*literals, *([None] if type(None) in parts else []))
-    return found
 
 
 def check_refused(options: Any) -> None:

@@ -17,15 +17,12 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAl
     """Parses `RECIPE --option value ...`; the recipe is a file, or the name of one that comes with the package."""
     words = with_recipe_file(sys.argv[1:] if arguments is None else arguments)
     parser = option_parser()
-    data, training, model, *unknown = parser.parse_args_and_config(
-        words, return_remaining_strings=True, separate_remaining_strings="--config" in words
-    )
-    for rest in unknown:
-        if rest:
-            options = [option for action in parser._actions for option in action.option_strings]
-            close = difflib.get_close_matches(rest[0], options, n=1)
-            hint = f" Did you mean {close[0]}?" if close else " `normalign train --help-all` lists the options."
-            raise ValueError(f"There is no option {' '.join(rest)}.{hint}")
+    data, training, model, unknown = parser.parse_args_and_config(words, return_remaining_strings=True)
+    if unknown:
+        options = [option for action in parser._actions for option in action.option_strings]
+        close = difflib.get_close_matches(unknown[0], options, n=1)
+        hint = f" Did you mean {close[0]}?" if close else " `normalign train --help-all` lists the options."
+        raise ValueError(f"There is no option {' '.join(unknown)}.{hint}")
     for name in ("test_split_size", "eval_dataset_name"):
         if getattr(data, name) and training.eval_strategy == "no":
             raise ValueError(
@@ -72,15 +69,3 @@ def accumulation_steps(args: NormAlignConfig, world_size: int | None = None) -> 
             f"{args.global_batch_size}. Leave gradient_accumulation_steps out: it is derived, and would be {steps}."
         )
     return steps
-
-
-def check_stream(streaming: bool, args: NormAlignConfig) -> None:
-    """Raises ValueError if options need the length of a streamed data set, or of its rows."""
-    if streaming and args.max_steps <= 0:
-        raise ValueError("A streamed data set has no length. Set max_steps.")
-    if streaming and args.tokens_per_device:
-        raise ValueError(
-            "tokens_per_device needs the lengths of all rows, and a stream has none. Give per_device_train_batch_size."
-        )
-    if streaming and args.train_sampling_strategy == "group_by_length":
-        raise ValueError("train_sampling_strategy group_by_length needs data in memory, not a stream.")
