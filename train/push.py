@@ -3,7 +3,12 @@
 """Pushing from a training run what `normalign publish` would push, of the result or of a checkpoint."""
 
 import logging
+import os
 import shlex
+import shutil
+import tempfile
+from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import PushInProgress
 from trl import SFTTrainer
 
+from ..checkpoint.files import remove_unfinished
 from ..checkpoint.names import ADAPTER_CONFIG
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.adapter import recorded_base
@@ -23,6 +29,9 @@ from ..hub_cards.push.source import stale_files
 
 
 logger = logging.getLogger(__name__)
+
+STAGING = "push"
+"""The copy of a checkpoint while it is sent, in a temporary folder `.push-xxxxxxxx` next to the checkpoint."""
 
 
 class PushingTrainer(SFTTrainer):
@@ -34,12 +43,13 @@ class PushingTrainer(SFTTrainer):
         """Creates the repository, and checks token and cards before training; the Trainer would find out after it."""
         if not self.is_world_process_zero():
             return
+        output = Path(self.args.output_dir)
+        remove_unfinished(output / STAGING)
         token = (token or self.args.hub_token or "").strip() or None
         with hub_errors("Creating the repository", "Nothing was trained."):
             super().init_hf_repo(token=token, private=private)
-        branch = self.args.hub_revision or "main"
-        repository = find_repository(log_in(self.hub_model_id, token), self.hub_model_id, branch=branch)
-        check_cards(Path(self.args.output_dir), repository)
+        api = log_in(self.hub_model_id, token)
+        check_cards(output, find_repository(api, self.hub_model_id, branch=self.args.hub_revision or "main"))
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Writes our card into `output_dir`, if there is a model; text written by hand is kept. Arguments are ignored.
@@ -89,15 +99,13 @@ class PushingTrainer(SFTTrainer):
         strategy = self.args.hub_strategy
         if not self.is_world_process_zero() or strategy == HubStrategy.END:
             return
-        if self.args.hub_always_push:
-            self._finish_current_push()  # before `save_total_limit` removes what is sent
-        elif self.push_in_progress is not None and not self.push_in_progress.is_done():
+        running = self.push_in_progress
+        if running is not None and not running.is_done() and not self.args.hub_always_push:
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         folder = Path(checkpoint_folder)
         whole = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: folder.name}
-        job = run_as_future(
-            push_checkpoint,
+        job = push_checkpoint(
             folder,
             self.hub_model_id,
             message=f"Training in progress, step {self.state.global_step}",
@@ -105,7 +113,7 @@ class PushingTrainer(SFTTrainer):
             revision=self.args.hub_revision,
             path_in_repo=whole.get(strategy),
         )
-        self.push_in_progress = PushInProgress([job])
+        self.push_in_progress = PushInProgress([*(running.jobs if running else []), *([job] if job else [])])
 
 
 def push_folder(
@@ -157,9 +165,37 @@ def push_result(folder: Path, repo_id: str, *, message: str, token: str | None, 
         ) from None
 
 
-def push_checkpoint(folder: Path, repo_id: str, **options: Any) -> None:
-    """[`push_folder`] of a trainer's checkpoint. A failure is a warning, and training continues."""
-    try:
-        push_folder(folder, repo_id, **options)
-    except BaseException as error:  # nobody else would see it; a panic of hf_xet is not an Exception
+def push_checkpoint(folder: Path, repo_id: str, **options: Any) -> Future | None:
+    """[`push_folder`] of a trainer's checkpoint, in the background. A failure is a warning, and training continues.
+
+    Links to its files are sent, so it may be removed meanwhile. Jobs run one after another. Returns the job, or None
+    if the links could not be made.
+    """
+
+    def warn(error: BaseException) -> None:
         logger.warning(f"{folder.name} was not pushed to {repo_id}: {error} Training continues.")
+
+    def job() -> None:
+        with temporary:
+            try:
+                push_folder(staging, repo_id, **options)
+            except BaseException as error:  # nobody else would see it; a panic of hf_xet is not an Exception
+                warn(error)
+
+    with ExitStack() as undone:
+        try:
+            parent = tempfile.TemporaryDirectory(prefix=f".{STAGING}-", dir=folder.parent, ignore_cleanup_errors=True)
+            staging = Path(undone.enter_context(parent), STAGING)
+            shutil.copytree(folder, staging, copy_function=_link)
+            temporary = undone.pop_all()
+            return run_as_future(job)
+        except Exception as error:
+            warn(error)
+    return None
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)

@@ -3,6 +3,7 @@
 """`push_to_hub` of a training run: real runs, in processes of their own, that push to the tests' hub."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -30,14 +31,23 @@ ADAPTER = MODEL - {
     "model.safetensors",
 } | {"adapter_config.json", "adapter_model.safetensors"}
 RUN = "import sys; from normalign_llava.train.run import main; main(sys.argv[1:])"
+KILLED = """
+import os, signal, sys
+
+def strike(event, arguments):
+    if event == "os.link" and ".push-" in str(arguments):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(strike)
+"""
 
 
 @pytest.fixture
 def run(hub, prepared, tmp_path, parts, monkeypatch):
-    """A run that pushes."""
+    """A run that pushes, or is killed while it stages a checkpoint."""
     monkeypatch.setenv("HF_ENDPOINT", hub.url)  # of clean processes
 
-    def run(token, **options):
+    def run(token, killed=False, **options):
         given = {
             "stage": "tune",
             "model_name_or_path": parts / "model",
@@ -61,7 +71,7 @@ def run(hub, prepared, tmp_path, parts, monkeypatch):
             **options,
         }
         words = (word for name, value in given.items() for word in (f"--{name}", value))
-        return prepared.run(["-c", RUN, *words])
+        return prepared.run(["-c", KILLED + RUN if killed else RUN, *words])
 
     return run
 
@@ -106,7 +116,7 @@ def test_every_commit_of_a_run_is_a_repository_that_loads(hub, run, prepared, tm
     check_published(hub, token)
 
     out = tmp_path / "out"
-    assert is_ours((out / "README.md").read_text())
+    assert is_ours((out / "README.md").read_text()) and not list(out.glob(".push*"))
     final, _, first = (commit.oid for commit in repository.commits()[:3])
     early, trained = (repository.read("model.safetensors", oid) for oid in (first, final))
     assert early != trained == (out / "model.safetensors").read_bytes()
@@ -133,6 +143,19 @@ def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, run, tmp_path):
     assert len(commits(hub)) == 1
     assert missing_from(tmp_path / "again" / "checkpoint-2", 1) == []
     assert (tmp_path / "again" / "model.safetensors").exists()
+
+
+def test_a_resumed_run_removes_what_a_killed_push_has_left(hub, run, tmp_path):
+    token, out = hub.token("ann"), tmp_path / "out"
+    done = run(token, killed=True)
+    assert done.returncode == -signal.SIGKILL and missing_from(out / "checkpoint-1", 1) == []
+    (unfinished,) = out.glob(".push*")
+    for own in (".push-me", ".push-my_notes"):
+        (out / own).mkdir()
+        (out / own / "notes.txt").write_text("by a person")
+    done = run(token, resume_from_checkpoint="last")
+    assert done.returncode == 0 and f"Resuming from {out / 'checkpoint-1'}" in " ".join(done.stderr.split())
+    assert not unfinished.exists() and len(list(out.glob(".push*/notes.txt"))) == 2
 
 
 def test_a_repository_of_someone_else_is_refused_before_training(hub, run, tmp_path):
