@@ -2,10 +2,8 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The command line, `normalign`. Commands import what they need when they run, so that `--help` is quick."""
 
-import json
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -120,7 +118,6 @@ def gain(
     top: Annotated[int, typer.Option(metavar="N", min=0, help="How many tokens of largest norm to list.")] = 10,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     critical: Annotated[bool, typer.Option("--critical", help="Run it, and predict where rotation falls.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure N_text and the gain of a model, reading only its embedding tensor unless --critical is given."""
     with errors_for_people():
@@ -134,12 +131,8 @@ def gain(
             from .diagnose.critical import updates_of
 
             updates = updates_of(model, revision)
-    if as_json:
-        found = asdict(statistics) | ({} if updates is None else {"critical": updates.to_dict()})
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        tables = statistics.tables() + ([] if updates is None else [updates.table(model)])
-        Console().print(*tables, sep="\n")
+    tables = statistics.tables() + ([] if updates is None else [updates.table(model)])
+    Console().print(*tables, sep="\n")
 
 
 @app.command(

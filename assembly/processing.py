@@ -14,12 +14,6 @@ VISION_ENCODERS = {
 }
 """Vision encoders by `model_type`, with the number of class tokens before the patches."""
 
-PADS_RIGHT = (
-    "its tokenizer pads on the right, where answers to a batch of questions are empty or wrong. "
-    'Write "padding_side": "left" into its tokenizer_config.json.'
-)
-"""The fault and remedy of a checkpoint that was built before [`pad_left`] existed."""
-
 
 def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
     """Sets the padding side to left, also in what is saved: generating from a batch needs it."""

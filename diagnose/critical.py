@@ -74,11 +74,6 @@ class Updates:
             low, high = (middle, high) if self.relative_rotation(middle) > share else (low, middle)
         return high
 
-    def to_dict(self) -> dict[str, Any]:
-        """The critical norms, None where there is none, and what they follow from, for JSON."""
-        norms = {str(share): self.critical_norm(share) for share in SHARES}
-        return {"norms": norms, "update_sizes": self.sizes, "update_angles": self.angles}
-
     def table(self, model: str) -> Table:
         """For the terminal."""
         table = Table(title=f"{model}: predicted rotation of a token by its norm on entry", show_header=False)

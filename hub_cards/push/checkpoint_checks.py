@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ...assembly.gain import embedding_statistics
-from ...assembly.processing import PADS_RIGHT
 from ...checkpoint.loading import loading
 from ...checkpoint.names import TRAINING_RECORD
 from ...checkpoint.opening import check_processor, open_checkpoint
@@ -58,7 +57,7 @@ def _model_faults(folder: Path, auto_map: Any, config: NormAlignLlavaConfig) -> 
     except Exception as error:  # each part checks its configuration in its own way
         return [*faults, f"model and processor: {error} Save there those that training started from."]
     if processor.tokenizer.padding_side != "left":
-        faults.append(f"tokenizer_config.json: {PADS_RIGHT}")
+        faults.append('tokenizer_config.json: it pads on the right. Write "padding_side": "left" into it.')
     return faults
 
 
