@@ -68,7 +68,8 @@ def check_language_model(language: Checkpoint) -> None:
     """Raises ValueError if `language` is not a causal language model of transformers that takes LLaVA's inputs."""
     config = language.config
     fits = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and config.get_text_config() is config
-    if not fits or "past_key_values" not in inspect.signature(MODEL_MAPPING[type(config)].forward).parameters:
+    taken = inspect.signature(MODEL_MAPPING[type(config)].forward).parameters if fits else {}
+    if not taken.keys() & {"cache", "past_key_values"}:  # its name from transformers 5.24 on, and before
         raise ValueError(
             f"{language.name} is a {config.model_type!r} model, not a causal language model of transformers for text "
             "with a key-value cache."
