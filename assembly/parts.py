@@ -72,7 +72,7 @@ def check_language_model(language: Checkpoint) -> None:
     if not taken.keys() & {"cache", "past_key_values"}:  # its name from transformers 5.24 on, and before
         raise ValueError(
             f"{language.name} is a {config.model_type!r} model, not a causal language model of transformers for text "
-            "with a key-value cache."
+            "with a cache."
         )
 
 

@@ -18,7 +18,7 @@ from transformers import (
     LlamaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
-    MambaConfig,
+    OpenAIGPTConfig,
     OPTConfig,
     Siglip2VisionConfig,
     Siglip2VisionModel,
@@ -147,9 +147,9 @@ def test_language_models_that_llava_would_change_or_cannot_hold_are_refused(tmp_
     half = parts.language(tmp_path / "opt", cls=OPTConfig, word_embed_proj_dim=16, ffn_dim=48)
     with pytest.raises(ValueError, match="embeddings are not as wide as its hidden"):
         build_checkpoint(vision, half, tmp_path / "built")
-    state = parts.language(tmp_path / "mamba", cls=MambaConfig, state_size=4)
-    with pytest.raises(ValueError, match="'mamba' model, not a causal .* with a key-value cache"):
-        build_checkpoint(vision, state, tmp_path / "built")
+    without_cache = parts.language(tmp_path / "gpt", cls=OpenAIGPTConfig)
+    with pytest.raises(ValueError, match="'openai-gpt' model, not a causal .* with a cache"):
+        build_checkpoint(vision, without_cache, tmp_path / "built")
     # Falcon-H1 multiplies embeddings only where it looks them up itself, which LLaVA does in its place.
     sizes = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8)
     moved = parts.language(tmp_path / "falcon", cls=FalconH1Config, embedding_multiplier=5.65, **sizes)
