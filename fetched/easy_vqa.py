@@ -118,7 +118,7 @@ def drawing_files(names: Iterable[str], split: str, cache: Path | None = None) -
     return {name: fluent / "assets" / f"{entries[name]['unified'].lower()}.webp" for name in names}
 
 
-def training_data(rows: int, emoji_share: float = 0.55, seed: int = 0, cache: Path | None = None) -> Dataset:
+def training_data(rows: int, emoji_share: float = 0.45, seed: int = 0, cache: Path | None = None) -> Dataset:
     """Conversations about training images, in the form that TRL's `SFTTrainer` reads.
 
     A row of easy-VQA has a yes/no question about an image and one about its shape or colour, in random order, so that

@@ -56,7 +56,7 @@ class Settings:
     feature_layer: int | tuple[int, ...] = -4
     stage1: dict[str, Any] = field(default_factory=lambda: stage(RECIPES["stage1"]))
     stage2: dict[str, Any] = field(default_factory=lambda: stage(RECIPES["stage2"]))
-    emoji_share: float = 0.55
+    emoji_share: float = 0.45
     asked: int | None = None
     asked_before: int = 12
     shown_per_kind: int = 3
