@@ -4,6 +4,7 @@
 
 import math
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -84,8 +85,12 @@ class MemoryEstimate:
         return html_table(self.table()) + html_paragraph(self.verdict)
 
 
-def estimate_memory(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> MemoryEstimate:
+def estimate_memory(
+    trainer: "NormAlignTrainer", batch: dict[str, Any], gradient_checkpointing: bool | None = None
+) -> MemoryEstimate:
     """The memory of a step on a batch that the trainer's collator made; no weight is read or changed.
+
+    `gradient_checkpointing` is by default that of the trainer's arguments.
 
     A forward and a backward pass of the trainer are run with a shape in place of each weight. What they
     allocate is followed storage by storage, so attention, precision, checkpointing and adapters need no formula.
@@ -101,7 +106,9 @@ def estimate_memory(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> Memor
     args = trainer.args
     static = static_bytes(trainer.model, args)
     try:
-        parts, pixels = peak_bytes(trainer, batch), batch.get("pixel_values")
+        if gradient_checkpointing is None:
+            gradient_checkpointing = args.gradient_checkpointing
+        parts, pixels = peak_bytes(trainer, batch, gradient_checkpointing), batch.get("pixel_values")
     except Exception as error:  # of any layer of any language model, or of torch's kernels on meta
         raise ValueError(f"The memory of a step cannot be estimated for this model: {error}") from error
     parts[GRADIENTS] = int(parts[GRADIENTS] * _shares(args)[GRADIENTS])
@@ -158,7 +165,9 @@ def parameter_count(parameter: Tensor) -> int:
 
 
 class PeakMemory(TrainerCallback):
-    """Measures the first two steps on a GPU: the second is the first with optimizer states.
+    """Measures the first two steps: the second is the first with optimizer states.
+
+    On a GPU it is what torch allocated; on a CPU, where torch does not count, the whole process at its peak.
 
     Args:
         memory: The estimate, as [`MemoryEstimate.to_dict`] gives it; the measured bytes are put there.
@@ -171,12 +180,19 @@ class PeakMemory(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
-            self._last = min(state.global_step + 2, state.max_steps)
+        self._last = min(state.global_step + 2, state.max_steps)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self._last and state.global_step == self._last:
-            self.memory["measured"] = torch.cuda.max_memory_allocated(args.device)
-            self.show(f"Memory: {gib(self.memory['measured'])} measured, {gib(self.memory['total'])} estimated.")
+        if state.global_step != self._last:
+            return
+        if args.device.type == "cuda":
+            self.memory["measured"] = size = torch.cuda.max_memory_allocated(args.device)
+            self.show(f"Memory: {gib(size)} measured, {gib(self.memory['total'])} estimated.")
+        elif args.device.type == "cpu" and sys.platform == "linux":
+            import resource  # which Windows lacks
+
+            self.memory["process"] = size = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self.show(f"Memory: {gib(size)} of the whole process, {gib(self.memory['total'])} estimated for a step.")
 
 
 def _zero_stage() -> int:

@@ -48,8 +48,7 @@ class PushingTrainer(SFTTrainer):
         token = (token or self.args.hub_token or "").strip() or None
         with hub_errors("Creating the repository", "Nothing was trained."):
             super().init_hf_repo(token=token, private=private)
-        api = log_in(self.hub_model_id, token)
-        check_cards(output, find_repository(api, self.hub_model_id, branch=self.args.hub_revision or "main"))
+        check_hub(output, self.hub_model_id, token, self.args.hub_revision)
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Writes our card into `output_dir`, if there is a model; text written by hand is kept. Arguments are ignored.
@@ -114,6 +113,18 @@ class PushingTrainer(SFTTrainer):
             path_in_repo=whole.get(strategy),
         )
         self.push_in_progress = PushInProgress([*(running.jobs if running else []), *([job] if job else [])])
+
+
+def check_hub(output: Path, repo_id: str | None, token: str | None, revision: str | None) -> None:
+    """Checks token and cards before a run that pushes; the repository, by default named as `output`, need not exist.
+
+    Raises:
+        ValueError: There is no token, it may not write, or somebody else wrote a card.
+        OSError: The Hub or the connection failed.
+    """
+    name = repo_id or output.absolute().name
+    api = log_in(name, (token or "").strip() or None)
+    check_cards(output, find_repository(api, api.get_full_repo_name(name), branch=revision or "main"))
 
 
 def push_folder(

@@ -27,11 +27,13 @@ from .keeping.lock import only_run
 from .keeping.record import check_same_run, render_options
 from .keeping.resume import StepCounter, after_stop, resolve_resume
 from .keeping.summary import render, render_dropped
-from .memory import PeakMemory
+from .memory import PeakMemory, gib
 from .modules.model import check_checkpoint
 from .options.arguments import ModelArguments, NormAlignConfig
 from .options.parsing import accumulation_steps, parse
 from .prepare import check_one_gpu
+from .push import check_hub
+from .shapes import ACTIVATIONS
 from .trainer import NormAlignTrainer
 
 
@@ -83,12 +85,11 @@ def train(
             check_same_run(trainer.record, resume)
             trainer.record["seconds"] = (json_or_none(resume / TRAINING_RECORD) or {}).get("seconds", 0.0)
         console = Console(quiet=not trainer.is_world_process_zero())
-        if args.device.type != "cpu" or args.device_memory:
-            trainer.add_callback(PeakMemory(trainer.facts["memory"], console.print))
-            try:
-                trainer.facts["memory"] |= trainer.estimate_memory().to_dict()
-            except ValueError as error:  # which is no reason not to train
-                console.print(str(error), soft_wrap=True)
+        trainer.add_callback(PeakMemory(trainer.facts["memory"], console.print))
+        try:
+            trainer.facts["memory"] |= trainer.estimate_memory().to_dict()
+        except ValueError as error:  # which is no reason not to train
+            console.print(str(error), soft_wrap=True)
         console.print(render_options(trainer.record), render(trainer.facts))
         console.print(*render_dropped(dropped), sep="\n")
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
@@ -117,6 +118,8 @@ def dry_run(arguments: Sequence[str]) -> bool:
                 raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
             resume = resolve_resume(args.resume_from_checkpoint, Path(args.output_dir), args.world_size)
             check_checkpoint(str(model.model_name_or_path), args, model.model_revision)
+            if args.push_to_hub and args.process_index == 0:
+                check_hub(Path(args.output_dir), args.hub_model_id, args.hub_token, args.hub_revision)
             args.output_dir, args.push_to_hub = folder, False  # which the Trainer makes when it is made
             trainer = make_trainer(data, args, model, DroppedRows(Path(folder) / "dropped_rows.jsonl"))
             if resume:
@@ -129,6 +132,9 @@ def dry_run(arguments: Sequence[str]) -> bool:
         console = Console(quiet=not trainer.is_world_process_zero())
         console.print(render_options(trainer.record), render(trainer.facts), estimate.table())
         console.print(estimate.verdict, soft_wrap=True)
+        other = trainer.estimate_memory(checkpointing := not trainer.args.gradient_checkpointing)
+        instead = f"{'With' if checkpointing else 'Without'} gradient checkpointing: {gib(other.total)}"
+        console.print(f"{instead}, of which activations {gib(other.parts[ACTIVATIONS])}.", soft_wrap=True)
         if not estimate.fits:
             console.print(remedy(trainer, make), soft_wrap=True)
         return estimate.fits

@@ -32,15 +32,15 @@ PARTS = (WEIGHTS, ADAPTERS, VISION, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS)
 _TRL = "trl.kernels.chunked_logprob"
 
 
-def peak_bytes(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> Counter[str]:
+def peak_bytes(trainer: "NormAlignTrainer", batch: dict[str, Any], checkpointing: bool) -> Counter[str]:
     """Bytes by part where their sum is highest in a step of the trainer, besides its weights and optimizer states."""
     args, model = trainer.args, trainer.model
     ledger, half = _Ledger(), torch.float16 if args.fp16 else torch.bfloat16
     batch = {name: value.clone() for name, value in batch.items()}
     tensors = {name: ledger.weight(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    with ExitStack() as stack, warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
-        _take_as_trained(trainer, stack)
+        _take_as_trained(trainer, checkpointing, stack)
         stack.enter_context(_reparametrize_module(model, tensors, tie_weights=True))
         _enter_parts_by_module(model, ledger, stack)
         stack.enter_context(ledger)
@@ -58,10 +58,11 @@ def peak_bytes(trainer: "NormAlignTrainer", batch: dict[str, Any]) -> Counter[st
     return ledger.parts
 
 
-def _take_as_trained(trainer: "NormAlignTrainer", stack: ExitStack) -> None:
+def _take_as_trained(trainer: "NormAlignTrainer", checkpointing: bool, stack: ExitStack) -> None:
     """Has the trainer take steps as in training, on a GPU if one is asked about, until the stack is closed."""
     args, model, state = trainer.args, trainer.model, trainer.state
-    if args.gradient_checkpointing:
+    if checkpointing:
+        stack.callback(model.gradient_checkpointing_disable)  # the Trainer enables it when it trains
         given = dict(args.gradient_checkpointing_kwargs or {})
         own = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given or None, **own)

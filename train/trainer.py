@@ -325,9 +325,9 @@ class NormAlignTrainer(PushingTrainer):
             self.data_collator.seen = 0  # where a process of the loader counted
         return samples
 
-    def estimate_memory(self) -> MemoryEstimate:
+    def estimate_memory(self, gradient_checkpointing: bool | None = None) -> MemoryEstimate:
         """The memory of a step on the longest rows: [`estimate_memory`]. No weight is read, none need be loaded."""
-        return estimate_memory(self, largest_batch(self))
+        return estimate_memory(self, largest_batch(self), gradient_checkpointing)
 
     def train(self, *args, **kwargs):
         """The Trainer's training.

@@ -80,7 +80,10 @@ def hub_errors(doing: str, state: str = "Nothing was sent.") -> Iterator[None]:
 
 
 def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> HfApi:
-    """The client of an account that may publish as `repo_id`, or only open a pull request there."""
+    """The client of an account that may publish as `repo_id`, or only open a pull request there.
+
+    A name without a namespace is in the account's own.
+    """
     token = (token or get_token() or "").strip()
     if not token:
         raise ValueError(f"There is no token to publish with. {LOG_IN}.")
@@ -90,7 +93,7 @@ def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> H
     if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise ValueError(f'The token of {account["name"]} may only read. {LOG_IN}, which has the role "write".')
     names = [account["name"], *(organisation["name"] for organisation in account.get("orgs", []))]
-    namespace = repo_id.split("/")[0]
+    namespace = repo_id.split("/")[0] if "/" in repo_id else account["name"]
     if namespace.lower() not in [name.lower() for name in names] and not create_pr:
         raise ValueError(
             f"{repo_id} belongs to {namespace}, and the token to {account['name']}, who may publish as "

@@ -32,6 +32,7 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
     done = CliRunner().invoke(app, ["train", file, "--dry_run", "--device_memory", "24GiB"])
     assert done.exit_code == 0, done.output
     shown = " ".join(done.output.split())
+    assert "Without gradient checkpointing: " in shown
     assert "logits and loss" in shown and "of the 24.0 GiB of device_memory (1.0 GiB are kept free)." in shown
     done = CliRunner().invoke(app, ["train", file, "--dry_run", "--device_memory", "1GiB"])
     assert done.exit_code == 1 and "Does not fit" in done.output and "Nothing that was tried fits" in done.output
@@ -43,11 +44,21 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
     [
         (["--device_memory", "24"], "24 is not in a valid format"),
         (["--global_batch_size", "3"], "3 is not a multiple"),
+        (["--push_to_hub"], "There is no token to publish with"),
     ],
 )
 def test_a_dry_run_finds_what_stops_training(tmp_path, parts, words, message):
     done = CliRunner().invoke(app, ["train", training.recipe(tmp_path, parts), "--dry_run", *words])
     assert done.exit_code == 1 and message in " ".join(done.output.split())
+
+
+def test_a_dry_run_refuses_pickled_weights(tmp_path, parts):
+    checkpoint = tmp_path / "pickled"
+    shutil.copytree(parts / "model", checkpoint, ignore=shutil.ignore_patterns("*.safetensors"))
+    (checkpoint / "pytorch_model.bin").write_bytes(b"")
+    file = training.recipe(tmp_path, parts, model_name_or_path=str(checkpoint))
+    done = CliRunner().invoke(app, ["train", file, "--dry_run"])
+    assert done.exit_code == 1 and "has no weights in safetensors" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("options", [{}, dict(use_peft=True, load_in_4bit=True, dtype="bfloat16")])
@@ -72,6 +83,18 @@ def test_training_goes_on_as_if_nothing_was_estimated(checkpoint, tmp_path):
     assert all(torch.equal(after[name], each) for name, each in estimated.model.named_parameters())
     for name in ("num_tokens", "entropy", "mean_token_accuracy", "loss"):
         assert plain.state.log_history[0][name] == estimated.state.log_history[0][name]
+
+
+@pytest.mark.parametrize("options", [{}, dict(use_peft=True), dict(use_peft=True, load_in_4bit=True)])
+def test_checkpointing_that_is_asked_about_counts_as_if_it_were_set(checkpoint, tmp_path, options):
+    without, given = (
+        training.trainer(tmp_path, checkpoint, dry_run=True, gradient_checkpointing=value, **options)
+        for value in (False, True)
+    )
+    for trainer in (without, given, without):
+        assert trainer.estimate_memory(True) == given.estimate_memory()
+        assert trainer.estimate_memory(False) == without.estimate_memory()
+    assert given.estimate_memory().total < without.estimate_memory().total
 
 
 def test_checkpointing_takes_less_and_a_frozen_tower_keeps_nothing(checkpoint, tmp_path):

@@ -166,6 +166,16 @@ def test_a_repository_of_someone_else_is_refused_before_training(hub, run, tmp_p
     assert not list((tmp_path / "out").glob("checkpoint-*")) and not commits(hub)
 
 
+def test_a_dry_run_checks_the_repository_and_creates_none(hub, run):
+    done = run(hub.token("bob"), dry_run=True)
+    assert done.returncode == 1 and f"{REPO} belongs to ann, and the token to bob" in done.stderr
+    name = REPO.partition("/")[2]
+    assert run(hub.token("ann"), dry_run=True, hub_model_id=name).returncode == 0 and not hub.repositories
+    hub.create(REPO, files={"README.md": b"# By hand"})
+    done = run(hub.token("ann"), dry_run=True, hub_model_id=name)
+    assert done.returncode == 1 and REPO in done.stderr and "card" in done.stderr
+
+
 def test_the_last_checkpoint_is_pushed_and_can_be_resumed_from(hub, run, tmp_path):
     token = hub.token("ann")
     hub.create(REPO, files={f"last-checkpoint/rng_state_{rank}.pth": b"of a run on two processes" for rank in (0, 1)})

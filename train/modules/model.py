@@ -19,7 +19,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...assembly.build import ARMS
 from ...assembly.parts import check_feature_layer
-from ...checkpoint.names import TRAINING_RECORD
+from ...checkpoint.names import PICKLES, TRAINING_RECORD
 from ...checkpoint.opening import Checkpoint, open_checkpoint
 from ...checkpoint.untrusted import check_weights
 from ...configuration_normalign_llava import NormAlignLlavaConfig
@@ -50,7 +50,8 @@ def check_checkpoint(
     if Path(folder).exists() and Path(folder).resolve() == Path(str(training.output_dir)).resolve():
         raise ValueError(f"--output_dir is the checkpoint to train, {folder}. Choose another.")
     check_architecture(opened.model_type, folder)
-    if not training.dry_run:
+    stored = any(file.suffix in (".safetensors", *PICKLES) for file in Path(folder).glob("*model*"))
+    if stored or not training.dry_run:
         check_weights(folder, opened.revision)  # as loading does, but before rows are read
     config = copy.deepcopy(opened.config)
     check_feature_layer(config.vision_feature_layer, config.vision_config)
