@@ -5,7 +5,6 @@
 import logging
 import sys
 import warnings
-from collections.abc import Callable
 
 
 NOTICES = {
@@ -24,10 +23,6 @@ def hide_notices() -> None:
     if sys.warnoptions:
         return
     for name, words in NOTICES.items():
-        logging.getLogger(name).addFilter(_without(words))
+        logging.getLogger(name).addFilter(lambda record, words=words: words not in str(record.msg))
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers|trl|peft)\.")
     warnings.filterwarnings("ignore", category=UserWarning, module="_distutils_hack")  # of DeepSpeed's imports
-
-
-def _without(words: str) -> Callable[[logging.LogRecord], bool]:
-    return lambda record: words not in str(record.msg)

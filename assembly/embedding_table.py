@@ -70,7 +70,8 @@ def read_embeddings(model: str, revision: str | None = None) -> EmbeddingRows:
             raise ValueError(f"{model} has GGUF weights only, which cannot be read in part. Download {weights} first.")
         return _gguf(folder / weights)
     source = str(folder) if path.exists() else model
-    config, text_of = known_config(source, commit), _token_text(source, commit)
+    opened, text_of = Checkpoint(source, commit, check_files(source, commit)), _token_text(source, commit)
+    config = opened.config if opened.model_type in CONFIG_MAPPING else None  # None: transformers does not know it
     if weights == INDEX:
         index = json_object(Path(cached_file(source, INDEX, revision=commit)).read_bytes(), f"{INDEX} of {model}")
         shards(index, f"{INDEX} of {model}")
@@ -80,12 +81,6 @@ def read_embeddings(model: str, revision: str | None = None) -> EmbeddingRows:
     hub = None if path.exists() else HfFileSystem().open(f"{model}/{weights}", revision=commit, cache_type="none")
     with loading(where), hub or (folder / weights).open("rb") as file:
         return EmbeddingRows(*_safetensors(model, file, where), config, text_of)
-
-
-def known_config(source: str, revision: str | None = None) -> PreTrainedConfig | None:
-    """The configuration of a folder or Hub id, or None if it has none or one that transformers does not know."""
-    opened = Checkpoint(source, revision, check_files(source, revision))
-    return opened.config if opened.model_type in CONFIG_MAPPING else None
 
 
 def _weight_file(model: str, files: list[str]) -> str:

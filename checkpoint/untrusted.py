@@ -134,11 +134,6 @@ def shards(index: dict[str, Any], where: str) -> list[str]:
     return names
 
 
-def has_auto_map(content: Any) -> bool:
-    """Whether there is an `auto_map` anywhere in the content of a JSON file."""
-    return any(isinstance(part, dict) and "auto_map" in part for part in _nested(content))
-
-
 def json_object(content: bytes, where: str) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError, naming the file as `where`, if it holds anything else."""
     try:
@@ -174,7 +169,8 @@ def _check_code(checkpoint: str | os.PathLike, settings: dict[str, dict[str, Any
     config, adapter, code = settings.get("config.json", {}), settings.get(ADAPTER_CONFIG, {}), []
     if config.get("model_type") == NormAlignLlavaConfig.model_type or adapter:
         # Everything but the model is transformers' own, so nothing needs code. Of other models, none is run.
-        code = [f"auto_map in {name}" for name in settings if name != "config.json" and has_auto_map(settings[name])]
+        others = settings.keys() - {"config.json"}
+        code = [f"auto_map in {name}" for name in sorted(others) if "auto_map" in dict(_items(settings[name]))]
         code += ["custom_generate"] if Path(checkpoint, "custom_generate").exists() else []
     code += [f"megatron_core in {ADAPTER_CONFIG}"] if adapter.get("megatron_config") else []
     for name in ("config.json", "generation_config.json", ADAPTER_CONFIG):

@@ -52,7 +52,8 @@ def chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
     if found := [*alone.finditer(answer), *in_brackets.finditer(answer)]:
         if len({each[1].upper() for each in found}) > 1:
             return None
-        if any(_is_at_an_end(answer, each) for each in found):
+        around = [(answer[: each.start()], answer[each.end() :]) for each in found]
+        if any(not re.search(r"\w", before) or len(re.findall(r"\w+", after)) < 4 for before, after in around):
             return found[0][1].upper()
     return _option_within(answer, options)
 
@@ -95,10 +96,6 @@ def _patterns(letters: str) -> tuple[re.Pattern, ...]:
         re.compile(rf"{before}([{letters}]){after}"),
         re.compile(rf"{before}([{letters.lower()}])(?:\)|(?<=^.)[.:](?=\s))"),
     )
-
-
-def _is_at_an_end(answer: str, letter: re.Match) -> bool:
-    return not re.search(r"\w", answer[: letter.start()]) or len(re.findall(r"\w+", answer[letter.end() :])) < 4
 
 
 def _option_within(answer: str, options: Mapping[str, str]) -> str | None:

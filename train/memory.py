@@ -106,8 +106,6 @@ def estimate_memory(
     args = trainer.args
     static = static_bytes(trainer.model, args)
     try:
-        if gradient_checkpointing is None:
-            gradient_checkpointing = args.gradient_checkpointing
         parts, pixels = peak_bytes(trainer, batch, gradient_checkpointing), batch.get("pixel_values")
     except Exception as error:  # of any layer of any language model, or of torch's kernels on meta
         raise ValueError(f"The memory of a step cannot be estimated for this model: {error}") from error

@@ -32,7 +32,7 @@ PARTS = (WEIGHTS, ADAPTERS, VISION, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS)
 _TRL = "trl.kernels.chunked_logprob"
 
 
-def peak_bytes(trainer: "NormAlignTrainer", batch: dict[str, Any], checkpointing: bool) -> Counter[str]:
+def peak_bytes(trainer: "NormAlignTrainer", batch: dict[str, Any], checkpointing: bool | None) -> Counter[str]:
     """Bytes by part where their sum is highest in a step of the trainer, besides its weights and optimizer states."""
     args, model = trainer.args, trainer.model
     ledger, half = _Ledger(), torch.float16 if args.fp16 else torch.bfloat16
@@ -58,10 +58,10 @@ def peak_bytes(trainer: "NormAlignTrainer", batch: dict[str, Any], checkpointing
     return ledger.parts
 
 
-def _take_as_trained(trainer: "NormAlignTrainer", checkpointing: bool, stack: ExitStack) -> None:
+def _take_as_trained(trainer: "NormAlignTrainer", checkpointing: bool | None, stack: ExitStack) -> None:
     """Has the trainer take steps as in training, on a GPU if one is asked about, until the stack is closed."""
     args, model, state = trainer.args, trainer.model, trainer.state
-    if checkpointing:
+    if args.gradient_checkpointing if checkpointing is None else checkpointing:
         stack.callback(model.gradient_checkpointing_disable)  # the Trainer enables it when it trains
         given = dict(args.gradient_checkpointing_kwargs or {})
         own = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
@@ -167,7 +167,7 @@ class _Ledger(TorchDispatchMode):
             if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
                 args = (args[0], _positions(args[1]), *args[2:])
             shapes = {id(each.meta): each for each in tensors if isinstance(each, _Shape)}
-            args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, lambda each: _plain(each).to("meta"), (args, kwargs))
             if "device" in kwargs:
                 kwargs["device"] = torch.device("meta")
         result = func(*args, **kwargs)
@@ -201,10 +201,6 @@ class _Ledger(TorchDispatchMode):
 
 def _plain(tensor: Tensor) -> Tensor:
     return tensor.meta if isinstance(tensor, _Shape) else tensor
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return _plain(tensor).to("meta")
 
 
 def _positions(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
