@@ -115,3 +115,20 @@ def test_names_and_refusals_are_a_stranger_s_too(got):
     assert got["found"] == names  # from the two files alone
     assert len(got["errors"]) == 2
     assert all("lacks 1 tensors" in error and "lm_head.weight" in error for error in got["errors"])
+
+
+WITHOUT_PRIVATE_MODULES = """
+import json, torch.distributed, transformers
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.llava import modeling_llava
+for name in ("transformers.conversion_mapping", "transformers.initialization", "torch.distributed.tensor"):
+    parent, _, child = name.rpartition(".")
+    sys.modules[name] = None
+    vars(sys.modules[parent]).pop(child, None)
+found = get_class_from_dynamic_module("modeling_normalign_llava.NormAlignLlavaForConditionalGeneration", sys.argv[1])
+print(json.dumps(found.__name__))
+"""
+
+
+def test_the_code_imports_no_private_module(tmp_path, checkpoint):
+    assert run_blocked(tmp_path, WITHOUT_PRIVATE_MODULES, checkpoint) == "NormAlignLlavaForConditionalGeneration"
