@@ -47,7 +47,7 @@ def real_parts(folder: Path, rows: int) -> None:
     from normalign_llava.fetched.easy_vqa import training_data
 
     build_checkpoint(str(convert_vision(56)), str(convert_language()), folder / "checkpoint", feature_layer=-4)
-    training_data(rows, emoji_count=40).save_to_disk(folder / "data")
+    training_data(rows).save_to_disk(folder / "data")
 
 
 def random_parts(folder: Path, rows: int) -> None:

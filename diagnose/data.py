@@ -62,7 +62,7 @@ def load_samples(
     """
     rng = random.Random(seed)
     if data is None:
-        questions = held_out(per_kind=100, emoji_count=40)
+        questions = held_out(per_kind=100)
         rng.shuffle(questions)
         drawn = (
             Sample(f"{each.kind} ({each.image.name})", each.text, {"path": str(each.image), "bytes": None})

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import LlavaProcessor, TrainerCallback
 
 from normalign_llava.data.sources.mixtures import prepare_rows
-from normalign_llava.fetched.easy_vqa import FEATURES, Question, conversation, easy_vqa
+from normalign_llava.fetched.easy_vqa import FEATURES, Question, conversation, easy_vqa, load_image
 from normalign_llava.train.batches.collator import ConversationCollator
 
 
@@ -93,7 +93,7 @@ class InformationCallback(TrainerCallback):
 @torch.no_grad()
 def cross_entropies(model: nn.Module, processor: LlavaProcessor, questions: Sequence[Question]) -> list[float]:
     """Cross-entropy of each answer, in nats, summed over its tokens and the end of the turn, teacher-forced."""
-    rows = Dataset.from_list([conversation([each]) for each in questions], features=FEATURES)
+    rows = Dataset.from_list([conversation([each], [load_image(each.image)]) for each in questions], features=FEATURES)
     rows, _ = prepare_rows(rows, processor, name="questions", split="eval")
     collator, losses = ConversationCollator(processor), []
     training = model.training

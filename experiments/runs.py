@@ -33,7 +33,7 @@ from normalign_llava.quickstart.train import rows_of, train_stage
 from normalign_llava.train.modules.model import base_model, projector_norm
 
 
-RECIPE_SEEDS, RECIPE_ROWS, RECIPE_EMOJI = (0, 2), 1920, 40
+RECIPE_SEEDS, RECIPE_ROWS = (0, 2), 1920
 """The quickstart's data on which its recipes were chosen."""
 
 BATCH_SIZE = {"probe": 16, "evaluate": 64}
@@ -103,8 +103,8 @@ def write_data(output: Path, first: int, second: int, seed: int) -> None:
     """Writes the conversations of both stages, about easy-VQA images on which the recipes were not chosen."""
     if output.exists():
         return
-    known = {image for each in RECIPE_SEEDS for image in _images(training_data(RECIPE_ROWS, RECIPE_EMOJI, seed=each))}
-    drawn = training_data(4 * (first + second), 0, 0.0, seed)
+    known = {image for each in RECIPE_SEEDS for image in _images(training_data(RECIPE_ROWS, seed=each))}
+    drawn = training_data(4 * (first + second), 0.0, seed)
     fresh = [number for number, image in enumerate(_images(drawn)) if image not in known][: first + second]
     if len(fresh) < first + second:
         raise ValueError(f"There are {len(fresh)} rows of new images; {first + second} are needed. Take fewer steps.")
@@ -125,7 +125,7 @@ def data_hash(data: Path) -> str:
 
 
 def _images(rows: Dataset) -> list[bytes]:
-    return [image["bytes"] for (image,) in rows.with_format("arrow")[:]["images"].to_pylist()]
+    return [image["bytes"] for images in rows.with_format("arrow")[:]["images"].to_pylist() for image in images]
 
 
 class FixedFactors(TrainerCallback):

@@ -10,11 +10,13 @@ import io
 import json
 import random
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from datasets import Dataset, Features, Image, List
 from PIL import Image as PILImage
+from PIL import ImageOps
 
 from ..data.rows.images import decode_image
 from ..data.rows.parse import MESSAGES
@@ -25,10 +27,20 @@ from .fetch import unpack
 
 SYSTEM = "Answer briefly."
 EMOJI_QUESTION = "what is this?"
-EMOJI_SEED = 0
-EMOJI_CATEGORIES = ("Animals & Nature", "Food & Drink")
+EMOJI_TURNS = 2  # with an image each they make a row about as long as one of easy-VQA
+GROUPS = (
+    ("dog", "cat", "cow", "pig", "horse", "goat", "rooster", "donkey"),
+    ("monkey", "elephant", "bear", "tiger", "camel", "koala", "kangaroo", "gorilla"),
+    ("whale", "turtle", "dolphin", "crab", "shark", "lobster", "seal", "shell"),
+    ("apple", "banana", "lemon", "watermelon", "pear", "pineapple", "coconut", "avocado"),
+    ("pizza", "hamburger", "doughnut", "taco", "hotdog", "croissant", "pretzel", "waffle"),
+    ("taxi", "truck", "bike", "ambulance", "tractor", "helicopter", "scooter", "rocket"),
+)
+"""Objects that are often together; within a group, those named first are the most frequent."""
+EMOJI = tuple(name for group in GROUPS for name in group[:2])
 SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
+SIDE = 64  # pixels, of easy-VQA's images and of Google's drawings
 CHOICES = {"shape": SHAPES, "colour": COLOURS, "yes/no": ("yes", "no")}
 KINDS = tuple(CHOICES)
 OVERALL = "easy-VQA"
@@ -90,29 +102,27 @@ def easy_vqa(split: str, seed: int, cache: Path | None = None) -> list[Question]
     return kept + [question for pair in pairs for question in pair]
 
 
-def emoji(count: int, seed: int, cache: Path | None = None) -> tuple[list[Question], list[Question]]:
-    """`count` animals, plants, foods and drinks with one-word names, drawn by Google and drawn by Microsoft."""
-    google = unpack(GOOGLE_EMOJI, cache) / "package"
-    fluent = unpack(FLUENT_EMOJI, cache) / "package" / "assets"
-    pairs = []
-    for entry in json.loads((google / "emoji.json").read_text(encoding="utf-8")):
-        name, other = entry["short_name"], fluent / f"{entry['unified'].lower()}.webp"
-        drawn = entry["has_img_google"] and other.exists()
-        if drawn and entry["category"] in EMOJI_CATEGORIES and name.isalpha():
-            drawing = google / "img" / "google" / "64" / entry["image"]
-            pairs.append([Question("emoji", EMOJI_QUESTION, name, path, name) for path in (drawing, other)])
-    pairs = random.Random(seed).sample(sorted(pairs), count)
-    return [drawn for drawn, _ in pairs], [other for _, other in pairs]
+def emoji(split: str, cache: Path | None = None) -> list[Question]:
+    """The names of the `EMOJI`, as drawn by Google (`"train"`) or Microsoft (`"test"`)."""
+    files = drawing_files(EMOJI, split, cache)
+    return [Question("emoji", EMOJI_QUESTION, name, file, name) for name, file in files.items()]
 
 
-def training_data(
-    rows: int, emoji_count: int, emoji_share: float = 0.08, seed: int = 0, cache: Path | None = None
-) -> Dataset:
+def drawing_files(names: Iterable[str], split: str, cache: Path | None = None) -> dict[str, Path]:
+    """The files of emoji by name: drawn by Google for `"train"`, by Microsoft for `"test"`."""
+    google, fluent = unpack(GOOGLE_EMOJI, cache) / "package", unpack(FLUENT_EMOJI, cache) / "package"
+    entries = {each["short_name"]: each for each in json.loads((google / "emoji.json").read_text(encoding="utf-8"))}
+    if split == "train":
+        return {name: google / "img" / "google" / "64" / entries[name]["image"] for name in names}
+    return {name: fluent / "assets" / f"{entries[name]['unified'].lower()}.webp" for name in names}
+
+
+def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0, cache: Path | None = None) -> Dataset:
     """Conversations about training images, in the form that TRL's `SFTTrainer` reads.
 
     A row of easy-VQA has a yes/no question about an image and one about its shape or colour, in random order, so that
     rows have about one length and need little padding. Images without both are left out.
-    Of the rows, `emoji_share` ask for the name of one of `emoji_count` emoji.
+    Of the rows, `emoji_share` ask for the name of an emoji, whose one drawing is made into many images by [`placed`].
     """
     rng = random.Random(seed)
     by_image: dict[Path, dict[str, list[Question]]] = defaultdict(lambda: defaultdict(list))
@@ -120,36 +130,52 @@ def training_data(
         if question.taught:
             by_image[question.image][question.kind].append(question)
     both = [image for image, kinds in by_image.items() if kinds["yes/no"] and kinds["shape"] + kinds["colour"]]
-    images, drawings = sorted(both), emoji(emoji_count, EMOJI_SEED, cache)[0]
+    images, drawings = sorted(both), emoji("train", cache)
     conversations = []
     for _ in range(rows):
         if rng.random() < emoji_share:
-            conversations.append([rng.choice(drawings)])
+            asked = rng.sample(drawings, EMOJI_TURNS)
+            conversations.append(conversation(asked, [placed(each.image, rng) for each in asked]))
             continue
         of_kind = by_image[rng.choice(images)]
         turns = [rng.choice(of_kind["yes/no"]), rng.choice(of_kind["shape"] + of_kind["colour"])]
         rng.shuffle(turns)
-        conversations.append(turns)
-    return Dataset.from_list([conversation(turns) for turns in conversations], features=FEATURES)
+        conversations.append(conversation(turns, [load_image(turns[0].image)]))
+    return Dataset.from_list(conversations, features=FEATURES)
 
 
-def held_out(per_kind: int, emoji_count: int, seed: int = 0, cache: Path | None = None) -> list[Question]:
-    """`per_kind` easy-VQA test questions of each kind, then the Microsoft drawings of the emoji named in training."""
+def held_out(per_kind: int, seed: int = 0, cache: Path | None = None) -> list[Question]:
+    """`per_kind` easy-VQA test questions of each kind, then Microsoft's drawings of the emoji."""
     if per_kind % 2:
         raise ValueError(f"per_kind is {per_kind}; it must be even, as yes/no questions come in pairs")
     questions = easy_vqa("test", seed, cache)
     chosen = [question for kind in KINDS for question in [q for q in questions if q.kind == kind][:per_kind]]
-    return chosen + emoji(emoji_count, EMOJI_SEED, cache)[1]
+    return chosen + emoji("test", cache)
 
 
-def conversation(turns: list[Question]) -> dict:
-    """One row: the image, the system turn, and a user and an assistant turn for each question."""
-    messages = []
-    for turn in turns:
-        messages.append({"role": "user", "content": [{"type": "text", "text": turn.text}]})
+def placed(drawing: Path, rng: random.Random) -> PILImage.Image:
+    """A drawing on white: mirrored or not, at 65 to 100 % of its size, somewhere."""
+    image = load_image(drawing)
+    if rng.random() < 0.5:
+        image = ImageOps.mirror(image)
+    side = rng.randint(round(0.65 * SIDE), SIDE)
+    canvas = PILImage.new("RGB", (SIDE, SIDE), "white")
+    canvas.paste(image.resize((side, side)), (rng.randint(0, SIDE - side), rng.randint(0, SIDE - side)))
+    return canvas
+
+
+def conversation(turns: list[Question], images: list[PILImage.Image]) -> dict:
+    """One row: the system turn, and a user and an assistant turn for each question.
+
+    The first question is about the first image, the others about it too, or about one each.
+    """
+    messages = prompt(turns[0].text)
+    for number, turn in enumerate(turns):
+        if number:
+            image = [{"type": "image"}] if len(images) > 1 else []
+            messages.append({"role": "user", "content": [*image, {"type": "text", "text": turn.text}]})
         messages.append({"role": "assistant", "content": [{"type": "text", "text": turn.taught}]})
-    messages[:1] = prompt(turns[0].text)
-    return {"images": [{"bytes": png(load_image(turns[0].image))}], "messages": messages}
+    return {"images": [{"bytes": png(image)} for image in images], "messages": messages}
 
 
 def prompt(text: str, image: PILImage.Image | str | None = None) -> list[dict]:

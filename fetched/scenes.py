@@ -5,7 +5,6 @@
 Questions are about one scene of ten, by a checksum of what is where, so that one may train on the others.
 """
 
-import json
 import random
 import zlib
 from collections import Counter
@@ -17,20 +16,9 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from .archives import FLUENT_EMOJI, GOOGLE_EMOJI
-from .easy_vqa import load_image
-from .fetch import unpack
+from .easy_vqa import GROUPS, drawing_files, load_image
 
 
-GROUPS = (
-    ("dog", "cat", "cow", "pig", "horse", "goat", "rooster", "donkey"),
-    ("monkey", "elephant", "bear", "tiger", "camel", "koala", "kangaroo", "gorilla"),
-    ("whale", "turtle", "dolphin", "crab", "shark", "lobster", "seal", "shell"),
-    ("apple", "banana", "lemon", "watermelon", "pear", "pineapple", "coconut", "avocado"),
-    ("pizza", "hamburger", "doughnut", "taco", "hotdog", "croissant", "pretzel", "waffle"),
-    ("taxi", "truck", "bike", "ambulance", "tractor", "helicopter", "scooter", "rocket"),
-)
-"""Objects that are often together; within a group, those named first are the most frequent."""
 OBJECTS = tuple(name for group in GROUPS for name in group)
 
 SETTINGS = ("random", "popular", "adversarial")
@@ -154,8 +142,5 @@ def _columns(side: str, rng: random.Random) -> list[int]:
 
 @lru_cache(maxsize=1)
 def _drawings(cache: Path | None) -> dict[str, Image.Image]:
-    entries = json.loads((unpack(GOOGLE_EMOJI, cache) / "package" / "emoji.json").read_text(encoding="utf-8"))
-    files = {entry["short_name"]: f"{entry['unified'].lower()}.webp" for entry in entries}
-    folder = unpack(FLUENT_EMOJI, cache) / "package" / "assets"
-    size = (DRAWING, DRAWING)
-    return {name: load_image(folder / files[name]).resize(size, Image.Resampling.LANCZOS) for name in OBJECTS}
+    files, size = drawing_files(OBJECTS, "test", cache), (DRAWING, DRAWING)
+    return {name: load_image(file).resize(size, Image.Resampling.LANCZOS) for name, file in files.items()}

@@ -44,8 +44,8 @@ class Settings:
         image_size: Side of the images in pixels; 14 pixels make one visual token.
         feature_layer: Hidden state, or states, of the vision encoder that the projector reads.
         stage1, stage2: Options of the two recipes.
-        emoji_count, emoji_share: Number of different emoji to name, and share of training rows about them.
-        asked: Held-out questions about easy-VQA's images, and about emoji; all, 300 and 40, without a limit.
+        emoji_share: Share of training rows that ask for the name of an emoji.
+        asked: Held-out questions about easy-VQA's images, and about emoji; all, 300 and 12, without a limit.
         asked_before: Those that the untrained model is asked.
         shown_per_kind: Questions of each kind in the image, which are also those asked again after reloading.
         diagnosed: Held-out images for the diagnosis.
@@ -56,8 +56,7 @@ class Settings:
     feature_layer: int | tuple[int, ...] = -4
     stage1: dict[str, Any] = field(default_factory=lambda: stage(RECIPES["stage1"]))
     stage2: dict[str, Any] = field(default_factory=lambda: stage(RECIPES["stage2"]))
-    emoji_count: int = 40
-    emoji_share: float = 0.08
+    emoji_share: float = 0.30
     asked: int | None = None
     asked_before: int = 12
     shown_per_kind: int = 3
@@ -143,7 +142,7 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
     with journal.step("evaluate after"):
         after = ask(model, limit=settings.asked, bf16=bf16)
     with journal.step("reload"):
-        questions = held_out(100, settings.emoji_count, cache=cache)
+        questions = held_out(100, cache=cache)
         kinds = dict.fromkeys(question.kind for question in questions)
         of_kinds = [[question for question in questions if question.kind == kind] for kind in kinds]
         shown = [question for of_kind in of_kinds for question in of_kind[: settings.shown_per_kind]]
@@ -203,7 +202,7 @@ def write_data(output: Path, settings: Settings, cache: Path) -> None:
     if output.exists():
         return
     first, second = rows_of(settings.stage1), rows_of(settings.stage2)
-    rows = training_data(first + second, settings.emoji_count, settings.emoji_share, settings.seed, cache)
+    rows = training_data(first + second, settings.emoji_share, settings.seed, cache)
     with finished_folder(output) as folder:
         rows.select(range(first)).save_to_disk(folder / "stage1")
         rows.select(range(first, first + second)).save_to_disk(folder / "stage2")

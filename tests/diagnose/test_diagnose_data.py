@@ -99,7 +99,7 @@ def test_the_built_in_images(caplog):
     assert names == list(drawn(load_samples(None, 40))) != list(drawn(load_samples(None, 40, seed=1)))
     assert {name.split(" (")[0] for name in names} == {"shape", "colour", "yes/no", "emoji"}
     assert not any("/" in name.split(" (")[1] for name in names)
-    assert len(load_samples(None, 1000).samples) == 340 and "only 340" in caplog.text
+    assert len(load_samples(None, 1000).samples) == 312 and "only 312" in caplog.text
 
 
 CLIENT = """

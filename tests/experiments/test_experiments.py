@@ -96,7 +96,9 @@ def test_an_experiment_from_plan_to_report(archives, tmp_path, command, monkeypa
 @pytest.mark.nightly
 def test_rows_are_of_images_on_which_no_recipe_was_chosen(archives, tmp_path):
     write_data(tmp_path / "data", 4, 12, seed=200)
-    known = {image["bytes"] for seed in (0, 2) for (image,) in _images(training_data(1920, 40, seed=seed))}
+    known = {
+        image["bytes"] for seed in (0, 2) for images in _images(training_data(1920, seed=seed)) for image in images
+    }
     found = [load_from_disk(tmp_path / "data" / stage) for stage in ("stage1", "stage2")]
     assert [len(rows) for rows in found] == [4, 12]
     assert not known & {image["bytes"] for rows in found for (image,) in _images(rows)}

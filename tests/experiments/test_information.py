@@ -26,7 +26,7 @@ def test_entropy_is_that_of_the_answers_to_each_wording():
 def test_held_out_questions_are_not_those_that_are_scored(archives):
     questions = held_out_questions()
     assert len(questions) == 200 and [each.kind for each in questions] == ["shape"] * 100 + ["colour"] * 100
-    scored = {(each.image, each.text) for each in held_out(100, 40)}
+    scored = {(each.image, each.text) for each in held_out(100)}
     assert not scored & {(each.image, each.text) for each in questions}
     for each, other in zip(questions, other_images(questions), strict=True):
         assert (each.text, each.answer) == (other.text, other.answer) and each.image != other.image

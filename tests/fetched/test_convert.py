@@ -28,7 +28,7 @@ def test_the_encoder_agrees_with_onnx_runtime():
     session = onnxruntime.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
 
     folder = convert_vision(224)
-    images = [load_image(question.image) for question in emoji(2, 0)[1]]
+    images = [load_image(question.image) for question in emoji("test")[:2]]
     pixels = AutoImageProcessor.from_pretrained(folder)(images, return_tensors="pt")["pixel_values"]
     with torch.no_grad():
         ours = Dinov2Model.from_pretrained(folder)(pixels).last_hidden_state

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from normalign_llava.fetched import scenes
-from normalign_llava.fetched.easy_vqa import EMOJI_SEED, easy_vqa, emoji, held_out, load_image, training_data
+from normalign_llava.fetched.easy_vqa import easy_vqa, emoji, held_out, load_image, training_data
 
 
 pytestmark = [pytest.mark.usefixtures("archives"), pytest.mark.slow]
@@ -63,9 +63,9 @@ def test_negatives_are_chosen_as_pope_chooses_them():
 
 @pytest.mark.nightly
 def test_no_image_or_drawing_of_the_suite_is_trained_on():
-    held = {load_image(question.image).tobytes() for question in held_out(100, 40)}
+    held = {load_image(question.image).tobytes() for question in held_out(100)}
     held |= {scenes.draw(scene).tobytes() for scene in {q.scene for each in asked().values() for q in each}}
     trained = {load_image(path).tobytes() for path in {question.image for question in easy_vqa("train", 0)}}
-    trained |= {load_image(question.image).tobytes() for question in emoji(40, EMOJI_SEED)[0]}
-    trained |= {row["images"][0].convert("RGB").tobytes() for row in training_data(400, 40)}
+    trained |= {load_image(question.image).tobytes() for question in emoji("train")}
+    trained |= {image.convert("RGB").tobytes() for row in training_data(400) for image in row["images"]}
     assert len(held) > 400 and len(trained) > 4000 and not held & trained

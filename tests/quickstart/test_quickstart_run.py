@@ -30,7 +30,6 @@ STEPS = {"max_steps": 2, "global_batch_size": 4, "per_device_train_batch_size": 
 SHORT = Settings(
     stage1=stage("quickstart-align", **{**STEPS, "save_steps": 2}),
     stage2=stage("quickstart-tune", **STEPS, lora_r=2),
-    emoji_count=4,
     asked=6,
     asked_before=3,
     shown_per_kind=1,
