@@ -22,7 +22,7 @@ def hide_notices() -> None:
     """Hides `NOTICES`, and deprecation warnings of libraries imported later, unless `python -W` is given."""
     if sys.warnoptions:
         return
-    for name, words in NOTICES.items():
-        logging.getLogger(name).addFilter(lambda record, words=words: words not in str(record.msg))
+    for name in NOTICES:
+        logging.getLogger(name).addFilter(lambda record: NOTICES[record.name] not in str(record.msg))
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|transformers|trl|peft)\.")
     warnings.filterwarnings("ignore", category=UserWarning, module="_distutils_hack")  # of DeepSpeed's imports
