@@ -124,7 +124,8 @@ def check_hub(output: Path, repo_id: str | None, token: str | None, revision: st
     """
     name = repo_id or output.absolute().name
     api = log_in(name, (token or "").strip() or None)
-    check_cards(output, find_repository(api, api.get_full_repo_name(name), branch=revision or "main"))
+    name = name if "/" in name else api.get_full_repo_name(name)
+    check_cards(output, find_repository(api, name, branch=revision or "main"))
 
 
 def push_folder(
