@@ -90,8 +90,9 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """The memory of a step on a batch that the trainer's collator made; no weight is read or changed.
 
-    `gradient_checkpointing` is by default that of the trainer's arguments. A forward and a backward pass of the trainer are run with a shape in place of each weight. What they
-    allocate is followed storage by storage, so attention, precision, checkpointing and adapters need no formula.
+    `gradient_checkpointing` is by default that of the trainer's arguments. A forward and a backward pass are run with
+    a shape in place of each weight. What they allocate is followed storage by storage, so attention, precision,
+    checkpointing and adapters need no formula.
     Optimizer states are there from the start, as after the first step, and gradients if steps are accumulated.
     Kernels and autocast are the CPU's, also if a GPU is asked about. What a kernel allocates inside is not seen.
 
