@@ -7,7 +7,7 @@
 Weights are random. Each shape, with rows of its own, trains in full, with LoRA and with QLoRA, with gradient
 checkpointing and without, two steps each in a process of its own.
 
-Measured is what torch has allocated, where it is highest: on a GPU by its caching allocator, on a CPU the weights and
+What torch has allocated counts, where it is highest: on a GPU by its caching allocator, on a CPU the weights and
 what the profiler sees allocated and freed after loading. Not measured: memory that libraries take without torch, the
 interpreter, and on a GPU CUDA's context.
 """

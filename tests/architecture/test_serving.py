@@ -82,6 +82,8 @@ def test_answers_are_those_of_generate(folder, url):
         answer = ask(url, request("what is it", *images))
         assert answer.choices[0].message.content == expected
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, len(ids))
+        streamed = ask(url, request("what is it", *images), stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices) == expected
         answers.append(expected)
     assert answers[1] != answers[2]  # the images arrive
 
