@@ -4,8 +4,8 @@
 
     accelerate launch examples/grpo.py --model_name_or_path MODEL --dataset_name DATA --output_dir OUTPUT
 
-DATA has the columns `image`, `question` and `answer`. The script trains LoRA on the language model, and projector and norm
-in full. Any option of TRL's GRPOConfig and ModelConfig can be given.
+DATA has the columns `image`, `question` and `answer`. The script trains LoRA on the language model, and
+projector and norm in full. Any option of TRL's GRPOConfig and ModelConfig can be given.
 """
 
 from datasets import load_dataset
