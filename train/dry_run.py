@@ -47,11 +47,11 @@ def remedy(trainer: "NormAlignTrainer", make: Callable[[list[str]], "NormAlignTr
     every = [*checkpointing, *smaller]
     batches = [[], one] if one else [[]]
     for words in [[*more, *rows] for more in (checkpointing, adapters, smaller, every) if more for rows in batches]:
-        with suppress(ValueError):  # options that do not go with the others
+        with suppress(ValueError, NameError):  # options that do not go together; 4 bits without bitsandbytes
             if (estimate := make(words).estimate_memory()).fits:
                 return f"Would fit: {' '.join(words)}. {estimate.verdict}"
     for words in (one, [*every, *one]):
-        with suppress(ValueError):
+        with suppress(ValueError, NameError):
             if shorter := _max_length(make(words)):
                 return f"Would fit: {' '.join([*words, shorter])}."
     return "Nothing that was tried fits: a smaller batch, gradient checkpointing, 4 bits, fewer tokens."
