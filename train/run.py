@@ -87,7 +87,8 @@ def train(
         console = Console(quiet=not trainer.is_world_process_zero())
         trainer.add_callback(PeakMemory(trainer.facts["memory"], console.print))
         try:
-            trainer.facts["memory"] |= trainer.estimate_memory().to_dict()
+            if not is_deepspeed_zero3_enabled():  # whose parameters are empty until they are gathered
+                trainer.facts["memory"] |= trainer.estimate_memory().to_dict()
         except ValueError as error:  # which is no reason not to train
             console.print(str(error), soft_wrap=True)
         console.print(render_options(trainer.record), render(trainer.facts))
