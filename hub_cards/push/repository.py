@@ -80,7 +80,7 @@ def hub_errors(doing: str, state: str = "Nothing was sent.") -> Iterator[None]:
 
 
 def log_in(repo_id: str, token: str | None = None, create_pr: bool = False) -> HfApi:
-    """The client of an account that may publish as `repo_id`, a name of its own alone, or open a pull request there."""
+    """The client of an account that may publish as `repo_id`, by default its own, or open a pull request there."""
     token = (token or get_token() or "").strip()
     if not token:
         raise ValueError(f"There is no token to publish with. {LOG_IN}.")
