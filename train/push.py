@@ -25,7 +25,6 @@ from ..hub_cards.card.write import write_card
 from ..hub_cards.push.adapter import recorded_base
 from ..hub_cards.push.publish import check_cards, prepare
 from ..hub_cards.push.repository import Pushed, find_repository, hub_errors, log_in, push
-from ..hub_cards.push.source import stale_files
 
 
 logger = logging.getLogger(__name__)
@@ -151,7 +150,7 @@ def push_folder(
             "with `normalign publish`, or train on a base that is on the Hub."
         )
     source = prepare(folder, repository, base, notify=logger.warning)
-    files, stale = source.files, stale_files(repository.files, source.files)
+    files, stale = source.files, source.stale
     if path_in_repo is not None:
         paths = [path for path in folder.rglob("*") if path.is_file() and path.name != TRAINING_ARGS_NAME]
         inside = {path.relative_to(folder).as_posix(): path for path in paths}

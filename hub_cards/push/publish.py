@@ -25,7 +25,7 @@ from .checkpoint_checks import check_checkpoint
 from .clean_process import Answer, ask_clean_process, difference
 from .leaks import check_private
 from .repository import Pushed, Repository, find_repository, log_in, push
-from .source import PublishSource, choose_files, stale_files
+from .source import PublishSource, choose_files
 
 
 SNIPPET = """\
@@ -137,8 +137,7 @@ def publish(
         if dry_run:
             notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
             return Publication(source, None)
-        stale = stale_files(repository.files, source.files)
-        pushed = push(repository, source.files, stale, private=private, create_pr=create_pr, notify=notify)
+        pushed = push(repository, source.files, source.stale, private=private, create_pr=create_pr, notify=notify)
     if before is None:
         notify(f"{repo_id} was not loaded, neither from the folder nor from the Hub: whether others can is unknown.")
     else:
@@ -184,7 +183,7 @@ def check_cards(folder: Path, repository: Repository, *, replace: bool = False) 
 def prepare(
     folder: Path, repository: Repository, base: AdapterBase | None, *, notify: Callable[[str], object]
 ) -> PublishSource:
-    """The files to send of a folder, with its card, which replaces that of somebody else: see [`check_cards`].
+    """What a commit changes in a repository. Its card replaces that of somebody else: see [`check_cards`].
 
     `base` is that of an adapter, None if it is not on the Hub.
     """
@@ -196,7 +195,7 @@ def prepare(
     generated = {CARD: card.text.encode()}
     if (folder / ADAPTER_CONFIG).is_file():
         generated[ADAPTER_CONFIG] = published_config(folder, base)
-    source = choose_files(folder, generated)
+    source = choose_files(folder, generated, repository.files)
     check_private(source, str(repository.api.token or ""))
     return source
 

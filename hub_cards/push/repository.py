@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 from ... import __version__
@@ -156,12 +156,17 @@ def push(
     to_branch: dict[str, Any] = {"repo_type": kind, "revision": branch, "create_pr": create_pr}
     try:
         with hub_errors("Sending", "What was uploaded is not sent again: publish again."):
+            ModelCard(bytes(files[CARD]).decode()).validate(kind)  # before the upload
             api.preupload_lfs_files(
                 repo_id, additions, free_memory=False, gitignore_content=NOTHING_IGNORED, **to_branch
             )
             made = api.create_commit(
                 repo_id, operations, commit_message=message, parent_commit=repository.commit, **to_branch
             )
+    except ValueError as error:
+        raise ValueError(
+            f"The Hub refuses the front matter of {repo_id}'s {CARD}, which you can edit: {error}"
+        ) from None
     except OSError as error:
         raise OSError(f"{error} {_head(repository)}") from None
     return Pushed(repository, made.oid, [*stale], made.pr_url)

@@ -3,7 +3,7 @@
 """What is published of a checkpoint folder: the files on a list of names. All others stay, with a reason."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -72,20 +72,25 @@ class PublishSource:
         files: Path in the repository -> content; of weights the file.
         sizes: Path in the repository -> bytes.
         excluded: Path in the folder -> why it is not sent. The path of a whole folder ends in "/".
+        stale: Files of the repository that are removed: written by this package or transformers, and no longer sent.
     """
 
     folder: Path
     files: dict[str, bytes | Path]
     sizes: dict[str, int]
     excluded: dict[str, str]
+    stale: list[str]
 
 
-def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
+def choose_files(folder: Path, generated: Mapping[str, bytes], existing: Collection[str] = ()) -> PublishSource:
     """Chooses the files to send, and reads the small ones, so that what is checked is what is sent.
 
     The diagnosis is sent without samples of the data: see [`public_report`].
 
-    What is `generated`, path -> content, is sent instead of the folder's.
+    Args:
+        folder: The checkpoint or adapter.
+        generated: Path -> content that is sent instead of the folder's.
+        existing: Paths in the repository.
     """
     folder = folder.resolve()
     chosen = {path.name for path in weight_files(folder)}
@@ -104,12 +109,8 @@ def choose_files(folder: Path, generated: Mapping[str, bytes]) -> PublishSource:
             files[relative] = path if path.suffix == ".safetensors" else path.read_bytes()
     files = dict(sorted({**files, **generated}.items()))
     sizes = {path: len(each) if isinstance(each, bytes) else each.stat().st_size for path, each in files.items()}
-    return PublishSource(folder, files, sizes, dict(sorted(excluded.items())))
-
-
-def stale_files(existing: Iterable[str], sent: Collection[str]) -> list[str]:
-    """Files of a repository that a push removes: written by this package or transformers, and no longer sent."""
-    return sorted(path for path in existing if path not in sent and _matches(path, WRITTEN))
+    stale = sorted(path for path in existing if path not in files and _matches(path, WRITTEN))
+    return PublishSource(folder, files, sizes, dict(sorted(excluded.items())), stale)
 
 
 def public_report(text: str) -> tuple[bytes, list[str]]:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from hub_server import HubServer
 
 
+LICENCES = ["apache-2.0", "mit", "llama3.2", "other"]
+
+
 @dataclass(frozen=True)
 class Account:
     """Who asks: the bearer of a token of role "read" or "write"."""
@@ -174,7 +177,9 @@ def create_branch(hub: "HubServer", request: Request, kind: str, repo_id: str, n
 
 
 def validate_yaml(hub: "HubServer", request: Request) -> Answer:
-    return reply({"errors": [], "warnings": []})
+    licence = RepoCard(request.json()["content"], ignore_metadata_errors=True).data.get("license") or "mit"
+    errors = [] if licence in LICENCES else [{"message": f'"license" must be one of {LICENCES}'}]
+    return reply({"errors": errors, "warnings": []}, 400 if errors else 200)
 
 
 def preupload(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:

@@ -236,7 +236,7 @@ def test_disguised_files_and_figures_are_looked_into(tmp_path):
         torch.save({"a": 1}, tmp_path / name)
     names = ("a.png", "b.png", "model.safetensors", "optimizer.pt", "tokenizer.model", "training.json")
     files = {name: (tmp_path / name).read_bytes() for name in names}
-    found = private(PublishSource(tmp_path, files | {names[2]: tmp_path / names[2]}, {}, {}))
+    found = private(PublishSource(tmp_path, files | {names[2]: tmp_path / names[2]}, {}, {}, []))
     expected = (f"a local path, {tmp_path}. ", "a pickle", "not a safetensors file", *["a pickle"] * 3)
     assert len(found) == len(names)
     for fault, name, what in zip(found, names, expected, strict=True):

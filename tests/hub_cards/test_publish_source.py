@@ -11,7 +11,7 @@ from PIL import Image
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.diagnose.report import SCHEMA_VERSION
-from normalign_llava.hub_cards.push.source import INDEX, WEIGHTS, choose_files, stale_files
+from normalign_llava.hub_cards.push.source import INDEX, WEIGHTS, choose_files
 
 
 REPORT = ROOT / "docs/quickstart/report.json"
@@ -85,10 +85,9 @@ def test_the_shards_that_the_index_names_are_sent(sharded, tmp_path):
     stale = "model-00009-of-00009.safetensors"
     folder = Path(shutil.copytree(sharded, tmp_path / "model"))
     shutil.copyfile(folder / shards[0], folder / stale)
-    found = choose_files(folder, {})
+    found = choose_files(folder, {}, existing=[stale, shards[0], "mine.safetensors"])
     assert {path for path in found.files if path.startswith("model.") or "-of-" in path} == {*shards, INDEX}
-    assert found.excluded == {stale: "weights that this checkpoint does not load"}
-    assert stale_files([stale, shards[0], "mine.safetensors"], found.files) == [stale]
+    assert found.excluded == {stale: "weights that this checkpoint does not load"} and found.stale == [stale]
 
     (folder / shards[1]).unlink()
     with pytest.raises(ValueError, match=f"lacks {shards[1]}, which {INDEX} names"):
