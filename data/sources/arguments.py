@@ -6,13 +6,18 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ...checkpoint.find import is_hub_id
 
 
 FILES = (".csv", ".json", ".jsonl", ".parquet", ".tar", ".tsv")
 """Suffixes of files of rows."""
+
+
+def option(default: Any, help: str, **others: Any) -> Any:
+    """A field of a dataclass of options, with its default, its help, and what else argparse takes."""
+    return field(default=default, metadata={"help": help, **others})
 
 
 @dataclass
@@ -91,18 +96,13 @@ class DataArguments:
         ValueError: A data set is missing or named twice, or a number is out of range.
     """
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": f"Data to train on: a Hub id, a folder, or a file ({', '.join(FILES)}). DATA:SPLIT names a split."
-        },
+    dataset_name: str | None = option(
+        None, f"Data to train on: a Hub id, a folder, or a file ({', '.join(FILES)}). DATA:SPLIT names a split."
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    dataset_test_split: str = field(default="test", metadata={"help": "Split that is held-out data."})
-    dataset_streaming: bool = field(
-        default=False, metadata={"help": "Read rows when they are needed; needs max_steps."}
-    )
+    dataset_config: str | None = option(None, "Configuration of a Hub data set.")
+    dataset_train_split: str = option("train", "Split to train on.")
+    dataset_test_split: str = option("test", "Split that is held-out data.")
+    dataset_streaming: bool = option(False, "Read rows when they are needed; needs max_steps.")
     datasets: list[dict] = field(
         default_factory=list,
         metadata={
@@ -110,39 +110,27 @@ class DataArguments:
             "name, split, data_files, fraction, ...) image_folder and columns. Fractions are shares of the mixture."
         },
     )
-    image_folder: str | None = field(
-        default=None,
-        metadata={"help": "Folder or .zip file that image paths start from. Default: the data file's folder."},
+    image_folder: str | None = option(
+        None, "Folder or .zip file that image paths start from. Default: the data file's folder."
     )
-    columns: dict | str | list | None = field(
-        default=None,
-        metadata={
-            "help": "Names of your own: image=image_path,answer=caption reads the column image from the data's column "
-            "image_path. In YAML also a mapping, or a list of the columns to read."
-        },
+    columns: dict | str | list | None = option(
+        None,
+        "Names of your own: image=image_path,answer=caption reads the column image from the data's column image_path. "
+        "In YAML also a mapping, or a list of the columns to read.",
     )
-    eval_dataset_name: str | None = field(
-        default=None, metadata={"help": "Held-out data, in the forms of dataset_name. Default: its test split."}
+    eval_dataset_name: str | None = option(
+        None, "Held-out data, in the forms of dataset_name. Default: its test split."
     )
-    test_split_size: float | None = field(
-        default=None, metadata={"help": "Share of the training rows to hold out in place of a test split."}
+    test_split_size: float | None = option(None, "Share of the training rows to hold out in place of a test split.")
+    bad_rows: Literal["stop", "skip"] = option(
+        "stop", "At a row that cannot be trained on: stop with its number and the reason, or skip it."
     )
-    bad_rows: Literal["stop", "skip"] = field(
-        default="stop",
-        metadata={"help": "At a row that cannot be trained on: stop with its number and the reason, or skip it."},
-    )
-    check_images: bool = field(
-        default=False, metadata={"help": "Decode every image before training, not when it is used."}
-    )
-    max_image_pixels: int = field(
-        default=89_478_485, metadata={"help": "Images with more pixels are bad rows. Default: Pillow's own limit."}
-    )
-    shuffle_buffer_size: int = field(
-        default=1000, metadata={"help": "Rows in the shuffle buffer of a streamed data set."}
-    )
+    check_images: bool = option(False, "Decode every image before training, not when it is used.")
+    max_image_pixels: int = option(89_478_485, "Images with more pixels are bad rows. Default: Pillow's own limit.")
+    shuffle_buffer_size: int = option(1000, "Rows in the shuffle buffer of a streamed data set.")
 
     def __post_init__(self):
-        check_choice(self, "bad_rows", ("stop", "skip"))
+        check_choices(self)
         if bool(self.dataset_name) == bool(self.datasets):
             both = "not both" if self.dataset_name else "to say what to train on"
             raise ValueError(f"Give dataset_name (one data set) or datasets (a mixture), {both}.")
@@ -198,8 +186,10 @@ def each_of(sources: Iterable[Any], made: Callable[[Any], Any]) -> list[Any]:
     return results
 
 
-def check_choice(options: Any, name: str, choices: tuple) -> None:
-    """Raises ValueError if an option is not one of its choices: argparse does not check values from YAML."""
-    if (value := getattr(options, name)) not in choices:
-        named = ", ".join(repr(choice) for choice in choices if choice is not None)
-        raise ValueError(f"{name} must be one of {named}, got {value!r}.")
+def check_choices(options: Any) -> None:
+    """Raises ValueError if an option is none of its `Literal`'s values: argparse does not check those from YAML."""
+    for name, kind in get_type_hints(type(options)).items():
+        values = [value for each in (kind, *get_args(kind)) if get_origin(each) is Literal for value in get_args(each)]
+        value = getattr(options, name)
+        if values and value not in values and (value is not None or type(None) not in get_args(kind)):
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}.")

@@ -5,6 +5,7 @@ from dataclasses import MISSING, fields
 
 from paths import DOCS
 
+from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.train.options.fields import REFUSED, ModelOptions, TrainingOptions
 
 
@@ -26,7 +27,7 @@ def shown(default) -> str:
 
 def page_from_fields(page: str) -> str:
     """The page with its tables of options made again."""
-    known = [each for options in (ModelOptions, TrainingOptions) for each in fields(options)]
+    known = [each for options in (ModelOptions, DataArguments, TrainingOptions) for each in fields(options)]
     used = [each for each in known if not each.metadata["help"].startswith(REFUSED)]
     refused = sorted((each for each in known if each not in used), key=lambda each: each.name)
     made = {

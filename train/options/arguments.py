@@ -11,10 +11,9 @@ from accelerate import DeepSpeedPlugin
 from transformers import SchedulerType
 from trl import ModelConfig, SFTConfig
 
-from ...assembly.build import ARMS
 from ...checkpoint.limits import cores
 from ...checkpoint.precision import half_precision_pays
-from ...data.sources.arguments import check_choice
+from ...data.sources.arguments import check_choices
 from ..keeping.resume import began_in_bfloat16
 from .fields import ModelOptions, TrainingOptions, check_refused
 
@@ -76,8 +75,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
     """
 
     def __post_init__(self):
-        for name, values in (("stage", (*STAGES, None)), ("arm", (*ARMS, None)), ("bad_steps", ("stop", "skip"))):
-            check_choice(self, name, values)
+        check_choices(self)
         self.learning_rate_is_given = self.learning_rate is not None
         if self.tokens_per_device:
             self.per_device_train_batch_size = 1  # in whose place it is

@@ -6,17 +6,14 @@ The field of an option has its help, its choices and why it is refused; --help, 
 from that. Nothing here imports TRL, which takes seconds.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
+
+from ...data.sources.arguments import option
 
 
 REFUSED = "Refused: "
 """How the help of an option begins that would do nothing here, or harm; the reason follows."""
-
-
-def option(default: Any, help: str, **others: Any) -> Any:
-    """A field of a dataclass of options, with its default, its help, and what else argparse takes."""
-    return field(default=default, metadata={"help": help, **others})
 
 
 def flag(help: str) -> Any:
