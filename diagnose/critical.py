@@ -19,7 +19,6 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..assembly.gain import embedding_statistics
-from ..checkpoint.opening import open_checkpoint
 from .load import find, load
 from .measure.depth import DepthProbe
 from .measure.families import decoder_layers, find_parts
@@ -112,14 +111,13 @@ def updates_of(model: str, revision: str | None = None) -> Updates:
     Without a GPU the layers of a language model are read one after another, and its head is not read.
     """
     found = find(model, revision)
-    if found.config is None:
+    if (opened := found.opened) is None:
         raise ValueError(f"{model} is a file of weights. --critical runs the model: name its folder with safetensors.")
     if found.kind == "vision encoder":
         raise ValueError(f"{found.name} is a vision encoder. --critical measures a language model's layers.")
     n_text = embedding_statistics(found.source, top=0, revision=found.revision).n_text
     if found.processor is not None:
         return measure_updates(find_parts(load(found)).decoder, found.processor.tokenizer, n_text)
-    opened = open_checkpoint(found.source, found.revision)
     device_map: Any = "auto" if torch.cuda.is_available() else {"": "disk"}
     with tempfile.TemporaryDirectory() as folder:
         language = opened.load(AutoModelForCausalLM, device_map=device_map, offload_folder=folder).eval()

@@ -49,7 +49,7 @@ class Found:
         processor, image_processor: Of a vision-language model; of a vision encoder.
         cls: Class that loads it; None for a language model, of which only the embedding tensor is read.
         config: Configuration; None for a single file or a GGUF folder.
-        remote: Whether it runs code from the checkpoint.
+        opened: The checkpoint; None for a single file or a GGUF folder.
     """
 
     kind: Kind
@@ -60,7 +60,7 @@ class Found:
     image_processor: BaseImageProcessor | None = None
     cls: Any = None
     config: PreTrainedConfig | None = None
-    remote: bool = False
+    opened: Checkpoint | None = None
 
 
 def find(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Found:
@@ -87,7 +87,7 @@ def find(model: str, revision: str | None = None, *, trust_remote_code: bool = F
     opened = replace(opened, trust_remote_code=bool(remote))
     with tower_alone():
         kind, cls, config = _kind(name, opened.config, remote)
-    found = Found(kind, name, opened.name, opened.revision, cls=cls, config=config, remote=bool(remote))
+    found = Found(kind, name, opened.name, opened.revision, cls=cls, config=config, opened=opened)
     if kind == "language model":
         return found
     if kind == "vision encoder":
@@ -112,9 +112,9 @@ def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool 
             only emulates it.
         load_in_4bit: Quantize to 4 bits with bitsandbytes while loading.
     """
-    opened = Checkpoint(found.source, found.revision, {}, found.remote)
+    assert found.opened is not None
     with tower_alone():
-        return opened.load(
+        return found.opened.load(
             found.cls,
             dtype_to_load(torch_dtype(dtype), found.config),
             config=found.config,

@@ -16,7 +16,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from ..data.rows.checks import check_images_are_read, checked_rows, stopped
+from ..data.rows.checks import check_images_are_read, parse_rows, stopped
 from ..data.rows.forms import MARKER
 from ..data.rows.images import decode_image, image_problem, short, stored_bytes
 from ..data.rows.parse import DroppedRow
@@ -46,7 +46,7 @@ def own_task(data: str, *, image_folder: str | None = None, columns: str | None 
     """
     source = DataSource.named(data, image_folder=image_folder, columns=columns)
     opened = open_source(source, streaming=False)
-    rows = checked_rows(opened, opened.rules, None)
+    rows = parse_rows(opened, opened.rules, None)
     documents: list[dict[str, Any]] = []
     bad = []
     for number, row in enumerate(rows):

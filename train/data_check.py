@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.opening import open_checkpoint
-from ..data.rows.checks import check_images_are_read, checked_rows, image_files, stopped, warn_of_captions
+from ..data.rows.checks import check_images_are_read, image_files, parse_rows, stopped, warn_of_captions
 from ..data.rows.images import image_problem
 from ..data.rows.parse import DroppedRow
 from ..data.sources.arguments import DataArguments, DataSource
@@ -85,7 +85,7 @@ def check_data(source: DataSource, model: str | None = None, check_images: bool 
         collator = ConversationCollator(checkpoint.processor)
     opened, check = open_source(source, streaming=False), DataCheck(lengths=[] if collator else None)
     found, unread, example = iter(opened), Counter[str](), None
-    chunks = iter(lambda: checked_rows(islice(found, CHUNK), opened.rules, collator and collator.processor), [])
+    chunks = iter(lambda: parse_rows(islice(found, CHUNK), opened.rules, collator and collator.processor), [])
     for row in track(chain.from_iterable(chunks), "Checking rows", console=Console(stderr=True), transient=True):
         check.rows += 1
         # Of rows that may be shown, images are decoded too.

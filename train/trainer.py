@@ -79,10 +79,11 @@ OVERRIDDEN = (
     "_run_epoch",
     "_save_checkpoint",
     "_save_rng_state",
+    "_total_train_tokens",
 )
-"""The Trainer's private methods that are overridden here and in [`PushingTrainer`]."""
+"""What is private in the Trainer and overridden here and in [`PushingTrainer`]."""
 
-if renamed := set(OVERRIDDEN) - set(dir(SFTTrainer)):
+if renamed := set(OVERRIDDEN) - {*dir(SFTTrainer), *SFTTrainer.__init__.__code__.co_names}:
     raise ImportError(f"TRL's SFTTrainer has no {', '.join(sorted(renamed))} any more. Install an older transformers.")
 
 
@@ -107,7 +108,7 @@ class NormAlignTrainer(PushingTrainer):
         peft_config: A `LoraConfig`. Adapters are limited to the language model; projector and norm are trained in full
             and saved with them, and so is the vision tower if it has a learning rate.
         formatting_func: Refused, since it turns rows into text.
-        report: How many rows were used and dropped, if rows are canonical already.
+        report: How many rows were used and dropped, if rows are parsed already.
         options: More dataclasses of options, to be kept in `training.json`.
 
     Attributes:

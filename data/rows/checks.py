@@ -55,7 +55,7 @@ class Checks:
         return DroppedRow(row["source"], row["row"], row["file"], reason, row["length"])
 
 
-def checked_rows(
+def parse_rows(
     found: Iterable[tuple[str, int, Any]], rules: ImageRules, processor: LlavaProcessor | None
 ) -> list[dict]:
     """Rows in parsed form, each as stored (`raw`) and with its facts; one that cannot be trained on has a `reason`.
@@ -124,7 +124,7 @@ def has_images(source: Source, checks: Checks) -> bool:
 
 def _valid(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
     found = iter(source)
-    rows = iter(lambda: checked_rows(islice(found, _CHUNK), source.rules, checks.processor), [])
+    rows = iter(lambda: parse_rows(islice(found, _CHUNK), source.rules, checks.processor), [])
     for row in chain.from_iterable(rows):
         dropped = checks.too_long(row)
         problem = (row["file"], row["reason"]) if row["reason"] else None

@@ -23,8 +23,8 @@ from ..rows import checks, forms, images, parse
 from ..rows.checks import (
     Checks,
     check_images_are_read,
-    checked_rows,
     image_problems,
+    parse_rows,
     stopped,
     tokens_per_image,
     warn_of_captions,
@@ -189,7 +189,7 @@ def _facts(chunk: dict[str, list], data: Source, processor: LlavaProcessor) -> d
     collects = gc.isenabled()
     gc.disable()  # so many new objects would have it go through all others of the process, again and again
     try:
-        rows = checked_rows(((name, number, raw) for number, raw in enumerate(raws, start)), data.rules, processor)
+        rows = parse_rows(((name, number, raw) for number, raw in enumerate(raws, start)), data.rules, processor)
     finally:
         if collects:
             gc.enable()

@@ -6,6 +6,7 @@ This file is also the script of that process, so it imports nothing of the packa
 """
 
 import errno
+import faulthandler
 import json
 import os
 import subprocess
@@ -19,6 +20,9 @@ from typing import Any
 
 TOLERANCE = 1e-5
 """How far logits of the same weights may differ, as a share of the largest."""
+
+TIME_LIMIT = 1800
+"""Seconds for the answers, once the model is loaded; a chat template may run without end."""
 
 QUESTION = "What is in the image?"
 
@@ -58,8 +62,8 @@ def ask_clean_process(
         asked: Further conversations to answer, each up to the user's turn; images as paths.
 
     Raises:
-        ValueError: The checkpoint does not load, or its results are wrong; the message ends with the output of the
-            process, without the token.
+        ValueError: The checkpoint does not load, its results are wrong, or it takes longer than `TIME_LIMIT`; the
+            message ends with the output of the process, without the token.
         OSError: The temporary folder has no room.
     """
     request = {
@@ -68,6 +72,7 @@ def ask_clean_process(
         "base": base,
         "base_revision": base_revision,
         "asked": list(asked),
+        "time_limit": TIME_LIMIT,
     }
     # Settings of the Hub's client on this machine, which others do not have.
     own = ("TOKEN", "CACHE", "OFFLINE")
@@ -116,9 +121,10 @@ def main(request: Path, reply: Path) -> None:
 
     logging.disable_progress_bar()
     content = json.loads(request.read_text(encoding="utf-8"))
-    asked = content.pop("asked")
+    asked, time_limit = content.pop("asked"), content.pop("time_limit")
     with torch.inference_mode():
         model, processor = _load(**content)
+        faulthandler.dump_traceback_later(time_limit, exit=True)
         answer = _answer(model, processor, asked)
     reply.write_text(json.dumps(asdict(answer)), encoding="utf-8")
 

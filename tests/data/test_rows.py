@@ -1,4 +1,4 @@
-"""Rows of every format become canonical; each kind of bad row has its reason."""
+"""Rows of every format are parsed; each kind of bad row has its reason."""
 
 import pickle
 
