@@ -132,8 +132,8 @@ def forgotten(evaluations: Iterable[Evaluation], checkpoint: Path | None = None)
             )
         if not before and checkpoint and (checkpoint / TRAINING_RECORD).is_file():
             return (
-                "Whether it forgot text in training is not known: evaluate what it was trained from, beside it, on "
-                f"{TEXTS[0]}, then run this again."
+                "Whether it forgot text in training is not known: evaluate the model that it was trained from on "
+                f"{TEXTS[0]}, in the folder next to it, then run this again."
             )
     return None
 

@@ -164,8 +164,8 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
     with journal.step("diagnose"):
         pages = [diagnose_once(model, OURS, plain, BASELINE, settings.diagnosed)]
         if full_baseline:
-            ours, theirs = (f"{name}-stage1" for name in (OURS, BASELINE))
-            pages.append(diagnose_once(stage1, ours, plain_stage1, theirs, settings.diagnosed))
+            name, plain_name = f"{OURS}-stage1", f"{BASELINE}-stage1"
+            pages.append(diagnose_once(stage1, name, plain_stage1, plain_name, settings.diagnosed))
 
     results = {
         "before": {key: before[key] for key in ("accuracy", "blank", "count")},

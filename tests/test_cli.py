@@ -116,7 +116,7 @@ def test_the_package_has_all_that_it_names(prepared):
     assert prepared.run(["-c", code]).returncode == 0
 
 
-def test_a_bar_in_a_file_is_no_more_than_a_line_a_minute():
+def test_a_bar_in_a_file_is_a_line_a_minute_at_most():
     code = "import time, normalign_llava.cli, tqdm\nfor _ in tqdm.tqdm(range(20)): time.sleep(0.05)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     shown = [line.split("|")[0].strip() for line in done.stderr.split("\n") if line]

@@ -60,9 +60,9 @@ def alignment(facts: Facts) -> Markup:
     ]
     measured = [
         ("Norm of visual tokens as they enter", lambda each: _moments(each["interface"].get("visual"))),
-        ("Norm of the text tokens beside them", lambda each: _moments(each["interface"].get("text"))),
+        ("Norm of text tokens in the same data", lambda each: _moments(each["interface"].get("text"))),
         ("Norm, visual over N_text", lambda each: number(each["interface"].get("ratio"), 3)),
-        ("Norm, visual over the text beside it", lambda each: number(each["interface"].get("ratio_data"), 3)),
+        ("Norm, visual over text in the same data", lambda each: number(each["interface"].get("ratio_data"), 3)),
         ("Rotation by layer, visual over text", lambda each: _asymmetry(each.get("depth"))),
     ]
     if reports:
@@ -115,7 +115,7 @@ def limits(facts: Facts) -> list[str]:
             "images they may differ."
         )
     if baseline is None and report.get("norm") not in (None, "none"):
-        found.append("No baseline without the norm was measured beside it: what the norm changed is not shown.")
+        found.append("No baseline without the norm was measured with it: what the norm changed is not shown.")
     return [*found, *(f"Not measured: {sentence}" for sentence in report.get("left_out", ()))]
 
 

@@ -160,7 +160,7 @@ def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = 
 
 
 def refresh_card(checkpoint: Path) -> None:
-    """Renders a card of ours again: in a merged checkpoint it is still the adapter's or the base's."""
+    """Renders the card again, if this package wrote it: a merged checkpoint still has the adapter's or the base's."""
     if is_ours(card_in(checkpoint) or ""):
         write_card(checkpoint)
 

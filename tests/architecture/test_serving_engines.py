@@ -103,7 +103,7 @@ def test_an_engine_finds_the_classes_and_their_parts(engine):
     assert {f"language_model.layers.*.{name}" for name in ("self_attn.q_proj", "mlp.down_proj")} <= {*engine["plan"]}
 
 
-def test_an_engine_s_attention_is_called_for_each_decoder_layer_and_no_other(checkpoint, engine):
+def test_an_engine_s_attention_is_called_for_decoder_layers_alone(checkpoint, engine):
     layers = AutoConfig.from_pretrained(checkpoint).text_config.num_hidden_layers
     assert engine["calls"] == [[layer, True, "a batch", "float"] for layer in range(layers)]
 

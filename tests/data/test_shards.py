@@ -98,7 +98,7 @@ def test_names_and_links_in_a_shard_reach_nothing_outside(tmp_path):
         both(path)
 
 
-def test_a_broken_text_is_a_bad_row_and_a_broken_shard_is_named(tmp_path):
+def test_broken_text_is_a_bad_row_and_a_broken_shard_is_named(tmp_path):
     path = shard(tmp_path / "rows.tar", {"0.json": "{", "1.json": [1], "2.json": b"\xff", "3.json": llava("Q", "A")})
     with pytest.raises(
         ValueError, match=r"row 0: .* not valid JSON(.|\n)*row 1: a row must be a(.|\n)*row 2: .* not v"
@@ -130,7 +130,7 @@ def test_a_file_in_a_shard_fills_no_memory(tmp_path, monkeypatch):
         decode_image(row["images"][0], 10**6)
 
 
-def test_images_of_a_shard_are_not_copied_and_may_have_other_ones_beside(tmp_path):
+def test_a_shard_s_images_are_not_copied_and_may_have_neighbours(tmp_path):
     drawn = image_bytes("red")
     files = {"0.png": drawn, "0.txt": "A", "1.json": llava("<image>Q", "B", "blue.png")}
     path = shard(tmp_path / "data" / "rows.tar", files)

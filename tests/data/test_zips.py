@@ -128,7 +128,7 @@ def test_a_zip_file_may_begin_anywhere_and_be_large(tmp_path, place):
         assert zips.read_entry(f"zip://{name}::{tmp_path / 'images.zip'}").decode() == name
 
 
-def test_data_before_a_zip_file_and_a_new_version_of_it_are_read(archive):
+def test_a_zip_file_after_other_data_and_its_new_version_are_read(archive):
     whole = archive.read_bytes()
     archive.write_bytes(b"#!/bin/sh\n" + whole)
     assert zips.read_entry(f"zip://sub/red.png::{archive}") == image_bytes("red")

@@ -74,7 +74,7 @@ def test_every_number_appears(tmp_path):
     assert "transformers 5.23.0 Data set easy-VQA at 1a2b3c" in page.text
 
 
-def test_the_page_loads_and_links_to_nothing_outside_and_runs_no_text_of_data(tmp_path):
+def test_the_page_loads_nothing_from_outside_and_runs_no_text_of_data(tmp_path):
     page = written(tmp_path, *hostile())
     assert not {"script", "iframe"} & set(page.tags) and page.tags.count("img") == 2
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]

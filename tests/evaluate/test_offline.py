@@ -184,7 +184,7 @@ def test_a_trained_checkpoint_is_held_against_its_base(checkpoint, tmp_path):
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     (model / "training.json").write_text(json.dumps({"options": {"model_name_or_path": "base"}}))
     unknown, before, done = (evaluate(str(each), tasks=[OFFLINE[5]], limit=1) for each in (model, base, model))
-    assert "not known: evaluate what it was trained from, beside it, on offline_perplexity" in unknown.note
+    assert "not known: evaluate the model that it was trained from on offline_perplexity" in unknown.note
     (was, _), (bits, _) = before.results[0].metrics, done.results[0].metrics
     assert read_evaluations(model) == done.results and bits.references == {"before training": was.value}
     rise = f"rose from {was.value:.2f} to {bits.value:.2f}, by {bits.value / was.value - 1:.0%}."

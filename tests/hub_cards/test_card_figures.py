@@ -50,9 +50,9 @@ def test_measured_alignment(full):
         "Gain now, mean magnitude": ["0.2500", "0.04000"],
         "Bias now, mean magnitude (0 at the start)": ["0.50", "0.015"],
         "Norm of visual tokens as they enter": ["1.10 (σ 0.021)", "40.0 (σ 0.021)"],
-        "Norm of the text tokens beside them": [text, text],
+        "Norm of text tokens in the same data": [text, text],
         "Norm, visual over N_text": ["1.02", "37.0"],
-        "Norm, visual over the text beside it": ["0.893", "32.4"],
+        "Norm, visual over text in the same data": ["0.893", "32.4"],
     }
 
 

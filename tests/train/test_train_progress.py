@@ -28,7 +28,7 @@ def test_a_line_for_each_logged_step_says_what_was_logged(tmp_path, checkpoint, 
     logged = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
     held_out = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     first, *rest, last = capsys.readouterr().out.splitlines()
-    assert first.split() == ["step", *COLUMNS, "left"]
+    assert first.split() == ["step", *COLUMNS, "time", "left"]
     assert [row.split()[0] for row in rest] == ["2/4", "2/4", "4/4", "4/4"]
     for row, loss in zip(rest[1::2], held_out, strict=True):
         assert row.split()[1:] == ["eval_loss", f"{loss:.4g}"]

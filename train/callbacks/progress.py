@@ -55,7 +55,7 @@ class ProgressLines(TrainerCallback):
         if self._began is None:
             self._began = time.perf_counter()
             names = (f"{name:>{width}}" for name, (_, width, _) in COLUMNS.items())
-            _print(state, " ".join([f"{'step':>{_width(state)}}", *names, f"{'left':>9}"]))
+            _print(state, " ".join([f"{'step':>{_width(state)}}", *names, f"{'time left':>9}"]))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Prints the line, with `-` for what was not measured."""
