@@ -3,13 +3,13 @@
 """What the trainer does with its arguments first: options, model, processor, data, optimizer."""
 
 import copy
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch import nn
 from torch.optim import Optimizer
 from transformers import AutoProcessor, BitsAndBytesConfig, DataCollator, LlavaProcessor, TrainingArguments
@@ -23,11 +23,76 @@ from ..data.sources.mixtures import prepare_rows
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .batches.collator import ConversationCollator
 from .command import NO_MODEL
+from .modules.adapter import language_adapter
 from .modules.model import MODULES, arm_of, check_architecture, load_model, module_of, projector_norm
 from .options.arguments import NormAlignConfig
+from .options.parsing import accumulation_steps
 
 
 logger = get_logger(__name__)  # logs in one process only
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The arguments of a trainer, checked and complete.
+
+    Attributes:
+        learning_rates: Peak learning rate of each module, with its origin.
+        commit: Of a model from the Hub.
+    """
+
+    model: NormAlignLlavaForConditionalGeneration
+    collator: DataCollator
+    train_dataset: Dataset | IterableDataset
+    eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None
+    processor: LlavaProcessor
+    peft_config: PeftConfig | None
+    learning_rates: dict[str, tuple[float, str]]
+    report: DataReport
+    commit: str | None
+
+
+def prepare(
+    model: Any,
+    args: NormAlignConfig,
+    collator: DataCollator | None,
+    processor: Any,
+    quantization_config: BitsAndBytesConfig | None,
+    peft_config: PeftConfig | None,
+    optimizer: Optimizer | None,
+    optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None,
+    *,
+    data: tuple[Any, Any, DataReport | None],
+    compares_rows: bool,
+) -> Prepared:
+    """Checks the arguments of [`NormAlignTrainer`], loads what they name, and completes `args` in place."""
+    if peft_config is not None and optimizer is not None:
+        raise ValueError("optimizers cannot hold adapters that are created later. Give optimizer_cls_and_kwargs.")
+    if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
+        args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
+    check_machine(args, model)
+    args.gradient_accumulation_steps = accumulation_steps(args)
+    model, commit = trained_model(model, args, quantization_config)
+    explained = explained_learning_rates(args, model, optimizer, peft_config is not None)
+    rates = {module: value for module, (value, _) in explained.items()}
+    # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
+    args.learning_rate = next((rates[module] for module in MODULES if rates[module]), args.learning_rate)
+    if peft_config is not None:
+        peft_config = language_adapter(peft_config, model, rates, commit)
+    processor = model_processor(processor, model, commit)
+    collator = collator or ConversationCollator(
+        processor, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free
+    )
+    check_collator(collator, args, compares_rows)
+    train_dataset, eval_dataset, report = data
+    if report is None:
+        need_images = args.stage == "align" or not rates["language"]
+        train_dataset, eval_dataset, report = checked_datasets(*data[:2], collator, args, need_images)
+    if isinstance(train_dataset, IterableDataset):
+        prepare_stream(args)
+    # TRL does so for a stream of training rows alone; held-out rows may be one too.
+    args.accelerator_config.dispatch_batches = False
+    return Prepared(model, collator, train_dataset, eval_dataset, processor, peft_config, explained, report, commit)
 
 
 def check_machine(args: NormAlignConfig, model: Any) -> None:

@@ -51,23 +51,12 @@ from .keeping.checkpoints import writing_checkpoint
 from .keeping.record import training_record
 from .keeping.summary import summary
 from .memory import MemoryEstimate, estimate_memory
-from .modules.adapter import language_adapter, train_in_float32
+from .modules.adapter import train_in_float32
 from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
 from .modules.model import MODULES, base_model, eval_frozen, freeze, module_of
 from .modules.sharding import fill_gradients, name_as_unsharded, name_fsdp_units
 from .options.arguments import keep_float32
-from .options.parsing import accumulation_steps
-from .prepare import (
-    check_collator,
-    check_machine,
-    checked_datasets,
-    checked_rows,
-    explained_learning_rates,
-    model_processor,
-    normalign_config,
-    prepare_stream,
-    trained_model,
-)
+from .prepare import Prepared, checked_rows, normalign_config, prepare
 from .push import PushingTrainer
 
 
@@ -144,58 +133,50 @@ class NormAlignTrainer(PushingTrainer):
     ):
         if formatting_func is not None:
             raise ValueError("formatting_func turns rows into text, without images. Give rows with messages instead.")
-        if peft_config is not None and optimizers[0] is not None:
-            raise ValueError("optimizers cannot hold adapters that are created later. Give optimizer_cls_and_kwargs.")
         args = normalign_config(args, model)
-        if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
-            args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
         suite = [SuiteCallback(args, self.log)] if args.eval_suite else []
-        check_machine(args, model)
-        args.gradient_accumulation_steps = accumulation_steps(args)
-        model, commit = trained_model(model, args, quantization_config)
-        explained = explained_learning_rates(args, model, optimizers[0], peft_config is not None)
-        rates = self.learning_rates = {module: value for module, (value, _) in explained.items()}
-        # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
-        args.learning_rate = next((rates[module] for module in MODULES if rates[module]), args.learning_rate)
-        if peft_config is not None:
-            peft_config = language_adapter(peft_config, model, rates, commit)
-        processor = model_processor(processing_class, model, commit)
-        collator = data_collator or ConversationCollator(
-            processor, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free
+        ready = prepare(
+            model,
+            args,
+            data_collator,
+            processing_class,
+            quantization_config,
+            peft_config,
+            optimizers[0],
+            optimizer_cls_and_kwargs,
+            data=(train_dataset, eval_dataset, report),
+            compares_rows=compute_metrics is not None,
         )
-        check_collator(collator, args, compute_metrics is not None)
-        if report is None:
-            need_images = args.stage == "align" or not rates["language"]
-            data = train_dataset, eval_dataset
-            train_dataset, eval_dataset, report = checked_datasets(*data, collator, args, need_images)
-        if isinstance(train_dataset, IterableDataset):
-            prepare_stream(args)
-        # TRL does so for a stream of training rows alone; held-out rows may be one too.
-        args.accelerator_config.dispatch_batches = False
-        self.record = training_record(model, commit, args, rates, report, options)
-        self.build = read_beside(model.name_or_path, BUILD_RECORD, commit)
+        self.learning_rates = {module: value for module, (value, _) in ready.learning_rates.items()}
+        self.record = training_record(ready.model, ready.commit, args, self.learning_rates, ready.report, options)
+        self.build = read_beside(ready.model.name_or_path, BUILD_RECORD, ready.commit)
         self.measurements, self.data_wait = Measurements(args), DataWait()
         # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
         with patch.multiple(args, padding_free=False, packing=False, model_init_kwargs=None):
             super().__init__(
-                model,
+                ready.model,
                 args,
-                collator,
-                train_dataset,
-                eval_dataset,
-                processor,
+                ready.collator,
+                ready.train_dataset,
+                ready.eval_dataset,
+                ready.processor,
                 compute_loss_func=compute_loss_func,
                 compute_metrics=compute_metrics,
                 callbacks=[self.measurements, self.data_wait, *suite, *(callbacks or [])],
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-                peft_config=peft_config,
+                peft_config=ready.peft_config,
             )
+        self._finish(ready)
+
+    def _finish(self, ready: Prepared) -> None:
+        """What is shown, recorded and measured."""
         self._finish_model()
         show_lines(self)
+        args, rows = self.args, self.get_total_train_batch_size(self.args)
         steps = self.set_initial_training_values(args, self.get_train_dataloader())[-1]
-        self.facts = summary(self.model, args, explained, report, self.get_total_train_batch_size(args), steps)
+        self.facts = summary(self.model, args, ready.learning_rates, ready.report, rows, steps)
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
         self._add_samples_and_probe()
 

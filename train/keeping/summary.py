@@ -149,9 +149,7 @@ def _facts_table(facts: dict[str, Any]) -> Table:
     for name, value in {
         "Tokens per image": f"{facts['tokens_per_image']:,}",
         "Batch": f"{batch['rows']:,} rows {divided}",
-        "Reading": f"by {batch['workers']:,} process(es) for each"
-        if batch["workers"]
-        else "in the same process",
+        "Reading": f"by {batch['workers']:,} process(es) for each" if batch["workers"] else "in the same process",
         "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up; {facts['schedule']} schedule",
         "Optimizer": facts["optimizer"],
         "Precision": f"{facts['autocast']} autocast" if facts["autocast"] else "that of the weights",
