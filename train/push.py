@@ -39,15 +39,15 @@ class PushingTrainer(SFTTrainer):
     push_in_progress: PushInProgress | None
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Creates the repository, and checks token and cards before training; the Trainer would find out after it."""
+        """Checks token and cards before it creates the repository; the Trainer would find out after training."""
         if not self.is_world_process_zero():
             return
         output = Path(self.args.output_dir)
         remove_unfinished(output / STAGING)
         token = (token or self.args.hub_token or "").strip() or None
+        check_hub(output, self.args.hub_model_id, token, self.args.hub_revision)
         with hub_errors("Creating the repository", "Nothing was trained."):
             super().init_hf_repo(token=token, private=private)
-        check_hub(output, self.hub_model_id, token, self.args.hub_revision)
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Writes our card into `output_dir`, if there is a model; text written by hand is kept. Arguments are ignored.

@@ -45,6 +45,7 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
         (["--device_memory", "24"], "24 is not in a valid format"),
         (["--global_batch_size", "3"], "3 is not a multiple"),
         (["--push_to_hub"], "There is no token to publish with"),
+        (["--dry_run", "false", "--push_to_hub"], "There is no token to publish with"),
     ],
 )
 def test_a_dry_run_finds_what_stops_training(tmp_path, parts, words, message):
