@@ -37,7 +37,7 @@ def remedy(trainer: "NormAlignTrainer", make: Callable[[list[str]], "NormAlignTr
     if not args.packing and (rows := _most_rows(trainer)):
         return f"Would fit: --per_device_train_batch_size {rows}, the largest that does."
     checkpointing = [] if args.gradient_checkpointing else ["--gradient_checkpointing", "true"]
-    adapters, smaller = [], []
+    adapters, smaller, tried = [], [], []
     if not trainer.learning_rates["language"]:
         smaller = ["--dtype", "bfloat16"]
     elif not getattr(base_model(trainer.model), "is_loaded_in_4bit", False):
@@ -50,11 +50,12 @@ def remedy(trainer: "NormAlignTrainer", make: Callable[[list[str]], "NormAlignTr
         with suppress(ValueError, NameError):  # options that do not go together; 4 bits without bitsandbytes
             if (estimate := make(words).estimate_memory()).fits:
                 return f"Would fit: {' '.join(words)}. {estimate.verdict}"
+            tried = words
     for words in (one, [*every, *one]):
         with suppress(ValueError, NameError):
             if shorter := _max_length(make(words)):
                 return f"Would fit: {' '.join([*words, shorter])}."
-    return "Nothing that was tried fits: a smaller batch, gradient checkpointing, 4 bits, fewer tokens."
+    return f"Nothing that was tried fits, not even fewer tokens with {' '.join(tried) or 'these options'}."
 
 
 def largest_batch(trainer: "NormAlignTrainer", rows: int | None = None, limit: int | None = None) -> dict[str, Any]:
@@ -112,9 +113,8 @@ def _max_length(trainer: "NormAlignTrainer") -> str:
     streamed = isinstance(data, IterableDataset) or "length" not in data.column_names
     lengths = range(64, longest + 1, 64) if streamed else data.with_format(None)["length"][:]
     values = sorted({*lengths})[:-1]
-    if not (
-        limit := _largest(values, lambda value: estimate_memory(trainer, largest_batch(trainer, None, value)).fits)
-    ):
+    limit = _largest(values, lambda value: estimate_memory(trainer, largest_batch(trainer, None, value)).fits)
+    if not limit:
         return ""
     dropped = "" if streamed else f" (drops {sum(length > limit for length in lengths):,} of {len(lengths):,} rows)"
     return f"--max_length {limit}{dropped}"

@@ -34,15 +34,18 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
     shown = " ".join(done.output.split())
     assert "Without gradient checkpointing: " in shown
     assert "logits and loss" in shown and "of the 24.0 GiB of device_memory (1.0 GiB are kept free)." in shown
-    done = CliRunner().invoke(app, ["train", file, "--dry_run", "--device_memory", "1GiB"])
-    assert done.exit_code == 1 and "Does not fit" in done.output and "Nothing that was tried fits" in done.output
+    done = CliRunner().invoke(app, ["train", file, "--dry_run", "--device_memory", "1GiB", "--stage", "align"])
+    assert done.exit_code == 1 and "Does not fit" in done.output
+    tried = "--dtype bfloat16 --per_device_train_batch_size 1."
+    assert f"Nothing that was tried fits, not even fewer tokens with {tried}" in " ".join(done.output.split())
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device_memory", "24"], "24 is not in a valid format"),
+        (["--device_memory", "24"], "--device_memory must have a unit, as 24GiB has, got 24"),
+        (["--dry_run", "false", "--device_memory", "24GiB"], "--device_memory is for a dry run"),
         (["--global_batch_size", "3"], "3 is not a multiple"),
         (["--push_to_hub"], "There is no token to publish with"),
         (["--dry_run", "false", "--push_to_hub"], "There is no token to publish with"),
@@ -170,4 +173,4 @@ def test_if_no_batch_fits_the_smallest_change_is_named(checkpoint, tmp_path):
     adapters = ["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "bfloat16"]
     shortened = answer(checkpointed - 1000, "--gradient_checkpointing", "true", *adapters)
     assert shortened.startswith("Would fit: --max_length ") and "(drops 3 of 16 rows)" in shortened
-    assert answer(1, "--gradient_checkpointing", "true", *adapters).startswith("Nothing that was tried fits")
+    assert answer(1, "--gradient_checkpointing", "true", *adapters).endswith("with these options.")

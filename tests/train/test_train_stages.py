@@ -66,9 +66,10 @@ def test_under_tune_adapters_have_learning_rates_of_their_own(tmp_path):
         (dict(arm="foo"), "arm must be one of 'none', 'unit', 'aligned', 'gwc', got 'foo'"),
         (dict(stage="align", learning_rate=0), "nothing would be trained"),
         (dict(global_batch_size=-4), "global_batch_size must be at least 1, got -4"),
-        (dict(norm_learning_rate=-1), "norm_learning_rate must not be negative, got -1"),
+        (dict(norm_learning_rate=-1), "norm_learning_rate must be at least 0, got -1"),
+        (dict(max_steps=0), "max_steps is 0, which would train for all epochs. Give 1 or more, or leave it out"),
         (dict(test_split_size=2), "between 0 and 1, got 2"),
-        (dict(test_split_size=0.1), "test_split_size names rows to evaluate on, and eval_strategy is 'no'"),
+        (dict(test_split_size=0.1), "test_split_size needs eval_strategy steps or epoch. Set that, or leave"),
         (dict(lora_r=4), "lora_r: adapters are trained with use_peft alone"),
         (dict(auto_find_batch_size=True), "auto_find_batch_size cannot be used here: .*global batch"),
         (dict(dataset_name=None, datasets=["a.json"]), "is a mapping with path"),
@@ -97,6 +98,8 @@ def test_an_unknown_key_and_an_unknown_recipe_are_named(tmp_path):
         options(tmp_path, learing_rate=1)
     with pytest.raises(ValueError, match="no option --learing_rate 2. Did you mean --learning_rate?"):
         options(tmp_path, "--learing_rate", "2")
+    with pytest.raises(ValueError, match="no option --lora_rank 2. Did you mean --lora_r[?]"):
+        options(tmp_path, "--lora_rank", "2")
     with pytest.raises(ValueError, match="no file nowhere.yaml.*qlora"):
         parse(["nowhere.yaml"])
 

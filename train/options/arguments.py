@@ -3,6 +3,7 @@
 """Options of a training run, in YAML and on the command line: TRL's under TRL's names, and others."""
 
 import os
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -76,6 +77,10 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
 
     def __post_init__(self):
         check_choices(self)
+        if (size := self.device_memory) is not None and not self.dry_run:
+            raise ValueError("--device_memory is for a dry run. Add --dry_run, or leave it out.")
+        if size is not None and not re.fullmatch(r"[\d.]+[KMG]i?B", size, re.I):
+            raise ValueError(f"--device_memory must have a unit, as 24GiB has, got {size}.")
         self.learning_rate_is_given = self.learning_rate is not None
         if self.tokens_per_device:
             self.per_device_train_batch_size = 1  # in whose place it is
@@ -104,6 +109,8 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         check_refused(self)
         if self.do_eval and self.eval_strategy == "no":
             raise ValueError("do_eval alone evaluates nothing. Set eval_strategy.")
+        if self.max_steps == 0:
+            raise ValueError("max_steps is 0, which would train for all epochs. Give 1 or more, or leave it out.")
         self._check_packing()
         self.padding_free = self.padding_free or self.packing
         if self.padding_free and self.pad_to_multiple_of:
@@ -115,14 +122,11 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         # The filter hides steps that are not finite from the log, and waits for the device at every batch.
         self.logging_nan_inf_filter = self.bad_steps == "skip"
         self.hub_token = self.hub_token and self.hub_token.strip()  # a block of YAML ends in a line break
-        learning_rates = self.learning_rates(use_peft=False)
-        for module, learning_rate in learning_rates.items():
-            if learning_rate < 0:
-                raise ValueError(f"{module}_learning_rate must not be negative, got {learning_rate}.")
-        if not any(learning_rates.values()):
+        if not any(self.learning_rates(use_peft=False).values()):
             raise ValueError("Every learning rate is 0, so nothing would be trained. Give some module another.")
         least_of = {"per_device_train_batch_size": 1, "global_batch_size": 1, "probe_rows": 1, "sample_count": 0}
         least_of |= {"tokens_per_device": 1, "eval_suite_limit": 1}
+        least_of |= {each.name: 0 for each in fields(self) if each.name.endswith("learning_rate")}
         for name, least in least_of.items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
@@ -156,11 +160,9 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
                 "neftune_noise_alpha scales noise by the length of a sequence, which with packing or padding_free "
                 "holds several rows. Leave one out."
             )
-        if self.tokens_per_device is None:
-            return
-        if not self.packing:
+        if self.tokens_per_device and not self.packing:
             raise ValueError("tokens_per_device is for packing. Add packing.")
-        if self.global_batch_size is None:
+        if self.tokens_per_device and self.global_batch_size is None:
             raise ValueError("tokens_per_device divides the rows of a step. Set global_batch_size, or a stage.")
 
     def learning_rates(self, use_peft: bool) -> dict[str, float]:

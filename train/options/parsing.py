@@ -3,6 +3,7 @@
 """Parsing of options: the command line overrides the recipe, which overrides the stage. And checks across options."""
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,15 +21,13 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAl
     data, training, model, unknown = parser.parse_args_and_config(words, return_remaining_strings=True)
     if unknown:
         options = [option for action in parser._actions for option in action.option_strings]
-        close = difflib.get_close_matches(unknown[0], options, n=1)
-        hint = f" Did you mean {close[0]}?" if close else " `normalign train --help-all` lists the options."
+        close = difflib.get_close_matches(unknown[0], options)
+        best = max(close, key=lambda option: len(os.path.commonprefix([option, unknown[0]])), default=None)
+        hint = f" Did you mean {best}?" if best else " `normalign train --help-all` lists the options."
         raise ValueError(f"There is no option {' '.join(unknown)}.{hint}")
     for name in ("test_split_size", "eval_dataset_name"):
         if getattr(data, name) and training.eval_strategy == "no":
-            raise ValueError(
-                f"{name} names rows to evaluate on, and eval_strategy is 'no'. Set it to steps or epoch, or leave "
-                f"{name} out."
-            )
+            raise ValueError(f"{name} needs eval_strategy steps or epoch. Set that, or leave {name} out.")
     return data, training, model
 
 
