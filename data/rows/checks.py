@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _CHUNK = 64  # rows of a stream that are checked together
 _SHOWN = 5  # reasons in an error
+_VALUES = re.compile(r"\d+|, got .*")  # in which reasons of a kind differ
 _PEEKED = 100  # rows of a stream that are searched for an image before training
 
 
@@ -239,18 +240,18 @@ def image_problems(
 def stopped(
     bad: list[DroppedRow], found: int | None = None, shown: int | None = _SHOWN, use: str = "trained on"
 ) -> str:
-    """The message of a run that stops at bad rows: `shown` reasons once, with the first row and their number."""
+    """The message of a run that stops at bad rows: `shown` kinds of reason, with the first row and their number."""
     alike: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in bad:
-        reason = row.reason.replace(row.file, "") if row.file else row.reason
-        alike.setdefault((row.source, reason), []).append(row)
+        kind = _VALUES.sub("", row.reason.replace(row.file or "", ""))
+        alike.setdefault((row.source, kind), []).append(row)
     lines = []
     for rows in list(alike.values())[:shown]:
         shared = f" ({'all ' if len(rows) == found else ''}{len(rows):,} rows)" if len(rows) > 1 else ""
         lines.append(f"  {rows[0]}{shared}")
     more = len(bad) - sum(len(rows) for rows in list(alike.values())[:shown])
     lines += [f"  and {more:,} more"] if more else []
-    skip = "skip such rows with --bad_rows skip" if use == "trained on" else "remove them"
+    skip = "skip such rows with --bad_rows skip of `normalign train`" if use == "trained on" else "remove them"
     return "\n".join([f"Rows that cannot be {use}:", *lines, f"Fix them, or {skip}."])
 
 

@@ -152,13 +152,13 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 def _check_turns(messages: list[dict[str, Any]], prompt_turns: int, raw: Mapping) -> None:
     roles = [message["role"] for message in messages]
     start = int(roles[:1] == ["system"])
-    if not any(role == "assistant" for role in roles):
+    if "assistant" not in roles:
+        if columns(raw) == "image":
+            raise ValueError("it has no answer; write metadata.csv beside it, with file_name, question and answer")
         raise ValueError(f"it has no assistant turn, and so nothing to learn; its columns are {columns(raw)}")
-    for number, role in enumerate(roles[start:]):
-        if role != ("user", "assistant")[number % 2]:
-            raise ValueError(
-                f"turn {start + number} is the {role}'s; user and assistant must take turns, the user first"
-            )
+    for number, role in enumerate(roles[start:], start):
+        if role != ("user", "assistant")[(number - start) % 2]:
+            raise ValueError(f"turn {number} is the {role}'s; user and assistant must take turns, the user first")
     if roles[-1] != "assistant":
         raise ValueError("the last turn is the user's; the conversation must end with an answer")
     if roles.count("assistant") <= prompt_turns:
