@@ -16,7 +16,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from lm_eval import evaluate, simple_evaluate
+from lm_eval import evaluate, evaluator, simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.loggers import EvaluationTracker
@@ -41,6 +41,7 @@ SUITES: dict[str, tuple[str, ...]] = {"paper": (*VISION, *TEXT), "vision": VISIO
 REFERENCES = {"blank": "blank image", "commonest": "commonest answer"}
 """Metrics of a task that its accuracy is to be compared with, and their names in results."""
 
+evaluator.get_git_commit_hash = lambda: None  # of the working directory; without one, git prints an error
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each model in memory and of each metric of a part
 PACKAGES = ("lm_eval", "torch", "transformers", "normalign_llava")
 SEED = 1234
@@ -50,9 +51,9 @@ SEED = 1234
 class MultimodalLM(HFMultimodalLM):
     """The harness's `hf-multimodal` for a model in memory, whose answers are those to each question alone.
 
-    That of lm-eval 0.4.13 fails at a batch of questions without images. It begins a prompt with two first tokens if
-    chat template and tokenizer both write one. And where the tokenizer's last token is not the model's, an answer goes
-    on after it until the others of the batch end.
+    That of lm-eval 0.4.13 fails at a batch of questions without images, and cuts the images off long ones. It begins a
+    prompt with two first tokens if chat template and tokenizer both write one. And where the tokenizer's last token is
+    not the model's, an answer goes on after it until the others of the batch end.
     """
 
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, batch_size: int):
@@ -71,7 +72,10 @@ class MultimodalLM(HFMultimodalLM):
         first = self.tokenizer.bos_token
         if first and self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]:
             strings = [string.removeprefix(first) for string in strings]
-        return super().tok_batch_multimodal_encode(strings, images, padding_side, left_truncate_len, truncation)
+        inputs = super().tok_batch_multimodal_encode(strings, images, padding_side, None, truncation)
+        if left_truncate_len and (length := inputs["input_ids"].shape[1]) > left_truncate_len:
+            raise ValueError(f"A question has {length:,} tokens; {left_truncate_len:,} are allowed. Shorten it.")
+        return inputs
 
     def _model_multimodal_generate(self, inputs, *args, **kwargs):
         last = self.model.generation_config.eos_token_id
@@ -151,9 +155,8 @@ def load_task(task: str, manager: TaskManager) -> TaskDict:
 
 def sample_scores(lm: LM, task: str, loaded: TaskDict, *, limit: int) -> dict[str, float]:
     """The scores of a task on its first samples, by metric; those of its parts are left out."""
-    found = evaluate(
-        lm, loaded, limit=limit, bootstrap_iters=0, log_samples=False, apply_chat_template=_is_chat(lm, loaded)
-    )
+    options = {"log_samples": False, "apply_chat_template": _is_chat(lm, loaded)}
+    found = evaluate(lm, loaded, limit=limit, bootstrap_iters=0, **options)
     return {metric.name: metric.value for metric in _metrics(found, task) if metric.subset is None}
 
 
