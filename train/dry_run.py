@@ -131,9 +131,8 @@ def _filled(batch: dict[str, Any], length: int) -> dict[str, Any]:
     missing = length - batch["input_ids"].shape[1]
     if missing <= 0:
         return batch
-    more: dict[str, Any] = {
-        name: batch[name][:, -1:].expand(-1, missing) for name in ("input_ids", "attention_mask") if name in batch
-    }
+    names = batch.keys() & {"input_ids", "attention_mask"}
+    more: dict[str, Any] = {name: batch[name][:, -1:].expand(-1, missing) for name in names}
     more["labels"] = more["input_ids"]
     if "position_ids" in batch:
         more["position_ids"] = batch["position_ids"][:, -1:] + torch.arange(1, missing + 1)

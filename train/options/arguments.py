@@ -137,7 +137,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         self.fp16 = asked == "fp16"
         if asked in ("bf16", "fp16"):
             self.bf16 = asked == "bf16"
-        elif self.dry_run and self.device_memory is not None and self.use_cpu:
+        elif self.device_memory is not None and self.use_cpu:
             self.bf16 = True  # of a GPU that is not here, as those that have it
         else:
             self.bf16 = half_precision_pays(device="cpu" if self.use_cpu else None) if began is None else began
@@ -197,8 +197,7 @@ class ModelArguments(ModelOptions, ModelConfig):
         for name in ("load_in_4bit", "load_in_8bit"):
             if getattr(self, name) and not self.use_peft:
                 raise ValueError(f"{name} needs adapters: quantized weights cannot be trained. Add --use_peft.")
-        lora = [each for each in fields(self) if each.name.startswith("lora_")]
-        given = [each.name for each in lora if getattr(self, each.name) != each.default]
+        given = [f.name for f in fields(self) if f.name.startswith("lora_") and getattr(self, f.name) != f.default]
         if given and not self.use_peft:
             raise ValueError(f"{', '.join(given)}: adapters are trained with use_peft alone. Add --use_peft.")
 
