@@ -221,7 +221,7 @@ def merge(
 
 @app.command()
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id: a vision-language model, or a language model.")],
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a model, or an adapter's folder.")],
     suite: Annotated[list[str] | None, typer.Option(help="Of paper, vision, text, offline; with commas.")] = None,
     tasks: Annotated[list[str] | None, typer.Option(help="Of lm-evaluation-harness; with commas.")] = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder with task files of your own.")] = None,
@@ -312,7 +312,7 @@ def compare(
 
 @app.command()
 def diagnose(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id: a vision-language model, or one of its parts.")],
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a model or a part of one, or an adapter's.")],
     against: Annotated[str | None, typer.Option(help="Baseline, measured on the same images.")] = None,
     data: Annotated[
         str | None,

@@ -78,8 +78,6 @@ class Checkpoint:
         """The processor of a LLaVA or a NormAlign-LLaVA."""
         processor = self.preprocessor(AutoProcessor)
         with loading(f"The processor of {self.name}"):
-            if not isinstance(processor, ProcessorMixin):
-                raise ValueError(f"{self.name} has a tokenizer but no processor. {_SAVE}.")
             tokens = processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
             if not 0 < tokens <= _LARGEST_SIDE:
                 raise ValueError(f"The processor of {self.name} makes {tokens:,} tokens of an image. {_SAVE}.")
@@ -100,6 +98,8 @@ class Checkpoint:
                 found = cls.from_pretrained(
                     self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
                 )
+                if kind == "processor" and not isinstance(found, ProcessorMixin):
+                    raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")
                 image_processor = getattr(found, "image_processor", found)
                 sizes = (getattr(image_processor, each, None) for each in ("size", "crop_size"))
                 sides = [side for size in sizes for side in dict(size or {}).values() if side is not None]

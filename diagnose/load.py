@@ -28,8 +28,10 @@ from transformers import (
 from transformers.utils import is_torchvision_available
 
 from .. import modeling_normalign_llava  # noqa: F401  (registers our classes, so that ours need no remote code)
+from ..assembly.adapter import Adapter, open_adapter
 from ..assembly.build import torch_dtype
 from ..assembly.parts import tower_alone
+from ..checkpoint.names import ADAPTER_CONFIG
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import dtype_to_load
 from ..configuration_normalign_llava import NormAlignLlavaConfig
@@ -50,6 +52,7 @@ class Found:
         cls: Class that loads it; None for a language model, of which only the embedding tensor is read.
         config: Configuration; None for a single file or a GGUF folder.
         opened: The checkpoint; None for a single file or a GGUF folder.
+        adapter: Of an adapter's folder; it is put on its base as in training, whatever the arguments of [`load`] say.
     """
 
     kind: Kind
@@ -61,6 +64,7 @@ class Found:
     cls: Any = None
     config: PreTrainedConfig | None = None
     opened: Checkpoint | None = None
+    adapter: Adapter | None = None
 
 
 def find(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Found:
@@ -77,6 +81,9 @@ def find(model: str, revision: str | None = None, *, trust_remote_code: bool = F
     name = path.resolve().name if path.exists() else model
     if path.is_file() or path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf")):
         return Found("language model", name, str(path))
+    if (path / ADAPTER_CONFIG).is_file():
+        put = open_adapter(path)
+        return Found("vision-language model", name, str(path), None, put.processor, config=put.config, adapter=put)
     opened = open_checkpoint(model, revision)
     remote = {} if opened.model_type in CONFIG_MAPPING else opened.stored.get("auto_map", {})
     if remote and not trust_remote_code:
@@ -94,24 +101,19 @@ def find(model: str, revision: str | None = None, *, trust_remote_code: bool = F
         return replace(found, image_processor=opened.preprocessor(AutoImageProcessor))
     if config.model_type == NormAlignLlavaConfig.model_type:
         return replace(found, processor=opened.processor)
-    processor = opened.preprocessor(_processor_class(config))
-    if not isinstance(processor, ProcessorMixin):
-        raise ValueError(
-            f"{name} has a tokenizer but no processor for images. Save the processor of its base model in its folder: "
-            "`AutoProcessor.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
-        )
-    return replace(found, processor=processor)
+    return replace(found, processor=opened.preprocessor(_processor_class(config)))
 
 
 def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False) -> PreTrainedModel:
     """Loads the weights of a vision-language model or a vision encoder, in eval mode, on a GPU if there is one.
 
     Args:
-        found: What `find` gave.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, but float32 on a CPU that
             only emulates it.
         load_in_4bit: Quantize to 4 bits with bitsandbytes while loading.
     """
+    if found.adapter:
+        return found.adapter.load().get_base_model()
     assert found.opened is not None
     with tower_alone():
         return found.opened.load(

@@ -5,10 +5,8 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import TextStreamer
+from transformers import BatchFeature, TextStreamer
 
-from ..assembly.adapter import open_adapter
-from ..checkpoint.names import ADAPTER_CONFIG
 from ..data.rows.questions import Sample
 from ..diagnose.data import batches
 from ..diagnose.load import find, load
@@ -25,22 +23,21 @@ def ask(
 ) -> None:
     """Prints the greedy answer of a model to a question about an image, word by word; `loading` is of [`load`].
 
-    An adapter's folder may be given too: it is put on its base as in training, whatever `loading` says. Raises
-    ValueError before weights are loaded if there is no such model or image, or the image cannot be read.
+    Raises ValueError, before weights are loaded, if the model, the image or the question cannot be used.
     """
     sample = Sample(image.name, question, {"path": str(image), "bytes": None})
     sample.image  # noqa: B018  (decoded for its errors)
-    if (Path(model) / ADAPTER_CONFIG).is_file():
-        adapter = open_adapter(Path(model))
-        answering, processor = adapter.load(), adapter.processor
-    else:
-        found = find(model, trust_remote_code=trust_remote_code)
-        if (processor := found.processor) is None:
-            raise ValueError(f"{found.name} is a {found.kind}, which answers no questions about images.")
-        answering = load(found, **loading)
+    found = find(model, trust_remote_code=trust_remote_code)
+    if (processor := found.processor) is None or found.config is None:
+        raise ValueError(f"{found.name} is a {found.kind}, which answers no questions about images.")
+    if (token := getattr(processor, "image_token", None)) and token in question:
+        raise ValueError(f"The question has {token}. Leave it out: the image is shown before the question.")
     (inputs,) = batches(processor, [sample], 1)
-    device, dtype = answering.device, answering.dtype
-    inputs = {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in inputs.items()}
+    most = getattr(found.config.get_text_config(), "max_position_embeddings", None)
+    if most and (tokens := inputs["input_ids"].shape[1]) > most:
+        raise ValueError(f"Image and question have {tokens:,} tokens, and {found.name} takes {most:,}. Ask shorter.")
+    answering = load(found, **loading)
+    asked = BatchFeature(inputs).to(answering.device, answering.dtype)
     streamer = _Answer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    answering.generate(**inputs, **greedy, max_new_tokens=max_new_tokens, streamer=streamer)
+    answering.generate(**asked, **greedy, max_new_tokens=max_new_tokens, streamer=streamer)

@@ -23,7 +23,7 @@ from .tasks.offline import OfflineTask
 
 # Files of a model, and of one's own tasks, on which answers depend.
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-SETTINGS = ("config.json", "generation_config.json", "*chat_template*", "*processor*.json", "*token*")
+SETTINGS = ("*config.json", "*chat_template*", "*processor*.json", "*token*")
 TASKS = ("**/*yaml", "**/*.yml", "**/*.py")
 
 
@@ -59,15 +59,13 @@ def evaluate(
     own task files and the versions of this package and the harness are the same. If a task fails, the others are run.
 
     Args:
-        model: Folder or Hub id of a vision-language model or a language model.
+        model: Folder or Hub id of a vision-language model or a language model, or an adapter's folder.
         suites, tasks: What to evaluate on; see [`SUITES`].
         include_path: Folder with task files of one's own, as the harness reads them.
         data, image_folder, columns: Questions and answers of one's own; see [`own_task`].
         limit: Use the first so many samples of each task. The result is marked as partial.
         batch_size: Samples together.
-        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, but float32 on a CPU that
-            only emulates it.
-        load_in_4bit, trust_remote_code: As in [`load`].
+        dtype, load_in_4bit, trust_remote_code: As in [`load`] and [`find`].
         output: Folder in which to write `evaluation/`, by default the model's; of a Hub id, `evaluations/NAME`.
 
     Raises ValueError if model, task or data cannot be read, or a limit would replace whole results of the model.
@@ -92,6 +90,9 @@ def evaluate(
     settings = {"batch_size": batch_size, "dtype": dtype, "load_in_4bit": load_in_4bit, "limit": limit, "seed": SEED}
     settings["files"] = files_hash(folder, *SETTINGS) if folder else None
     settings["tasks"] = files_hash(include_path, *TASKS) if include_path else None
+    if found.adapter:  # which is put on its base as in training
+        base = found.adapter.base.revision or files_hash(Path(found.adapter.base.name), *WEIGHTS)
+        settings |= {"dtype": None, "load_in_4bit": None, "quantization": found.adapter.quantization, "base": base}
     (output / FOLDER).mkdir(parents=True, exist_ok=True)
     done = Evaluated(output / FOLDER / SUMMARY)
     earlier = [each for each in read_evaluations(output) if each.task in chosen and each.weights == weights]
@@ -104,9 +105,7 @@ def evaluate(
     }
     whole = [each.task for each in earlier if not each.partial and each.task not in kept]
     if limit and whole:
-        raise ValueError(
-            f"{output} has whole results of {', '.join(whole)}, which --limit would replace. Name another --output."
-        )
+        raise ValueError(f"--limit would replace whole results of {', '.join(whole)}. Name another --output.")
     console = Console(stderr=True)
     for task in kept:
         console.print(f"{task}: done before.")

@@ -1,5 +1,6 @@
 """`normalign ask`: a checkpoint's and an adapter's answers, and errors that say what is there."""
 
+import json
 import shutil
 
 import pytest
@@ -19,8 +20,16 @@ pytestmark = pytest.mark.slow
 QUESTION = "what is 7 plus 0?"
 
 
-def ask(model, image, *words):
-    return CliRunner().invoke(app, ["ask", str(model), str(image), QUESTION, *words], env={"COLUMNS": "500"})
+def ask(model, image, *words, question=QUESTION):
+    return CliRunner().invoke(app, ["ask", str(model), str(image), question, *words], env={"COLUMNS": "500"})
+
+
+def evaluated(model, data):
+    """The model's answers to questions of one's own."""
+    done = CliRunner().invoke(app, ["evaluate", str(model), "--data", str(data)])
+    assert done.exit_code == 0, done.output
+    (file,) = (model / "evaluation" / f"own_{data.name}").glob("samples_*.jsonl")
+    return [json.loads(line)["resps"] for line in file.read_text().splitlines()]
 
 
 def test_answers_are_those_of_generate(checkpoint, tmp_path):
@@ -42,6 +51,8 @@ def test_answers_are_those_of_generate(checkpoint, tmp_path):
     adapted.merge_and_unload().save_pretrained(merged)
     of_adapter = generate(merged, QUESTION, Image.open(file), tokens=12)[0]
     assert ask(tmp_path / "adapter", file, *tokens).stdout == of_adapter + "\n" != expected + "\n"
+    (tmp_path / "data.csv").write_text(f"image,question,answer\nnoise.png,{QUESTION},7\n")
+    assert evaluated(tmp_path / "adapter", tmp_path / "data.csv") == evaluated(merged, tmp_path / "data.csv")
 
 
 def test_what_is_not_there_is_named(checkpoint, tmp_path):
@@ -55,3 +66,6 @@ def test_what_is_not_there_is_named(checkpoint, tmp_path):
     for (model, image), reason in cases.items():
         done = ask(model, tmp_path / image)
         assert done.exit_code == 1 and reason in done.output
+    without = shutil.copytree(checkpoint, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert "has <image>. Leave it out" in ask(without, tmp_path / "noise.png", question="<image>\nWhat?").output
+    assert "model takes 256. Ask shorter" in ask(without, tmp_path / "noise.png", question="what? " * 300).output

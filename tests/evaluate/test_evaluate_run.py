@@ -68,7 +68,8 @@ def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path)
     right = sum(sample["acc"] for sample in answered)
     assert len(answered) == 5 and choice.metrics[0].value == right / 5
     (raw,) = (tmp_path / "evaluation" / "tiny_choosing").glob("results_*.json")
-    assert json.loads(raw.read_text())["results"]["tiny_choosing"]["acc,none"] == right / 5
+    stored = json.loads(raw.read_text())
+    assert stored["results"]["tiny_choosing"]["acc,none"] == right / 5 and stored["git_hash"] is None
     assert render(done).row_count == 3
 
 
@@ -110,7 +111,7 @@ def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
     done = run(room, tmp_path, "tiny_choosing", limit=2)
     assert done.results[0].partial and (done.results[0].samples, done.results[0].total) == (2, 5)
     run(room, tmp_path, "tiny_choosing")
-    with pytest.raises(ValueError, match="has whole results of tiny_choosing, .* Name another --output"):
+    with pytest.raises(ValueError, match="--limit would replace whole results of tiny_choosing. Name another --o"):
         run(room, tmp_path, "tiny_choosing", limit=2)
 
 
