@@ -44,8 +44,7 @@ class PushingTrainer(SFTTrainer):
             return
         output = Path(self.args.output_dir)
         remove_unfinished(output / STAGING)
-        token = (token or self.args.hub_token or "").strip() or None
-        check_hub(output, self.args.hub_model_id, token, self.args.hub_revision)
+        check_hub(output, self.args.hub_model_id, token or self.args.hub_token, self.args.hub_revision)
         with hub_errors("Creating the repository", "Nothing was trained."):
             super().init_hf_repo(token=token, private=private)
 

@@ -121,7 +121,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             self.deepspeed_plugin.set_deepspeed_weakref()  # under ZeRO-3, models are loaded in its precision
         # The filter hides steps that are not finite from the log, and waits for the device at every batch.
         self.logging_nan_inf_filter = self.bad_steps == "skip"
-        self.hub_token = self.hub_token and self.hub_token.strip()  # a block of YAML ends in a line break
+        self.hub_token = (self.hub_token or "").strip() or None  # a block of YAML ends in a line break
         if not any(self.learning_rates(use_peft=False).values()):
             raise ValueError("Every learning rate is 0, so nothing would be trained. Give some module another.")
         least_of = {"per_device_train_batch_size": 1, "global_batch_size": 1, "probe_rows": 1, "sample_count": 0}
