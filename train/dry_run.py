@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from datasets import IterableDataset
@@ -34,8 +35,8 @@ def remedy(trainer: "NormAlignTrainer", make: Callable[[list[str]], "NormAlignTr
         make: Returns one with further words on the command line.
     """
     args = trainer.args
-    if not args.packing and (rows := _most_rows(trainer)):
-        return f"Would fit: --per_device_train_batch_size {rows}, the largest that does."
+    if batch := _batch_that_fits(trainer):
+        return f"Would fit: {batch}, the largest that does."
     checkpointing = [] if args.gradient_checkpointing else ["--gradient_checkpointing", "true"]
     adapters, smaller, tried = [], [], []
     if not trainer.learning_rates["language"]:
@@ -58,19 +59,16 @@ def remedy(trainer: "NormAlignTrainer", make: Callable[[list[str]], "NormAlignTr
     return f"Nothing that was tried fits, not even fewer tokens with {' '.join(tried) or 'these options'}."
 
 
-def largest_batch(trainer: "NormAlignTrainer", rows: int | None = None, limit: int | None = None) -> dict[str, Any]:
+def largest_batch(trainer: "NormAlignTrainer", limit: int | None = None) -> dict[str, Any]:
     """The forward pass of the longest rows, as the trainer's collator makes it.
 
     With packing it is the one of most tokens. Of a stream, whose lengths are not known, the first row is repeated and
     filled with tokens that are learned, up to `max_length`.
 
-    Args:
-        trainer: Has the data.
-        rows: Rows in the pass, by default `per_device_train_batch_size`.
-        limit: Longer rows do not count, as with `max_length`.
+    Rows longer than `limit` do not count, as with `max_length`.
     """
     args, data, collator = trainer.args, trainer.train_dataset, trainer.data_collator
-    rows = rows or args.per_device_train_batch_size
+    rows = args.per_device_train_batch_size
     if isinstance(collator, ConversationCollator):
         collator = replace(collator, bad_rows="skip", dropped_rows=None)
     if isinstance(data, IterableDataset) or "length" not in data.column_names:
@@ -91,20 +89,24 @@ def largest_batch(trainer: "NormAlignTrainer", rows: int | None = None, limit: i
     return collator([data[row] for row in longest])
 
 
-def _most_rows(trainer: "NormAlignTrainer") -> int | None:
-    """The most rows of a forward pass that fit, fewer than now, if the rows of a step stay the same."""
+def _batch_that_fits(trainer: "NormAlignTrainer") -> str:
+    """The option with the largest forward pass that fits, smaller than now, if the rows of a step stay the same."""
     args, together = trainer.args, trainer.args.global_batch_size
-    now, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    name = "tokens_per_device" if args.tokens_per_device else "per_device_train_batch_size"
+    if args.tokens_per_device:
+        values = range(max(trainer.train_dataset.with_format(None)["length"][:]), args.tokens_per_device, 64)
+    else:
+        values = range(1, args.per_device_train_batch_size)
+    steps = {n: args.gradient_accumulation_steps for n in values}
+    if together and not args.tokens_per_device:
+        steps = {n: together // (n * args.world_size) for n in values if together % (n * args.world_size) == 0}
 
-    def fits(rows: int) -> bool:
-        if together:
-            args.gradient_accumulation_steps = together // (rows * args.world_size)
-        return estimate_memory(trainer, largest_batch(trainer, rows)).fits
+    def fits(value: int) -> bool:
+        with patch.multiple(args, **{name: value, "gradient_accumulation_steps": steps[value]}):
+            return trainer.estimate_memory().fits
 
-    try:
-        return _largest([n for n in range(1, now) if not together or together % (n * args.world_size) == 0], fits)
-    finally:
-        args.gradient_accumulation_steps = accumulation
+    most = _largest([*steps], fits)
+    return f"--{name} {most}" if most else ""
 
 
 def _max_length(trainer: "NormAlignTrainer") -> str:
@@ -113,7 +115,7 @@ def _max_length(trainer: "NormAlignTrainer") -> str:
     streamed = isinstance(data, IterableDataset) or "length" not in data.column_names
     lengths = range(64, longest + 1, 64) if streamed else data.with_format(None)["length"][:]
     values = sorted({*lengths})[:-1]
-    limit = _largest(values, lambda value: estimate_memory(trainer, largest_batch(trainer, None, value)).fits)
+    limit = _largest(values, lambda value: estimate_memory(trainer, largest_batch(trainer, value)).fits)
     if not limit:
         return ""
     dropped = "" if streamed else f" (drops {sum(length > limit for length in lengths):,} of {len(lengths):,} rows)"

@@ -251,7 +251,7 @@ def stopped(
         lines.append(f"  {rows[0]}{shared}")
     more = len(bad) - sum(len(rows) for rows in list(alike.values())[:shown])
     lines += [f"  and {more:,} more"] if more else []
-    skip = "skip such rows with --bad_rows skip of `normalign train`" if use == "trained on" else "remove them"
+    skip = "skip such rows with `normalign train --bad_rows skip`" if use == "trained on" else "remove them"
     return "\n".join([f"Rows that cannot be {use}:", *lines, f"Fix them, or {skip}."])
 
 

@@ -154,7 +154,7 @@ def _check_turns(messages: list[dict[str, Any]], prompt_turns: int, raw: Mapping
     start = int(roles[:1] == ["system"])
     if "assistant" not in roles:
         if columns(raw) == "image":
-            raise ValueError("it has no answer; write metadata.csv beside it, with file_name, question and answer")
+            raise ValueError("it has no answer; add a metadata.csv with file_name, question and answer")
         raise ValueError(f"it has no assistant turn, and so nothing to learn; its columns are {columns(raw)}")
     for number, role in enumerate(roles[start:], start):
         if role != ("user", "assistant")[(number - start) % 2]:

@@ -65,7 +65,7 @@ def test_every_fault_comes_at_once(tmp_path, model):
     assert found.exit_code == 1 and "give a checkpoint" in command(path).output
     for number in (0, 1, 2, 3, 4, 5, 6, 8, 9):
         assert f"data.json, row {number}" in found.output
-    assert "got 5 (2 rows)" in found.output and "--bad_rows skip of `normalign train`" in found.output
+    assert "got 5 (2 rows)" in found.output and "`normalign train --bad_rows skip`" in found.output
     assert "no visible character (2 rows)" in found.output and "more\n" not in found.output
     write_json(tmp_path, [llava("<image>Q", "A", "red.png"), llava("<image>Q", "A", "broken.png")])
     assert command(path).exit_code == 0 and command(path, "--model", model).exit_code == 0
@@ -95,4 +95,4 @@ def test_data_without_rows_and_images_that_are_not_read_are_faults(tmp_path):
     assert command(tmp_path / "none.jsonl").exit_code == 1
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "red.png").write_bytes(image_bytes())
-    assert "write metadata.csv beside it, with file_name, question and answer" in command(tmp_path / "images").output
+    assert "add a metadata.csv with file_name, question and answer" in command(tmp_path / "images").output

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
 from normalign_llava.train.dry_run import largest_batch, remedy
-from normalign_llava.train.memory import CONTEXT, estimate_memory
+from normalign_llava.train.memory import CONTEXT
 
 
 pytestmark = pytest.mark.slow
@@ -132,11 +132,17 @@ def mixed(checkpoint, tmp_path_factory):
     return trainer
 
 
+def estimate_with(trainer, rows):
+    trainer.args.per_device_train_batch_size = rows
+    return trainer.estimate_memory()
+
+
 def test_the_longest_rows_decide_and_memory_grows_with_them(mixed):
     lengths = sorted(mixed.train_dataset["length"])
-    assert largest_batch(mixed, rows=2)["input_ids"].shape == (2, lengths[-1])
-    assert largest_batch(mixed, rows=4, limit=lengths[3])["input_ids"].shape == (4, lengths[3])
-    small, large = (estimate_memory(mixed, largest_batch(mixed, rows=rows)) for rows in (2, 8))
+    for rows, limit, longest in ((2, None, lengths[-1]), (4, lengths[3], lengths[3])):
+        mixed.args.per_device_train_batch_size = rows
+        assert largest_batch(mixed, limit)["input_ids"].shape == (rows, longest)
+    small, large = (estimate_with(mixed, rows) for rows in (2, 8))
     assert (small.rows, large.rows) == (2, 8)
     assert 3 < large.parts["activations"] / small.parts["activations"] < 5
 
@@ -144,13 +150,26 @@ def test_the_longest_rows_decide_and_memory_grows_with_them(mixed):
 def test_the_batch_that_is_named_fits_and_the_next_does_not(mixed):
     mixed.args.device_memory = device(0)  # on a GPU
     mixed.args.gradient_accumulation_steps = 2  # gradients stay, as they do with fewer rows in a pass
-    sizes = [estimate_memory(mixed, largest_batch(mixed, rows=rows)).total for rows in (2, 4, 8)]
+    sizes = [estimate_with(mixed, rows).total for rows in (2, 4, 8)]
     mixed.args.gradient_accumulation_steps = 1
     for size, named in [(sizes[1], "4"), (sizes[1] - 1000, "2")]:
         mixed.args.device_memory = device(size)
         answer = remedy(mixed, None)
         assert answer.startswith(f"Would fit: --per_device_train_batch_size {named}, the largest that does.")
     mixed.args.device_memory = None
+
+
+def test_with_packing_the_tokens_of_a_pass_are_named(checkpoint, tmp_path):
+    data = training.rows(8, images=lambda number: 1, turns=lambda number: 1 + number % 2)
+    options = dict(dry_run=True, packing=True, global_batch_size=8)
+    trainer = training.trainer(tmp_path, checkpoint, data, tokens_per_device=1000, **options)
+    trainer.train_dataset = rows = with_lengths(trainer, data)
+    trainer.args.device_memory, longest = device(0), max(rows["length"])
+    trainer.args.tokens_per_device = fitting = longest + 2 * 64
+    assert len(largest_batch(trainer)["input_ids"][0]) > longest
+    size = trainer.estimate_memory().total
+    trainer.args.tokens_per_device, trainer.args.device_memory = longest + 4 * 64, device(size)
+    assert remedy(trainer, None) == f"Would fit: --tokens_per_device {fitting}, the largest that does."
 
 
 def test_if_no_batch_fits_the_smallest_change_is_named(checkpoint, tmp_path):

@@ -79,7 +79,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         check_choices(self)
         if (size := self.device_memory) is not None and not self.dry_run:
             raise ValueError("--device_memory is for a dry run. Add --dry_run, or leave it out.")
-        if size is not None and not re.fullmatch(r"[\d.]+[KMG]i?B", size, re.I):
+        if size is not None and not re.fullmatch(r"[\d.]+[KMG]i?B", str(size), re.I):
             raise ValueError(f"--device_memory must have a unit, as 24GiB has, got {size}.")
         self.learning_rate_is_given = self.learning_rate is not None
         if self.tokens_per_device:
