@@ -11,7 +11,6 @@ for known families or from TRL, and are kept only if rendering proves them right
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import reduce
 from importlib.resources import files
 from typing import Any
@@ -38,23 +37,9 @@ def _preamble(image_token: str) -> str:
     return _PREAMBLE.replace("IMAGE_TOKEN", repr(image_token))
 
 
-@dataclass(frozen=True)
-class MultimodalTemplate:
-    """A chat template for images and text.
-
-    Attributes:
-        template: The Jinja template for tokenizer and processor.
-        generation_marks: Whether it marks what the model has to generate, as `return_assistant_tokens_mask=True` and
-            `assistant_only_loss=True` need it. Without marks it is for inference only.
-    """
-
-    template: str
-    generation_marks: bool
-
-
 def multimodal_chat_template(
     template: str | None, *, image_token: str = "<image>", special_tokens: dict[str, Any] = _STAND_INS
-) -> MultimodalTemplate:
+) -> tuple[str, bool]:
     """Makes a language model's chat template read images.
 
     Args:
@@ -63,16 +48,17 @@ def multimodal_chat_template(
         special_tokens: The tokenizer's, which templates print.
 
     Returns:
-        The template. Text-only conversations render exactly as before; a template that already prints `image_token`
-        for image parts gets no preamble. It claims marks only if each marked span is, up to white space around it,
-        what follows the generation prompt, through the end-of-turn token.
+        The template, and whether it marks what the model has to generate, as `return_assistant_tokens_mask=True` and
+        `assistant_only_loss=True` need it. Text-only conversations render exactly as before; a template that already
+        prints `image_token` for image parts gets no preamble. Marks count only if each marked span is, up to white
+        space around it, what follows the generation prompt, through the end-of-turn token.
 
     Raises:
         ValueError: `template` is not valid Jinja, or renders a text-only conversation differently with the preamble.
     """
     if template is None:
         vicuna = _preamble(image_token) + _VICUNA
-        return MultimodalTemplate(vicuna, _marks_hold(vicuna, special_tokens))  # not without an end-of-turn token
+        return vicuna, _marks_hold(vicuna, special_tokens)  # not without an end-of-turn token
     original = _renderer(template, special_tokens)
     text = _outcome(original, [{"role": "user", "content": "What is this?"}])
     if text.startswith("TemplateSyntaxError"):
@@ -81,13 +67,13 @@ def multimodal_chat_template(
     for marked in _candidates(template):
         render = _renderer(preamble + marked, special_tokens)
         if not _difference(render, original, lists=not preamble) and _marks_hold(preamble + marked, special_tokens):
-            return MultimodalTemplate(preamble + marked, True)
+            return preamble + marked, True
     if difference := _difference(_renderer(preamble + template, special_tokens), original, lists=not preamble):
         raise ValueError(
             "With the image preamble the chat template renders the text-only conversation {!r} differently: {!r} "
             "instead of {!r}. Give another with `--chat-template`.".format(*difference)
         )
-    return MultimodalTemplate(preamble + template, False)
+    return preamble + template, False
 
 
 def without_preamble(template: str, image_token: str) -> tuple[str, Callable[[Messages], Messages]]:

@@ -96,11 +96,12 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
         original = original["default"]
     if path:
         original = Path(path).read_text(encoding="utf-8")
-    made = multimodal_chat_template(original, image_token=IMAGE_TOKEN, special_tokens=tokenizer.special_tokens_map)
+    special = tokenizer.special_tokens_map
+    template, marks = multimodal_chat_template(original, image_token=IMAGE_TOKEN, special_tokens=special)
     if IMAGE_TOKEN not in tokenizer.get_vocab():
         tokenizer.add_tokens(AddedToken(IMAGE_TOKEN, special=True, normalized=False), special_tokens=True)
-    tokenizer.chat_template = made.template
-    return made.generation_marks
+    tokenizer.chat_template = template
+    return marks
 
 
 def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTrainedModel:

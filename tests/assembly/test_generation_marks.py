@@ -27,8 +27,8 @@ from normalign_llava.assembly.chat_template import multimodal_chat_template
 # ------------------------------------------------------------------------------------------------------------- marks
 @pytest.mark.parametrize("name", END_OF_TURN)
 def test_marks_hold_each_answer_and_its_end_of_turn_and_nothing_else(name):
-    new = multimodal_chat_template(TEMPLATES[name])
-    assert new.generation_marks
+    new, has_marks = multimodal_chat_template(TEMPLATES[name])
+    assert has_marks
     end = END_OF_TURN[name]
     answers = ["A kite.", "  Two\nlines "] if name not in TRIMS else ["A kite.", "Two\nlines"]
     expected = [answer + end for answer in answers]
@@ -38,47 +38,47 @@ def test_marks_hold_each_answer_and_its_end_of_turn_and_nothing_else(name):
         expected[1] = "<think>\n\n</think>\n\n" + expected[1]
     messages = chat("What?", "A kite.", "And?", "  Two\nlines ")
     for conversation in (messages, parts(messages, {"type": "image"})):
-        assert marked(new.template, conversation) == expected
-    assert marked(new.template, messages[:1], add_generation_prompt=True) == []
+        assert marked(new, conversation) == expected
+    assert marked(new, messages[:1], add_generation_prompt=True) == []
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2"])
 def test_marks_hold_tool_calls_but_not_what_tools_say(name):
-    new = multimodal_chat_template(TEMPLATES[name])
+    new, _ = multimodal_chat_template(TEMPLATES[name])
     call = '<tool_call>\n{"name": "tide", "arguments": {"port": "Brest"}}\n</tool_call><|im_end|>'
     if name.startswith("llama"):
         call = '{"name": "tide", "parameters": {"port": "Brest"}}<|eot_id|>'
     answer = "<think>\n\n</think>\n\nLow tide." if name == "qwen3" else "Low tide."
-    assert marked(new.template, TOOL_CALL, tools=[WEATHER]) == [call, answer + END_OF_TURN[name]]
+    assert marked(new, TOOL_CALL, tools=[WEATHER]) == [call, answer + END_OF_TURN[name]]
 
 
 def test_text_before_a_tool_call_is_marked_too():
     messages = [TOOL_CALL[0], {**TOOL_CALL[1], "content": "Let me look."}, *TOOL_CALL[2:]]
-    (first, _) = marked(multimodal_chat_template(SHIPPED["qwen2_5"]).template, messages)
+    (first, _) = marked(multimodal_chat_template(SHIPPED["qwen2_5"])[0], messages)
     assert first.startswith("Let me look.\n<tool_call>") and first.endswith("</tool_call><|im_end|>")
 
 
 def test_variants_of_a_family_are_known_by_their_statements():
     coder = SHIPPED["qwen2_5"].replace("You are Qwen, created by Alibaba Cloud. ", "")
     assert coder != SHIPPED["qwen2_5"]
-    assert multimodal_chat_template(coder).generation_marks
-    assert multimodal_chat_template(SMOLLM2.replace("named SmolLM, trained by Hugging Face", "")).generation_marks
-    assert multimodal_chat_template(SMOLLM2.replace("\n", r"\n")).generation_marks
+    assert multimodal_chat_template(coder)[1]
+    assert multimodal_chat_template(SMOLLM2.replace("named SmolLM, trained by Hugging Face", ""))[1]
+    assert multimodal_chat_template(SMOLLM2.replace("\n", r"\n"))[1]
 
 
 @pytest.mark.parametrize("name", ["cohere", "cohere2", "lfm2", "lfm2_v2", "qwen2_5_vl", "qwen3_vl"])
 def test_marks_from_trl_are_used_where_we_have_no_edit(name):
-    new = multimodal_chat_template(SHIPPED[name])
-    assert new.generation_marks
-    first, second = marked(new.template, parts(chat("What?", "A kite.", "And?", "Two."), {"type": "image"}))
+    new, has_marks = multimodal_chat_template(SHIPPED[name])
+    assert has_marks
+    first, second = marked(new, parts(chat("What?", "A kite.", "And?", "Two."), {"type": "image"}))
     assert "A kite." in first and first.rstrip().endswith(">") and "What?" not in first
     assert "Two." in second and "And?" not in second
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_think", "deepseek_r1_distill", "deepseekv3", "gptoss"])
 def test_marks_that_would_change_the_text_are_not_used(name):
-    new = multimodal_chat_template(SHIPPED[name])
-    assert not new.generation_marks and "generation %}" not in new.template
+    new, has_marks = multimodal_chat_template(SHIPPED[name])
+    assert not has_marks and "generation %}" not in new
 
 
 ANSWER = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
@@ -94,14 +94,14 @@ ANSWER = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneratio
     ids=["answer left out", "end of turn left out", "questions marked"],
 )
 def test_wrong_marks_of_a_template_itself_are_not_claimed(old, new):
-    right = multimodal_chat_template(SMOLLM2).template
-    assert right.count(old) == 1 and multimodal_chat_template(right).generation_marks
-    assert not multimodal_chat_template(right.replace(old, new)).generation_marks
+    right = multimodal_chat_template(SMOLLM2)[0]
+    assert right.count(old) == 1 and multimodal_chat_template(right)[1]
+    assert not multimodal_chat_template(right.replace(old, new))[1]
 
 
 def test_marks_need_an_end_of_turn():
-    assert not multimodal_chat_template(LLAVA_15).generation_marks
-    assert not multimodal_chat_template(None, special_tokens={"bos_token": "<s>"}).generation_marks
+    assert not multimodal_chat_template(LLAVA_15)[1]
+    assert not multimodal_chat_template(None, special_tokens={"bos_token": "<s>"})[1]
 
 
 # ------------------------------------------------------------------------------------------------------------ Vicuna
@@ -111,23 +111,23 @@ def test_vicuna_written_out():
         "detailed, and polite answers to the user's questions. "
     )
     messages = chat("What?", "A kite.", "And?")
-    new = multimodal_chat_template(None)
-    assert new.generation_marks
-    assert render(new.template, parts(messages, {"type": "image"}), add_generation_prompt=True) == (
+    new, has_marks = multimodal_chat_template(None)
+    assert has_marks
+    assert render(new, parts(messages, {"type": "image"}), add_generation_prompt=True) == (
         f"<s>{system}USER: <image>What? ASSISTANT: A kite.</s>USER: And? ASSISTANT:"
     )
-    assert render(new.template, chat(("system", "Be kind."), "What?")) == "<s>Be kind. USER: What? "
-    assert render(new.template, chat(("system", ""), "What?")) == "<s>USER: What? "
-    assert marked(new.template, chat("What?", "A kite.", "And?", "Two.")) == [" A kite.</s>", " Two.</s>"]
+    assert render(new, chat(("system", "Be kind."), "What?")) == "<s>Be kind. USER: What? "
+    assert render(new, chat(("system", ""), "What?")) == "<s>USER: What? "
+    assert marked(new, chat("What?", "A kite.", "And?", "Two.")) == [" A kite.</s>", " Two.</s>"]
     with pytest.raises(Exception, match="'tool'"):
-        render(new.template, TOOL_CALL)
+        render(new, TOOL_CALL)
 
 
 # ---------------------------------------------------------------------------------------------------- real tokenizers
 @pytest.mark.parametrize("name", ["smollm2", "qwen3", "gemma3"])
 def test_the_processor_masks_the_same_answers_around_expanded_images(name):
     tokenizer = byte_tokenizer("<image>", END_OF_TURN[name])
-    template = multimodal_chat_template(TEMPLATES[name]).template
+    template = multimodal_chat_template(TEMPLATES[name])[0]
     processor = LlavaProcessor(
         CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
         tokenizer,

@@ -27,7 +27,7 @@ def processor(tokenizer=None, template=tiny_parts.CHATML) -> LlavaProcessor:
         patch_size=8,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
-        chat_template=multimodal_chat_template(template).template,
+        chat_template=multimodal_chat_template(template)[0],
     )
 
 
