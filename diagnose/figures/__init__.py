@@ -27,6 +27,6 @@ def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
         predicted(deep) if deep else None,
     ]
     drawn = [sketch for sketch in sketches if sketch is not None]
-    for sketch in drawn:
-        sketch.figure.savefig(output / sketch.drawing.file, format="png", dpi=DPI)
-    return [sketch.drawing for sketch in drawn]
+    for figure, drawing in drawn:
+        figure.savefig(output / drawing.file, format="png", dpi=DPI)
+    return [drawing for _, drawing in drawn]

@@ -78,7 +78,7 @@ def draw_question(answers: Sequence[tuple[Shown, Attention]], number: int, image
         f"Attention from the text after the image to the image's tokens: average over layers, {how}, and layer by "
         f"layer (appendix G). Each map sums to 100 %. Question: {elide(asked.question, 300)}"
     )
-    return Sketch(figure, Drawing(f"attention_{number}.png", f"Attention, question {number}", caption, "attention"))
+    return figure, Drawing(f"attention_{number}.png", f"Attention, question {number}", caption, "attention")
 
 
 def draw_map(axes: Axes, shares: np.ndarray, scale: Normalize, image: Image.Image | None, shape: float) -> None:
@@ -112,7 +112,7 @@ def attention_depth(models: Sequence[Shown]) -> Sketch:
         "By layer, averaged over the questions: share of the attention of the text after the image that falls on it, "
         "entropy of its map, and bias to its bottom third (section 5.3 and appendix G)."
     )
-    return Sketch(figure, Drawing("attention_depth.png", "Attention in depth", caption, "attention"))
+    return figure, Drawing("attention_depth.png", "Attention in depth", caption, "attention")
 
 
 def mean_over_questions(model: Shown, name: str) -> tuple[list[int], np.ndarray] | None:

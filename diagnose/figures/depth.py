@@ -36,7 +36,7 @@ def norms(models: Sequence[Shown]) -> Sketch:
     """Norm of the states, and a mark for the state after the final norm (figures 1b, 4a)."""
     entering = [[curve.mean[0] for curve in curves(model, "norm").values()] for model in models]
     ratios = [each[0] / each[1] if len(each) == 2 else None for each in entering]
-    title = compare(models, ratios, "Visual tokens start with {} the norm of text in the data", " ×")
+    title = compare(models, ratios, "Visual tokens start with {} the norm of text in the data")
     figure = new_figure(4.4, title or "Norm of the hidden states")
     axes = figure.subplots()
     last = max(len(curve.mean) for model in models for curve in curves(model, "norm").values()) - 1
@@ -59,7 +59,7 @@ def norms(models: Sequence[Shown]) -> Sketch:
         "Mean L2 norm of the hidden states (figures 1b and 4a); state 0 enters the first layer, the last leaves the "
         f"last layer. The marks at the right are after the final norm. {TYPICAL}"
     )
-    return Sketch(figure, Drawing("norms.png", "Norm in depth", caption, "depth"))
+    return figure, Drawing("norms.png", "Norm in depth", caption, "depth")
 
 
 def cosine(models: Sequence[Shown]) -> Sketch:
@@ -72,13 +72,13 @@ def cosine(models: Sequence[Shown]) -> Sketch:
         "Cosine similarity of a token's states before a layer and before the next (figures 2, 3 and 4b): mean and one "
         "standard deviation over tokens. The title has the mean over layers."
     )
-    return Sketch(figure, Drawing("cosine.png", "Cosine similarity between layers", caption, "depth"))
+    return figure, Drawing("cosine.png", "Cosine similarity between layers", caption, "depth")
 
 
 def rotation(models: Sequence[Shown]) -> Sketch:
     """Effective rotation angle of each layer (eqs. 8, 13)."""
     ratios = [model.report.depth.asymmetry if model.report.depth else None for model in models]
-    title = compare(models, ratios, "Visual tokens rotate {} as much as text in each layer", " ×")
+    title = compare(models, ratios, "Visual tokens rotate {} as much as text in each layer")
     figure = by_layer(
         models, "rotation", title or "Rotation in each layer", "rotation by the layer (degrees)", degrees(1)
     )
@@ -87,7 +87,7 @@ def rotation(models: Sequence[Shown]) -> Sketch:
         "Rotation angle ω of each layer's update (eqs. 8 and 13): mean and one standard deviation over tokens. The "
         "title has the ratio of the means over all layers but the last (eqs. 9 and 14)."
     )
-    return Sketch(figure, Drawing("rotation.png", "Rotation in depth", caption, "depth"))
+    return figure, Drawing("rotation.png", "Rotation in depth", caption, "depth")
 
 
 def updates(models: Sequence[Shown]) -> Sketch:
@@ -105,7 +105,7 @@ def updates(models: Sequence[Shown]) -> Sketch:
         "What each layer adds to a state: its mean L2 norm c, and its mean angle φ to the state. Section 3.1 assumes "
         f"that both are the same for visual and text tokens. {TYPICAL} For angles they are around the mean."
     )
-    return Sketch(figure, Drawing("updates.png", "Assumptions about updates", caption, "depth"))
+    return figure, Drawing("updates.png", "Assumptions about updates", caption, "depth")
 
 
 def predicted(models: Sequence[Shown]) -> Sketch:
@@ -127,7 +127,7 @@ def predicted(models: Sequence[Shown]) -> Sketch:
         "Rotation per layer by equation 13, from the geometric mean of the states' norms and a size and an angle of "
         "updates that are the same for both modalities; and the mean of the measured rotations."
     )
-    return Sketch(figure, Drawing("predicted.png", "Predicted and measured rotation", caption, "theory"))
+    return figure, Drawing("predicted.png", "Predicted and measured rotation", caption, "theory")
 
 
 def dynamics(models: Sequence[Shown]) -> Sketch | None:
@@ -152,7 +152,7 @@ def dynamics(models: Sequence[Shown]) -> Sketch | None:
     ticks = MaxNLocator(integer=True, nbins=8)
     figure.colorbar(scale, ax=grid, label="optimizer step", aspect=30, pad=0.02, ticks=ticks)
     caption = "Mean cosine similarity of a token's states before and after each layer, by recorded step (figure 5)."
-    return Sketch(figure, Drawing("dynamics.png", "Training dynamics", caption, "dynamics"))
+    return figure, Drawing("dynamics.png", "Training dynamics", caption, "dynamics")
 
 
 def training(models: Sequence[Shown]) -> Sketch | None:
@@ -172,7 +172,7 @@ def training(models: Sequence[Shown]) -> Sketch | None:
     tidy(axes, "optimizer step", "L2 norm")
     legend(figure, axes, len(logged))
     caption = "Means over the tokens of each logged step, as they enter the first decoder layer."
-    return Sketch(figure, Drawing("training.png", "Norms during training", caption, "dynamics"))
+    return figure, Drawing("training.png", "Norms during training", caption, "dynamics")
 
 
 def by_layer(models: Sequence[Shown], quantity: str, title: str, label: str, factor: float = 1.0) -> Figure:

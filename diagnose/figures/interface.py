@@ -39,7 +39,7 @@ def interface(models: Sequence[Shown]) -> Sketch | None:
     if not rows:
         return None
     ratios = [model.report.interface.ratio for model in models]
-    title = compare(models, ratios, "Visual tokens enter with {} the norm of text embeddings", " ×")
+    title = compare(models, ratios, "Visual tokens enter with {} the norm of text embeddings")
     figure = new_figure(1.3 + (0.25 + 0.17 * (len(models) - 1)) * len(rows), title or "L2 norms at the interface")
     axes = figure.subplots()
     drawn = [
@@ -73,7 +73,7 @@ def interface(models: Sequence[Shown]) -> Sketch | None:
         "L2 norm of tokens from the vision encoder to the first decoder layer (tables 1 to 3): mean, and one standard "
         "deviation to each side, cut off where it would reach zero. The dotted line is N_text (eq. 11)."
     )
-    return Sketch(figure, Drawing("interface.png", "Norms at the interface", caption, "interface"))
+    return figure, Drawing("interface.png", "Norms at the interface", caption, "interface")
 
 
 def positive(values: Interface, name: str) -> Moments | None:

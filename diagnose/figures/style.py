@@ -55,12 +55,8 @@ class Shown:
         }
 
 
-@dataclass(frozen=True)
-class Sketch:
-    """A figure that is not yet written, with its file name, title and caption."""
-
-    figure: Figure
-    drawing: Drawing
+Sketch = tuple[Figure, Drawing]
+"""A figure that is not yet written, with its file name, title and caption."""
 
 
 def shown(report: Report, against: Report | None) -> list[Shown]:
@@ -103,9 +99,9 @@ def tidy(axes: Axes, x: str, y: str, title: str | None = None) -> None:
     axes.set_axisbelow(True)
 
 
-def compare(models: Sequence[Shown], values: Sequence[float | None], sentence: str, unit: str = "") -> str | None:
-    """`sentence` with the model's value for {}, then the baseline's in parentheses; None if the model has no value."""
-    given = {m.baseline: number(value, 3) + unit for m, value in zip(models, values, strict=True) if value is not None}
+def compare(models: Sequence[Shown], values: Sequence[float | None], sentence: str) -> str | None:
+    """`sentence` with the model's ratio for {}, then the baseline's in parentheses; None if the model has no ratio."""
+    given = {m.baseline: f"{number(value, 3)} ×" for m, value in zip(models, values, strict=True) if value is not None}
     if False not in given:
         return None
     return sentence.format(given[False]) + (f" (baseline {given[True]})" if True in given else "")

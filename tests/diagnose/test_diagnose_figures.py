@@ -88,20 +88,20 @@ def test_layers_show_the_reports_numbers():
     ours, baseline = diagnosed(1.0, model="same", layers=5), diagnosed(30.0, model="same", layers=7)
     models = shown(ours, baseline)
     for quantity, sketch, factor in (("norm", norms, 1), ("cosine", cosine, 1), ("rotation", rotation, 180 / math.pi)):
-        (axes,) = sketch(models).figure.axes
+        (axes,) = sketch(models)[0].axes
         for label, report in (("same", ours), ("same (baseline)", baseline)):
             for kind in ("visual", "text"):
                 expected = factor * np.array(getattr(report.depth, quantity)[kind].mean)
                 np.testing.assert_allclose(line(axes, f"{kind}, {label}"), expected, rtol=1e-12)
-    size, angle = updates(models).figure.axes
+    size, angle = updates(models)[0].axes
     np.testing.assert_allclose(line(size, "text, same"), ours.depth.update_norm["text"].mean)
     np.testing.assert_allclose(line(angle, "visual, same (baseline)"), np.degrees(1.7))
-    finals = [each.get_ydata()[0] for each in norms(models).figure.axes[0].lines if each.get_linestyle() == "None"]
+    finals = [each.get_ydata()[0] for each in norms(models)[0].axes[0].lines if each.get_linestyle() == "None"]
     assert finals == [55.5] * 4
 
 
 def test_interface_shows_mean_and_deviation():
-    (axes,) = interface(shown(diagnosed(37.0), None)).figure.axes
+    (axes,) = interface(shown(diagnosed(37.0), None))[0].axes
     rows = [label.get_text() for label in axes.get_yticklabels()]
     assert rows[0] == "encoder output" and "text in the data, as stored" not in rows
     dots = {round(dot.get_ydata()[0]): dot.get_xdata()[0] for dot in axes.lines if len(dot.get_xdata()) == 1}
@@ -114,7 +114,7 @@ def test_interface_shows_mean_and_deviation():
 
 def test_what_training_logged():
     logged = {"norm/visual": [(1, 9.0), (2, 4.0)], "norm/text": [(1, 3.0), (2, 3.0)], "loss": [(1, 1.0)]}
-    (axes,) = training(shown(diagnosed(training=logged), diagnosed(training=logged))).figure.axes
+    (axes,) = training(shown(diagnosed(training=logged), diagnosed(training=logged)))[0].axes
     assert [line.get_ydata().tolist() for line in axes.lines] == [[9.0, 4.0], [3.0, 3.0]] * 2
     assert [line.get_xdata().tolist() for line in axes.lines] == [[1, 2]] * 4
     assert training(shown(diagnosed(), None)) is None
@@ -126,21 +126,21 @@ def test_attention_maps_share_their_scale(images):
         for sharp in (9.0, 2.0)
     )
     first, depth = attention_figures(shown(ours, baseline), images)
-    drawn = [axes for axes in first.figure.axes if axes.get_title().startswith("layer ")]
+    drawn = [axes for axes in first[0].axes if axes.get_title().startswith("layer ")]
     chosen = [0, 3, 5, 8, 11, 13, 16, 18, 21, 24, 26, 29]
     titles = [f"layer {layer + 1}{model}" for model in (", baseline", "") for layer in chosen]
     assert [axes.get_title() for axes in drawn] == titles
     for axes, (report, layer) in zip(drawn, [(r, i) for r in (baseline, ours) for i in chosen], strict=True):
         np.testing.assert_allclose(axes.images[-1].get_array(), 100 * np.array(report.attention[0].maps[layer]))
     assert len({(axes.images[-1].norm.vmin, axes.images[-1].norm.vmax) for axes in drawn}) == 1
-    np.testing.assert_allclose(line(depth.figure.axes[0], ours.model), 100 * np.array(ours.attention[0].image_share))
+    np.testing.assert_allclose(line(depth[0].axes[0], ours.model), 100 * np.array(ours.attention[0].image_share))
 
 
 def test_layers_that_were_left_out_keep_their_numbers(tmp_path):
     answer = replace(attention_of("Where?", 3), layers=[2, 5, 9])
     tiled = replace(attention_of("When?", 3, None), layers=[2, 5, 9])
     report = diagnosed(layers=9, attention=[answer, tiled])
-    *maps, depth = (sketch.figure for sketch in attention_figures(shown(report, None), tmp_path))
+    *maps, depth = (figure for figure, _ in attention_figures(shown(report, None), tmp_path))
     for figure in maps:
         titles = [axes.get_title() for axes in figure.axes]
         assert [title for title in titles if title.startswith("layer")] == ["layer 2", "layer 5", "layer 9"]
