@@ -33,12 +33,9 @@ def language_adapter(
     if learning_rates["language"] == 0:
         raise ValueError("Adapters are put on the language model, but its learning rate is 0. Leave out one of them.")
     config = copy.deepcopy(config)
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    inside = {name.rpartition(".")[2] for name in linears if ".language_model." in name}
-    if not inside:
-        raise ValueError("The language model has no linear layer for an adapter. Leave out use_peft.")
     if config.target_modules in (None, "all-linear"):
-        config.target_modules = inside
+        linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
+        config.target_modules = {name.rpartition(".")[2] for name in linears if ".language_model." in name}
     own = config.exclude_modules or ()
     excluded = [own] if isinstance(own, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(own)]
     config.exclude_modules = "|".join([r"(?!.*\.language_model\.).*", *excluded])
