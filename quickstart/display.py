@@ -1,13 +1,11 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a quickstart run prints and draws: its parts, images and results."""
+"""What a quickstart run prints and draws: its images and results."""
 
-import os
-import platform
 import resource
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from math import ceil
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -17,42 +15,29 @@ from rich.table import Table
 
 from ..checkpoint.files import atomic_write
 from ..evaluate.answers import named
-from ..fetched.archives import Part
 from ..fetched.easy_vqa import CHOICES, KINDS, OVERALL, Question, load_image
 from .evaluate import EMOJI
 
 
-def print_parts(console: Console, parts: Sequence[Part]) -> None:
-    """Prints the packages that the run uses."""
-    table = Table(title="Parts", title_justify="left")
-    for column in ("package", "version", "licence", "what it is"):
-        table.add_column(column)
-    for part in parts:
-        table.add_row(part.name, part.version, part.licence, part.about)
-    console.print(table)
+COLUMNS = 4
+"""Images side by side."""
 
 
-def draw_images(answered: Sequence[tuple[Question, str]], output: Path, columns: int = 4) -> None:
+def draw_images(answered: Sequence[tuple[Question, str]], output: Path) -> None:
     """Draws held-out images with question, answer and truth into one PNG."""
     from matplotlib.figure import Figure
 
-    rows = -(-len(answered) // columns)
-    figure = Figure(figsize=(2.4 * columns, 2.7 * rows), layout="constrained")
-    for axes in (grid := figure.subplots(rows, columns, squeeze=False)).flat:
+    rows = ceil(len(answered) / COLUMNS)
+    figure = Figure(figsize=(2.4 * COLUMNS, 2.7 * rows), layout="constrained")
+    for axes in (grid := figure.subplots(rows, COLUMNS, squeeze=False)).flat:
         axes.set_axis_off()
     for axes, (question, given) in zip(grid.flat, answered, strict=False):
         right = named(given, CHOICES.get(question.kind, (question.answer,))) == question.answer
         axes.imshow(load_image(question.image))
         axes.set_title(f"{question.text}\n", fontsize=9, wrap=True)
         style = {"transform": axes.transAxes, "ha": "center", "fontsize": 9}
-        axes.text(
-            0.5,
-            1.02,
-            shorten(given, 40, placeholder=" ..."),
-            color="green" if right else "crimson",
-            weight="bold",
-            **style,
-        )
+        answer, color = shorten(given, 40, placeholder=" ..."), "green" if right else "crimson"
+        axes.text(0.5, 1.02, answer, color=color, weight="bold", **style)
         if not right:
             axes.text(0.5, -0.08, f"truth: {question.answer}", **style)
     with atomic_write(output) as partial:
@@ -94,14 +79,3 @@ def peak_rss_gib() -> float:
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
     used = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return max(used) * unit / 2**30
-
-
-def versions() -> dict[str, Any]:
-    """Versions that the results depend on, and the processor."""
-    packages = ("torch", "transformers", "trl", "peft", "datasets", "accelerate")
-    return {
-        "python": platform.python_version(),
-        **{package: version(package) for package in packages},
-        "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
-    }

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
-from ..checkpoint.files import cache_dir, finished_folder, json_or_none, remove_unfinished, write_json
+from ..checkpoint.files import finished_folder, json_or_none, remove_unfinished, write_json
 from ..fetched.archives import PARTS
 from ..fetched.convert import convert_language, convert_vision
 from ..fetched.easy_vqa import Question, held_out, load_image, png, prompt, training_data
@@ -27,7 +27,7 @@ from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import answer_each, ask_clean_process
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..train.keeping.lock import LOCK, only_run
-from .display import draw_images, peak_rss_gib, print_parts, print_results, versions
+from .display import draw_images, peak_rss_gib, print_results
 from .evaluate import BASELINE, OURS, ask, diagnose_once, read_report
 from .journal import JOURNAL, Journal
 from .train import check_stage, rows_of, stage, train_stage
@@ -99,16 +99,13 @@ def run_quickstart(
 
 
 def check_output(output: Path) -> None:
-    """Raises ValueError if `output` is a file, or holds anything but an earlier run."""
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file. Choose another folder.")
+    """Raises ValueError if `output` holds anything but an earlier run."""
     found = {each.name for each in output.iterdir()} - {LOCK} if output.exists() else set()
     if found and "settings" not in (json_or_none(output / JOURNAL) or {}):
         raise ValueError(f"{output} holds {min(found)}, which no quickstart wrote there. Choose a new folder.")
 
 
 def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, console: Console) -> dict[str, Any]:
-    cache = cache_dir()
     journal = Journal(output, settings, console)
     logging.disable_progress_bar()  # these parts load in a second
     disable_progress_bars()
@@ -121,17 +118,16 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
 
     with journal.step("fetch"):
         for part in PARTS:
-            fetch(part, cache)
-    print_parts(console, PARTS)
+            fetch(part)
     with journal.step("convert"):
-        language = convert_language(cache)
-        vision = convert_vision(settings.image_size, cache)
+        language = convert_language()
+        vision = convert_vision(settings.image_size)
     with journal.step("build"):
         build(vision, language, untrained, settings, arm="gwc")
 
     with journal.step("evaluate before"):
         before = ask(untrained, limit=settings.asked_before, bf16=bf16)
-    write_data(data, settings, cache)
+    write_data(data, settings)
     with journal.step("stage 1"):
         train_stage(settings.stage1, untrained, data / "stage1", stage1, bf16=bf16)
     with journal.step("stage 2"):
@@ -142,7 +138,7 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
     with journal.step("evaluate after"):
         after = ask(model, limit=settings.asked, bf16=bf16)
     with journal.step("reload"):
-        questions = held_out(100, cache=cache)
+        questions = held_out(100)
         kinds = dict.fromkeys(question.kind for question in questions)
         of_kinds = [[question for question in questions if question.kind == kind] for kind in kinds]
         shown = [question for of_kind in of_kinds for question in of_kind[: settings.shown_per_kind]]
@@ -180,7 +176,6 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
         "bf16": bf16,
         "seconds": journal.seconds,
         "peak_rss_gib": round(peak_rss_gib(), 2),
-        "versions": versions(),
     }
     write_card(model)
     write_json(output / "results.json", results)
@@ -197,12 +192,12 @@ def build(vision: Path, language: Path, output: Path, settings: Settings, *, arm
     build_checkpoint(str(vision), str(language), output, arm=arm, feature_layer=layer)
 
 
-def write_data(output: Path, settings: Settings, cache: Path) -> None:
+def write_data(output: Path, settings: Settings) -> None:
     """Writes the conversations of both stages, which have none in common."""
     if output.exists():
         return
     first, second = rows_of(settings.stage1), rows_of(settings.stage2)
-    rows = training_data(first + second, settings.emoji_share, settings.seed, cache)
+    rows = training_data(first + second, settings.emoji_share, settings.seed)
     with finished_folder(output) as folder:
         rows.select(range(first)).save_to_disk(folder / "stage1")
         rows.select(range(first, first + second)).save_to_disk(folder / "stage2")

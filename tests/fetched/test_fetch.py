@@ -107,7 +107,8 @@ def registry(wheel, tarball, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def part(wheel):
+def part(wheel, monkeypatch, tmp_path):
+    monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path))
     digest = hashlib.sha256(wheel).hexdigest()
     return Part("pip", "tiny-part", "1.0", "MIT", "a test part", digest, ("tiny_part/*.bin",))
 
@@ -118,10 +119,10 @@ def kept(cache):
 
 
 def test_fetches_through_the_users_index_once(registry, part, tmp_path, wheel):
-    archive = fetch(part, tmp_path)
+    archive = fetch(part)
     assert archive.read_bytes() == wheel
     registry.shutdown()
-    assert fetch(part, tmp_path) == archive
+    assert fetch(part) == archive
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
@@ -129,34 +130,33 @@ def test_fetches_through_the_users_npm_registry(registry, part, tmp_path, tarbal
     digest = hashlib.sha256(tarball).hexdigest()
     npm_part = dataclasses.replace(part, client="npm", version="1.0.0", sha256=digest)
     assert npm_part.filename == TARBALL
-    assert fetch(npm_part, tmp_path).read_bytes() == tarball
+    assert fetch(npm_part).read_bytes() == tarball
     with pytest.raises(FetchError, match="npm could not fetch it and said:(.|\n)*No matching version"):
-        fetch(dataclasses.replace(npm_part, version="2.0.0"), tmp_path)
+        fetch(dataclasses.replace(npm_part, version="2.0.0"))
 
 
 FETCH = """
 import json, sys
-from pathlib import Path
 from normalign_llava.fetched.archives import Part
 from normalign_llava.fetched.fetch import fetch
-print(fetch(Part(**json.loads(sys.argv[1])), Path(sys.argv[2])))
+print(fetch(Part(**json.loads(sys.argv[1]))))
 """
 
 
-def start(part, cache):
-    command = [sys.executable, "-c", FETCH, json.dumps(dataclasses.asdict(part)), str(cache)]
+def start(part):
+    command = [sys.executable, "-c", FETCH, json.dumps(dataclasses.asdict(part))]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def test_a_killed_fetch_leaves_nothing_that_looks_whole(registry, part, tmp_path, wheel):
     registry.stalls = True
-    process = start(part, tmp_path)
+    process = start(part)
     assert registry.stalled.wait(60)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert WHEEL not in kept(tmp_path)
     registry.stalls = False
-    assert fetch(part, tmp_path).read_bytes() == wheel
+    assert fetch(part).read_bytes() == wheel
     assert kept(tmp_path) == [WHEEL]
 
 
@@ -167,7 +167,7 @@ def test_another_checksum_is_an_error_that_names_both(registry, part, tmp_path, 
         (tmp_path / "archives").mkdir()
         (tmp_path / "archives" / WHEEL).write_bytes(wheel)
     with pytest.raises(FetchError) as error:
-        fetch(pinned, tmp_path)
+        fetch(pinned)
     for said in (WHEEL, "0" * 64, hashlib.sha256(wheel).hexdigest()):
         assert said in str(error.value)
     assert kept(tmp_path) == ([WHEEL] if put_by_hand else [])
@@ -177,12 +177,12 @@ def test_an_archive_put_by_hand_needs_no_client(part, tmp_path, wheel, monkeypat
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     (tmp_path / "archives").mkdir()
     (tmp_path / "archives" / WHEEL).write_bytes(wheel)
-    assert fetch(part, tmp_path).read_bytes() == wheel
+    assert fetch(part).read_bytes() == wheel
 
 
-def test_unpacks_the_wanted_members_only(registry, part, tmp_path):
-    folder = unpack(part, tmp_path)
+def test_unpacks_the_wanted_members_only(registry, part):
+    folder = unpack(part)
     assert [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()] == [
         "tiny_part/weights.bin"
     ]
-    assert unpack(part, tmp_path) == folder
+    assert unpack(part) == folder
