@@ -118,6 +118,7 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
 
     with journal.step("fetch"):
         for part in PARTS:
+            console.print(f"{part.name} {part.version}, {part.licence}: {part.about}")
             fetch(part)
     with journal.step("convert"):
         language = convert_language()
