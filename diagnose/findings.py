@@ -32,10 +32,10 @@ Checked = tuple[str, str] | None
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim of the paper, whether this diagnosis agrees (docs/report.md has the outcomes), and the numbers."""
+    """A claim of the paper and its place there, whether this diagnosis agrees, and the numbers or why none."""
 
     claim: str
-    outcome: str
+    outcome: str  # agrees, disagrees, unclear (within 2 standard errors), no difference, not measured, does not apply
     sentence: str
 
 

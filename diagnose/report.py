@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a diagnosis found: the dataclasses that `report.json` is made of. docs/report.md describes every field."""
+"""What a diagnosis found: the dataclasses that `report.json` is made of. docs/report.md defines states and layers."""
 
 import json
 from dataclasses import dataclass, field
@@ -38,48 +38,48 @@ class Curve:
 class Interface:
     """L2 norms from the encoder to the decoder (tables 1 to 3); None for what this model or these data do not have.
 
-    `scale` is None if it differs between tokens; `vocabulary` and `ratio` are then None too. The input of a visual
-    embedding table is a probability vector, whose norm means nothing: there `projector_input` is None.
+    "As received" is at the input of the first decoder layer, after all scaling. `scale`, `vocabulary` and `ratio`
+    are None if scaling differs between tokens, and `projector_input` if its rows are probabilities (Ovis).
     """
 
-    encoder_output: Moments | None = None
+    encoder_output: Moments | None = None  # the encoder's last_hidden_state, class token included
     projector_input: Moments | None = None
     projector_output: Moments | None = None
-    norm_input: Moments | None = None
-    visual: Moments | None = None
+    norm_input: Moments | None = None  # rows that enter the norm after the projector
+    visual: Moments | None = None  # visual tokens in the data, as received; the next four likewise
     text: Moments | None = None
     special: Moments | None = None
     newline: Moments | None = None
     indicator: Moments | None = None
-    text_raw: Moments | None = None
-    vocabulary_raw: Moments | None = None
-    vocabulary: Moments | None = None
-    scale: float | None = None
-    visual_table: Moments | None = None
-    indicator_table: Moments | None = None
-    ratio: float | None = None
-    ratio_data: float | None = None
+    text_raw: Moments | None = None  # embedding rows of the text tokens in the data, as stored
+    vocabulary_raw: Moments | None = None  # all rows as stored, without zeros, image token and padding that repeats it
+    vocabulary: Moments | None = None  # the same as received; the mean is N_text (eq. 11)
+    scale: float | None = None  # of text tokens: as received over as stored
+    visual_table: Moments | None = None  # rows of a visual embedding table (Ovis)
+    indicator_table: Moments | None = None  # the indicators' rows in it
+    ratio: float | None = None  # visual.mean / vocabulary.mean: 1 is aligned
+    ratio_data: float | None = None  # visual.mean / text.mean
 
 
 @dataclass(frozen=True)
 class Depth:
     """What the decoder's L layers do to tokens, by kind (figures 1b to 4); kinds that the data lack are no keys.
 
-    `norm` and `log_norm` have a value for each of L + 1 states, the others one for each layer. Angles are in radians
-    (eqs. 8, 13); that of an update of size 0 is NaN. `cosine` is that of two states also where features are added
-    between layers (Qwen3-VL).
+    `norm` and `log_norm` have a value for each of L + 1 states, the others one for each layer. An update is a layer's
+    output minus its input. Angles are in radians; that of an update of size 0 is NaN. `cosine` is that of two states
+    also where features are added between layers (Qwen3-VL).
     """
 
     norm: dict[str, Curve]
-    final_norm: dict[str, Moments]
-    cosine: dict[str, Curve]
-    rotation: dict[str, Curve]
+    final_norm: dict[str, Moments]  # norm after the language model's final norm
+    cosine: dict[str, Curve]  # of state l - 1 and state l
+    rotation: dict[str, Curve]  # angle by which the layer turns the state (eqs. 8, 13)
     update_norm: dict[str, Curve]
-    update_angle: dict[str, Curve]
-    log_norm: dict[str, Curve]
-    log_update: dict[str, Curve]
-    asymmetry: float | None
-    asymmetry_error: float | None
+    update_angle: dict[str, Curve]  # between a state and its update
+    log_norm: dict[str, Curve]  # natural logarithm of the norm of the states
+    log_update: dict[str, Curve]  # natural logarithm of the norm of the updates
+    asymmetry: float | None  # mean rotation of visual over that of text tokens, layers 1 to L - 1; below 1: less
+    asymmetry_error: float | None  # its standard error, over batches
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ class TopToken:
 class EmbeddingTable:
     """Norms of the rows of a language model's embedding matrix, as stored, and the largest (tables 6 to 8)."""
 
-    model: str
+    model: str  # whose matrix it is
     mean: float
     std: float
-    rows: int
-    top: list[TopToken]
+    rows: int  # without zeros and the image token
+    top: list[TopToken]  # rows of largest norm, largest first
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class Gain:
     """Gain and bias of the norm after the projector (table 5); the gain started from `start`, the bias from 0."""
 
     l2: float
-    mean_abs: float
+    mean_abs: float  # mean of the absolute values
     bias_mean_abs: float | None
     start: float
-    distance: float
-    bias_distance: float | None
+    distance: float  # norm of the gain minus its start
+    bias_distance: float | None  # norm of the bias
 
 
 @dataclass(frozen=True)
@@ -119,22 +119,22 @@ class DynamicsStep:
     """Inter-layer cosines recorded during training (figure 5): the optimizer step, and a value for each layer."""
 
     step: int
-    visual: list[float]
+    visual: list[float]  # mean cosine of the layer's input and output over visual tokens
     text: list[float]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Where the text tokens after an image look, by layer (appendix G); `layers` are those that see all of it."""
+    """Attention of the text tokens after an image (appendix G): means over these tokens and all heads, by layer."""
 
     question: str
-    image: str | None
-    grid: tuple[int, int] | None
-    maps: list[list[list[float]]]
-    image_share: list[float]
-    entropy: list[float]
-    bottom_bias: list[float] | None
-    layers: list[int]
+    image: str | None  # PNG file: the image as shown to the model
+    grid: tuple[int, int] | None  # rows and columns of visual tokens; None where they form no single grid
+    maps: list[list[list[float]]]  # [layer][row][column], each layer sums to 1; one row without grid, [] if not drawn
+    image_share: list[float]  # share of all attention that is on the image
+    entropy: list[float]  # entropy of the map over that of an even one
+    bottom_bias: list[float] | None  # attention to the bottom third over that of an even map
+    layers: list[int]  # those of `maps` and of the lists: all that see the whole image
 
 
 @dataclass(frozen=True)
@@ -142,22 +142,22 @@ class Report:
     """The measurements of one model; None or empty where something does not apply."""
 
     model: str
-    model_type: str
-    dtype: str
-    hidden_size: int
-    projector: str | None = None
-    data: str | None = None
-    samples: int = 0
-    tokens: dict[str, int] = field(default_factory=dict)
+    model_type: str  # of its configuration, or "unknown"
+    dtype: str  # of the decoder's weights: "bfloat16", "4-bit", "8-bit", "unknown" and so on
+    hidden_size: int  # of the language model, or of the encoder
+    projector: str | None = None  # name of the projector's module, if known
+    data: str | None = None  # name of the data
+    samples: int = 0  # questions with images
+    tokens: dict[str, int] = field(default_factory=dict)  # number by kind
     interface: Interface = field(default_factory=Interface)
     depth: Depth | None = None
     embeddings: EmbeddingTable | None = None
     gain: Gain | None = None
-    dynamics: list[DynamicsStep] = field(default_factory=list)
-    attention: list[Attention] = field(default_factory=list)
-    training: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    norm: str | None = None
+    dynamics: list[DynamicsStep] = field(default_factory=list)  # recorded by `normalign train --probe_steps`
+    attention: list[Attention] = field(default_factory=list)  # of the first questions
+    training: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # what training logged: (step, value)
+    left_out: list[str] = field(default_factory=list)  # what was not measured and why
+    norm: str | None = None  # "layer_norm", "rms_norm" or "none" for models of this package
 
 
 def report_json(content: dict[str, Any]) -> str:
@@ -177,4 +177,4 @@ class Drawing:
     file: str
     title: str
     caption: str
-    section: str
+    section: str  # "interface", "depth", "dynamics", "attention" or "theory"
