@@ -135,7 +135,7 @@ def loaders(folder: Path, images: int) -> dict[str, Callable[[], object]]:
         return lambda: [None for _ in DataLoader(rows, BATCH, num_workers=workers, collate_fn=collate)]
 
     ours = ConversationCollator(processor)
-    found = {"bare": reader(files, bare), "ours": reader(rows, ours), "TRL": reader(stock, trl)}
+    found = {"bare": reader(files, bare), "this package": reader(rows, ours), "TRL": reader(stock, trl)}
     return found | {f"{workers} workers": reader(rows, ours, workers) for workers in WORKERS}
 
 
@@ -179,23 +179,25 @@ def main() -> None:
         readers = loaders(folder, options.images)
         workers = {each: readers.pop(each) for each in [f"{count} workers" for count in WORKERS]}
         cpu = in_turns(readers, options.rounds, cpu_time)
-        wall = in_turns({"ours": readers["ours"], **workers}, options.rounds, partial(seconds, device="cpu"))
-    what = "batches, 640 x 480 to 384 x 384"
+        wall = in_turns(
+            {"this package": readers["this package"], **workers}, options.rounds, partial(seconds, device="cpu")
+        )
+    compared = ("this package", "TRL")
+    of_cpu = "; ".join(spread(quartiles(cpu["bare"], cpu[each])) for each in compared)
+    of_wall = "; ".join(spread(quartiles(wall["this package"], wall[each])) for each in workers)
     rows = [
-        (what, f"images per second of CPU: {each} / bare decoding", spread(quartiles(cpu["bare"], cpu[each])))
-        for each in ("ours", "TRL")
+        ("batches", f"images per second of CPU / bare decoding: {'; '.join(compared)}", of_cpu),
+        ("batches", f"images per second / in the same process: {'; '.join(workers)}", of_wall),
     ]
-    rows += [
-        (what, f"images per second: {each} / in the same process", spread(quartiles(wall["ours"], wall[each])))
-        for each in workers
-    ]
+    shown = []
     for start in ("cold", "warm"):
         small, large = (checks[f"{count:,} rows, {start}"] for count in options.rows)
         more = large["rows"] - small["rows"]
         figures = [1e3 * (large["cpu"] - small["cpu"]) / more]
         figures += [max(0, large[name] - small[name]) / more for name in ("peak", "others")]
-        shown = "{:.3f}, {:.0f}, {:.0f}".format(*figures)
-        rows.append((f"before the first step, {start}", "ms of CPU, bytes a row, in the process and others", shown))
+        shown.append("{:.3f}, {:.0f}, {:.0f}".format(*figures))
+    what = "ms of CPU, bytes a row, in the process and others: cold; warm"
+    rows.append(("before the first step", what, "; ".join(shown)))
     report("Feeding", rows, options, checks=checks, cpu_seconds=cpu, wall_seconds=wall)
 
 

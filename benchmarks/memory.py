@@ -121,6 +121,7 @@ def main() -> None:
             random_checkpoint(Path(name), shape)
             count, images, words = ROWS[shape]
             write_rows(Path(name), SHAPES[shape][0]["image_size"], [(images, words)] * 2 * count)
+            pairs = []
             for method in options.methods:
                 ratios = []
                 for checkpointing in ("true", "false"):
@@ -129,8 +130,9 @@ def main() -> None:
                     figures[f"{shape}, {method}, checkpointing {checkpointing}"] = found
                     ratios.append(f"{found['predicted'] / found['measured']:.3f}")
                     print(f"{shape}, {method}, checkpointing {checkpointing}: {ratios[-1]}", flush=True)
-                what = "predicted / measured, with checkpointing and without"
-                rows.append((f"memory of a step, {shape}, {method}", what, ", ".join(ratios)))
+                pairs.append(", ".join(ratios))
+            what = f"predicted / measured: {', '.join(options.methods)}"
+            rows.append((f"memory of a step, {shape}", what, "; ".join(pairs)))
     precision = "bfloat16" if options.bf16 else "float32"
     report(f"Memory of a step, {precision}, {options.device}", rows, options, figures=figures)
 

@@ -31,9 +31,9 @@ from shapes import SHAPES
 WARM_UP = 2
 LOGGING_STEPS = 10
 STOCK = "stock"  # LLaVA, with TRL's trainer and collator
-OURS = "ours"
-ALL_SCORED = "ours, all scored"
-NO_NORM = "ours, all scored, no norm"
+OURS = "this package"
+ALL_SCORED = "all scored"
+NO_NORM = "all scored, no norm"
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
     " + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -304,10 +304,10 @@ def main() -> None:
     for variant, reference in pairs:
         ratios, memory = compare(runs, variant, reference), peak[variant] / peak[reference]
         found[f"{variant} / {reference}"] = ratios | {"peak memory": memory}
-        name = f"training step, {options.train} trained, {precision}: {variant}"
+        name = f"training step: {variant}"
         rows.append((name, f"time, peak memory / {reference}", f"{ratios['all steps']:.3f}, {memory:.3f}"))
-    title = f"A training step, {options.parts} parts, batch {options.batch}, {options.device}"
-    report(title, rows, options, ratios=found, seconds=runs, peak_bytes=peaks, ends=ends)
+    title = f"A training step, {options.train}, {precision}, {options.parts} parts, batch {options.batch}"
+    report(f"{title}, {options.device}", rows, options, ratios=found, seconds=runs, peak_bytes=peaks, ends=ends)
 
 
 if __name__ == "__main__":
