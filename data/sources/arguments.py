@@ -106,17 +106,15 @@ class DataArguments:
     datasets: list[dict] = field(
         default_factory=list,
         metadata={
-            "help": "In place of dataset_name, several data sets: in YAML, a list of mappings with TRL's keys (path, "
-            "name, split, data_files, fraction, ...) image_folder and columns. Fractions are shares of the mixture."
+            "help": "In place of dataset_name, in YAML: a list of data sets, each with TRL's keys (path, name, split, "
+            "data_files, fraction, ...), image_folder and columns. Fractions are shares of the mixture."
         },
     )
     image_folder: str | None = option(
         None, "Folder or .zip file that image paths start from. Default: the data file's folder."
     )
     columns: dict | str | list | None = option(
-        None,
-        "Names of your own: image=image_path,answer=caption reads the column image from the data's column image_path. "
-        "In YAML also a mapping, or a list of the columns to read.",
+        None, "Names of your own: image=image_path,answer=caption reads the column image from the data's image_path."
     )
     eval_dataset_name: str | None = option(
         None, "Held-out data, in the forms of dataset_name. Default: its test split."

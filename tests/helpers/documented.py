@@ -1,6 +1,7 @@
 """The tables of docs/options.md, read and made; as a script, writes those that are made from the options' fields."""
 
 import re
+import textwrap
 from dataclasses import MISSING, fields
 
 from paths import DOCS
@@ -21,25 +22,23 @@ def documented(section: str) -> dict[str, str]:
     return dict(names)
 
 
-def shown(default) -> str:
-    return "" if default in (None, MISSING) else f"`{default}`"
+def item(option) -> str:
+    """What the page says of an option."""
+    default = "" if option.default in (None, MISSING) else f" (`{option.default}`)"
+    return textwrap.fill(f"- `{option.name}`{default}: {option.metadata['help']}", 128, subsequent_indent="  ")
 
 
 def page_from_fields(page: str) -> str:
-    """The page with its tables of options made again."""
+    """The page with its lists of options made again."""
     known = [each for options in (ModelOptions, DataArguments, TrainingOptions) for each in fields(options)]
     used = [each for each in known if not each.metadata["help"].startswith(REFUSED)]
-    refused = sorted((each for each in known if each not in used), key=lambda each: each.name)
-    made = {
-        "option | default | what it does": [
-            f"`{each.name}` | {shown(each.default)} | {each.metadata['help']}" for each in used
-        ],
-        "refused option | why": [f"`{each.name}` | {each.metadata['help'].removeprefix(REFUSED)}" for each in refused],
-    }
-    for head, rows in made.items():
-        before, after = page.split(f"| {head} |\n")
-        marks, rest = after.split("\n", 1)[0], after.split("\n\n", 1)[1]
-        page = f"{before}| {head} |\n{marks}\n" + "".join(f"| {row} |\n" for row in rows) + f"\n{rest}"
+    refused = ", ".join(sorted(f"`{each.name}`" for each in known if each not in used))
+    for head, text in {
+        "defaults in brackets:\n": "\n".join(map(item, used)),
+        "refused with the reason:\n": textwrap.fill(refused, 128),
+    }.items():
+        before, after = page.split(f"{head}\n")
+        page = f"{before}{head}\n{text}\n\n" + after.split("\n\n", 1)[1]
     return page
 
 
