@@ -4,19 +4,24 @@
 
 from pathlib import Path
 
-import torch
-
-from ...checkpoint.opening import open_checkpoint
-from .demo import ATTENTION, build_app, launch
+from ...checkpoint.find import find_checkpoint
+from ...errors import check_installed
 
 
 def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | None = None) -> None:
     """Loads a checkpoint, a folder or Hub id, and serves the page until it is interrupted.
 
-    `port` is by default the first free one from 7860. Raises ValueError if there is no NormAlign-LLaVA, and OSError if
-    the port is taken.
+    `port` is by default the first free one from 7860. Raises ImportError without Gradio, ValueError if there is no
+    NormAlign-LLaVA, and OSError if the port is taken.
     """
-    opened = open_checkpoint(checkpoint)
+    source, revision = find_checkpoint(checkpoint)
+    check_installed("gradio", "demo", "The demo")
+    import torch
+
+    from ...checkpoint.opening import open_checkpoint
+    from .demo import ATTENTION, build_app, launch
+
+    opened = open_checkpoint(source, revision)
     if opened.model_type != "normalign_llava":
         raise ValueError(f"{checkpoint} is a {opened.model_type!r} model. The demo shows NormAlign-LLaVA models.")
     device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
