@@ -70,7 +70,11 @@ def prepare(
         raise ValueError("optimizers cannot hold adapters that are created later. Give optimizer_cls_and_kwargs.")
     if optimizer_cls_and_kwargs is not None and "lr" in optimizer_cls_and_kwargs[1]:
         args.learning_rate, args.learning_rate_is_given = optimizer_cls_and_kwargs[1]["lr"], True
-    check_machine(args, model)
+    if getattr(model, "hf_device_map", None) is None:
+        check_one_gpu(args)
+    if args.process_index == 0 and not args.dry_run:
+        for asked in ("bfloat16" if args.bf16 else None, (args.model_init_kwargs or {}).get("dtype")):
+            warn_if_slow(asked, args.device.type)
     args.gradient_accumulation_steps = accumulation_steps(args)
     model, commit = trained_model(model, args, quantization_config)
     explained = explained_learning_rates(args, model, optimizer, peft_config is not None)
@@ -93,15 +97,6 @@ def prepare(
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
     args.accelerator_config.dispatch_batches = False
     return Prepared(model, collator, train_dataset, eval_dataset, processor, peft_config, explained, report, commit)
-
-
-def check_machine(args: NormAlignConfig, model: Any) -> None:
-    """Raises ValueError with several GPUs, as [`check_one_gpu`]; warns if steps would be slow in their precision."""
-    if getattr(model, "hf_device_map", None) is None:
-        check_one_gpu(args)
-    if args.process_index == 0 and not args.dry_run:
-        for asked in ("bfloat16" if args.bf16 else None, (args.model_init_kwargs or {}).get("dtype")):
-            warn_if_slow(asked, args.device.type)
 
 
 def trained_model(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import run_as_future
-from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import PushInProgress
@@ -23,8 +22,8 @@ from ..checkpoint.files import remove_unfinished
 from ..checkpoint.names import ADAPTER_CONFIG
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.adapter import recorded_base
-from ..hub_cards.push.publish import check_cards, prepare
-from ..hub_cards.push.repository import Pushed, find_repository, hub_errors, log_in, push
+from ..hub_cards.push.publish import check_cards, send
+from ..hub_cards.push.repository import Pushed, find_repository, hub_errors, log_in
 
 
 logger = logging.getLogger(__name__)
@@ -135,29 +134,18 @@ def push_folder(
     revision: str | None,
     path_in_repo: str | None = None,
 ) -> Pushed:
-    """Pushes a checkpoint or an adapter, which is not changed, with its card in one commit.
-
-    To the folder `path_in_repo` of the repository the whole checkpoint is sent as well, optimizer state included, to
-    resume from; but for `training_args.bin`, which holds the token.
-    """
+    """[`send`]s a checkpoint or an adapter, which is not changed; it is not loaded before or after."""
     repository = find_repository(log_in(repo_id, token), repo_id, branch=revision or "main")
-    check_cards(folder, repository)
     base = recorded_base(folder)
     if base is None and (folder / ADAPTER_CONFIG).is_file():
         logger.warning(
             "The adapter's base is not on the Hub: nobody else can load the adapter. Publish it merged instead, "
             "with `normalign publish`, or train on a base that is on the Hub."
         )
-    source = prepare(folder, repository, base, notify=logger.warning)
-    files, stale = source.files, source.stale
-    if path_in_repo is not None:
-        paths = [path for path in folder.rglob("*") if path.is_file() and path.name != TRAINING_ARGS_NAME]
-        inside = {path.relative_to(folder).as_posix(): path for path in paths}
-        # Of what is published too, as that is: an adapter's configuration without a path of this machine.
-        files = files | {f"{path_in_repo}/{name}": files.get(name, path) for name, path in inside.items()}
-        # An earlier run on more processes left more random states.
-        stale += [path for path in repository.files if path.startswith(f"{path_in_repo}/") and path not in files]
-    return push(repository, files, stale, message=message, notify=logger.info)
+    how: dict[str, Any] = {"message": message, "path_in_repo": path_in_repo}
+    done = send(folder, repository, base, notify=logger.info, warn=logger.warning, **how)
+    assert done.pushed is not None
+    return done.pushed
 
 
 def push_result(folder: Path, repo_id: str, *, message: str, token: str | None, revision: str | None) -> Pushed:

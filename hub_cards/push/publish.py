@@ -2,15 +2,16 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Publishing: a checkpoint folder to a Hub repository in one commit, checked before and loaded after.
 
-`normalign publish` is [`publish`]. A training run calls the same steps, but for loading: see `train/push.py`.
+`normalign publish` is [`publish`]. It and training runs (`train/push.py`) send with [`send`].
 """
 
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from huggingface_hub import HfApi
 from rich.table import Table
@@ -86,7 +87,7 @@ def publish(
         base: The adapter's base, if it has moved: a folder or a Hub id.
         dry_run: Check, and list what would be sent. Needs neither token nor network, unless an adapter's base does.
         check_loading: Load the folder before, and the commit after, in a clean process. Each takes the memory of the
-            whole model, and the second its size on disk. All other checks are made in any case.
+            whole model, and the second its size on disk (of an adapter twice). All other checks are made in any case.
         replace_card: Replace a card, on the Hub or in the folder, that this package did not write.
         token: Access token; by default that of `hf auth login` or HF_TOKEN.
         notify: Receives messages about the progress.
@@ -129,21 +130,77 @@ def publish(
             folder = Path(merged, checkpoint.resolve().name)
             merge_adapter(checkpoint, folder, base=base)
         check_checkpoint(folder)
-        source = prepare(folder, repository, pinned, notify=notify)
-        before = None
-        if check_loading and not (dry_run and pinned):
-            notify("Loading it in a clean process.")
-            before = _ask(folder, None, pinned, repository.api)
-        if dry_run:
-            notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
-            return Publication(source, None)
-        pushed = push(repository, source.files, source.stale, private=private, create_pr=create_pr, notify=notify)
-    if before is None:
+        done = send(
+            folder,
+            repository,
+            pinned,
+            notify=notify,
+            warn=lambda text: notify(f"Warning: {text}"),
+            replace_card=replace_card,
+            check_loading=check_loading,
+            dry_run=dry_run,
+            private=private,
+            create_pr=create_pr,
+        )
+    if done.pushed and not check_loading:
         notify(f"{repo_id} was not loaded, neither from the folder nor from the Hub: whether others can is unknown.")
-    else:
-        notify(f"Loading {repo_id} in the same way, at {pushed.commit}.")
-        verify(pushed, pinned, before)
-    return Publication(source, pushed, push_space(pushed, notify) if space else None)
+    return replace(done, space=push_space(done.pushed, notify) if space and done.pushed else None)
+
+
+def send(
+    folder: Path,
+    repository: Repository,
+    base: AdapterBase | None,
+    *,
+    notify: Callable[[str], object],
+    warn: Callable[[str], object],
+    replace_card: bool = False,
+    check_loading: bool = False,
+    dry_run: bool = False,
+    path_in_repo: str | None = None,
+    **how: Any,
+) -> Publication:
+    """Sends a folder with its card in one commit, for `normalign publish` and for training runs.
+
+    Args:
+        base: That of an adapter, None if it is not on the Hub.
+        notify, warn: Receive messages about the progress, and what the author should know.
+        replace_card, check_loading, dry_run: As in [`publish`].
+        path_in_repo: Folder of the repository to which the whole checkpoint is sent as well, optimizer state included,
+            to resume from; but for `training_args.bin`, which holds the token.
+        how: Arguments of [`push`].
+    """
+    check_cards(folder, repository, replace=replace_card)
+    card = render_card(
+        folder, repo_id=repository.repo_id, revision=repository.branch, hub_card=repository.card, adapter=base
+    )
+    for warning in card.warnings:
+        warn(warning)
+    generated = {CARD: card.text.encode()}
+    if (folder / ADAPTER_CONFIG).is_file():
+        generated[ADAPTER_CONFIG] = published_config(folder, base)
+    source = choose_files(folder, generated, repository.files)
+    check_private(source, str(repository.api.token or ""))
+    before = None
+    if check_loading and not (dry_run and base):
+        notify("Loading it in a clean process.")
+        before = _ask(folder, None, base, repository.api)
+    if dry_run:
+        notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
+        return Publication(source, None)
+    files, stale = source.files, source.stale
+    if path_in_repo is not None:
+        paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "training_args.bin"]
+        inside = {path.relative_to(folder).as_posix(): path for path in paths}
+        # Of what is published too, as that is: an adapter's configuration without a path of this machine.
+        files = files | {f"{path_in_repo}/{name}": files.get(name, path) for name, path in inside.items()}
+        # An earlier run on more processes left more random states.
+        stale += [path for path in repository.files if path.startswith(f"{path_in_repo}/") and path not in files]
+    pushed = push(repository, files, stale, notify=notify, **how)
+    if before:
+        notify(f"Loading {repository.repo_id} in the same way, at {pushed.commit}.")
+        verify(pushed, base, before)
+    return Publication(source, pushed)
 
 
 def unsent_tables(done: Publication, repo_id: str) -> list[Table]:
@@ -178,26 +235,6 @@ def check_cards(folder: Path, repository: Repository, *, replace: bool = False) 
     if not replace:
         check_replaceable(card_in(folder), str(folder))
         check_replaceable(repository.card, repository.repo_id)
-
-
-def prepare(
-    folder: Path, repository: Repository, base: AdapterBase | None, *, notify: Callable[[str], object]
-) -> PublishSource:
-    """What a commit changes in a repository. Its card replaces that of somebody else: see [`check_cards`].
-
-    `base` is that of an adapter, None if it is not on the Hub.
-    """
-    card = render_card(
-        folder, repo_id=repository.repo_id, revision=repository.branch, hub_card=repository.card, adapter=base
-    )
-    for warning in card.warnings:
-        notify(f"Warning: {warning}")
-    generated = {CARD: card.text.encode()}
-    if (folder / ADAPTER_CONFIG).is_file():
-        generated[ADAPTER_CONFIG] = published_config(folder, base)
-    source = choose_files(folder, generated, repository.files)
-    check_private(source, str(repository.api.token or ""))
-    return source
 
 
 def verify(pushed: Pushed, base: AdapterBase | None, before: Answer) -> None:

@@ -164,9 +164,7 @@ def push(
                 repo_id, operations, commit_message=message, parent_commit=repository.commit, **to_branch
             )
     except ValueError as error:
-        raise ValueError(
-            f"The Hub refuses the front matter of {repo_id}'s {CARD}, which you can edit: {error}"
-        ) from None
+        raise ValueError(f"Correct the front matter of {CARD}, which the Hub refuses: {error}") from None
     except OSError as error:
         raise OSError(f"{error} {_head(repository)}") from None
     return Pushed(repository, made.oid, [*stale], made.pr_url)
