@@ -2,7 +2,10 @@
 
 import io
 import random
+import shutil
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import tiny_parts as parts
 import torch
@@ -18,9 +21,17 @@ from normalign_llava.train.options.arguments import ModelArguments, NormAlignCon
 from normalign_llava.train.trainer import NormAlignTrainer
 
 
-def checkpoint(folder: Path, arm="gwc", vision="clip", norm="layer_norm", **kwargs) -> Path:
-    """A built checkpoint whose projector is of real scale: at these widths the norm's epsilon would show."""
-    folder.mkdir(parents=True, exist_ok=True)
+def checkpoint(folder: Path, **options) -> Path:
+    """A copy of a checkpoint and its parts, which each process makes once; `options` are of [`_made`]."""
+    shutil.copytree(_made(**options).name, folder, dirs_exist_ok=True)
+    return folder / "model"
+
+
+@cache
+def _made(arm="gwc", vision="clip", norm="layer_norm", **kwargs) -> TemporaryDirectory:
+    """Its projector is of real scale: at these widths the norm's epsilon would show."""
+    made = TemporaryDirectory()
+    folder = Path(made.name)
     encoder, language = parts.vision(folder / "vision", vision), parts.language(folder / "language", **kwargs)
     torch.manual_seed(3)
     build_checkpoint(encoder, language, folder / "built", arm=arm, norm=norm)
@@ -31,7 +42,7 @@ def checkpoint(folder: Path, arm="gwc", vision="clip", norm="layer_norm", **kwar
     model.save_pretrained(folder / "model")
     AutoProcessor.from_pretrained(folder / "built").save_pretrained(folder / "model")
     (folder / "model" / "build.json").write_bytes((folder / "built" / "build.json").read_bytes())
-    return folder / "model"
+    return made
 
 
 def recipe(folder: Path, parts: Path, **options) -> str:
