@@ -1,6 +1,9 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a diagnosis found: the dataclasses that `report.json` is made of. docs/report.md defines states and layers."""
+"""What a diagnosis found: the dataclasses that `report.json` is made of. docs/report.md defines states and layers.
+
+Equations, tables, figures and appendices are the paper's.
+"""
 
 import json
 from dataclasses import dataclass, field
@@ -43,8 +46,8 @@ class Interface:
     """
 
     encoder_output: Moments | None = None  # the encoder's last_hidden_state, class token included
-    projector_input: Moments | None = None
-    projector_output: Moments | None = None
+    projector_input: Moments | None = None  # rows that enter the projector
+    projector_output: Moments | None = None  # rows that leave it
     norm_input: Moments | None = None  # rows that enter the norm after the projector
     visual: Moments | None = None  # visual tokens in the data, as received; the next four likewise
     text: Moments | None = None
@@ -130,7 +133,8 @@ class Attention:
     question: str
     image: str | None  # PNG file: the image as shown to the model
     grid: tuple[int, int] | None  # rows and columns of visual tokens; None where they form no single grid
-    maps: list[list[list[float]]]  # [layer][row][column], each layer sums to 1; one row without grid, [] if not drawn
+    # Shares of the attention to the image: [layer][row][column]. Each layer sums to 1; one row without grid.
+    maps: list[list[list[float]]]  # empty for questions that are not drawn
     image_share: list[float]  # share of all attention that is on the image
     entropy: list[float]  # entropy of the map over that of an even one
     bottom_bias: list[float] | None  # attention to the bottom third over that of an even map
@@ -155,7 +159,8 @@ class Report:
     gain: Gain | None = None
     dynamics: list[DynamicsStep] = field(default_factory=list)  # recorded by `normalign train --probe_steps`
     attention: list[Attention] = field(default_factory=list)  # of the first questions
-    training: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # what training logged: (step, value)
+    # What training logged, by the keys in docs/options.md: (step, value).
+    training: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)  # what was not measured and why
     norm: str | None = None  # "layer_norm", "rms_norm" or "none" for models of this package
 
