@@ -125,16 +125,8 @@ def check_hub(output: Path, repo_id: str | None, token: str | None, revision: st
     check_cards(output, find_repository(api, name, branch=revision or "main"))
 
 
-def push_folder(
-    folder: Path,
-    repo_id: str,
-    *,
-    message: str,
-    token: str | None,
-    revision: str | None,
-    path_in_repo: str | None = None,
-) -> Pushed:
-    """[`send`]s a checkpoint or an adapter, which is not changed; it is not loaded before or after."""
+def push_folder(folder: Path, repo_id: str, *, token: str | None, revision: str | None, **how: Any) -> Pushed:
+    """[`send`]s a checkpoint or an adapter, which is neither changed nor loaded; `how` are arguments of [`send`]."""
     repository = find_repository(log_in(repo_id, token), repo_id, branch=revision or "main")
     base = recorded_base(folder)
     if base is None and (folder / ADAPTER_CONFIG).is_file():
@@ -142,7 +134,6 @@ def push_folder(
             "The adapter's base is not on the Hub: nobody else can load the adapter. Publish it merged instead, "
             "with `normalign publish`, or train on a base that is on the Hub."
         )
-    how: dict[str, Any] = {"message": message, "path_in_repo": path_in_repo}
     done = send(folder, repository, base, notify=logger.info, warn=logger.warning, **how)
     assert done.pushed is not None
     return done.pushed
