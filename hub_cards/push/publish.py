@@ -26,7 +26,7 @@ from .checkpoint_checks import check_checkpoint
 from .clean_process import Answer, ask_clean_process, difference
 from .leaks import check_private
 from .repository import Pushed, Repository, find_repository, log_in, push
-from .source import PublishSource, choose_files
+from .source import DIAGNOSTICS, EVALUATION, PublishSource, choose_files
 
 
 SNIPPET = """\
@@ -129,6 +129,8 @@ def publish(
             merged = temporary.enter_context(TemporaryDirectory(prefix="normalign-merged-"))
             folder = Path(merged, checkpoint.resolve().name)
             merge_adapter(checkpoint, folder, base=base)
+            if measured := [name for name in (EVALUATION, DIAGNOSTICS) if (checkpoint / name).exists()]:
+                notify(f"Warning: {' and '.join(measured)} of the adapter stay here, since it is merged.")
         check_checkpoint(folder)
         done = send(
             folder,

@@ -33,8 +33,10 @@ def test_by_default_the_merged_model_is_published(publish, hub, adapter, tmp_pat
     files = set(hub.repository("ann/m").head().files) - {".gitattributes"}
     assert {"model.safetensors", "modeling_normalign_llava.py", "README.md"} <= files
     assert not [path for path in files if path.startswith(("adapter", "optimizer"))]
+    (adapter / "evaluation").mkdir()
     status, shown = publish(adapter, "--dry-run", "--no-verify", TMPDIR=str(tmp_path))
-    assert status == 0 and "model.safetensors" in shown, shown
+    (adapter / "evaluation").rmdir()
+    assert status == 0 and "model.safetensors" in shown and "evaluation of the adapter stay here" in shown, shown
     assert not list(tmp_path.glob("normalign-merged-*"))
 
 
