@@ -136,6 +136,7 @@ def draw(plan: Plan, results: Results, output: Path) -> None:
     names = [name for name in plan.groups if any(key.startswith(f"{name}/") for key in results)]
     figure = Figure(figsize=(4.2 * min(len(names), 3), 3.6 * -(-len(names) // 3)), layout="constrained")
     panels = figure.subplots(-(-len(names) // 3), min(len(names), 3), sharey=True, squeeze=False).flatten()
+    colours: dict[str, str] = {}
     for axes, name in zip(panels, names, strict=False):
         for key, seeds in results.items():
             group, _, variant = key.partition("/")
@@ -143,8 +144,9 @@ def draw(plan: Plan, results: Results, output: Path) -> None:
                 continue
             steps = [entry["all_steps"] for entry in next(iter(seeds.values()))["information"]]
             values = np.array([[entry["information"] for entry in each["information"]] for each in seeds.values()])
-            (line,) = axes.plot(steps, values.mean(0), "o-", label=variant, markersize=3)
-            axes.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.12, linewidth=0)
+            colour = colours.setdefault(variant, f"C{len(colours)}")  # one in all panels
+            axes.plot(steps, values.mean(0), "o-", label=variant, markersize=3, color=colour)
+            axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.12, linewidth=0)
         axes.set_title(name)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
