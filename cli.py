@@ -104,8 +104,7 @@ def build(
 def _print_next_command(checkpoint: Path, stage: str | None = None) -> None:
     from .train.command import next_command
 
-    command = next_command(checkpoint, stage, adapters=False)
-    Console().print(f"Next: {command}", soft_wrap=True)
+    Console().print(f"Next: {next_command(checkpoint, stage, adapters=False)}", soft_wrap=True)
 
 
 def _names(given: list[str] | None) -> list[str]:
@@ -244,8 +243,7 @@ def evaluate(
 
         find_model(model)
 
-        from .evaluate.run import evaluate as run
-        from .evaluate.run import render
+        from .evaluate.run import evaluate as run, render
 
         done = run(
             model, suites=_names(suite), tasks=_names(tasks), include_path=include_path, data=data,
@@ -293,8 +291,7 @@ def compare(
 ) -> None:
     """Compare evaluated models with the first one, over the same questions, with intervals."""
     with errors_for_people(extra="evaluate"):
-        from .evaluate.compare import compare as run
-        from .evaluate.compare import read_arm, render, write
+        from .evaluate.compare import compare as run, read_arm, render, write
         from .evaluate.paper_columns import render as render_paper
 
         arms = [read_arm(model) for model in models]
@@ -402,8 +399,7 @@ def publish(
     console = Console()
     stopped = "The branch is unchanged or complete. Run the command again: it sends the rest, and verifies."
     with errors_for_people(stopped=stopped):
-        from .hub_cards.push.publish import publish as send
-        from .hub_cards.push.publish import summary, unsent_tables
+        from .hub_cards.push.publish import publish as send, summary, unsent_tables
 
         done = send(
             checkpoint, repo_id, private=private, revision=revision, create_pr=create_pr, space=space,

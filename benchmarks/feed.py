@@ -111,8 +111,7 @@ def check_rows(folder: Path, count: int) -> dict[str, float]:
 
 def loaders(folder: Path, images: int) -> dict[str, Callable[[], object]]:
     """What reads all images once: our loader, TRL's collator, and the image processor alone."""
-    from datasets import Dataset, List
-    from datasets import Image as ImageFeature
+    from datasets import Dataset, Image as ImageFeature, List
     from torch.utils.data import DataLoader
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 

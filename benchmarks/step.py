@@ -60,15 +60,20 @@ def random_parts(folder: Path, rows: int) -> None:
 def random_checkpoint(folder: Path, shape: str, device: str = "cpu") -> None:
     """Writes `folder/checkpoint` with random weights made on `device`, and a tokenizer with a token a byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModel, AutoModelForCausalLM, SiglipImageProcessor, SiglipVisionConfig
-    from transformers import PreTrainedTokenizerFast as FastTokenizer
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        PreTrainedTokenizerFast,
+        SiglipImageProcessor,
+        SiglipVisionConfig,
+    )
 
     from normalign_llava import build_checkpoint
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(["<|im_start|>", "<|im_end|>", *letters])}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = FastTokenizer(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"], chat_template=CHATML
     )
     tokenizer.save_pretrained(folder / "language")

@@ -74,7 +74,8 @@ class MultimodalLM(HFMultimodalLM):
             strings = [string.removeprefix(first) for string in strings]
         inputs = super().tok_batch_multimodal_encode(strings, images, padding_side, None, truncation)
         if left_truncate_len and (length := inputs["input_ids"].shape[1]) > left_truncate_len:
-            raise ValueError(f"A question has {length:,} tokens; {left_truncate_len:,} are allowed. Shorten it.")
+            question = shorten(max(strings, key=len), 100)
+            raise ValueError(f"Shorten {question!r}: it has {length:,} tokens, and {left_truncate_len:,} are allowed.")
         return inputs
 
     def _model_multimodal_generate(self, inputs, *args, **kwargs):

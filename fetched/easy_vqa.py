@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from datasets import Dataset, Features, Image, List
-from PIL import Image as PILImage
-from PIL import ImageOps
+from PIL import Image as PILImage, ImageOps
 
 from ..data.rows.images import decode_image
 from ..data.rows.parse import MESSAGES

@@ -92,6 +92,12 @@ def prepare(
     if report is None:
         need_images = args.stage == "align" or not rates["language"]
         train_dataset, eval_dataset, report = checked_datasets(*data[:2], collator, args, need_images)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions and (longest := max([source.longest or 0 for source in report.sources], default=0)) > positions:
+        logger.warning(
+            f"Rows have up to {longest:,} tokens, and the language model has {positions:,} positions. Longer rows are "
+            f"dropped with --max_length {positions}."
+        )
     if isinstance(train_dataset, IterableDataset):
         prepare_stream(args)
     # TRL does so for a stream of training rows alone; held-out rows may be one too.

@@ -72,8 +72,8 @@ def parse_rows(
     rows = []
     for name, number, raw in found:
         row: dict[str, Any] = {"source": name, "row": number, "file": image_name(raw), "reason": None, "raw": raw}
-        row |= {"images": [], "messages": [], "prompt_turns": 0, "length": 0, "image_count": 0, "paths": []}
-        row |= {"form": None, "unread": None}
+        row |= {"form": None, "images": [], "messages": [], "prompt_turns": 0}
+        row |= {"length": 0, "image_count": 0, "paths": []}
         try:
             row |= parse_row(raw, rules, **tokens)
         except ValueError as error:
@@ -252,7 +252,8 @@ def stopped(
     more = len(bad) - sum(len(rows) for rows in list(alike.values())[:shown])
     lines += [f"  and {more:,} more"] if more else []
     skip = "skip such rows with `normalign train --bad_rows skip`" if use == "trained on" else "remove them"
-    return "\n".join([f"Rows that cannot be {use}:", *lines, f"Fix them, or {skip}."])
+    lines.append("Fix them." if len(bad) == found else f"Fix them, or {skip}.")
+    return "\n".join([f"Rows that cannot be {use}:", *lines])
 
 
 def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, int]) -> None:

@@ -11,8 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from datasets import Dataset
-from datasets import Image as ImageFeature
+from datasets import Dataset, Image as ImageFeature
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from PIL import Image
@@ -20,8 +19,7 @@ from PIL import Image
 from normalign_llava.evaluate.answers import named, yes_or_no
 from normalign_llava.evaluate.tasks import pope
 from normalign_llava.fetched import scenes, texts
-from normalign_llava.fetched.easy_vqa import CHOICES, EMOJI, KINDS, held_out, load_image, png
-from normalign_llava.fetched.easy_vqa import emoji as drawn
+from normalign_llava.fetched.easy_vqa import CHOICES, EMOJI, KINDS, emoji as drawn, held_out, load_image, png
 
 
 BLANK = Image.new("RGB", (64, 64), "white")

@@ -65,7 +65,8 @@ def test_every_fault_comes_at_once(tmp_path, model):
     assert found.exit_code == 1 and "give a checkpoint" in command(path).output
     for number in (0, 1, 2, 3, 4, 5, 6, 8, 9):
         assert f"data.json, row {number}" in found.output
-    assert "got 5 (2 rows)" in found.output and "`normalign train --bad_rows skip`" in found.output
+    assert "got 5; write the number in quotes (2 rows)" in found.output
+    assert found.output.endswith("Fix them.\n")  # no row would be left if bad ones were skipped
     assert "no visible character (2 rows)" in found.output and "more\n" not in found.output
     write_json(tmp_path, [llava("<image>Q", "A", "red.png"), llava("<image>Q", "A", "broken.png")])
     assert command(path).exit_code == 0 and command(path, "--model", model).exit_code == 0

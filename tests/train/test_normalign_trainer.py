@@ -216,12 +216,17 @@ def test_every_option_of_trl_arrives(tmp_path):
 def test_rows_that_are_too_long_are_dropped_and_bad_ones_named(tmp_path, checkpoint, caplog):
     data = [messages(number) for number in range(4)]
     data[2]["messages"][0]["content"][1]["text"] = "long " * 40
+    very_long = messages(4)
+    very_long["messages"][0]["content"][1]["text"] = "long " * 100
     trainer = NormAlignTrainer(
         str(checkpoint), options(tmp_path, max_length=100), train_dataset=Dataset.from_list(data)
     )
     assert len(trainer.train_dataset) == 3
     assert "train_dataset: 1 of 4 rows dropped" in caplog.text and "more than max_length 100" in caplog.text
     assert (trainer.record["data"][0]["valid"], trainer.record["data"][0]["dropped"]) == (3, [2])
+    assert "positions" not in caplog.text
+    NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=Dataset.from_list([very_long]))
+    assert "tokens, and the language model has 256 positions" in caplog.text
     data[1]["messages"] = data[1]["messages"][:1]
     with pytest.raises(ValueError, match="train_dataset, row 1: it has no assistant turn"):
         NormAlignTrainer(str(checkpoint), options(tmp_path), train_dataset=Dataset.from_list(data))

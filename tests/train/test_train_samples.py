@@ -8,8 +8,7 @@ import json
 import pytest
 import torch
 import training
-from measured import make_trainer
-from measured import rows as training_rows
+from measured import make_trainer, rows as training_rows
 from PIL import Image
 
 from normalign_llava.train.callbacks.samples import SampleCallback
