@@ -155,8 +155,8 @@ def _turns(value: Any, column: str, text_role: str | None) -> list[tuple[Any, An
     if isinstance(value, str) and text_role:
         return [(text_role, value, False)]
     if not isinstance(value, (list, tuple)):
-        number = "; write the number in quotes" if text_role and isinstance(value, (int, float)) else ""
-        raise ValueError(f"{column} must be {'text or ' * bool(text_role)}a list of turns, got {short(value)}{number}")
+        remedy = "; write the number in quotes" if text_role and isinstance(value, (int, float)) else ""
+        raise ValueError(f"{column} must be {'text or ' * bool(text_role)}a list of turns, got {short(value)}{remedy}")
     if len(value) > MAX_TURNS:
         raise ValueError(f"{column} has {len(value):,} turns; {MAX_TURNS:,} are allowed")
     turns = []
