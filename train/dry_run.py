@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -80,7 +80,7 @@ def largest_batch(trainer: "NormAlignTrainer", limit: int | None = None) -> dict
     longest = (order[::-1] * rows)[:rows]
     if args.tokens_per_device:
         longest, tokens = [], 0
-        for row in order[::-1] * args.tokens_per_device:
+        for row in cycle(order[::-1]):
             if (tokens := tokens + lengths[row]) > args.tokens_per_device:
                 break
             longest.append(row)

@@ -291,6 +291,9 @@ class NormAlignTrainer(PushingTrainer):
         """The Trainer's data loader, of rows in any form that the constructor takes."""
         if isinstance(eval_dataset, Dataset | IterableDataset):
             eval_dataset, _ = checked_rows(eval_dataset, "eval_dataset", self.data_collator, self.args, split="eval")
+            # The Trainer keeps a loader with persistent workers, whatever rows it is asked for next.
+            with patch.object(self.args, "dataloader_persistent_workers", False):
+                return super().get_eval_dataloader(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset | IterableDataset) -> DataLoader:
@@ -358,7 +361,8 @@ class NormAlignTrainer(PushingTrainer):
                 sampler.set_epoch(epoch)
             sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
         streams = isinstance(self.train_dataset, IterableDataset)
-        if streams and kwargs["resume_from_checkpoint"] and isinstance(self.data_collator, ConversationCollator):
+        resumed = kwargs["resume_from_checkpoint"] and epoch == kwargs["epochs_trained"]
+        if streams and resumed and isinstance(self.data_collator, ConversationCollator):
             self.data_collator.seen = kwargs["steps_trained_in_current_epoch"]
         # The Trainer checks for the end of a run only after a step: resumed at the end, it would take one more.
         if self.state.global_step < self.state.max_steps:

@@ -158,7 +158,7 @@ def decode_image(image: dict[str, Any], max_pixels: int) -> Image.Image:
             if max(width, height) > MAX_RATIO * min(width, height):
                 raise ValueError(f"{width} x {height} pixels; one side may be {MAX_RATIO} times the other at most")
             # Each scan of a progressive JPEG is a pass over the whole image, and may take only ten bytes.
-            if opened.format in ("JPEG", "MPO") and (scans := content.count(b"\xff\xda")) > MAX_SCANS:
+            if opened.info.get("progressive") and (scans := content.count(b"\xff\xda")) > MAX_SCANS:
                 raise ValueError(f"a JPEG of {scans:,} scans; {MAX_SCANS} are allowed")
             opened.draft(None, (KEPT_SIDE, KEPT_SIDE))  # which does nothing to formats other than JPEG
             rgb = upright_rgb(opened)

@@ -130,7 +130,7 @@ def _elements(content: TextIO) -> Iterator[str]:
 def _json_lines(file: str) -> Iterator[str]:
     with open(file, "rb") as lines:
         # No JSON has the escape that an invalid byte becomes.
-        yield from (line.decode(errors="backslashreplace") for line in map(bytes.strip, lines) if line)
+        yield from (line.decode("utf-8-sig", "backslashreplace") for line in map(bytes.strip, lines) if line)
 
 
 def _csv(file: str) -> Iterator[str]:

@@ -32,7 +32,7 @@ from ..rows.checks import (
 from ..rows.images import ImageRules
 from ..rows.parse import DroppedRow, control_tokens, parse_row
 from ..rows.reports import SourceReport
-from . import files
+from . import files, shards, source as origin
 from .source import CHUNK, Source
 
 
@@ -111,10 +111,13 @@ def only_valid(table: Dataset, reader: RowReader, rules: ImageRules, checks: Che
         ValueError: There is a bad row and `bad_rows` is "stop", or no row is left.
     """
     decoded = checks.check_images or report.split == "eval"
-    rows = rows_on_access(table, reader) if decoded else table
-    problems = image_problems(rows, report.source, rules, checks.max_image_pixels if decoded else None)
+    refused = np.flatnonzero(pc.is_valid(_column(table, "reason")))
+    parsed = np.delete(np.arange(len(table)), refused)
+    rows = rows_on_access(table.select(parsed), reader) if decoded and len(parsed) else table.select(parsed)
+    found = image_problems(rows, report.source, rules, checks.max_image_pixels if decoded else None)
+    problems = {int(parsed[number]): problem for number, problem in found.items()}
     bad, long = [], []
-    dropped = {*problems, *np.flatnonzero(pc.is_valid(_column(table, "reason"))).tolist()}
+    dropped = {*problems, *refused.tolist()}
     if checks.max_length is not None:
         dropped.update(np.flatnonzero(pc.greater(_column(table, "length"), checks.max_length)).tolist())
     for number in sorted(dropped):
@@ -160,8 +163,10 @@ def _table(source: Source, processor: LlavaProcessor, processes: int | None) -> 
     tokenizer = processor.tokenizer
     known = [processor.chat_template, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
     known += [tokens_per_image(processor), processor.image_token, control_tokens(tokenizer).pattern]
-    code = [Path(str(module.__file__)).read_bytes() for module in (chat_template, checks, files, forms, images, parse)]
-    rows, facts = Hasher.hash(source.identity()), Hasher.hash([source.identity(), known, code])
+    reading = [Path(str(module.__file__)).read_bytes() for module in (files, shards, origin)]
+    parsing = [Path(str(module.__file__)).read_bytes() for module in (chat_template, checks, forms, images, parse)]
+    rows = Hasher.hash([source.identity(), reading])
+    facts = Hasher.hash([rows, known, parsing])
     try:
         chunks = Dataset.from_generator(source.chunks, features=_CHUNKS, fingerprint=rows, writer_batch_size=1)
     except DatasetGenerationError as error:

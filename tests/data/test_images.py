@@ -126,6 +126,11 @@ def test_a_bad_image_has_a_reason_with_the_file(kind, tmp_path):
         decode_image({"path": None, "bytes": content}, LIMIT)
 
 
+def test_bytes_like_a_scan_in_the_metadata_are_none():
+    comment = saved(NOISE, "JPEG", comment=b"\xff\xda" * 60)
+    assert decode_image(comment, LIMIT).size == NOISE.size
+
+
 def test_no_image_is_opened_but_in_the_formats_of_a_list():
     package = Path(normalign_llava.__file__).parent
     calls = [

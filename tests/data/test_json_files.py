@@ -54,9 +54,9 @@ def test_a_broken_list_has_the_error_of_the_whole_file(tmp_path, monkeypatch, pi
 
 
 def test_a_line_that_is_no_utf_8_is_no_row(tmp_path):
-    (tmp_path / "data.jsonl").write_bytes(b'{"a": "\xff"}\n\n{"a": "\\u00ff"}\n')
-    first, second = map(files.loaded, files.rows_of_file(str(tmp_path / "data.jsonl")))
-    assert first == rb'{"a": "\xff"}' and second == {"a": "\xff"}
+    (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": "\xff"}\n\n{"a": "\\u00ff"}\n')
+    marked, invalid, last = map(files.loaded, files.rows_of_file(str(tmp_path / "data.jsonl")))
+    assert marked == {"a": 1} and invalid == rb'{"a": "\xff"}' and last == {"a": "\xff"}
 
 
 @pytest.mark.parametrize("name, separator", [("data.csv", ","), ("data.tsv", "\t"), ("data.TSV", "\t")])

@@ -72,6 +72,9 @@ def test_every_fault_comes_at_once(tmp_path, model):
     assert command(path).exit_code == 0 and command(path, "--model", model).exit_code == 0
     broken = command(path, "--check-images")
     assert broken.exit_code == 1 and "row 1: " in broken.output and "broken.png: " in broken.output
+    write_json(tmp_path, [{"a": 1}, llava("<image>Q", "A", "red.png"), llava("<image>Q", "A", "broken.png")])
+    broken = command(path, "--check-images").output
+    assert "row 0: its form" in broken and "row 2: " in broken and "broken.png: " in broken
 
 
 def test_a_table_with_own_columns_and_a_zip_file_of_images(tmp_path):

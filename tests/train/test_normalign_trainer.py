@@ -334,6 +334,10 @@ def test_held_out_rows_metrics_and_examples(tmp_path, checkpoint):
     trainer.compute_metrics = None
     losses.append(trainer.evaluate(trainer.eval_dataset["easy"])["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    trainer.args.dataloader_num_workers, trainer.args.dataloader_persistent_workers = 1, True
+    others = [trainer.evaluate(given)["eval_loss"] for given in (rows(prompt, count=3), rows(count=4))]
+    hard = [entry["eval_hard_loss"] for entry in trainer.state.log_history if "eval_hard_loss" in entry]
+    assert others == pytest.approx([hard[-1], losses[0]], rel=1e-5)
 
 
 class Counted(TrainerCallback):

@@ -87,6 +87,7 @@ class Measurements(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._model = base_model(model)
+        state.compute_steps(args, state.max_steps)  # a resumed state has those of the options before
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Hooks the forward passes of a step that is logged."""

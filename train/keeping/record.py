@@ -27,7 +27,8 @@ from ..options.arguments import BOTH_STAGES, STAGES, NormAlignConfig
 MAY_CHANGE = (
     *("save_", "logging_", "log_", "eval_", "report_to", "sample_", "probe_", "max_steps", "num_train_epochs", "hub_"),
     *("push_to_hub", "dataloader_", "test_split", "dataset_test", "model_name", "dataset_name", "image_folder"),
-    *("learning_rate", "bad_steps", "tokens_per_device"),
+    *("learning_rate", "bad_steps", "tokens_per_device", "bad_rows", "check_images", "dataset_num_proc"),
+    *("dry_run", "device_memory"),
 )
 """Prefixes of options that may change when a run is resumed. Data are compared by their reports, learning rates by
 module."""
@@ -35,6 +36,7 @@ module."""
 LEFT_OUT = {
     *("output_dir", "logging_dir", "run_name", "resume_from_checkpoint", "hub_token", "push_to_hub_token"),
     *("disable_tqdm", "do_eval", "logging_nan_inf_filter", "dataloader_pin_memory", "use_cpu", "learning_rate"),
+    *("activation_checkpointing", "activation_checkpointing_kwargs"),  # since transformers 5.24
 }
 """Options that are secret, about output, derived, or recorded under another key."""
 
