@@ -18,15 +18,15 @@ from normalign_llava.checkpoint.files import atomic_write, json_or_none
 PAGE, FIGURE = "report.md", "information.png"
 CONFIDENCE = 0.95
 AVERAGED = 160
-"""I is averaged over the steps up to this one at which it was measured."""
+"""I is averaged over so many steps, the last ones, at which it was measured."""
 
 PARTS = ("projector", "gain", "bias", "language_model", "vision_tower")
 
 EXPLANATION = (
-    "I is visual information in nats an answer, the mean over steps 40, 80, 120 and 160. ± is half the 95 % interval "
-    "over seeds; brackets are the 95 % interval of a difference, paired by seed. `wrong image` is the cross-entropy "
-    "with another image minus that with the right one, `loss` the mean of the last quarter of training. `clip budget` "
-    "is the mean share of each module in the squared norm of the gradient that is clipped."
+    "I is visual information in nats an answer, the mean over the last 160 steps, at every 40th. ± is half the 95 % "
+    "interval over seeds; brackets are the 95 % interval of a difference, paired by seed. `wrong image` is the "
+    "cross-entropy with another image minus that with the right one, `loss` the mean of the last quarter of training. "
+    "`clip budget` is the mean share of each module in the squared norm of the gradient that is clipped."
 )
 
 Results = dict[str, dict[int, dict[str, Any]]]  # by "GROUP/VARIANT" and seed
@@ -95,8 +95,9 @@ def write_report(plan: Plan) -> Path:
 
 
 def information(result: dict[str, Any], kind: str = "information") -> float:
-    """I of a run: the mean over its measured steps up to `AVERAGED`."""
-    measured = [entry[kind] for entry in result["information"] if entry["all_steps"] <= AVERAGED]
+    """I of a run: the mean over the measured ones of its last `AVERAGED` steps."""
+    last = result["information"][-1]["all_steps"]
+    measured = [entry[kind] for entry in result["information"] if entry["all_steps"] > last - AVERAGED]
     return sum(measured) / len(measured)
 
 
@@ -134,8 +135,9 @@ def holm(p_values: list[float]) -> list[float]:
 def draw(plan: Plan, results: Results, output: Path) -> None:
     """I over steps: for each group a panel, for each variant the mean over seeds and their range."""
     names = [name for name in plan.groups if any(key.startswith(f"{name}/") for key in results)]
-    figure = Figure(figsize=(4.2 * min(len(names), 3), 3.6 * -(-len(names) // 3)), layout="constrained")
-    panels = figure.subplots(-(-len(names) // 3), min(len(names), 3), sharey=True, squeeze=False).flatten()
+    rows, columns = max(1, -(-len(names) // 3)), max(1, min(len(names), 3))
+    figure = Figure(figsize=(4.2 * columns, 3.6 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
     colours: dict[str, str] = {}
     for axes, name in zip(panels, names, strict=False):
         for key, seeds in results.items():

@@ -100,7 +100,7 @@ def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> 
 
 
 def write_data(output: Path, first: int, second: int, seed: int) -> None:
-    """Writes the conversations of both stages, about easy-VQA images on which the recipes were not chosen."""
+    """Writes the conversations of both stages, about easy-VQA images that the recipes' seeds 0 and 2 do not show."""
     if output.exists():
         return
     known = {image for each in RECIPE_SEEDS for image in _images(training_data(RECIPE_ROWS, seed=each))}
