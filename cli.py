@@ -203,7 +203,7 @@ def merge(
     base: Annotated[str | None, typer.Option(help="Checkpoint that it was trained on, if it has moved.")] = None,
     base_quantization: Annotated[
         Literal["none", "nf4", "nf4-double", "int8"] | None,
-        typer.Option(help="How the base was quantized in training, if the adapter does not say."),
+        typer.Option(help="How the base was quantized in training, in place of what the adapter says."),
     ] = None,
     dtype: BuiltDtypeOption = "auto",
 ) -> None:

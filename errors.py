@@ -30,9 +30,13 @@ class Console(rich.console.Console):
 
 
 def escaped(text: str) -> str:
-    """`text` with control and invisible characters written as in Python, `\\x1b`, except line breaks and tabs."""
+    """`text` with control and invisible characters written as in Python, `\\x1b`.
+
+    Line breaks, tabs and the joiners of letters and emoji stay.
+    """
     # Control (C0, C1), format (bidirectional, of no width), half of a surrogate pair, line or paragraph separator.
-    hidden = {each for each in text if unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n", "\t"}
+    hidden = {each for each in text if unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
+    hidden -= {"\n", "\t", "\u200c", "\u200d"}
     return text.translate({ord(each): ascii(each)[1:-1] for each in hidden})
 
 

@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Builds a checkpoint from a vision encoder and a language model, or from a LLaVA checkpoint."""
 
-import json
 import logging
 import os
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..checkpoint.files import check_new, finished_folder
+from ..checkpoint.files import check_new, finished_folder, write_json
 from ..checkpoint.loading import loading
 from ..checkpoint.names import BUILD_RECORD
 from ..checkpoint.opening import Checkpoint, check_processor, open_checkpoint
@@ -169,7 +168,7 @@ def build_checkpoint(
             image_seq_length=tokens_per_image,
             vision_feature_layer=feature_layer,
             vision_feature_select_strategy=processor.vision_feature_select_strategy,
-            tie_word_embeddings=language_model.config.tie_word_embeddings,
+            tie_word_embeddings=getattr(language_model.config, "tie_word_embeddings", False),
             **arguments,
         )
         model = _assemble(config, tower, language_model)
@@ -271,7 +270,7 @@ def _finish(
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     kept = {key: value for key, value in asdict(report).items() if key != "output"}
-    (folder / BUILD_RECORD).write_text(json.dumps(kept, indent=2) + "\n")
+    write_json(folder / BUILD_RECORD, kept)
     return report
 
 

@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Merges an adapter and the base it was trained on into one checkpoint."""
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers.utils import cached_file
 
-from ..checkpoint.files import check_new, finished_folder, json_or_none
+from ..checkpoint.files import check_new, finished_folder, json_or_none, write_json
 from ..checkpoint.loading import loading
 from ..checkpoint.names import BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint
@@ -81,8 +80,8 @@ def merge_adapter(
         adapter: Folder with adapter configuration and weights that training wrote; a trainer's `checkpoint-N` will do.
         output: Folder to create; it must not exist or be empty. It is written as a whole or not at all.
         base: Checkpoint folder or Hub id, if the one in the adapter's configuration does not exist any more.
-        base_quantization: The base's quantization in training, one of `BASE_QUANTIZATIONS`, if there is no
-            `training.json`, which TRL alone does not write. The base's weights are quantized in their own dtype.
+        base_quantization: The base's quantization in training, one of `BASE_QUANTIZATIONS`, in place of what
+            `training.json` says, which TRL alone does not write. The base's weights are quantized in their own dtype.
         dtype: Of the written weights; `"auto"` is the base's. The norm is always float32.
 
     Raises:
@@ -93,10 +92,10 @@ def merge_adapter(
     adapter, dtype = Path(adapter), torch_dtype(dtype)
     check_new(output)
     opened = open_adapter(adapter, base, base_quantization)
-    dtype = (opened.config.dtype or torch.float32) if dtype == "auto" else dtype
     with finished_folder(output) as folder:
         processor = opened.processor
-        model, quantized = _load_base(opened.base, opened.config, opened.quantization)
+        model, quantized, loaded_dtype = _load_base(opened.base, opened.config, opened.quantization)
+        dtype = (opened.config.dtype or loaded_dtype) if dtype == "auto" else dtype
         adapted = opened.put_on(model)
         image, text = Image.linear_gradient("L").convert("RGB"), f"{processor.image_token} What is in the image?"
         inputs = processor(images=image, text=text, return_tensors="pt")
@@ -104,7 +103,7 @@ def merge_adapter(
         with loading(f"The adapter {adapter}"):
             merged = adapted.merge_and_unload(safe_merge=True)
         difference = (_logits(merged, inputs) - expected).abs().max().item()
-        if difference > TOLERANCE * expected.abs().max().item():
+        if not difference <= TOLERANCE * expected.abs().max().item():  # nor NaN
             raise ValueError(f"Merging {adapter} changed the model's logits by {difference:.3g}. Nothing was written.")
         for name, parameter in merged.named_parameters():
             if "multi_modal_projector.norm." not in name:
@@ -124,12 +123,12 @@ def merge_adapter(
 
 def _load_base(
     base: Checkpoint, config: NormAlignLlavaConfig, quantization: dict[str, Any] | None
-) -> tuple[NormAlignLlavaForConditionalGeneration, str | None]:
-    """The base in float32 on the CPU, dequantized if it was quantized, and what the quantization was."""
+) -> tuple[NormAlignLlavaForConditionalGeneration, str | None, torch.dtype]:
+    """The base in float32 on the CPU, dequantized if it was quantized, what the quantization was, and its dtype."""
     # The weights were quantized from the dtype that training loaded, which is TRL's compute dtype.
     dtype = (quantization or {}).get("bnb_4bit_compute_dtype") or "auto"
     model = base.load(dtype=dtype, config=config, quantization_config=quantization, device_map="cpu")
-    described = None
+    described, loaded = None, model.dtype
     settings = getattr(model.config, "quantization_config", None)
     if settings is not None:
         described = f"4-bit {settings.bnb_4bit_quant_type}" if settings.load_in_4bit else "8-bit"
@@ -138,7 +137,7 @@ def _load_base(
                 module.weight.quant_state.dtype = torch.float32  # dequantizes without rounding to the loading dtype
         model = model.dequantize(dtype=torch.float32)
         model.is_loaded_in_4bit = model.is_loaded_in_8bit = False  # PEFT still looks at these
-    return model.float().eval(), described
+    return model.float().eval(), described, loaded
 
 
 @torch.no_grad()
@@ -149,10 +148,13 @@ def _logits(model, inputs: dict[str, Tensor]) -> Tensor:
 def _carry(adapter: Path, base: Checkpoint, folder: Path) -> None:
     for name in CARRIED:
         theirs = cached_file(base.name, name, revision=base.revision, _raise_exceptions_for_missing_entries=False)
-        if found := adapter / name if (adapter / name).is_file() else theirs:
+        own = adapter / name
+        if name == CARD and own.is_file() and "# Model Card for Model ID" in own.read_text("utf-8", "replace"):
+            continue  # PEFT's, which has local paths
+        if found := own if own.is_file() else theirs:
             shutil.copyfile(found, folder / name)
     if (adapter / DYNAMICS).is_file():  # curves and log are the adapter's alone: the base's are another run's
         shutil.copyfile(adapter / DYNAMICS, folder / DYNAMICS)
     if isinstance(state := json_or_none(adapter / STATE), dict):
         state["best_model_checkpoint"] = None  # a local path
-        (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / STATE, state)

@@ -25,6 +25,9 @@ from .chat_template import multimodal_chat_template
 from .processing import VISION_ENCODERS
 
 
+logger = logging.getLogger(__name__)
+
+
 IMAGE_TOKEN = "<image>"
 VOCABULARY_MULTIPLE = 64
 
@@ -74,6 +77,8 @@ def check_language_model(language: Checkpoint) -> None:
             f"{language.name} is a {config.model_type!r} model, not a causal language model of transformers for text "
             "with a cache."
         )
+    if config.model_type in ("bloom", "nanochat"):
+        logger.warning(f"{language.name} normalises its embeddings, visual tokens too: the gain has no effect on it.")
 
 
 def check_feature_layer(feature_layer: int | list[int], config: PreTrainedConfig) -> None:
@@ -93,7 +98,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | os.PathLik
     """
     original = tokenizer.chat_template
     if isinstance(original, dict):  # of several named templates, apply_chat_template uses this one
-        original = original["default"]
+        original = original.get("default")
     if path:
         original = Path(path).read_text(encoding="utf-8")
     special = tokenizer.special_tokens_map

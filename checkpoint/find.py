@@ -29,7 +29,7 @@ def find_model(
 
     Raises ValueError, with the `remedy`, if it does not exist or neither the Hub nor the cache has it.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # which leaves an unknown user as it is
     if path.exists():
         return str(path), None
     absent = f"{model} is no file or folder here"

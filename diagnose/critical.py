@@ -102,7 +102,10 @@ def measure_updates(
         with torch.no_grad(), probe.watching(partial(torch.clone, masks)):
             decoder(input_ids=ids, use_cache=False)
     depth = probe.result()
-    return Updates(n_text, [math.exp(size) for size in depth.log_update["text"].mean], depth.update_angle["text"].mean)
+    sizes, angles = ([*curve["text"].mean] for curve in (depth.log_update, depth.update_angle))
+    for layer in (layer for layer, size in enumerate(sizes) if not math.isfinite(size)):  # it changes nothing
+        sizes[layer], angles[layer] = -math.inf, 0.0
+    return Updates(n_text, list(map(math.exp, sizes)), angles)
 
 
 def updates_of(model: str, revision: str | None = None) -> Updates:
@@ -111,8 +114,6 @@ def updates_of(model: str, revision: str | None = None) -> Updates:
     Without a GPU the layers of a language model are read one after another, and its head is not read.
     """
     found = find(model, revision)
-    if (opened := found.opened) is None:
-        raise ValueError(f"{model} is a file of weights. --critical runs the model: name its folder with safetensors.")
     if found.kind == "vision encoder":
         raise ValueError(f"{found.name} is a vision encoder. --critical measures a language model's layers.")
     n_text = embedding_statistics(found.source, top=0, revision=found.revision).n_text
@@ -120,5 +121,6 @@ def updates_of(model: str, revision: str | None = None) -> Updates:
         return measure_updates(find_parts(load(found)).decoder, found.processor.tokenizer, n_text)
     device_map: Any = "auto" if torch.cuda.is_available() else {"": "disk"}
     with tempfile.TemporaryDirectory() as folder:
+        opened = found.checkpoint
         language = opened.load(AutoModelForCausalLM, device_map=device_map, offload_folder=folder).eval()
         return measure_updates(language.base_model, opened.preprocessor(AutoTokenizer), n_text)

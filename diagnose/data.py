@@ -28,8 +28,8 @@ from ..fetched.easy_vqa import held_out
 logger = logging.getLogger(__name__)
 
 BENCHMARKS = {
-    "mmbench": DataSource("lmms-lab/MMBench", "en", split="dev"),
-    "pope": DataSource("lmms-lab/POPE", split="test"),
+    "mmbench": DataSource("lmms-lab-encoder/MMBench", "en", split="dev"),
+    "pope": DataSource("lmms-lab-encoder/POPE", split="test"),
     "mmstar": DataSource("Lin-Chen/MMStar", split="val"),
 }
 """The sources of the paper's 1,000 images (RQ1); it does not say which images."""

@@ -142,7 +142,7 @@ def _bottom(report: Report) -> Checked:
         return None
     bias, error = fmean(biases), _standard_error(biases)
     gets = f"The bottom third gets {with_error(bias, error, digits=3)} × what even attention would give it"
-    return _above(bias, EQUAL, error), f"{gets} (questions: {len(report.attention)})."
+    return _above(bias, EQUAL, error), f"{gets} (questions: {len(biases)})."
 
 
 def _remedy_norms(report: Report, against: Report) -> Checked:
@@ -168,9 +168,7 @@ def _remedy_focus(report: Report, against: Report) -> Checked:
         return None
     new, old = (fmean(fmean(each.entropy) for each in model) for model in zip(*pairs, strict=True))
     fallen = [fmean(before.entropy) - fmean(now.entropy) for now, before in pairs]
-    sentence = (
-        f"Entropy {number(new, 3)}, {number(old, 3)} without it; 1 is even (questions: {len(report.attention)})."
-    )
+    sentence = f"Entropy {number(new, 3)}, {number(old, 3)} without it; 1 is even (questions: {len(pairs)})."
     return _above(fmean(fallen), NO_CHANGE_ENTROPY, _standard_error(fallen)), sentence
 
 

@@ -49,7 +49,7 @@ class Found:
         source: Folder, file or Hub id to load it from.
         revision: The commit of a Hub id; all its files are read at this one.
         processor, image_processor: Of a vision-language model; of a vision encoder.
-        cls: Class that loads it; None for a language model, of which only the embedding tensor is read.
+        cls: Class that loads it; None for a language model.
         config: Configuration; None for a single file or a GGUF folder.
         opened: The checkpoint; None for a single file or a GGUF folder.
         adapter: Of an adapter's folder; it is put on its base as in training, whatever the arguments of [`load`] say.
@@ -65,6 +65,13 @@ class Found:
     config: PreTrainedConfig | None = None
     opened: Checkpoint | None = None
     adapter: Adapter | None = None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint to run. Raises ValueError if there is none."""
+        if self.opened is None:
+            raise ValueError(f"{self.source} is a file of weights, which is not run. Name a folder with safetensors.")
+        return self.opened
 
 
 def find(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Found:
@@ -105,7 +112,7 @@ def find(model: str, revision: str | None = None, *, trust_remote_code: bool = F
 
 
 def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False) -> PreTrainedModel:
-    """Loads the weights of a vision-language model or a vision encoder, in eval mode, on a GPU if there is one.
+    """Loads the weights of a model, in eval mode, on a GPU if there is one.
 
     Args:
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, but float32 on a CPU that
@@ -114,10 +121,9 @@ def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool 
     """
     if found.adapter:
         return found.adapter.load().get_base_model()
-    assert found.opened is not None
     with tower_alone():
-        return found.opened.load(
-            found.cls,
+        return found.checkpoint.load(
+            found.cls or AutoModelForCausalLM,
             dtype_to_load(torch_dtype(dtype), found.config),
             config=found.config,
             device_map="auto" if torch.cuda.is_available() else None,

@@ -14,8 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
+from unittest.mock import patch
 
-import torch
 from lm_eval import evaluate, evaluator, simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.task import Task
@@ -24,7 +24,7 @@ from lm_eval.models.hf_vlms import HFMultimodalLM
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.manager import TaskDict
-from transformers import BatchEncoding, PreTrainedModel, ProcessorMixin
+from transformers import AutoTokenizer, BatchEncoding, PreTrainedModel, ProcessorMixin
 
 from ..diagnose.load import Found, load
 from .results import FOLDER, Evaluation, Metric
@@ -81,7 +81,8 @@ class MultimodalLM(HFMultimodalLM):
     def _model_multimodal_generate(self, inputs, *args, **kwargs):
         last = self.model.generation_config.eos_token_id
         ends = {self.eot_token_id, *(last if isinstance(last, list) else [last])} - {None}
-        return super()._model_multimodal_generate(inputs, *args, eos_token_id=list(ends), **kwargs)
+        with patch.object(self.model.generation_config, "max_new_tokens", None):  # the task says how many
+            return super()._model_multimodal_generate(inputs, *args, eos_token_id=list(ends), **kwargs)
 
     def generate_until(self, requests, disable_tqdm=False):
         gc.freeze()  # the harness collects garbage after each batch, which must not visit all that is loaded
@@ -122,12 +123,9 @@ def as_lm(found: Found, *, batch_size: int, dtype: str = "auto", load_in_4bit: b
     """A checkpoint as a model of the harness: `hf-multimodal`, or `hf` for a language model alone."""
     if found.kind == "vision encoder":
         raise ValueError(f"{found.name} is a vision encoder, which answers nothing. Name a vision-language model.")
-    if found.kind == "language model":
-        options: dict[str, Any] = {"load_in_4bit": True} if load_in_4bit else {}
-        options |= {"pretrained": found.source, "revision": found.revision or "main"}
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return HFLM(batch_size=batch_size, dtype=dtype, device=device, **options)
     model = load(found, dtype=dtype, load_in_4bit=load_in_4bit)
+    if found.kind == "language model":
+        return HFLM(model, tokenizer=found.checkpoint.preprocessor(AutoTokenizer), batch_size=batch_size)
     return MultimodalLM(model, found.processor, batch_size)
 
 
@@ -216,7 +214,7 @@ def _metrics(found: dict[str, Any], task: str) -> list[Metric]:
                 Metric(
                     metric if rule == "none" else f"{metric}, {rule}",
                     float(value),
-                    error if isinstance(error, int | float) else None,
+                    float(error) if isinstance(error, int | float) else None,
                     references=_references(scores, metric, rule),
                     subset=None if name == task else scores.get("alias", name).strip(" -"),
                     samples=samples and sum(metric in each["metrics"] for each in samples if each["filter"] == rule),
@@ -229,7 +227,7 @@ def _references(scores: dict[str, Any], metric: str, rule: str) -> dict[str, flo
     """Of accuracy `acc` the metrics `blank` and `commonest`, of `acc_colour` `blank_colour` and `commonest_colour`."""
     measure, _, subset = ("acc", "", "") if metric == "exact_match" else metric.partition("_")
     keys = {name: ",".join(("_".join(filter(None, (key, subset))), rule)) for key, name in REFERENCES.items()}
-    return {name: scores[key] for name, key in keys.items() if measure == "acc" and key in scores}
+    return {name: float(scores[key]) for name, key in keys.items() if measure == "acc" and key in scores}
 
 
 def _protocol(found: dict[str, Any], config: dict[str, Any], own: dict[str, str]) -> list[str]:

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Results of evaluations: `evaluation/summary.json` in a checkpoint folder."""
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable
@@ -21,6 +22,9 @@ FOLDER, SUMMARY = "evaluation", "summary.json"
 TEXTS = ("offline_perplexity", "offline_definitions")  # which show what training made a model forget
 BEFORE = "before training"
 RISE = 0.1  # of bits per byte, above which text is called forgotten
+
+WEIGHTS = "*.safetensors"
+"""Files of a model's weights, of which [`files_hash`] tells whether a result is theirs."""
 
 SCHEMA_VERSION = 2
 """Of `summary.json`; raised when a field is renamed, removed or changes its meaning."""
@@ -58,6 +62,9 @@ class Evaluation:
         versions: Of the packages that evaluated, and of the task.
         weights: SHA-256 of the files of weights, or Hub id and commit.
         settings: What else the results depend on: batch size, precision, seeds.
+
+    Raises:
+        ValueError: A number is not finite.
     """
 
     task: str
@@ -70,6 +77,13 @@ class Evaluation:
     versions: dict[str, str] = field(default_factory=dict)
     weights: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        numbers: list[tuple[str, list[Any]]] = [("samples", [self.samples, self.total])]
+        numbers += [(each.name, [each.value, each.stderr or 0, *each.references.values()]) for each in self.metrics]
+        for name, values in numbers:
+            if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
+                raise ValueError(f"in {self.task}, {name} is {values}, not finite numbers")
 
     @property
     def partial(self) -> bool:
@@ -97,7 +111,10 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
         content = json_object(file.read_bytes(), str(file))
         if (version := content["schema_version"]) != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {version!r}, not {SCHEMA_VERSION}")
-        return [_evaluation(each) for each in content["evaluations"]]
+        return [
+            Evaluation(**{**each, "metrics": [Metric(**metric) for metric in each["metrics"]]})
+            for each in content["evaluations"]
+        ]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is not a valid evaluation: {error}. Evaluate again, or remove it.") from error
 
@@ -138,11 +155,10 @@ def forgotten(evaluations: Iterable[Evaluation], checkpoint: Path | None = None)
     return None
 
 
-def _evaluation(content: dict[str, Any]) -> Evaluation:
-    evaluation = Evaluation(**{**content, "metrics": [Metric(**metric) for metric in content["metrics"]]})
-    numbers: list[tuple[str, list[Any]]] = [("samples", [evaluation.samples, evaluation.total])]
-    numbers += [(each.name, [each.value, each.stderr or 0, *each.references.values()]) for each in evaluation.metrics]
-    for name, values in numbers:
-        if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
-            raise ValueError(f"in {evaluation.task}, {name} is {values}, not finite numbers")
-    return evaluation
+def files_hash(folder: Path, *patterns: str) -> str:
+    """SHA-256 over names and contents of the files in a folder that match one of some patterns."""
+    digest = hashlib.sha256()
+    for file in sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}):
+        with file.open("rb") as content:
+            digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()

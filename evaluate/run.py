@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """`normalign evaluate`: tasks one after the other, each kept when it is finished."""
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,12 +16,21 @@ from ..diagnose.load import find
 from ..errors import Console, check_installed
 from .engine import SEED, SUITES, as_lm, chosen_tasks, run_task, save, summarized
 from .own_data import own_task
-from .results import FOLDER, SUMMARY, TEXTS, Evaluation, add_before, forgotten, read_evaluations
+from .results import (
+    FOLDER,
+    SUMMARY,
+    TEXTS,
+    WEIGHTS,
+    Evaluation,
+    add_before,
+    files_hash,
+    forgotten,
+    read_evaluations,
+)
 from .tasks.offline import OfflineTask
 
 
-# Files of a model, and of one's own tasks, on which answers depend.
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+# Files of a model beside its weights, and of one's own tasks, on which answers depend.
 SETTINGS = ("*config.json", "*chat_template*", "*processor*.json", "*token*")
 TASKS = ("**/*yaml", "**/*.yml", "**/*.py")
 
@@ -85,13 +93,13 @@ def evaluate(
     found = find(model, trust_remote_code=trust_remote_code)
     folder = Path(found.source) if Path(found.source).is_dir() else None
     output = output or folder or Path("evaluations", found.name.replace("/", "--"))
-    weights = files_hash(folder, *WEIGHTS) if folder else f"{found.source}@{found.revision}"
+    weights = files_hash(folder, WEIGHTS) if folder else f"{found.source}@{found.revision}"
     dtype = dtype_to_load(dtype, found.config)
     settings = {"batch_size": batch_size, "dtype": dtype, "load_in_4bit": load_in_4bit, "limit": limit, "seed": SEED}
     settings["files"] = files_hash(folder, *SETTINGS) if folder else None
     settings["tasks"] = files_hash(include_path, *TASKS) if include_path else None
     if found.adapter:  # which is put on its base as in training
-        base = found.adapter.base.revision or files_hash(Path(found.adapter.base.name), *WEIGHTS)
+        base = found.adapter.base.revision or files_hash(Path(found.adapter.base.name), WEIGHTS)
         settings |= {"dtype": None, "load_in_4bit": None, "quantization": found.adapter.quantization, "base": base}
     (output / FOLDER).mkdir(parents=True, exist_ok=True)
     done = Evaluated(output / FOLDER / SUMMARY)
@@ -115,13 +123,14 @@ def evaluate(
         console.print(f"{task} ({number} of {len(missing)})")
         try:
             raw = run_task(lm, chosen[task], manager, limit=limit)
+            result = summarized(raw, task, weights=weights, settings=settings)
+            save(raw, task, output)
+            result.write(output)
         except Exception as error:  # whatever it is, the other tasks are run
             done.failed[task] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
             console.print(f"{task} could not be run: {done.failed[task]}", style="red")
-            continue
-        kept[task] = summarized(raw, task, weights=weights, settings=settings)
-        save(raw, task, output)
-        kept[task].write(output)
+        else:
+            kept[task] = result
     for task in TEXTS:
         if folder and task in kept:
             add_before(kept[task], folder)
@@ -146,12 +155,3 @@ def render(done: Evaluated) -> Table:
         samples = result.samples if metric.samples is None else metric.samples
         table.add_row(result.task, metric.name, f"{metric.value:.3f}", error, *compared, f"{samples:,}")
     return table
-
-
-def files_hash(folder: Path, *patterns: str) -> str:
-    """SHA-256 over names and contents of the files in a folder that match one of some patterns."""
-    digest = hashlib.sha256()
-    for file in sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}):
-        with file.open("rb") as content:
-            digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()

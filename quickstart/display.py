@@ -68,10 +68,10 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
     console.print(f"Reloaded in a clean process from its own code: {same} to {results['reloaded_answers']} questions.")
     for name, sentences in results["verdicts"].items():
         console.print(f"Report on {name}: {' '.join(sentences)}", highlight=False, markup=False)
-    console.print(f"Checkpoint: {output / 'model'}\nModel card: {output / 'model' / 'README.md'}")
-    console.print(f"Images:   {output / 'images.png'}")
-    for page in pages:
-        console.print(f"Report:     {page}")
+    model, images = output / "model", output / "images.png"
+    files = {"Checkpoint": model, "Model card": model / "README.md", "Images": images}
+    for name, file in [*files.items(), *(("Report", page) for page in pages)]:
+        console.print(f"{name + ':':11} {file}", markup=False, soft_wrap=True)
 
 
 def peak_rss_gib() -> float:

@@ -188,9 +188,8 @@ def build(vision: Path, language: Path, output: Path, settings: Settings, *, arm
     """Builds an untrained checkpoint: arm "gwc" has the norm and its gradient compensation, "none" no norm."""
     if output.exists():
         return
-    layer = settings.feature_layer if isinstance(settings.feature_layer, int) else list(settings.feature_layer)
     set_seed(settings.seed)  # of the projector's initial weights
-    build_checkpoint(str(vision), str(language), output, arm=arm, feature_layer=layer)
+    build_checkpoint(str(vision), str(language), output, arm=arm, feature_layer=settings.feature_layer)
 
 
 def write_data(output: Path, settings: Settings) -> None:

@@ -17,7 +17,7 @@ from ...checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
 from ...checkpoint.untrusted import check_files, json_object
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
-from ...evaluate.results import Evaluation, read_evaluations
+from ...evaluate.results import WEIGHTS as WEIGHT_FILES, Evaluation, files_hash, read_evaluations
 from ...modeling_normalign_llava import initial_gain
 from ..push.source import DIAGNOSTICS, public_report, weight_files
 
@@ -82,6 +82,7 @@ class Facts:
         parts: Vision encoder and language model, or the LLaVA checkpoint that had both.
         data: The training data sets, each once.
         figures: Figures of the diagnosis whose files exist and that show no sample of the data.
+        outdated: Tasks that were evaluated with other weights.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Facts:
     diagnosis: dict[str, Any] | None
     figures: list[dict[str, str]]
     evaluations: list[Evaluation]
+    outdated: list[str]
 
     def setting(self, name: str) -> Any:
         """A field of the configuration; of an adapter, the value that its training recorded."""
@@ -137,8 +139,15 @@ def read_facts(checkpoint: Path) -> Facts:
         has_processor=(checkpoint / "processor_config.json").is_file(),
         diagnosis=diagnosis,
         figures=[each for each in figures if (checkpoint / DIAGNOSTICS / each["file"]).is_file()],
-        evaluations=read_evaluations(checkpoint),
+        evaluations=(evaluations := read_evaluations(checkpoint)),
+        outdated=_outdated(evaluations, checkpoint),
     )
+
+
+def _outdated(evaluations: list[Evaluation], checkpoint: Path) -> list[str]:
+    known = {each.task: each.weights for each in evaluations if each.weights and "@" not in each.weights}
+    now = files_hash(checkpoint, WEIGHT_FILES) if known else None
+    return [task for task, weights in known.items() if weights != now]
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

@@ -101,6 +101,10 @@ def limits(facts: Facts) -> list[str]:
         seed = f", seed {', '.join(seeds)}" if seeds else ""
         found.append(f"This is one training run{seed}: how much another run would differ was not measured.")
     found += filter(None, [forgotten(facts.evaluations)])
+    if facts.outdated:
+        found.append(
+            f"Evaluated with other weights, so the results are not this model's: {', '.join(facts.outdated)}."
+        )
     if not facts.evaluations:
         found.append("No evaluation is recorded: how good its answers are is not known.")
     found.append("Bias, safety and made-up answers were not measured.")

@@ -23,7 +23,7 @@ from ...checkpoint.names import (
 )
 from ...checkpoint.untrusted import json_object, shards
 from ...diagnose.report import PAGE, REPORT, SCHEMA_VERSION, report_json
-from ...evaluate.results import FOLDER as EVALUATION
+from ...evaluate.results import FOLDER as EVALUATION, SUMMARY
 
 
 DIAGNOSTICS = "diagnostics"
@@ -39,7 +39,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
         *("spiece.model", "sentencepiece.bpe.model", "chat_template.json", "chat_template.jinja"),
     ),
     "chat_templates": ("*.jinja",),
-    EVALUATION: ("*.json",),
+    EVALUATION: (SUMMARY,),
     DIAGNOSTICS: (REPORT, "*.png"),
 }
 """Folder -> patterns of the files that this package and transformers write. Those in a repository are replaced as a

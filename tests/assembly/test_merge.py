@@ -10,7 +10,7 @@ import pytest
 import tiny
 import tiny_parts as parts
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
@@ -142,6 +142,24 @@ def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):
     AutoProcessor.from_pretrained(bases["tied"], chat_template="{{ 'trained' }}").save_pretrained(adapter)
     merge_adapter(adapter, tmp_path / "again")
     assert AutoProcessor.from_pretrained(tmp_path / "again").chat_template == "{{ 'trained' }}"
+
+    # The card that PEFT writes has the base's path, and is of no model.
+    (adapter / "README.md").unlink()
+    PeftModel.from_pretrained(load(bases["tied"]), adapter).create_or_update_model_card(str(adapter))
+    assert str(bases["tied"]) in (adapter / "README.md").read_text()
+    merge_adapter(adapter, tmp_path / "cardless")
+    assert not (tmp_path / "cardless" / "README.md").exists()
+
+
+def test_an_adapter_that_is_not_finite_is_not_merged(bases, tmp_path):
+    make_adapter(bases["tied"], tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights = load_file(file)
+    next(tensor for name, tensor in weights.items() if "linear_2" in name).fill_(torch.nan)
+    save_file(weights, file)
+    with pytest.raises(ValueError, match="changed the model's logits by nan. Nothing was written"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("base, adapter, double", [("bfloat16", {}, False), ("tied", {"use_dora": True}, True)])

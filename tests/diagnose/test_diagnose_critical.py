@@ -87,6 +87,18 @@ def test_updates_are_differences_of_hidden_states(tmp_path, cls):
     assert found.angles == pytest.approx([torch.stack(each).mean().item() for each in angles], rel=1e-9)
 
 
+def test_a_layer_that_changes_nothing_turns_nothing(tmp_path):
+    language = tiny_parts.language(tmp_path / "language")
+    model = AutoModelForCausalLM.from_pretrained(language, dtype=torch.float64).eval()
+    before = measure_updates(model.base_model, tokenizer := AutoTokenizer.from_pretrained(language), 1.0, TEXTS)
+    last = model.model.layers[-1]
+    for weight in (last.self_attn.o_proj.weight, last.mlp.down_proj.weight):
+        weight.data.zero_()
+    after = measure_updates(model.base_model, tokenizer, 1.0, TEXTS)
+    assert after.sizes == [*before.sizes[:-1], 0.0] and after.angles == [*before.angles[:-1], 0.0]
+    assert after.rotation(2.0) == [*before.rotation(2.0)[:-1], 0.0]
+
+
 def test_a_language_model_alone_and_in_a_vlm_measure_the_same(tmp_path):
     tiny_parts.language(tmp_path / "language")
     tiny_parts.vision(tmp_path / "vision")

@@ -128,13 +128,15 @@ def test_the_benchmarks_of_the_paper(hub, prepared, tmp_path):
     numbered = [{"question": f"{i}?"} for i in range(9)]
     choices = [{**row, "hint": "nan", "A": "yes", "B": "no", "C": "nan", "D": "nan"} for row in numbered]
     repositories = {
-        "lmms-lab/MMBench": hub_data(
+        "lmms-lab-encoder/MMBench": hub_data(
             tmp_path,
             "mmbench",
             {"en-dev.parquet": choices, "cn-dev.parquet": numbered[:1]},
             [("cn", {"dev": "cn-*"}), ("en", {"dev": "en-*"})],
         ),
-        "lmms-lab/POPE": hub_data(tmp_path, "pope", {"test.parquet": numbered}, [("default", {"test": "test*"})]),
+        "lmms-lab-encoder/POPE": hub_data(
+            tmp_path, "pope", {"test.parquet": numbered}, [("default", {"test": "test*"})]
+        ),
         "Lin-Chen/MMStar": hub_data(tmp_path, "mmstar", {"mmstar.parquet": numbered}, [("val", {"val": "mmstar*"})]),
     }
     for name, folder in repositories.items():
@@ -144,7 +146,7 @@ def test_the_benchmarks_of_the_paper(hub, prepared, tmp_path):
     paper, again = json.loads(client.stdout.splitlines()[-1])
     assert paper == again and paper[0] == "paper"
     sources = [name.split(",")[0] for name, _ in paper[1]]
-    assert sources == ["lmms-lab/MMBench"] * 3 + ["lmms-lab/POPE"] * 2 + ["Lin-Chen/MMStar"] * 2
+    assert sources == ["lmms-lab-encoder/MMBench"] * 3 + ["lmms-lab-encoder/POPE"] * 2 + ["Lin-Chen/MMStar"] * 2
     assert all(question.endswith("?\nA. yes\nB. no") for _, question in paper[1][:3])
 
 

@@ -11,7 +11,7 @@ from lm_eval import evaluate
 from lm_eval.tasks import TaskManager
 from PIL import Image as Picture
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.diagnose.load import find
@@ -111,6 +111,9 @@ def test_answers_in_batches_are_those_to_one_question_at_a_time(checkpoint, tmp_
     expected = [alone(model, processor, text, images) for text, images in zip(QUESTIONS, IMAGES, strict=True)]
     assert len(set(expected)) > len(QUESTIONS) // 2  # an answer depends on the question
     write_task(tmp_path, expected)
+    limited = GenerationConfig.from_pretrained(checkpoint)
+    limited.max_new_tokens = 1  # the task's own limit counts
+    limited.save_pretrained(checkpoint)
     found, tasks = find(str(checkpoint)), TaskManager(include_path=str(tmp_path), include_defaults=False)
     for batch_size in (1, 4):
         lm = as_lm(found, batch_size=batch_size, dtype="float32")

@@ -14,6 +14,7 @@ import torch
 import training
 import yaml
 from paths import DOCS
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -36,6 +37,11 @@ def room(tmp_path_factory):
     choosing = yaml.safe_load((tasks / "tiny_choosing.yaml").read_text())
     missing = {**choosing, "task": "tiny_missing", "dataset_path": str(folder / "missing")}
     (tasks / "tiny_missing.yaml").write_text(yaml.safe_dump(missing))
+    undefined = {**choosing, "task": "tiny_undefined", "metric_list": [{"metric": "share", "aggregation": "mean"}]}
+    undefined["metric_list"][0]["higher_is_better"] = True
+    (tasks / "undefined.py").write_text("def share(document, answers):\n    return {'share': float('nan')}\n")
+    text = yaml.safe_dump(undefined) + "process_results: !function undefined.share\n"
+    (tasks / "tiny_undefined.yaml").write_text(text)
     scripted_tasks.write_task(tasks, "pope", [{"answer": "yes", "category": "random"}])  # without its question
     return folder
 
@@ -118,6 +124,7 @@ def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
 def test_tasks_that_cannot_be_run_are_named_and_the_others_are_run(room, tmp_path):
     reasons = {
         "tiny_missing": "missing",
+        "tiny_undefined": "share is [nan, nan], not finite numbers",
         "mmstar": "Lin-Chen/MMStar",  # on the Hub, which cannot be reached
         "pope": "The data set has changed: it has no column question",
     }
@@ -136,6 +143,20 @@ def test_the_precision_that_the_machine_decides_is_one_of_the_settings(room, tmp
     for ratio, dtype in ((5.0, "float32"), (0.3, "auto")):
         processor(ratio)
         assert run(room, tmp_path, "tiny_choosing", model=language).results[0].settings["dtype"] == dtype
+
+
+def test_a_language_model_alone_is_opened_with_the_same_care(room, tmp_path):
+    language = Path(parts.language(tmp_path / "language"))
+    whole = run(room, tmp_path / "whole", "tiny_choosing", model=language).results[0].settings
+    quantized = run(room, tmp_path / "quantized", "tiny_choosing", model=language, load_in_4bit=True)
+    assert quantized.results[0].settings == whole | {"load_in_4bit": True}
+    torch.save(load_file(language / "model.safetensors"), language / "pytorch_model.bin")
+    (language / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="no weights in safetensors"):
+        run(room, tmp_path / "pickled", "tiny_choosing", model=language)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="model.gguf is a file of weights"):
+        run(room, tmp_path / "file", "tiny_choosing", model=tmp_path / "model.gguf")
 
 
 @pytest.mark.nightly

@@ -133,10 +133,10 @@ def test_fixed_factors_multiply_tokens_and_gradient_in_training_alone(checkpoint
 def test_differences_are_paired_and_corrected_as_by_hand():
     rng = np.random.default_rng(0)
     values = rng.normal(size=(4, 6))
-    later = {"all_steps": 200, "information": 9.0}
+    earlier = {"all_steps": 40, "information": 9.0}
     results = {
         name: {
-            seed: {"data": seed, "information": [{"all_steps": 40, "information": nats}, later]}
+            seed: {"data": seed, "information": [earlier, {"all_steps": 200, "information": nats}]}
             for seed, nats in enumerate(values[row])
         }
         for row, name in enumerate("abcd")

@@ -161,7 +161,7 @@ def test_a_resumed_stream_opens_no_image_of_what_was_seen(tmp_path):
         assert json.loads((again / "trainer_state.json").read_text())["global_step"] == 6
     for number in range(16):
         (parts / "first" / f"{number}.png").write_bytes(train_data.image_bytes())
-    main([file, "--output_dir", str(output), "--resume_from_checkpoint", "--max_steps", str(STEPS + 2)])  # a second pass
+    main([file, "--output_dir", str(output), "--resume_from_checkpoint", "--max_steps", str(STEPS + 2)])
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == STEPS + 2
 
 
