@@ -198,6 +198,11 @@ def retrofit_checkpoint(
         strategy = model.config.vision_feature_select_strategy
         processor = make_processor(stock.image_processor, stock.tokenizer, model.config.vision_config, strategy)
         processor.chat_template = stock.chat_template
+        if processor.image_token_id != model.config.image_token_id:
+            raise ValueError(
+                f"The processor of {llava} has image token {processor.image_token_id}, its model "
+                f"{model.config.image_token_id}. Use the processor that belongs to the model."
+            )
         marks = has_generation_marks(stock.chat_template or "")
         return _finish(model, processor, folder, output, opened, opened, arm, marks)
 

@@ -148,7 +148,8 @@ def _gguf(path: Path) -> EmbeddingRows:
     width = int(tensor.shape[0])
     chunk = max(1, _CHUNK_BYTES // (4 * width))
     parts = (tensor.data[start : start + chunk] for start in range(0, len(tensor.data), chunk))
-    norms = [embedding_row_norms(torch.tensor(dequantize(part, tensor.tensor_type))) for part in parts]
+    with loading(str(path)):
+        norms = [embedding_row_norms(torch.tensor(dequantize(part, tensor.tensor_type))) for part in parts]
 
     architecture = reader.fields["general.architecture"].contents()
     config: PreTrainedConfig | None = None

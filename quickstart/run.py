@@ -79,8 +79,8 @@ def run_quickstart(
 ) -> dict[str, Any]:
     """Builds, trains, evaluates and diagnoses a NormAlign-LLaVA from real parts, in `output`.
 
-    The trained checkpoint is `output/model`. With `full_baseline`, the same model without the norm is built, trained
-    and evaluated as well, and both are compared, after stage 1 and finished.
+    The trained checkpoint is `output/model`. With `full_baseline`, or where an earlier run trained it, the same model
+    without the norm is built, trained and evaluated as well, and both are compared, after stage 1 and finished.
 
     Returns:
         What `output/results.json` holds.
@@ -115,6 +115,7 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
         remove_unfinished(folder)
         remove_unfinished(baseline / folder.name)
     bf16 = journal.bf16
+    full_baseline = full_baseline or (baseline / "model").exists()
 
     with journal.step("fetch"):
         for part in PARTS:

@@ -6,6 +6,7 @@ import pytest
 import tiny
 import tiny_parts as parts
 import torch
+from hostile_checkpoints import edit
 from PIL import Image
 from transformers import (
     AutoModelForCausalLM,
@@ -204,3 +205,10 @@ def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm):
     assert report.tokens_per_image == 4
     processor = AutoProcessor.from_pretrained(tmp_path / "built")
     assert processor.chat_template == parts.CHATML
+
+
+def test_retrofit_refuses_the_processor_of_another_model(tmp_path):
+    parts.llava(tmp_path / "llava", tiny.llava())
+    edit(tmp_path / "llava" / "config.json", image_token_index=5)
+    with pytest.raises(ValueError, match="image token 3, its model 5"):
+        retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built")

@@ -114,6 +114,7 @@ def test_a_finished_quickstart_goes_on_to_the_model_without_the_norm(archives, o
     assert [step["step"] for step in stage1["report"]["dynamics"]] == [0]  # of the recipe's steps, those there were
     assert [each.task for each in read_evaluations(output / "baseline" / "model")] == sorted(TASKS)
     assert "without the norm" in console.export_text() and (output / "baseline" / "model").exists()
+    assert run_quickstart(output, SHORT)["baseline"] == again["baseline"]
 
 
 def check_evaluations(model, results):
