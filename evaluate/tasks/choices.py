@@ -75,16 +75,19 @@ def results(document: dict, answers: list[str]) -> dict:
 
 
 def mmbench_results(document: dict, answers: list[str]) -> dict:
+    """Also what [`circular`] takes: the row's index and its score."""
     right = results(document, answers)
     return {"acc_circular": (int(document["index"]), right["acc"]), **right}
 
 
 def mmstar_results(document: dict, answers: list[str]) -> dict:
+    """Also what [`mean_of_categories`] takes: the row's category and its score."""
     right = results(document, answers)
     return {"acc_by_category": (document["l2_category"], right["acc"]), **right}
 
 
 def seedbench_results(document: dict, answers: list[str]) -> dict:
+    """Also the score of the kind of image: `acc_chart`, `acc_map` or `acc_web`."""
     right = results(document, answers)
     return {**right, f"acc_{document['question_image_type'].strip().lower()}": right["acc"]}
 

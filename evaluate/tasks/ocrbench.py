@@ -23,14 +23,17 @@ PARTS = {
 
 
 def documents(split: Dataset) -> Dataset:
+    """The rows of OCRBench. Raises ValueError if a column is missing or has other values."""
     return checked(split, "question", "answer", "dataset", question_type=PARTS)
 
 
 def text(document: dict) -> str:
+    """The prompt: the image and the question alone."""
     return f"<image>{document['question'].strip()}"
 
 
 def results(document: dict, answers: list[str]) -> dict:
+    """1 if an accepted answer is in the answer, else 0: for all, for the row's part, and for the mean."""
     accepted = [document["answer"]] if isinstance(document["answer"], str) else document["answer"]
     plain = _formula if document["dataset"] == "HME100k" else _lower
     right = float(any(plain(each) in plain(answers[0]) for each in accepted))

@@ -87,6 +87,7 @@ def definitions() -> dict[str, Dataset]:
 
 
 def text(document: dict) -> str:
+    """The prompt: the image and the question alone."""
     return f"<image>{document['question']}"
 
 

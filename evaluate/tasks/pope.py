@@ -12,10 +12,12 @@ SETTINGS = ("random", "popular", "adversarial")
 
 
 def documents(split: Dataset) -> Dataset:
+    """The rows of POPE. Raises ValueError if a column is missing or has other values."""
     return checked(split, "question", category=SETTINGS, answer=("yes", "no"))
 
 
 def text(document: dict) -> str:
+    """The prompt, which asks for a single word."""
     return f"<image>{document['question'].strip()}\nAnswer the question using a single word or phrase."
 
 
