@@ -291,7 +291,7 @@ def compare(
 ) -> None:
     """Compare evaluated models with the first one, over the same questions, with intervals."""
     with errors_for_people(extra="evaluate"):
-        from .evaluate.compare import compare as run, read_arm, render, write
+        from .evaluate.compare import compare as run, left_out, read_arm, render, write
         from .evaluate.paper_columns import render as render_paper
 
         arms = [read_arm(model) for model in models]
@@ -299,9 +299,8 @@ def compare(
         write(found, output)
         console = Console()
         console.print(render(found))
-        for arm in arms:
-            for task in arm.left_out:
-                console.print(f"Left out: {task}, without a score for each question in {arm.name}.", soft_wrap=True)
+        for sentence in left_out(arms):
+            console.print(sentence, soft_wrap=True)
         if columns := render_paper({arm.name: arm.columns for arm in arms}):
             console.print(columns)
         console.print(f"Written to {output}.", soft_wrap=True)

@@ -41,11 +41,6 @@ class Arm:
     runs: list[dict[str, Scores]]  # by task and metric
     columns: list[dict[str, float]]  # of the paper's table 4
 
-    @property
-    def left_out(self) -> list[str]:
-        """Tasks without a score for each question."""
-        return sorted({task for run in self.runs for task, scores in run.items() if not scores})
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -142,6 +137,14 @@ def compare(arms: Sequence[Arm]) -> Comparison:
     return found
 
 
+def left_out(arms: Sequence[Arm]) -> list[str]:
+    """A sentence for each task that is not compared, with the arms that lack it, or lack a score for each question."""
+    tasks = sorted({task for arm in arms for run in arm.runs for task in run})
+    lacking = {task: [arm.name for arm in arms if not all(run.get(task) for run in arm.runs)] for task in tasks}
+    where = {task: ", ".join(names) for task, names in lacking.items() if names}
+    return [f"Left out: {task}, without a score for each question in {names}." for task, names in where.items()]
+
+
 def render(differences: Sequence[Difference]) -> Table:
     """The comparison, for `rich.console.Console.print`."""
     (against,) = {each.against for each in differences}
@@ -220,7 +223,7 @@ def _run(folder: Path, evaluations: Sequence[Evaluation]) -> dict[str, Scores]:
 
 
 def _scores(folder: Path, metrics: Sequence[str], version: str | None) -> tuple[str, Scores]:
-    """The first of some metrics that each question has, and the scores."""
+    """The first of some metrics that each question has, and the scores; none if there is no such metric."""
     scores: dict[str, Scores] = defaultdict(dict)
     for file in sorted(folder.glob("samples_*.jsonl")):
         task = file.name.removeprefix("samples_").rpartition("_")[0]
@@ -237,7 +240,7 @@ def _scores(folder: Path, metrics: Sequence[str], version: str | None) -> tuple[
     for name in metrics:
         if len(scores.get(name, ())) == asked:
             return name, scores[name]
-    return "", {}
+    return next(iter(metrics), ""), {}
 
 
 def _shown(interval: Interval | None) -> str:

@@ -155,7 +155,8 @@ def draw(plan: Plan, results: Results, output: Path) -> None:
         axes.legend(fontsize="small")
     for axes in panels[len(names) :]:
         axes.set_visible(False)
-    panels[0].set_ylabel("I, nats an answer")
+    for axes in panels[::columns]:
+        axes.set_ylabel("I, nats an answer")
     with atomic_write(output) as partial:
         figure.savefig(partial, format="png", dpi=110)
 

@@ -81,13 +81,16 @@ def test_models_are_compared_on_the_questions_that_all_were_asked(tmp_path):
         assert (found.questions, found.score) == (40, np.mean(given[:40]))
 
 
-def test_a_task_without_a_score_for_each_question_is_named(tmp_path):
+def test_a_task_that_is_not_compared_is_named(tmp_path):
     one, other = (evaluated(tmp_path / name, answers(0.5, 1)) for name in ("a=b,c", "d"))
-    Evaluation("mine", "mine", [Metric("f1", 0.5)], 9, 9, []).write(tmp_path / "d")
+    evaluated(tmp_path / "a=b,c", answers(0.5, 1), task="mmstar")
+    for folder in (one, other):
+        Evaluation("mine", "mine", [Metric("f1", 0.5)], 9, 9, []).write(tmp_path / folder)
     shown = CliRunner().invoke(app, ["compare", one, other, "--output", str(tmp_path)], env={"COLUMNS": "120"})
     assert shown.exit_code == 0, shown.output
     assert "pope acc" in shown.output
-    assert "Left out: mine f1, without a score for each question in" in shown.output
+    assert "Left out: mine f1, without a score for each question in a=b,c, d." in shown.output
+    assert "Left out: mmstar acc, without a score for each question in d." in shown.output
 
 
 def test_the_first_filter_of_the_summary_is_compared(tmp_path):
