@@ -117,9 +117,12 @@ def _second(report: Report) -> str:
         return f"A norm before it would start from a gain of N_text / sqrt(d) = {gain} for visual tokens to match."
     if ratio is None:
         return "Whether this is the problem the paper describes can only be seen together with a language model."
-    rotate = (
-        "as much as" if rotation is None or same_rotation(report) else "less than" if rotation < 1 else "more than"
-    )
+    unclear = False
+    rotate = "as much as"
+    if rotation is not None and same_rotation(report):
+        unclear = not is_equal(rotation, EQUAL_ROTATION)
+    elif rotation is not None:
+        rotate = "less than" if rotation < 1 else "more than"
     if is_equal(ratio):
         finding = f"not the problem the paper describes: the norms are equal to within a factor of {EQUAL}"
     elif ratio < 1:
@@ -127,7 +130,10 @@ def _second(report: Report) -> str:
     elif rotate == "less than":
         finding = "the problem the paper describes: visual tokens are larger than text"
     else:
-        finding = "half of the problem the paper describes: visual tokens are larger than text"
+        half = "at least half" if unclear else "half"
+        finding = f"{half} of the problem the paper describes: visual tokens are larger than text"
+    if unclear:
+        return f"This is {finding}; whether visual tokens rotate as much as text, more images would have to tell."
     known = "" if rotation is None else f", and the visual tokens rotate {rotate} text"
     return f"This is {finding}{known}."
 

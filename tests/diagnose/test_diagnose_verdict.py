@@ -28,7 +28,7 @@ def part(**interface) -> Report:
         (46.0, 1.1, None, "46 × .* rotate 1.1 ×", "half of the problem .* rotate as much as text"),
         (37.0, 0.945, 0.004, "rotate 0.945 ± 0.004 ×", "is the problem .* rotate less than text"),
         (37.0, 0.945, 0.04, "rotate 0.94 ± 0.04 ×", "half of the problem .* as much as text"),
-        (37.0, 0.8, 0.2, "rotate 0.8 ± 0.2 ×", "half of the problem .* as much as text"),
+        (37.0, 0.8, 0.2, "rotate 0.8 ± 0.2 ×", "is at least half of .*; whether .* more images"),
         (1.0, 1.03, 0.01, "rotate 1.03 ± 0.01 ×", "not the problem .* rotate more than text"),
     ],
 )
