@@ -141,8 +141,8 @@ def left_out(arms: Sequence[Arm]) -> list[str]:
     """A sentence for each task that is not compared, with the arms that lack it, or lack a score for each question."""
     tasks = sorted({task for arm in arms for run in arm.runs for task in run})
     lacking = {task: [arm.name for arm in arms if not all(run.get(task) for run in arm.runs)] for task in tasks}
-    where = {task: ", ".join(names) for task, names in lacking.items() if names}
-    return [f"Left out: {task}, without a score for each question in {names}." for task, names in where.items()]
+    missing = {task: ", ".join(names) for task, names in lacking.items() if names}
+    return [f"Left out: {task}, without a score for each question in {names}." for task, names in missing.items()]
 
 
 def render(differences: Sequence[Difference]) -> Table:
