@@ -193,7 +193,7 @@ def data(
         console.print(check.rendered(console.is_terminal), soft_wrap=True)
     if check.faults:
         Console(stderr=True).print("", *check.faults, sep="\n", soft_wrap=True)
-        raise typer.Exit(1)
+        raise typer.Exit(int(check.stops))
 
 
 @app.command()

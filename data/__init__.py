@@ -3,7 +3,7 @@
 """Training data: images and conversations in any known form, opened, checked and mixed.
 
     file, folder, Hub data set     sources/   raw rows, as they are stored
-              |  parse_row         rows/      one form: images, messages, prompt_turns
+              |  parse_row         rows/      one form: images, messages, learned
          parsed rows
               |  row checks                   bad rows stop the run or are dropped, long ones are dropped
           valid rows

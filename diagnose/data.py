@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import BaseImageProcessor, ProcessorMixin
 
 from ..data.rows.checks import check_images_are_read
-from ..data.rows.forms import unread_image
 from ..data.rows.images import ImageRules
 from ..data.rows.questions import Sample, sample_of_row
+from ..data.rows.unread import unread_image
 from ..data.sources.arguments import DataSource
 from ..data.sources.source import Source, open_source
 from ..fetched.easy_vqa import held_out

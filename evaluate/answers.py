@@ -10,6 +10,8 @@ import re
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 
+from ..data.rows.choices import plain
+
 
 _REFUSAL = re.compile(
     r"\W*(?:I['’]m |I am )?(?:sorry|unable to|I (?:cannot|can['’]t|can not)|cannot determine)\b", re.I
@@ -107,8 +109,3 @@ def _option_within(answer: str, options: Mapping[str, str]) -> str | None:
         key for key, text in texts.items() if re.search(rf"(?<![A-Za-z0-9]){re.escape(text)}(?![A-Za-z0-9])", answer)
     ]
     return within[0] if len(within) == 1 else None
-
-
-def plain(text: str) -> str:
-    """Lower case, single spaces, without marks at its ends."""
-    return re.sub(r"^[\s\"'*_.,:;!?()\[\]]+|[\s\"'*_.,:;!?()\[\]]+$", "", " ".join(text.lower().split()))

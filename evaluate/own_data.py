@@ -8,7 +8,7 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from itertools import takewhile
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from string import ascii_uppercase
@@ -17,13 +17,16 @@ from typing import Any
 from datasets import Dataset
 
 from ..data.rows.checks import check_images_are_read, parse_rows, stopped
+from ..data.rows.choices import chosen_letter, plain
 from ..data.rows.forms import MARKER
 from ..data.rows.images import decode_image, image_problem, short, stored_bytes
 from ..data.rows.parse import DroppedRow
+from ..data.rows.reports import ABOUT, not_read
+from ..data.rows.unread import proposal
 from ..data.sources.arguments import DataArguments, DataSource
 from ..data.sources.source import open_source
-from .answers import chosen_option, plain
-from .tasks.documents import ASK_FOR_LETTER, listed
+from .answers import chosen_option
+from .tasks.documents import ASK_FOR_LETTER
 from .tasks.offline import OfflineTask, blank, commonest
 
 
@@ -32,7 +35,7 @@ logger = logging.getLogger(__name__)
 MAX_PIXELS = DataArguments.max_image_pixels
 MANY_WORDS = 10  # of the median answer, above which it is no label
 RULES = {  # by metric: of questions without options, and with them
-    "exact_match": "An answer is right if it is the true one, but for case, spaces and punctuation at its ends.",
+    "exact_match": "An answer is right if it is a true one, but for case, spaces and punctuation at its ends.",
     "acc": "An answer is right if it chooses the true option, by its letter or its text.",
 }
 
@@ -40,9 +43,10 @@ RULES = {  # by metric: of questions without options, and with them
 def own_task(data: str, *, image_folder: str | None = None, columns: str | None = None) -> OfflineTask:
     """A task of rows in any form that training reads, with a question and its answer each.
 
-    In the form question and answer, options may be in the column `choices` or in `A` to `D`; the answer is then the
-    text or the letter of one. The task's version is a hash of all questions, answers and images. Arguments are those
-    of [`DataSource.named`]. Raises ValueError that names the rows and images that cannot be used.
+    Of several accepted answers each is right, and the commonest counts for `commonest`. The answer to a question with
+    options is the text, the letter or the number of one. The task's version is a hash of all questions, answers and
+    images. Arguments are those of [`DataSource.named`]. Raises ValueError that names the rows and images that cannot
+    be used.
     """
     source = DataSource.named(data, image_folder=image_folder, columns=columns)
     opened = open_source(source, streaming=False)
@@ -58,6 +62,9 @@ def own_task(data: str, *, image_folder: str | None = None, columns: str | None 
             bad.append(DroppedRow(row["source"], row["row"], row["file"], str(error)))
     if bad or not rows:
         raise ValueError(stopped(bad, len(rows), use="evaluated") if bad else f"{data} has no rows.")
+    left_out, changed = (Counter(chain.from_iterable(row[name] for row in rows)) for name in ("left_out", "changed"))
+    for title, text in not_read(left_out, changed).items():
+        logger.log(logging.INFO if title == ABOUT else logging.WARNING, f"{opened.name}: {title}: {text}")
     unread = Counter(row["unread"] for row in rows if row["unread"])
     check_images_are_read(opened.name, len(rows), sum(row["image_count"] for row in rows), unread)
     path, split = Path(source.path).resolve(), "" if source.split == "train" else f":{source.split}"
@@ -69,36 +76,25 @@ def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
     """What is asked in a row. Raises ValueError with what is not supported in it, and the remedy."""
     if row["reason"]:
         raise ValueError(row["reason"])
+    if row["form"] in ("caption", "text") and (columns := proposal(row["raw"])):
+        raise ValueError(
+            f"its {row['form']} is read as a caption, and it has another column that may be the answer{columns}"
+        )
     contents = [[part["text"] for part in turn["content"]] for turn in row["messages"]]  # None for an image
     turns = ["".join(MARKER if text is None else text for text in each) for each in contents]
     system = turns.pop(0) if row["messages"][0]["role"] == "system" else ""
     if len(turns) != 2:
         raise ValueError(f"it has {len(turns) // 2} questions; save each, with its answer, as a row of its own")
     prompt, answer = turns
-    options = _options(row["raw"]) if row["form"] == "question" else {}
-    text = plain(answer) or answer
+    options, answers = row["options"], [plain(each) or each for each in row["accepted"] or [answer]]
     if options:
-        found = [letter for letter in options if plain(options[letter]) == text] or [text.upper()]
-        if len(found) > 1 or found[0] not in options:
+        if (letter := chosen_letter(answer, options)) is None:
             raise ValueError(f"the answer {short(answer)} is not just one of the choices {short([*options.values()])}")
-        text = found[0]
-        lines = [listed(options)] if row["raw"].get("choices") else []  # those in A to D are in the question
-        prompt = "\n".join([prompt, *lines, ASK_FOR_LETTER])
+        prompt, answers = f"{prompt}\n{ASK_FOR_LETTER}", [letter]
     if first and (bool(options), system) != (bool(first["options"]), first["system"]):
         raise ValueError("its system turn, or whether it has choices, differs from the first row; use several files")
-    return {"system": system, "prompt": prompt, "answer": text, "options": [*options.values()]}
-
-
-def _options(raw: Mapping) -> dict[str, str]:
-    """The options of a row by letter; empty without any."""
-    lettered = takewhile(lambda name: raw.get(name) not in (None, "nan"), "ABCD")
-    choices = raw.get("choices") or [raw[name] for name in lettered]
-    usable = isinstance(choices, list) and all(isinstance(each, str) and plain(each) for each in choices)
-    if not usable or len(choices) == 1:
-        raise ValueError(
-            f"choices must be a list of two texts or more, got {short(choices)}; in CSV, use columns A to D"
-        )
-    return dict(zip(ascii_uppercase, choices, strict=False))
+    learned = answers[0] if options else plain(answer) or answer
+    return {"system": system, "prompt": prompt, "answer": learned, "answers": answers, "options": [*options.values()]}
 
 
 def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[str, Any]]]) -> OfflineTask:
@@ -110,9 +106,9 @@ def _task(label: str, documents: list[dict[str, Any]], images: list[list[dict[st
     version = hashlib.sha256(json.dumps([documents, files]).encode()).hexdigest()[:16]
     alike = defaultdict(list)
     for each in documents:
-        alike[each["prompt"]].append(each["answer"])
+        alike[each["prompt"]].append(each["answers"])
     rows = [each | {"blank": alike.pop(each["prompt"], [])} for each in documents]
-    texts = [text for each in rows for text in (each["answer"], *each["options"])]
+    texts = [text for each in rows for text in (*each["answers"], *each["options"])]
     longest = max(16, *(len(text.encode()) + 2 for text in texts))  # tokens, each of a byte at least
     metrics = [(metric, "mean"), ("blank", blank), ("commonest", commonest)]
     config: dict[str, Any] = {
@@ -139,6 +135,7 @@ def _results(document: dict, answers: list[str]) -> dict[str, Any]:
     options = dict(zip(ascii_uppercase, document["options"], strict=False))
     # Answers that count as the same: of the same letter, or of the same text without case and marks.
     said = [chosen_option(each, options) if options else plain(each) or each.strip() for each in answers]
-    scores = {"acc" if options else "exact_match": float(said[0] == document["answer"])}
-    blanks = {"blank": [document["blank"].count(said[1]), len(document["blank"])]} if len(said) > 1 else {}
+    scores = {"acc" if options else "exact_match": float(said[0] in document["answers"])}
+    asked = document["blank"]
+    blanks = {"blank": [sum(said[1] in right for right in asked), len(asked)]} if len(said) > 1 else {}
     return {**scores, **blanks, "commonest": document["answer"]}

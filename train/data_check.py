@@ -5,6 +5,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -13,9 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.opening import open_checkpoint
-from ..data.rows.checks import check_images_are_read, image_files, parse_rows, stopped, warn_of_captions
+from ..data.rows.checks import (
+    check_images_are_read,
+    image_files,
+    parse_rows,
+    share_of_bad_rows,
+    stopped,
+    warn_of_captions,
+)
 from ..data.rows.images import image_problem
 from ..data.rows.parse import DroppedRow
+from ..data.rows.reports import not_read
 from ..data.sources.arguments import DataArguments, DataSource
 from ..data.sources.source import CHUNK, open_source
 from ..errors import Console
@@ -36,6 +45,9 @@ class DataCheck:
         lengths: Tokens of each valid row; None without a checkpoint.
         faults: The reasons, each once, with its first row and their number; empty if all is well.
         example: Text of a valid row in pieces that are learned or not; empty without a checkpoint.
+        left_out, changed: Valid rows in which something is not read or was changed, by what.
+        files: Rows of each file.
+        stops: Whether training would stop at a fault; it skips a few bad rows of large data.
     """
 
     rows: int = 0
@@ -45,12 +57,19 @@ class DataCheck:
     lengths: list[int] | None = None
     faults: list[str] = field(default_factory=list)
     example: list[tuple[str, bool]] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+    changed: Counter[str] = field(default_factory=Counter)
+    files: Counter[str] = field(default_factory=Counter)
+    stops: bool = False
 
     def table(self, name: str) -> Table:
         """The numbers."""
         table = Table(title=name, show_header=False)
         table.add_row("rows", f"{self.rows:,}")
-        table.add_row("that cannot be trained on", f"{len(self.bad):,}")
+        for file, count in self.files.items() if len(self.files) > 1 else ():
+            table.add_row(f"in {Path(file).name}", f"{count:,}")
+        skipped = ", which training skips by default" * bool(self.bad and not self.stops)
+        table.add_row("that cannot be trained on", f"{len(self.bad):,}{skipped}")
         for form, count in self.forms.most_common():
             table.add_row(f"of the form {form}", f"{count:,}")
         table.add_row("images in the others", f"{self.images:,}")
@@ -58,6 +77,8 @@ class DataCheck:
         if self.lengths:
             lengths = f"{min(self.lengths):,} to {max(self.lengths):,} tokens, median {median(self.lengths):,.0f}"
         table.add_row("lengths", lengths)
+        for title, text in not_read(self.left_out, self.changed).items():
+            table.add_row(title, text)
         return table
 
     def rendered(self, terminal: bool) -> Text:
@@ -88,6 +109,7 @@ def check_data(source: DataSource, model: str | None = None, check_images: bool 
     chunks = iter(lambda: parse_rows(islice(found, CHUNK), opened.rules, collator and collator.processor), [])
     for row in track(chain.from_iterable(chunks), "Checking rows", console=Console(stderr=True), transient=True):
         check.rows += 1
+        check.files[row["source"]] += 1
         # Of rows that may be shown, images are decoded too.
         may_be_shown = collator and not (example and example["images"])
         limit = DataArguments.max_image_pixels if check_images or may_be_shown else None
@@ -99,10 +121,14 @@ def check_data(source: DataSource, model: str | None = None, check_images: bool 
         if may_be_shown and (row["images"] or not example):
             example = row
         check.forms[row["form"]] += 1
+        check.left_out.update(row["left_out"])
+        check.changed.update(row["changed"])
         check.images += row["image_count"]
         if check.lengths is not None:
             check.lengths.append(row["length"])
         unread.update([row["unread"]] if row["unread"] else [])
+    share = share_of_bad_rows(None, opened, check.rows)
+    check.stops = not check.rows or len(check.bad) > share * check.rows
     if not check.rows:
         check.faults.append(f"{opened.name} has no rows.")
     if check.bad:
@@ -111,6 +137,7 @@ def check_data(source: DataSource, model: str | None = None, check_images: bool 
         check_images_are_read(opened.name, check.rows - len(check.bad), check.images, unread)
     except ValueError as error:
         check.faults.append(str(error))
+        check.stops = True
     warn_of_captions(opened.name, check.forms)
     if collator and example:
         check.example = _pieces(collator, example)

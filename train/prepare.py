@@ -3,7 +3,7 @@
 """What the trainer does with its arguments first: options, model, processor, data, optimizer."""
 
 import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,6 +92,8 @@ def prepare(
     if report is None:
         need_images = args.stage == "align" or not rates["language"]
         train_dataset, eval_dataset, report = checked_datasets(*data[:2], collator, args, need_images)
+    if isinstance(collator, ConversationCollator):
+        collator = replace(collator, skippable=sum(source.skippable for source in report.sources))
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and (longest := max([source.longest or 0 for source in report.sources], default=0)) > positions:
         logger.warning(

@@ -14,7 +14,7 @@ from trl import get_peft_config, get_quantization_config
 
 from ..checkpoint.files import json_or_none
 from ..checkpoint.names import TRAINING_RECORD
-from ..data.rows.parse import DroppedRows
+from ..data.rows.parse import BadRow, DroppedRows
 from ..data.sources.arguments import DataArguments
 from ..data.sources.mixtures import load_data
 from ..errors import Console, Terminated
@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     counter = StepCounter()
     try:
         output = train(data, args, model, [counter])
+    except BadRow as error:
+        raise BadRow(f"{error} {after_stop(args.output_dir, args.world_size, counter.step)}") from error
     except (KeyboardInterrupt, Terminated) as error:
         error.add_note(after_stop(args.output_dir, args.world_size, counter.step))
         raise

@@ -204,7 +204,7 @@ class NormAlignTrainer(PushingTrainer):
         if isinstance(held_out, dict):
             held_out = next(iter(held_out.values()))
         if held_out is not None and args.sample_count and isinstance(collator, ConversationCollator):
-            pixels, skip = collator.max_image_pixels, collator.bad_rows == "skip"
+            pixels, skip = collator.max_image_pixels, collator.bad_rows == "skip" or collator.skippable
             readable = (row for row in held_out if not skip or not image_problem(row["images"], ImageRules(), pixels))
             examples = list(islice(readable, args.sample_count))
             self.add_callback(SampleCallback(examples, args.sample_max_new_tokens, pixels))

@@ -23,9 +23,11 @@ from ...assembly.chat_template import without_preamble
 from ...errors import Console, escaped
 from ..sources.arguments import DataArguments
 from ..sources.source import Source
-from .forms import PROMPT, image_name, unread_image
+from .forms import PROMPT, image_name
 from .images import ImageRules, image_problem, printable
 from .parse import FEATURES, BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
+from .reports import counted
+from .unread import is_about, unread_image
 
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,12 @@ _SHOWN = 5  # reasons in an error
 _VALUES = re.compile(r"\d+|, got .*")  # in which reasons of a kind differ
 _PEEKED = 100  # rows of a stream that are searched for an image before training
 
+DEFAULT_SHARE, MANY_ROWS = 0.01, 10_000
+"""Share of bad rows that is skipped by default where data are from the Hub, or have more than so many rows.
+
+In a stream, a share is of the rows read so far, or of so many while fewer are read.
+"""
+
 
 @dataclass
 class Checks:
@@ -42,7 +50,7 @@ class Checks:
 
     processor: LlavaProcessor
     max_length: int | None = None
-    bad_rows: str = "stop"
+    bad_rows: str | float | None = None
     check_images: bool = False
     max_image_pixels: int = DataArguments.max_image_pixels
     dropped_rows: DroppedRows | None = None
@@ -54,6 +62,13 @@ class Checks:
             return None
         reason = f"{row['length']} tokens, more than max_length {self.max_length}"
         return DroppedRow(row["source"], row["row"], row["file"], reason, row["length"])
+
+
+def share_of_bad_rows(option: str | float | None, source: Source, rows: int | None = None) -> float:
+    """The share of a source's rows that may be bad, by the option `bad_rows`; `rows` is None for a stream."""
+    if option is None:
+        return DEFAULT_SHARE if source.rules.hub or (rows or 0) > MANY_ROWS else 0.0
+    return 0.0 if option == "stop" else 1.0 if option == "skip" else float(option)
 
 
 def parse_rows(
@@ -72,13 +87,14 @@ def parse_rows(
     rows = []
     for name, number, raw in found:
         row: dict[str, Any] = {"source": name, "row": number, "file": image_name(raw), "reason": None, "raw": raw}
-        row |= {"form": None, "images": [], "messages": [], "prompt_turns": 0}
+        row |= {"form": None, "images": [], "messages": [], "learned": [], "left_out": [], "changed": []}
         row |= {"length": 0, "image_count": 0, "paths": []}
         try:
             row |= parse_row(raw, rules, **tokens)
         except ValueError as error:
             row["reason"] = printable(str(error))
         row["unread"] = None if row["images"] else unread_image(raw, row["messages"])
+        row["left_out"] = [name for name in row["left_out"] if f"column {name}" != row["unread"]]
         if row["reason"] and row["unread"]:
             row["reason"] += f"; the {row['unread']} looks like an image and is not read"
         rows.append(row)
@@ -95,13 +111,18 @@ def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
     """The rows of a source that pass all checks, in parsed form; the others are recorded.
 
     Raises:
-        ValueError: There is a bad row and `bad_rows` is "stop", or no row is left at the end.
+        ValueError: More rows are bad than `bad_rows` allows, or no row is left at the end.
     """
     empty = True
     for row in _valid(source, checks):
         empty = False
         if row["unread"]:
             _warn_once(f"{source.name}: what looks like an image is not read: {row['unread']}.")
+        for name in row["left_out"]:
+            if not is_about(name):
+                _warn_once(f"{source.name}: left out: {name}.")
+        for change in row["changed"]:
+            _warn_once(f"{source.name}: {change}.")
         yield {column: row[column] for column in FEATURES}
     if empty:  # repeated without end, it would never give a row
         raise ValueError(f"{source.name}: no row is left. It is empty, or all of its rows were dropped.")
@@ -111,7 +132,7 @@ def has_images(source: Source, checks: Checks) -> bool:
     """Whether one of the first rows of a stream has an image.
 
     Raises:
-        ValueError: There is a bad row and `bad_rows` is "stop", or [`check_images_are_read`] finds unread images.
+        ValueError: More rows are bad than `bad_rows` allows, or [`check_images_are_read`] finds unread images.
     """
     rows, unread = 0, Counter[str]()
     for row in islice(_valid(source, checks), _PEEKED):
@@ -126,18 +147,22 @@ def has_images(source: Source, checks: Checks) -> bool:
 def _valid(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
     found = iter(source)
     rows = iter(lambda: parse_rows(islice(found, _CHUNK), source.rules, checks.processor), [])
-    for row in chain.from_iterable(rows):
+    share, bad, number = share_of_bad_rows(checks.bad_rows, source), list[DroppedRow](), 0
+    for number, row in enumerate(chain.from_iterable(rows), 1):
         dropped = checks.too_long(row)
         problem = (row["file"], row["reason"]) if row["reason"] else None
         if problem := problem or image_problem(image_files(row["paths"]), source.rules):
             dropped = DroppedRow(row["source"], row["row"], *problem)
-            if checks.bad_rows == "stop":
-                raise BadRow(stopped([dropped]))
+            bad += [dropped] if share < 1 else []
+            if len(bad) > share * max(number, MANY_ROWS):
+                raise BadRow(stopped(bad, share=share))
         if not dropped:
             warn_of_captions(source.name, [row["form"]])
             yield row
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
+    if len(bad) > share * number:  # there are fewer
+        raise BadRow(stopped(bad, number, share=share))
 
 
 def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:
@@ -238,9 +263,21 @@ def image_problems(
 
 
 def stopped(
-    bad: list[DroppedRow], found: int | None = None, shown: int | None = _SHOWN, use: str = "trained on"
+    bad: list[DroppedRow],
+    found: int | None = None,
+    shown: int | None = _SHOWN,
+    use: str = "trained on",
+    share: float = 0.0,
 ) -> str:
-    """The message of a run that stops at bad rows: `shown` kinds of reason, with the first row and their number."""
+    """The message of a run that stops at bad rows: `shown` kinds of reason, with the first row and their number.
+
+    Args:
+        bad: The rows.
+        found: Number of all rows, if it is known.
+        shown: Most kinds of reason; None for all.
+        use: What the rows are for.
+        share: The share of rows that could have been skipped.
+    """
     alike: dict[tuple[str, str], list[DroppedRow]] = {}
     for row in bad:
         kind = _VALUES.sub("", row.reason.replace(row.file or "", ""))
@@ -252,6 +289,8 @@ def stopped(
     more = len(bad) - sum(len(rows) for rows in list(alike.values())[:shown])
     lines += [f"  and {more:,} more"] if more else []
     skip = "skip such rows with `normalign train --bad_rows skip`" if use == "trained on" else "remove them"
+    if share:
+        lines.append(f"These are {len(bad):,} rows, and a share of {share:g} is skipped at most.")
     lines.append("Fix them." if len(bad) == found else f"Fix them, or {skip}.")
     return "\n".join([f"Rows that cannot be {use}:", *lines])
 
@@ -264,8 +303,7 @@ def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, i
     """
     if not unread:
         return
-    named = ", ".join(f"{what} ({count:,} rows)" for what, count in Counter(unread).most_common(_SHOWN))
-    message = f"{name}: what looks like an image is not read: {named}."
+    message = f"{name}: what looks like an image is not read: {counted(dict(Counter(unread).most_common(_SHOWN)))}."
     if not images and 2 * sum(unread.values()) > rows:
         raise ValueError(
             f"{message} No other image was found. Call a column image or images, or see docs/data.md for what is read."

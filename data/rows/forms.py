@@ -4,12 +4,13 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from PIL import Image
-
+from .choices import LETTERS, accepted_answers, commonest, read_question
 from .images import MAX_PATH, printable, short
+from .turns import Turn, alternating, read_turns
+from .values import is_empty, leave_out, parsed
 
 
 MARKER = "<image>"
@@ -21,6 +22,7 @@ PROMPT = "Describe the image."
 FORMS: tuple[tuple[str | None, str | None], ...] = (
     ("conversations", None),
     ("messages", None),
+    ("texts", None),
     ("prompt", "completion"),
     ("question", "answer"),
     (None, "caption"),
@@ -29,25 +31,27 @@ FORMS: tuple[tuple[str | None, str | None], ...] = (
 )
 """Columns of question and answer. A row has the first form whose question column it has.
 
-`conversations` and `messages` are lists of turns with both; other columns are text or lists of turns. Without a
-question column the row has an image, and the question is [`PROMPT`]. Rows without an answer can be measured, but not
+`conversations`, `messages` and `texts` are lists of turns with both; other columns are text or lists of turns. Without
+a question column the row has an image, and the question is [`PROMPT`]. Rows without an answer can be measured, but not
 trained on.
 """
 
-COLUMNS = {column for form in FORMS for column in form if column} | {"image", "images", "hint", "choices", *"ABCD"}
-"""Columns that are read; `choices` by `normalign evaluate` alone."""
+QUESTION_COLUMNS = {"hint", "input", "choices", "answers", "answer_index", *LETTERS}
+"""Further columns of the form `question`, `answer`."""
 
-MAX_CHARACTERS, MAX_TURNS = 2**22, 10_000
-"""Limits of a text and of a conversation, beyond what any model takes, so that no row fills the memory."""
+COLUMNS = {column for form in FORMS for column in form if column} | {"image", "images", "system", *QUESTION_COLUMNS}
+"""Columns that are read."""
 
-ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
-SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm")
-"""Suffixes of image files."""
+ALIASES = {
+    "conversation": "conversations",
+    "options": "choices",
+    "correct_choice_idx": "answer_index",
+    "direct_answers": "answers",
+}
+"""Other names of some columns in public data sets."""
 
-# LLaVA's marker, or Qwen's with the path in it. LLaVA's data have a line break beside it, prompts at inference do not.
-_MARKERS = re.compile(r"(?:\r?\n)?(?:<image>|<img>([^<>\n]+)</img>)(?:\r?\n)?")
-_LIKE_A_MARKER = re.compile(r"(?!<image>)<\|?(?:image|img)[ _-]?(?:\d+|start|pad|here|placeholder)?\|?>", re.I)
-_LIKE_AN_IMAGE_COLUMN = re.compile(r"(^|[ _-])(image|img|picture|photo)s?($|[ _-])", re.I)
+# Of ms-swift's objects, and of LLaMA-Factory's videos and sounds. A tag of HTML is within a sentence, or closed.
+_OTHER_MARKERS = re.compile(r"<ref-object>|<bbox>|(?:^|\n)[ \t]*<(video|audio)>(?!.*</\1>)", re.S)
 
 
 @dataclass
@@ -58,46 +62,74 @@ class Row:
         form: The column that identifies its form.
         messages: Turns with content parts, `{"type": "image"}` or `{"type": "text", "text": str}`.
         images: The image of each image part, in order, in any form that [`ImageRules.image`] takes.
-        prompt_turns: Number of assistant turns at the start that belong to the prompt.
+        learned: For each assistant turn, whether it is learned. Those of a prompt are not, nor those that the row
+            itself excludes, by `weight` 0 and the like.
+        options: Of a multiple-choice question, by letter.
+        accepted: Answers that are right, if the row lists several.
+        left_out: Names of what is not read: columns, and keys of turns such as `messages.tool_calls`.
+        changed: What was changed, in words.
     """
 
     form: str
-    messages: list[dict[str, Any]]
-    images: list[Any]
-    prompt_turns: int
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[Any] = field(default_factory=list)
+    learned: list[bool] = field(default_factory=list)
+    options: dict[str, str] = field(default_factory=dict)
+    accepted: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+
+class UnknownForm(ValueError):
+    """A row has none of the known forms."""
 
 
 def read_row(raw: Any) -> Row:
     """Reads a row of any known form.
 
     In a user's string, `<image>` and `<img>path</img>` become image parts, without a line break on either side. If
-    there are none, the images come at the start of the first user turn, as in TRL; LLaVA's turns (`from` and `value`)
-    must have one for each image.
+    there are none, the images come at the start of the first user turn, as in TRL.
 
     Args:
         raw: The row as stored.
 
     Raises:
-        ValueError: The form is not known, a turn is malformed, or the numbers of images and places for them differ.
+        UnknownForm: The form is not known.
+        ValueError: A turn is malformed, the numbers of images and places for them differ, or
+            there are videos, sounds or places for objects.
     """
     if isinstance(raw, bytes):
         raise ValueError(f"the line is not valid JSON, or nested too deeply: {short(raw)}")
     if not isinstance(raw, Mapping):
         raise ValueError(f"a row must be a mapping from column to value, got {short(raw)}")
-    images = _images(raw)
-    asks, answers = _form(raw, bool(images))
-    asked = _turns(raw[asks], asks, "user" if answers else None) if asks else [("user", PROMPT, False)]
+    names = {ALIASES[name]: name for name in raw if name in ALIASES and is_empty(raw.get(ALIASES[name]))}
+    named = {**raw, **{own: raw[name] for own, name in names.items()}}
+    images = _images(named)
+    asks, answers = _form(named, bool(images))
+    row, read = Row(asks or answers or "image"), {asks, answers, "image", "images", "system"}
+    asked, answer = (named[asks] if asks else PROMPT), named.get(answers)
     if asks == "question":
-        asked = [(role, _with_choices(raw, content), marked) for role, content, marked in asked]
-    answered = _turns(raw[answers], answers, "assistant") if answers and raw.get(answers) is not None else []
-    turns = asked + answered
-    messages = [_message(number, role, content) for number, (role, content, _) in enumerate(turns)]
-    if images and not any(marked for *_, marked in turns) and not any(_image_parts(messages)):
-        first_user = next((message for message in messages if message["role"] == "user"), None)
+        question = read_question(named)
+        asked, answer, row.options, row.accepted = question.asked, question.answer, question.options, question.accepted
+        read |= question.read
+    turns = read_turns(asked, asks or "", "user" if answers or not asks else None, row.left_out)
+    if answers:
+        turns = [replace(turn, learned=False) for turn in turns]  # an answer in a prompt is not learned
+    if accepted := accepted_answers(answer):
+        row.accepted, answer = accepted, commonest(accepted)
+    if answer is not None:
+        turns += read_turns(answer, str(answers), "assistant", row.left_out)
+    leave_out(row.left_out, raw, read | {name for own, name in names.items() if own in read})
+    _check_other_media(named, turns, bool(images))
+    turns = alternating(_with_system(turns, named.get("system")), row.changed)
+    row.messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    row.learned = [turn.learned for turn in turns if turn.role == "assistant"]
+    if images and not any(_image_parts(row.messages)):
+        first_user = next((message for message in row.messages if message["role"] == "user"), None)
         if first_user:
             first_user["content"] = [{"type": "image"} for _ in images] + first_user["content"]
-    prompt_turns = sum(ROLES[role] == "assistant" for role, *_ in asked) if answers else 0
-    return Row(asks or answers or "image", messages, _placed(messages, images), prompt_turns)
+    row.images = _placed(row.messages, images)
+    return row
 
 
 def image_name(raw: Any) -> str | None:
@@ -108,19 +140,6 @@ def image_name(raw: Any) -> str | None:
     first = images[0] if isinstance(images, (list, tuple)) and images else images
     name = first.get("path") if isinstance(first, Mapping) else first
     return printable(name[:MAX_PATH]) if isinstance(name, str) and name and not name.startswith("data:") else None
-
-
-def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
-    """What looks like an image in a row without images, such as `column img` or `text <image_1>`, or None."""
-    if not isinstance(raw, Mapping) or raw.get("image") or raw.get("images"):
-        return None
-    for column, value in raw.items():
-        named = _LIKE_AN_IMAGE_COLUMN.search(str(column)) and isinstance(value, (str, list, tuple, Mapping)) and value
-        if named or _looks_like_an_image(value):
-            return f"column {str(column)[:80]}"
-    texts = (part.get("text") or "" for message in messages for part in message["content"])
-    found = next(filter(None, map(_LIKE_A_MARKER.search, texts)), None)
-    return f"text {found[0]}" if found else None
 
 
 def columns(raw: Mapping) -> str:
@@ -135,75 +154,49 @@ def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
         shown = has_images and (answers in given if answers else given <= {"image", "images", "label"})
         if asks in given if asks else shown:
             return asks, answers
-    raise ValueError(
-        f"its form is not known. It has the columns: {columns(raw)}; known are conversations, messages, prompt with "
-        "completion and question with answer, each with or without image or images, and caption or text with image"
+    raise UnknownForm(
+        f"its form is not known. It has the columns: {columns(raw)}; known are conversations, messages, texts, prompt "
+        "with completion and question with answer, each with or without image or images, and caption or text with "
+        "image"
     )
 
 
 def _images(raw: Mapping) -> list[Any]:
-    given = [raw[column] for column in ("image", "images") if raw.get(column) not in (None, "", [], ())]
+    given = [column for column in ("image", "images") if raw.get(column) not in (None, "", [], ())]
     if len(given) > 1:
         raise ValueError("it has images in both image and images; use one of them")
     if not given:
         return []
-    return list(given[0]) if isinstance(given[0], (list, tuple)) else [given[0]]
+    images = parsed(raw[given[0]]) if given[0] == "images" else raw[given[0]]
+    images = list(images) if isinstance(images, (list, tuple)) else [images]
+    if any(each is None for each in images):
+        raise ValueError(f"{given[0]} has null in place of image {images.index(None)}; leave it out of the list")
+    return images
 
 
-def _turns(value: Any, column: str, text_role: str | None) -> list[tuple[Any, Any, bool]]:
-    """Role, content, and whether it is LLaVA's turn, whose images must have markers."""
-    if isinstance(value, str) and text_role:
-        return [(text_role, value, False)]
-    if not isinstance(value, (list, tuple)):
-        remedy = "; write the number in quotes" if text_role and isinstance(value, (int, float)) else ""
-        raise ValueError(f"{column} must be {'text or ' * bool(text_role)}a list of turns, got {short(value)}{remedy}")
-    if len(value) > MAX_TURNS:
-        raise ValueError(f"{column} has {len(value):,} turns; {MAX_TURNS:,} are allowed")
-    turns = []
-    for number, turn in enumerate(value):
-        role, content = ("from", "value") if isinstance(turn, Mapping) and turn.get("from") else ("role", "content")
-        if not isinstance(turn, Mapping) or role not in turn:
-            raise ValueError(
-                f"turn {number} of {column} must have 'role' and 'content', or 'from' and 'value', got {short(turn)}"
-            )
-        turns.append((turn[role], turn.get(content), role == "from"))
-    return turns
+def _with_system(turns: list[Turn], system: Any) -> list[Turn]:
+    """The turns after the text in the column `system`."""
+    if is_empty(system):
+        return turns
+    if not isinstance(system, str):
+        raise ValueError(f"the column system must be text, got {short(system)}")
+    content = [{"type": "text", "text": system}]
+    if turns and turns[0].role == "system":
+        if turns[0].content != content:
+            raise ValueError("it has a system turn, and another text in the column system; leave one of them out")
+        return turns
+    return [Turn("system", content), *turns]
 
 
-def _message(number: int, role: Any, content: Any) -> dict[str, Any]:
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"turn {number} has the role {short(role)}; known are {', '.join(ROLES)}")
-    parts = content if isinstance(content, (list, tuple)) else [{"text": content}]
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
-    length = sum(len(text) for text in texts if isinstance(text, str))
-    if length > MAX_CHARACTERS or len(parts) > MAX_TURNS:
-        raise ValueError(f"turn {number} has {length:,} characters in {len(parts):,} parts, more than any model takes")
-    if isinstance(content, str):
-        parts = _split(content) if ROLES[role] == "user" else [{"type": "text", "text": content}]
-        return {"role": ROLES[role], "content": parts}
-    if not isinstance(content, (list, tuple)):
-        raise ValueError(f"the content of turn {number} must be text or a list of parts, got {short(content)}")
-    return {"role": ROLES[role], "content": [_part(number, part) for part in content]}
-
-
-def _part(number: int, part: Any) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
-    if kind not in ("image", "image_url"):  # TRL's, OpenAI's
-        raise ValueError(f"turn {number} has {short(part)}, which is neither a text part nor an image part")
-    own = next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
-    return {"type": "image", "image": own["url"] if isinstance(own, Mapping) and own.get("url") else own}
-
-
-def _split(text: str) -> list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = []
-    for number, piece in enumerate(_MARKERS.split(text)):
-        if number % 2:  # the path in the marker, or None
-            parts.append({"type": "image", "image": piece})
-        elif piece:
-            parts.append({"type": "text", "text": piece})
-    return parts or [{"type": "text", "text": ""}]
+def _check_other_media(raw: Mapping, turns: list[Turn], has_images: bool) -> None:
+    """Raises ValueError if a row shows videos, sounds or objects, which are not read."""
+    for column in ("videos", "audios", *(() if has_images else ("video", "audio"))):
+        if not is_empty(raw.get(column)):
+            raise ValueError(f"it has {column}, and only images are read; leave such rows out")
+    for text in (part.get("text") for turn in turns for part in turn.content):
+        if isinstance(text, str) and (found := _OTHER_MARKERS.search(text)):
+            objects = " of objects" if not found[1] else ""
+            raise ValueError(f"it has {found[0].strip()} in a text, and such marks{objects} are not filled in")
 
 
 def _image_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -217,21 +210,3 @@ def _placed(messages: list[dict[str, Any]], images: list[Any]) -> list[Any]:
         raise ValueError(f"it has {places} places for images ({MARKER} or image parts) and {len(images)} images")
     rest = iter(images)
     return [next(rest) if image is None else image for image in own]
-
-
-def _with_choices(raw: Mapping, question: Any) -> Any:
-    """Adds MMBench's columns: a hint before the question, options after it; "nan" is empty."""
-    given = {name: raw[name] for name in ("hint", *"ABCD") if isinstance(raw.get(name), str) and raw[name] != "nan"}
-    options = [f"{letter}. {given[letter]}" for letter in "ABCD" if letter in given]
-    if not isinstance(question, str) or not options:
-        return question
-    return "\n".join([*([given["hint"]] if "hint" in given else []), question, *options])
-
-
-def _looks_like_an_image(value: Any) -> bool:
-    value = value[0] if isinstance(value, (list, tuple)) and value else value
-    if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path") or value.get("url")
-    if isinstance(value, str):
-        return value.startswith("data:image/") or value.partition("?")[0].lower().endswith(SUFFIXES)
-    return isinstance(value, (bytes, Image.Image))

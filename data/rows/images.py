@@ -24,9 +24,14 @@ from .zips import TOO_LARGE, check_entry, read_entry
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")
 """What images may be, whatever their names say. Pillow reads more, EPS among them, for which it starts Ghostscript."""
 
+SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm")
+"""Suffixes of image files."""
+
 KEPT_SIDE = 2048  # pixels at least of an image that is reduced: twice what large image processors take
 MAX_RATIO = 200  # of the longer side to the shorter one
 MAX_PATH = 4096  # characters; no file system has longer paths
+_IN_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
+_STARTS = re.compile(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8|RIFF....WEBP|II\*\0|MM\0\*|....ftypavi", re.S)
 MAX_SCANS = 50  # in a progressive JPEG; programs write 20 at most
 
 
@@ -50,7 +55,8 @@ class ImageRules:
         """An image of a row as `{"path": str | None, "bytes": bytes | None}`, one of which is None.
 
         Args:
-            value: The image file's bytes or path, a data URI, a mapping with `bytes` or `path`, or a PIL image.
+            value: The image file's bytes or path, a data URI or its base64 alone, a mapping with `bytes` or `path`, or
+                a PIL image.
 
         Raises:
             ValueError: It is none of these, or its path is not allowed.
@@ -70,8 +76,13 @@ class ImageRules:
                 return {"path": None, "bytes": base64.b64decode(encoded, validate=True)}
             except ValueError as error:
                 raise ValueError(f"the data URI {short(path)} is not one of an image in base64") from error
+        if (content := _from_base64(path)) is not None:
+            return {"path": None, "bytes": content}
         if len(path) > MAX_PATH or printable(path) != path:
-            raise ValueError(f"the path {short(path)} is not valid Unicode, or too long")
+            raise ValueError(
+                f"the path {short(path)} is not valid Unicode, or too long; base64 that does not begin as an image "
+                "file does needs data:image/...;base64, before it"
+            )
         # `datasets` writes a file in an archive as zip://a.png::b.zip, where b.zip is a path or an address of the Hub;
         # of an image in a shard, tar:// has the place and size in bytes.
         archive, separator, file = path.rpartition("::")
@@ -80,9 +91,9 @@ class ImageRules:
             known = given is value and re.fullmatch(r"(?s)(zip://((?!::).)*|tar://\d{1,18}\+\d{1,18})?", archive)
             allowed = file.startswith(f"hf://datasets/{self.hub}@" if self.hub else "hf://datasets/")
             if not known or streamed and not (allowed and (self.hub or not self.folder)):
-                raise ValueError(
-                    f"{short(path)} is an address, and nothing is fetched: download it and set image_folder"
-                )
+                local = path.startswith("file://")
+                remedy = "write its path, without file://" if local else "download it and set image_folder"
+                raise ValueError(f"{short(path)} is an address, and nothing is fetched: {remedy}")
             if streamed:
                 return {"path": path, "bytes": None}
         if self.hub and not self.folder and not os.path.isabs(file):
@@ -217,6 +228,15 @@ def image_problem(
         except ValueError as error:
             return image["path"], str(error)
     return None
+
+
+def _from_base64(text: str) -> bytes | None:
+    """The bytes of an image file in base64, or None if the text is something else, such as a path."""
+    try:
+        start = base64.b64decode("".join(text[:100].split())[:64])
+        return base64.b64decode(text) if _STARTS.match(start) and _IN_BASE64.fullmatch(text) else None
+    except ValueError:
+        return None
 
 
 def stored_bytes(image: dict[str, Any]) -> bytes:

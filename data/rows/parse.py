@@ -6,7 +6,7 @@ A parsed row has explicit content parts, with each image in the turn it belongs 
 
     images       list of {"path": str | None, "bytes": bytes | None}, one of which is None
     messages     list of {"role": str, "content": [{"type": "image" | "text", "text": str | None}]}
-    prompt_turns number of assistant turns at the start that belong to the prompt and have no labels
+    learned      for each assistant turn, whether it has labels: those of a prompt, for example, have none
 
 After an optional system turn, user and assistant take turns, the user first and the assistant last.
 """
@@ -23,8 +23,9 @@ from typing import Any
 from datasets import Features, Image, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from .forms import MARKER, columns, read_row
+from .forms import MARKER, columns
 from .images import ImageRules, printable
+from .unread import known_row, markers, proposal
 
 
 MESSAGES = List({"role": Value("string"), "content": List({"type": Value("string"), "text": Value("string")})})
@@ -32,7 +33,7 @@ FEATURES = Features(
     {
         "images": List(Image(decode=False)),
         "messages": MESSAGES,
-        "prompt_turns": Value("int32"),
+        "learned": List(Value("bool")),
         "source": Value("string"),
         "row": Value("int64"),
         "image_count": Value("int32"),
@@ -119,7 +120,7 @@ def parse_row(
     image_token: str = MARKER,
     control_tokens: re.Pattern[str] | None = None,
 ) -> dict[str, Any]:
-    """The row in parsed form, with its `form`; checked, but for the files of its images.
+    """The row in parsed form, with the other attributes of [`Row`]; checked, but for the files of its images.
 
     White space around an answer is removed, since it would be learned.
 
@@ -132,11 +133,13 @@ def parse_row(
     Raises:
         ValueError: The row cannot be trained on, with the reason; it names neither row nor file.
     """
-    row = read_row(raw)
+    row = known_row(raw)
     images = [(rules or ImageRules()).image(image) for image in row.images]
-    _check_turns(row.messages, row.prompt_turns, raw)
-    _check_texts(row.messages, image_token, control_tokens, row.prompt_turns)
-    return {"form": row.form, "images": images, "messages": row.messages, "prompt_turns": row.prompt_turns}
+    _check_turns(row.messages, row.learned, raw)
+    _check_texts(row.messages, image_token, control_tokens, row.learned)
+    if images:  # without any, they may be what should show them: see `unread_image`
+        row.left_out += dict.fromkeys(f"text {marker}" for marker in markers(row.messages))
+    return {**vars(row), "images": images}
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
@@ -149,26 +152,28 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(special, key=lambda token: (-len(token), token)))) or "(?!)")
 
 
-def _check_turns(messages: list[dict[str, Any]], prompt_turns: int, raw: Mapping) -> None:
+def _check_turns(messages: list[dict[str, Any]], learned: list[bool], raw: Mapping) -> None:
     roles = [message["role"] for message in messages]
     start = int(roles[:1] == ["system"])
     if "assistant" not in roles:
         if columns(raw) == "image":
             raise ValueError("it has no answer; add a metadata.csv with file_name, question and answer")
-        raise ValueError(f"it has no assistant turn, and so nothing to learn; its columns are {columns(raw)}")
+        raise ValueError(
+            f"it has no assistant turn, and so nothing to learn; its columns are {columns(raw)}{proposal(raw)}"
+        )
     for number, role in enumerate(roles[start:], start):
         if role != ("user", "assistant")[(number - start) % 2]:
             raise ValueError(f"turn {number} is the {role}'s; user and assistant must take turns, the user first")
     if roles[-1] != "assistant":
         raise ValueError("the last turn is the user's; the conversation must end with an answer")
-    if roles.count("assistant") <= prompt_turns:
-        raise ValueError("the completion has no assistant turn, and so nothing to learn")
+    if not any(learned):
+        raise ValueError("no assistant turn is learned: each is in the prompt, or has a weight of 0 or the like")
 
 
 def _check_texts(
-    messages: list[dict[str, Any]], image_token: str, control_tokens: re.Pattern[str] | None, prompt_turns: int
+    messages: list[dict[str, Any]], image_token: str, control_tokens: re.Pattern[str] | None, learned: list[bool]
 ) -> None:
-    answers = 0
+    are_learned = iter(learned)
     for number, message in enumerate(messages):
         role, parts = message["role"], message["content"]
         turn = f"turn {number}, the {role}'s,"
@@ -184,9 +189,8 @@ def _check_texts(
             raise ValueError(f"{turn} has {found[0]}, which the tokenizer reads as a control token")
         if role == "assistant":
             visible = (unicodedata.category(each) not in _INVISIBLE and each not in _BLANK_LETTERS for each in text)
-            if answers >= prompt_turns and not any(visible):
+            if next(are_learned) and not any(visible):
                 raise ValueError(f"the answer in turn {number} is empty: it has no visible character")
-            answers += 1
             parts = [{"type": "text", "text": text.strip()}]
         parts = parts or [{"type": "text", "text": ""}]
         message["content"] = [{"type": part["type"], "text": part.get("text")} for part in parts]

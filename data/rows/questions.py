@@ -10,8 +10,9 @@ from typing import Any
 from PIL import Image
 
 from ..sources.arguments import DataArguments
-from .forms import columns, image_name, read_row, unread_image
+from .forms import columns, image_name
 from .images import ImageRules, decode_image, printable
+from .unread import known_row, unread_image
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def sample_of_row(raw: Any, name: str, rules: ImageRules) -> Sample | None:
     if file := image_name(raw):
         name += f" ({file.rpartition('/')[2] if '://' in file or os.path.isabs(file) else file})"
     try:
-        row = read_row(raw)
+        row = known_row(raw)
         if not row.images:
             return None
         image = rules.image(row.images[0])

@@ -2,10 +2,15 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Counts of the rows of each data set."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .parse import DroppedRow
+from .unread import is_about
+
+
+ABOUT = "also not read"
 
 
 @dataclass
@@ -19,6 +24,7 @@ class SourceReport:
         split: `"train"` or `"eval"`.
         found: All rows.
         bad: Rows that cannot be trained on.
+        skippable: How many more may turn out so while training, by `bad_rows`.
         too_long: Rows with more than `max_length` tokens.
         valid: The other rows.
         used: Selected rows: valid ones that are in the mixture and not held out of it.
@@ -29,6 +35,9 @@ class SourceReport:
         dataset: A Hub data set's id, commit and licence: see [`hub_dataset`].
         forms: Valid rows of each form, by the column that identifies it.
         unread: Valid rows without images in which a column or text looks like one: see [`unread_image`].
+        left_out: Valid rows in which a column, or a key of a turn, holds something that is not read.
+        changed: Valid rows that were changed, by what was changed.
+        files: All rows of each file, if there are several.
     """
 
     source: str
@@ -47,6 +56,10 @@ class SourceReport:
     dataset: dict[str, Any] | None = None
     forms: dict[str, int] = field(default_factory=dict)
     unread: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
+    changed: dict[str, int] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    skippable: int = 0
 
 
 @dataclass
@@ -54,3 +67,17 @@ class DataReport:
     """Counts of all data sets, training data first."""
 
     sources: list[SourceReport]
+
+
+def not_read(left_out: Mapping[str, int], changed: Mapping[str, int]) -> dict[str, str]:
+    """What is not read and what was changed, and at the end the columns that tell about rows, such as ids."""
+    news = {name: count for name, count in left_out.items() if not is_about(name)}
+    lines = {"left out": counted(news), "changed": counted(changed)}
+    lines[ABOUT] = ", ".join(name for name in left_out if name not in news)
+    return {title: text for title, text in lines.items() if text}
+
+
+def counted(rows: Mapping[str, int]) -> str:
+    """Numbers of rows, most first: "tools (12 rows), history (1 row)"."""
+    ordered = sorted(rows.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} ({count:,} row{'s' * (count != 1)})" for name, count in ordered)

@@ -4,6 +4,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -120,8 +121,10 @@ class DataArguments:
         None, "Held-out data, in the forms of dataset_name. Default: its test split."
     )
     test_split_size: float | None = option(None, "Share of the training rows to hold out in place of a test split.")
-    bad_rows: Literal["stop", "skip"] = option(
-        "stop", "At a row that cannot be trained on: stop with its number and the reason, or skip it."
+    bad_rows: str | None = option(
+        None,
+        "Rows that cannot be trained on: stop at one, skip them, or skip at most a share, such as 0.01. Default: 0.01 "
+        "if data are from the Hub or have more than 10,000 rows, else stop.",
     )
     check_images: bool = option(False, "Decode every image before training, not when it is used.")
     max_image_pixels: int = option(89_478_485, "Images with more pixels are bad rows. Default: Pillow's own limit.")
@@ -140,6 +143,7 @@ class DataArguments:
                 raise ValueError(
                     f"Each of datasets is a mapping with path and others of {sorted(keys)}; got {source!r}."
                 )
+        check_bad_rows(self.bad_rows)
         for name in ("max_image_pixels", "shuffle_buffer_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -182,6 +186,15 @@ def each_of(sources: Iterable[Any], made: Callable[[Any], Any]) -> list[Any]:
     if errors:
         raise ValueError("\n".join(map(str, errors))) from errors[0]
     return results
+
+
+def check_bad_rows(option: str | float | None) -> None:
+    """Raises ValueError if `bad_rows` is neither "stop" nor "skip" nor a share."""
+    if option not in (None, "stop", "skip"):
+        with suppress(ValueError):
+            if 0 < float(option) < 1:
+                return
+        raise ValueError(f"bad_rows must be 'stop', 'skip' or a share between 0 and 1, such as 0.01; got {option!r}.")
 
 
 def check_choices(options: Any) -> None:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..rows.forms import SUFFIXES
-from ..rows.images import short
+from ..rows.images import SUFFIXES, short
 
 
 METADATA = "metadata"

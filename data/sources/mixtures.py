@@ -17,10 +17,10 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers import LlavaProcessor
 
-from ..rows.checks import Checks, has_images, valid_rows
+from ..rows.checks import MANY_ROWS, Checks, has_images, share_of_bad_rows, valid_rows
 from ..rows.images import ImageRules
 from ..rows.parse import FEATURES, DroppedRows
-from ..rows.reports import DataReport, SourceReport
+from ..rows.reports import ABOUT, DataReport, SourceReport, not_read
 from .arguments import DataArguments, DataSource, each_of
 from .source import Source, open_held_out, open_source
 from .table import RowReader, measure, only_valid, rows_on_access, valid_table
@@ -72,7 +72,7 @@ def load_data(
         num_proc: Processes that check rows in memory; by default one for each core.
 
     Raises:
-        ValueError: A data set cannot be read, has bad rows and `bad_rows` is "stop", or has no row left; fractions are
+        ValueError: A data set cannot be read, has more bad rows than `bad_rows` allows, or no row left; fractions are
             not numbers above 0, or missing for some sources; held-out data is not found; images are needed and there
             are none, or seem to be there but are not read. A stream also raises while it is read: at a bad row, and
             after a source that gave no row.
@@ -93,10 +93,12 @@ def load_data(
     train: Dataset | IterableDataset
     held: Dataset | IterableDataset | None = None
     if streaming:
+        for source, report in zip(sources, reports, strict=True):
+            report.skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
         with_images = any([has_images(source, checks) for source in sources])
-        mixed = {"sources": tuple(sources), "checks": checks, "fractions": fractions, "seed": seed}
+        drawn = {"sources": tuple(sources), "checks": checks, "fractions": fractions, "seed": seed}
         # Endless, since the Trainer counts batches from the start and cannot resume a stream in a later pass.
-        train = _stream(_endless_rows, {**mixed, "buffer_size": arguments.shuffle_buffer_size})
+        train = _stream(_endless_rows, {**drawn, "buffer_size": arguments.shuffle_buffer_size})
         held = _stream(valid_rows, {"source": held_out, "checks": checks}) if held_out else None
     else:
         reader = RowReader((*sources, *([held_out] if held_out else [])))
@@ -107,7 +109,8 @@ def load_data(
         elif splitting:
             table, out = _split(table, arguments.test_split_size, seed, reports)
             # With any file allowed: links that leave the image folder were checked with all rows.
-            held = rows_on_access(only_valid(out, reader, ImageRules(), checks, held_report), reader)
+            mixed = Source("held out of training", ImageRules())
+            held = rows_on_access(only_valid(out, reader, mixed, checks, held_report), reader)
         train = rows_on_access(table, reader)
         with_images = any(report.images for report in reports)
     if need_images and not with_images:
@@ -125,7 +128,7 @@ def prepare_rows(
     split: Literal["train", "eval"] = "train",
     max_length: int | None = None,
     image_folder: str | None = None,
-    bad_rows: Literal["stop", "skip"] = "stop",
+    bad_rows: Literal["stop", "skip"] | float | None = None,
     check_images: bool = False,
     max_image_pixels: int = DataArguments.max_image_pixels,
     need_images: bool = False,
@@ -145,7 +148,8 @@ def prepare_rows(
         split: Its use. Every image of held-out data is decoded now.
         max_length: Tokens, image tokens included, above which a row is dropped; None for no limit.
         image_folder: Folder that image paths start from and must stay in; by default any local file is allowed.
-        bad_rows: `"stop"` raises at a row that cannot be trained on, `"skip"` drops it.
+        bad_rows: `"stop"` raises at a row that cannot be trained on, `"skip"` drops it, and a share drops so many. By
+            default 0.01 if there are more than 10,000 rows, else `"stop"`.
         check_images: Whether to decode every image now.
         max_image_pixels: Images with more pixels are bad.
         need_images: Whether rows without any image are an error; for a stream, only the first rows are read.
@@ -153,8 +157,8 @@ def prepare_rows(
         num_proc: Processes that check rows in memory; by default one for each core.
 
     Raises:
-        ValueError: There is a bad row, no row is left, images are needed and there are none, or seem to be there but
-            are not read. A stream also raises while it is read.
+        ValueError: Too many rows are bad, no row is left, images are needed and there are none, or seem to be there
+            but are not read. A stream also raises while it is read.
     """
     report = SourceReport(name, split)
     transform = data.format["format_kwargs"].get("transform") if isinstance(data, Dataset) else None
@@ -166,6 +170,7 @@ def prepare_rows(
     checks = Checks(processor, max_length, bad_rows, check_images, max_image_pixels, dropped_rows, num_proc)
     prepared: Dataset | IterableDataset
     if isinstance(data, IterableDataset):
+        report.skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
         with_images = has_images(source, checks)
         prepared = _stream(valid_rows, {"source": source, "checks": checks})
     else:
@@ -174,6 +179,8 @@ def prepare_rows(
         with_images = bool(report.images)
     if need_images and not with_images:
         raise _no_images([name])
+    for title, text in not_read(report.left_out, report.changed).items():
+        logger.log(logging.INFO if title == ABOUT else logging.WARNING, f"{name}: {title}: {text}")
     if report.dropped:
         logger.warning(f"{name}: {len(report.dropped):,} of {report.found:,} rows dropped. First: {report.dropped[0]}")
     _record_dropped(checks, [report])

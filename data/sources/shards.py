@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetInfo, Features, Image, IterableDataset, Lis
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from ...checkpoint.limits import MAX_IMAGE_BYTES
-from ..rows.forms import SUFFIXES
+from ..rows.images import SUFFIXES
 from .files import loaded
 
 

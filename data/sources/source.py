@@ -20,6 +20,7 @@ from ...checkpoint.limits import MAX_TABLE_BYTES
 from ...checkpoint.provenance import hub_dataset
 from ...checkpoint.untrusted import is_inside
 from ..rows.images import ImageRules
+from ..rows.unread import renamed
 from .arguments import FILES, DataArguments, DataSource
 from .files import METADATA, READERS, files_of_folder, images_of_folder, loaded, rows_of_file
 from .shards import Shards, are_shards, row_of_sample
@@ -121,9 +122,7 @@ class Source:
             return raw
         if isinstance(self.columns, list):
             return {column: raw[column] for column in self.columns if column in raw}
-        others = raw.keys() - self.columns.keys() - set(self.columns.values())
-        renamed = {own: raw[column] for own, column in self.columns.items() if column in raw}
-        return {column: value for column, value in raw.items() if column in others} | renamed
+        return renamed(raw, self.columns)
 
 
 def open_source(source: DataSource, streaming: bool) -> Source:

@@ -3,7 +3,6 @@
 """Data sets in memory: a cached table says where each row is and how long it is; a row is parsed when it is read."""
 
 import gc
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,17 @@ from transformers import LlavaProcessor
 
 from ...assembly import chat_template
 from ...checkpoint.limits import cores
-from ..rows import checks, forms, images, parse
+from ..rows import checks, choices, forms, images, parse, turns, unread, values
 from ..rows.checks import (
     Checks,
     check_images_are_read,
     image_problems,
     parse_rows,
+    share_of_bad_rows,
     stopped,
     tokens_per_image,
     warn_of_captions,
 )
-from ..rows.images import ImageRules
 from ..rows.parse import DroppedRow, control_tokens, parse_row
 from ..rows.reports import SourceReport
 from . import files, shards, source as origin
@@ -44,6 +43,8 @@ COLUMNS = Features(
         "reason": Value("string"),
         "form": Value("string"),
         "unread": Value("string"),
+        "left_out": List(Value("string")),
+        "changed": List(Value("string")),
         "image_count": Value("int32"),
         "length": Value("int32"),
         "paths": List(Value("string")),
@@ -53,6 +54,7 @@ COLUMNS = Features(
 """Columns of the cached table: no images; for files of rows, which have no index, the row as JSON."""
 
 _CHUNKS = Features({"source": Value("string"), "start": Value("int64"), "rows": List(Value("string"))})
+_PARSING = (chat_template, checks, choices, forms, images, parse, turns, unread, values)
 _CHUNKS_PER_PROCESS = 10  # fewer are checked before another process has started
 
 
@@ -64,7 +66,7 @@ class RowReader:
 
     def __call__(self, table: dict[str, list]) -> dict[str, list]:
         parsed = [self._row(*where) for where in zip(table["part"], table["row"], table["json"], strict=True)]
-        columns = {name: [row[name] for row in parsed] for name in ("images", "messages", "prompt_turns")}
+        columns = {name: [row[name] for row in parsed] for name in ("images", "messages", "learned")}
         return {"row": table["row"], **columns}
 
     def _row(self, part: int, number: int, text: str | None) -> dict[str, Any]:
@@ -85,9 +87,12 @@ def valid_table(reader: RowReader, part: int, checks: Checks, report: SourceRepo
     source = reader.sources[part]
     table = _table(source, checks.processor, checks.processes)
     table = table.add_column("part", np.full(len(table), part))
-    valid = only_valid(table, reader, source.rules, checks, report)
-    report.forms, report.unread = (
-        dict(Counter(_column(valid, name).drop_null().to_pylist())) for name in ("form", "unread")
+    files = _counts(_column(table, "source"))
+    report.files = files if len(files) > 1 else {}
+    valid = only_valid(table, reader, source, checks, report)
+    report.forms, report.unread = (_counts(_column(valid, name)) for name in ("form", "unread"))
+    report.left_out, report.changed = (
+        _counts(pc.list_flatten(_column(valid, name))) for name in ("left_out", "changed")
     )
     warn_of_captions(source.name, report.forms)
     check_images_are_read(source.name, len(valid), report.images or 0, report.unread)
@@ -104,17 +109,17 @@ def rows_on_access(table: Dataset, reader: RowReader) -> Dataset:
     return table.with_transform(reader, columns=needed, output_all_columns=True)
 
 
-def only_valid(table: Dataset, reader: RowReader, rules: ImageRules, checks: Checks, report: SourceReport) -> Dataset:
-    """The valid rows of a table; fills in the report.
+def only_valid(table: Dataset, reader: RowReader, source: Source, checks: Checks, report: SourceReport) -> Dataset:
+    """The valid rows of a table of a source; fills in the report.
 
     Raises:
-        ValueError: There is a bad row and `bad_rows` is "stop", or no row is left.
+        ValueError: More rows are bad than `bad_rows` allows, or no row is left.
     """
     decoded = checks.check_images or report.split == "eval"
     refused = np.flatnonzero(pc.is_valid(_column(table, "reason")))
     parsed = np.delete(np.arange(len(table)), refused)
     rows = rows_on_access(table.select(parsed), reader) if decoded and len(parsed) else table.select(parsed)
-    found = image_problems(rows, report.source, rules, checks.max_image_pixels if decoded else None)
+    found = image_problems(rows, report.source, source.rules, checks.max_image_pixels if decoded else None)
     problems = {int(parsed[number]): problem for number, problem in found.items()}
     bad, long = [], []
     dropped = {*problems, *refused.tolist()}
@@ -127,8 +132,10 @@ def only_valid(table: Dataset, reader: RowReader, rules: ImageRules, checks: Che
             bad.append(DroppedRow(row["source"], row["row"], file, reason))
         elif too_long := checks.too_long(row):
             long.append(too_long)
-    if bad and checks.bad_rows == "stop":
-        raise ValueError(stopped(bad, len(table)))
+    share = share_of_bad_rows(checks.bad_rows, source, len(table))
+    if len(bad) > share * len(table):
+        raise ValueError(stopped(bad, len(table), share=share))
+    report.skippable = int(share * len(table)) - len(bad)
     if len(dropped) == len(table):
         first = f" The first: {(bad + long)[0]}." if dropped else ""
         raise ValueError(
@@ -151,6 +158,12 @@ def measure(rows: Dataset, report: SourceReport) -> None:
     report.shortest, report.median, report.longest = int(lengths.min()), float(np.median(lengths)), int(lengths.max())
 
 
+def _counts(values: pa.ChunkedArray) -> dict[str, int]:
+    """How often each value comes, without nulls."""
+    counts = pc.value_counts(values.drop_null())
+    return dict(zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True))
+
+
 def _column(table: Dataset, name: str) -> pa.ChunkedArray:
     return table.with_format("arrow").select_columns(name)[:][name]
 
@@ -164,7 +177,7 @@ def _table(source: Source, processor: LlavaProcessor, processes: int | None) -> 
     known = [processor.chat_template, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
     known += [tokens_per_image(processor), processor.image_token, control_tokens(tokenizer).pattern]
     reading = [Path(str(module.__file__)).read_bytes() for module in (files, shards, origin)]
-    parsing = [Path(str(module.__file__)).read_bytes() for module in (chat_template, checks, forms, images, parse)]
+    parsing = [Path(str(module.__file__)).read_bytes() for module in _PARSING]
     rows = Hasher.hash([source.identity(), reading])
     facts = Hasher.hash([rows, known, parsing])
     try:

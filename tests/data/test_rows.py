@@ -41,7 +41,7 @@ def test_llava_json_of_every_kind():
     assert shape(last) == [("user", ["Which colour?", ...]), ("assistant", ["blue"])]
     assert paths(last) == ["/images/sub/blue.png"]
     assert shape(count)[1] == ("assistant", ["One two three four five six seven."])
-    assert all(parse_row(raw, RULES)["prompt_turns"] == 0 for raw in mixed_rows())
+    assert all(all(parse_row(raw, RULES)["learned"]) for raw in mixed_rows())
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_trl_messages_of_every_kind():
 
 def test_prompt_and_completion():
     strings = parse_row({"prompt": "Q", "completion": " A"})
-    assert [m["content"][0]["text"] for m in strings["messages"]] == ["Q", "A"] and strings["prompt_turns"] == 0
+    assert [m["content"][0]["text"] for m in strings["messages"]] == ["Q", "A"] and strings["learned"] == [True]
     prompt = [user("Q"), assistant("not learned"), user("Q2")]
     row = {"prompt": prompt, "completion": [assistant("A"), user("Q3"), assistant("A3")], "images": ["a.png"]}
-    assert parse_row(row, RULES)["prompt_turns"] == 1
+    assert parse_row(row, RULES)["learned"] == [False, True, True]
     assert shape(row)[0] == ("user", [..., "Q"]) and len(shape(row)) == 6
     assert shape({"prompt": "Is <image> red?", "completion": "yes", "image": "a.png"})[0][1] == ["Is ", ..., " red?"]
 
@@ -120,7 +120,10 @@ ADDRESSES = ("https://host/a.png", "file:///etc/a.png", "memory://a.png")
 )
 def test_addresses_are_refused_as_strings_and_as_structs(address, rules):
     for image in (address, {"path": address, "bytes": None}, {"path": address}):
-        with pytest.raises(ValueError, match="address, and nothing is fetched: download .* set image_folder"):
+        with pytest.raises(
+            ValueError,
+            match="address, and nothing is fetched: (download .* set image_folder|write its path, without file://)",
+        ):
             parse_row({**llava("<image>Q", "A"), "image": image}, rules)
 
 
@@ -135,7 +138,7 @@ BAD = {
     "empty answer": (llava("Q", " \n"), "the answer in turn 1 is empty"),
     "invisible characters": (llava("Q", "\u2060 \ufeff\u00ad\u2028\x07\u3000"), "the answer in turn 1 is empty"),
     "ends with the user": ({"conversations": [*TURNS, TURNS[0]]}, "the last turn is the user's"),
-    "two user turns": ({"conversations": [TURNS[0], *TURNS]}, "turn 1 is the user's; user and assistant must take"),
+    "two answers": ({"conversations": [*TURNS, TURNS[1]]}, "turn 2 is the assistant's; user and assistant must take"),
     "late system turn": ({"messages": [user("Q"), assistant("A"), {"role": "system", "content": "S"}]}, "turn 2 is"),
     "unknown role": ({"messages": [{"role": "tool", "content": "Q"}, assistant("A")]}, "role 'tool'; known are human"),
     "half a surrogate pair": (llava("Q", "half \ud83d"), "turn 1, the assistant's, is not valid Unicode"),
@@ -150,7 +153,7 @@ BAD = {
         {"messages": [user("Q"), assistant([{"type": "image"}])], "images": ["a.png"]},
         "turn 1, the assistant's, has an image",
     ),
-    "nothing to complete": ({"prompt": [user("Q"), assistant("A")], "completion": []}, "completion has no assistant"),
+    "nothing to complete": ({"prompt": [user("Q"), assistant("A")], "completion": []}, "no assistant turn is learned"),
     "unknown format": ({"text": "T", "label": 1, "messages": None}, "columns: label, text; known are conversations"),
     "line that is no JSON": (b"[[[", r"the line is not valid JSON, or nested too deeply: b'\[\[\['"),
     "text of 5 MB": (llava("Q", "A" * 5_000_000), "turn 1 has 5,000,000 characters in 1 parts, more than any model"),
@@ -194,7 +197,7 @@ def test_characters_that_join_visible_ones_are_part_of_an_answer():
 
 def test_an_empty_answer_in_the_prompt_is_not_learned_and_so_allowed():
     row = {"prompt": [user("Q"), assistant(""), user("Q2")], "completion": [assistant("A")]}
-    assert parse_row(row)["prompt_turns"] == 1
+    assert parse_row(row)["learned"] == [False, True]
     with pytest.raises(ValueError, match="answer in turn 3 is empty"):
         parse_row({**row, "completion": [assistant("")]})
 

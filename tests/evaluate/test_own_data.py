@@ -88,7 +88,7 @@ def test_rows_that_cannot_be_evaluated_are_named(tmp_path):
         "it has no assistant turn": {"question": "what?"},
         "there is no such image": asked("what?", "it", image="gone.png"),
         "the answer 'C' is not just one of the choices ['dog', 'cat']": asked("what?", "C", choices=["dog", "cat"]),
-        "choices must be a list of two texts or more, got 'a|b'; in CSV, use": asked("what?", "a", choices="a|b"),
+        "choices must be a list of two to 26 texts, got 'a|b'; in CSV, use": asked("what?", "a", choices="a|b"),
         "or whether it has choices, differs from the first row": asked("what?", "a", choices=["a", "b"]),
         "its system turn, or": {"messages": [{"role": "system", "content": "Shout."}, *TURNS]},
     }

@@ -85,7 +85,7 @@ def row(number: int, images=1, turns=1) -> dict:
         answer = {"type": "text", "text": f"it is {number * 7 % 13 + turn}"}
         messages.append({"role": "assistant", "content": [answer]})
     stored = [{"path": None, "bytes": image(1000 * number + i)} for i in range(images)]
-    about = {"prompt_turns": 0, "source": "tiny", "row": number, "image_count": images, "length": 60}
+    about = {"learned": [True] * turns, "source": "tiny", "row": number, "image_count": images, "length": 60}
     return {"images": stored, "messages": messages, **about}
 
 

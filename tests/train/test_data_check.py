@@ -58,14 +58,14 @@ def test_the_marked_text_is_what_the_collator_labels(tmp_path, model):
 def test_every_fault_comes_at_once(tmp_path, model):
     rows = [llava("Q", ""), llava("<image>Q", "A"), llava("<image>Q", "A", "none.png"), {"a": 1}, "no row"]
     rows += [llava("<image>Q", "A", "/etc/passwd"), {"messages": "Q"}, llava("Q", ""), llava("Q", "<|im_end|>")]
-    rows += [{"question": "Q", "answer": 5}, {"question": "Q", "answer": 6}]
+    rows += [{"question": "Q", "answer": {"a": 5}}, {"question": "Q", "answer": {"a": 6}}]
     path = write_json(tmp_path, rows)
     (tmp_path / "broken.png").write_bytes(image_bytes()[:40])
     found = command(path, "--model", model)
     assert found.exit_code == 1 and "give a checkpoint" in command(path).output
     for number in (0, 1, 2, 3, 4, 5, 6, 8, 9):
         assert f"data.json, row {number}" in found.output
-    assert "got 5; write the number in quotes (2 rows)" in found.output
+    assert "answer must be text or a list of turns, got {'a': 5} (2 rows)" in found.output
     assert found.output.endswith("Fix them.\n")  # no row would be left if bad ones were skipped
     assert "no visible character (2 rows)" in found.output and "more\n" not in found.output
     write_json(tmp_path, [llava("<image>Q", "A", "red.png"), llava("<image>Q", "A", "broken.png")])

@@ -108,7 +108,7 @@ def test_every_tensor_is_that_of_trl_s_collator(family, multiple):
         {"image": inside("white"), "caption": "A white square."},
     ]
     rows = [row(each, number) for number, each in enumerate(raw)]
-    assert {len(each["images"]) for each in rows} == {0, 1, 2} and not any(each["prompt_turns"] for each in rows)
+    assert {len(each["images"]) for each in rows} == {0, 1, 2} and all(all(each["learned"]) for each in rows)
     reference = DataCollatorForVisionLanguageModeling(
         processor, assistant_only_loss=True, pad_to_multiple_of=multiple
     )([{"messages": _messages(each), "images": [decode_image(i, 10**6) for i in each["images"]]} for each in rows])

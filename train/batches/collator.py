@@ -31,9 +31,9 @@ _IGNORED = -100
 class ConversationCollator:
     """Opens the images of parsed rows, and labels the answers with their end-of-turn tokens.
 
-    White space after the end-of-turn token is not labelled, nor are the first `prompt_turns` answers of a row. A batch
-    without images has no `pixel_values`. With `bad_rows="skip"`, a row with a bad image stays in the batch, whose
-    shape the other processes rely on, with a white image and no labels, so that it adds nothing to the loss.
+    White space after the end-of-turn token is not labelled, nor are answers that are not `learned`. A batch without
+    images has no `pixel_values`. A row that is skipped for a bad image stays in the batch, whose shape the other
+    processes rely on, with a white image and no labels, so that it adds nothing to the loss.
 
     The tensors are those of TRL's `DataCollatorForVisionLanguageModeling` where that has no such rules. It repeats
     each image token in the text, and tokenizes hundreds of them; here they are repeated as tokens, after the answers
@@ -43,9 +43,11 @@ class ConversationCollator:
         processor: The processor; its chat template must have generation marks.
         pad_to_multiple_of: The length of a batch is a multiple of this.
         max_image_pixels: Images with more pixels are bad.
-        bad_rows: `"stop"` raises at a bad image, `"skip"` records the row in `dropped_rows`.
+        bad_rows: `"stop"` raises at a bad image, `"skip"` records the row in `dropped_rows`; a share, or None for the
+            default, skips as many rows as `skippable`, see [`prepare_rows`].
         dropped_rows: Where rows with bad images are recorded.
         padding_free: Rows one after another in one sequence, as [`without_padding`] makes them.
+        skippable: Rows that a process may skip.
         seen: Batches that a resumed stream skips. They come empty, and their images are not opened.
 
     Raises:
@@ -55,12 +57,14 @@ class ConversationCollator:
     processor: LlavaProcessor
     pad_to_multiple_of: int | None = None
     max_image_pixels: int = 89_478_485
-    bad_rows: Literal["stop", "skip"] = "stop"
+    bad_rows: Literal["stop", "skip"] | float | None = None
     dropped_rows: DroppedRows | None = None
     padding_free: bool = False
+    skippable: int = 0
     seen: int = 0
 
     def __post_init__(self):
+        self._skipped: set[tuple[str, int]] = set()
         self._tokens_per_image = tokens_per_image(self.processor)
         with loading("The chat template"):
             ((_, labels),) = self._encoded([{"messages": _PROBE}])
@@ -124,7 +128,8 @@ class ConversationCollator:
                 images.append(decode_image(image, self.max_image_pixels))
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
-                if self.bad_rows == "stop":
+                self._skipped.add((dropped.source, dropped.row))
+                if self.bad_rows != "skip" and len(self._skipped) > self.skippable:
                     raise BadRow(f"{dropped}. Fix it, or skip such rows with --bad_rows skip.") from error
                 if self.dropped_rows and not bad:
                     self.dropped_rows.add(dropped)
@@ -134,15 +139,16 @@ class ConversationCollator:
 
     def _remove_labels(self, labels: Tensor, example: dict[str, Any], bad: bool) -> None:
         """Removes labels that are not to be learned from one row `(T,)`, in place."""
-        spans = _spans(labels)
-        answers = sum(message["role"] == "assistant" for message in example["messages"])
-        if example["prompt_turns"] and len(spans) != answers:
+        spans, learned = _spans(labels), example["learned"]
+        if all(learned):
+            learned = [True] * len(spans)  # however many a template marks
+        elif len(spans) != len(learned):
             raise ValueError(
-                f"{example['source']}, row {example['row']}: the chat template marks {len(spans)} of {answers} "
-                "answers, so those of the prompt are unknown. Give prompt and completion without earlier answers."
+                f"{example['source']}, row {example['row']}: the chat template marks {len(spans)} of {len(learned)} "
+                "answers, so those that are not to be learned are unknown. Give rows whose answers are all learned."
             )
-        for number, (start, stop) in enumerate(spans):
-            keep = 0 if bad or number < example["prompt_turns"] else stop - start
+        for (start, stop), is_learned in zip(spans, learned, strict=True):
+            keep = stop - start if is_learned and not bad else 0
             while keep and not self.processor.tokenizer.decode(labels[start + keep - 1]).strip():
                 keep -= 1
             labels[start + keep : stop] = _IGNORED

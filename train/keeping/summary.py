@@ -3,6 +3,7 @@
 """What a run will train, printed before its first step and kept in `training.json`."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import SchedulerType
 
 from ...data.rows.parse import DroppedRows
-from ...data.rows.reports import DataReport
+from ...data.rows.reports import DataReport, counted, not_read
 from ..memory import gib, parameter_count, static_bytes
 from ..modules.model import base_model, module_of
 from ..options.arguments import NormAlignConfig
@@ -95,7 +96,7 @@ def modules(model: nn.Module, learning_rates: dict[str, tuple[float, str]]) -> l
 
 def render(facts: dict[str, Any]) -> Group:
     """What [`summary`] found, for `rich.console.Console.print`; 100 columns are enough."""
-    return Group(_modules_table(facts["modules"]), _data_table(facts["data"]), _facts_table(facts))
+    return Group(_modules_table(facts["modules"]), _data_table(facts["data"]), *_not_read(facts), _facts_table(facts))
 
 
 def render_dropped(dropped: DroppedRows) -> list[str]:
@@ -137,6 +138,15 @@ def _data_table(sources: list[dict[str, Any]]) -> Table:
             tokens = f"{source['shortest']:,} to {source['longest']:,} ({source['median']:,.0f})"
         table.add_row(Text(Path(source["source"]).name), source["split"], *shown, tokens)
     return table
+
+
+def _not_read(facts: dict[str, Any]) -> Iterator[Text]:
+    """Lines with the files of each data set, what of it is not read, and what was changed."""
+    for source in facts["data"]:
+        files = {Path(name).name: rows for name, rows in source["files"].items()}
+        lines = ({"files": counted(files)} if files else {}) | not_read(source["left_out"], source["changed"])
+        for title, text in lines.items():
+            yield Text(f"{Path(source['source']).name}, {title}: {text}")
 
 
 def _facts_table(facts: dict[str, Any]) -> Table:

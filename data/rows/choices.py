@@ -1,0 +1,154 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Rows of one question: its text with hint, input and options, its answer, and others that are accepted."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from string import ascii_uppercase
+from typing import Any
+
+from .images import short
+from .values import as_text, is_empty, parsed, transposed
+
+
+LETTERS = "ABCDEFGHIJ"
+"""Columns of options, if they are not in `choices`."""
+
+
+@dataclass
+class Question:
+    """A row with the column `question`.
+
+    Attributes:
+        asked: The text, with the hint before it, and its input and options in lines after it; or turns.
+        answer: Text, a list of accepted texts, or turns. A number of an option, from 0, is its letter here.
+        options: By letter; empty if there are none.
+        accepted: All right answers, if the row has them apart from `answer`.
+        read: The columns that were read.
+    """
+
+    asked: Any
+    answer: Any
+    options: dict[str, str]
+    accepted: list[str]
+    read: set[str]
+
+
+def read_question(raw: Mapping) -> Question:
+    """Reads a row with the column `question`. Raises ValueError if options or answer are not valid."""
+    options = options_of(raw)
+    asked, read = (
+        as_text(raw["question"]),
+        {"question", *({*options} if is_empty(raw.get("choices")) else {"choices"})},
+    )
+    if isinstance(asked, str):
+        hint = raw.get("hint") if options else None  # as in MMBench, which writes "nan" for none
+        given = {"hint": None if hint == "nan" else hint, "question": asked, "input": raw.get("input")}
+        lines = {name: text for name, value in given.items() if isinstance(text := as_text(value), str)}
+        read |= lines.keys()
+        asked = "\n".join([*filter(None, lines.values()), *(f"{letter}. {text}" for letter, text in options.items())])
+    elif options:
+        raise ValueError("it has options, and its question is a list of turns. Write the question as text")
+    if not is_empty(index := raw.get("answer_index")):
+        return Question(asked, letter_of_index(index, options), options, [], read | {"answer_index"})
+    answer, accepted = raw.get("answer"), parsed(raw.get("answers"))
+    if is_empty(answer):
+        answer, accepted, read = accepted, [], read | {"answer", "answers"}
+    elif answer in (accepted := accepted_answers(accepted)):
+        read |= {"answer", "answers"}
+    else:
+        accepted, read = [], read | {"answer"}
+    if options and not is_empty(answer):
+        answer = commonest(accepted_answers(answer) or [answer])
+        if isinstance(text := as_text(answer), str) and (letter := chosen_letter(text, options)):
+            answer = letter if plain(text).isdigit() and plain(options[letter]) != plain(text) else text
+    return Question(asked, answer, options, accepted, read)
+
+
+def accepted_answers(value: Any) -> list[str]:
+    """The texts of a list of answers, each of which may be in `answer` or `text`; empty if it is no such list."""
+    value = transposed(value)
+    if not isinstance(value, (list, tuple)):
+        return []
+    texts = [
+        next((each[key] for key in ("answer", "text") if key in each), each) if isinstance(each, Mapping) else each
+        for each in value
+    ]
+    texts = [as_text(each) for each in texts]
+    return [each for each in texts if each.strip()] if all(isinstance(each, str) for each in texts) else []
+
+
+def commonest(answers: list[str]) -> str:
+    """The commonest answer, the first of equals."""
+    return Counter(answers).most_common(1)[0][0]
+
+
+def options_of(raw: Mapping) -> dict[str, str]:
+    """The options of a row by letter: those in `choices`, or in columns `A`, `B` and so on; empty without any.
+
+    Raises:
+        ValueError: They are no texts or numbers, there is only one, or a letter is missing before another.
+    """
+    choices = transposed(parsed(raw.get("choices")))
+    if in_columns := is_empty(choices):
+        choices = {letter: raw.get(letter) for letter in LETTERS}
+    elif isinstance(choices, (list, tuple)):
+        choices = dict(zip(ascii_uppercase, choices, strict=False)) if len(choices) <= 26 else choices
+    if not isinstance(choices, Mapping):
+        raise ValueError(
+            f"choices must be a list of two to 26 texts, got {short(choices)}; in CSV, use columns A, B and so on"
+        )
+    options = {str(letter): as_text(text) for letter, text in choices.items()}
+    if in_columns:  # MMBench fills up questions of fewer options
+        options = {letter: text for letter, text in options.items() if not is_empty(text) and text != "nan"}
+        if len(options) < 2:
+            return {}
+    wanted = list(ascii_uppercase[: len(options)])
+    if [*options] != wanted:
+        raise ValueError(f"its options are called {', '.join(options)}, not {', '.join(wanted)}")
+    if len(options) < 2 or not all(isinstance(text, str) and text.strip() for text in options.values()):
+        raise ValueError(
+            f"choices must be a list of two to 26 texts, got {short([*options.values()])}; in CSV, use columns A, B "
+            "and so on"
+        )
+    return options
+
+
+def chosen_letter(answer: Any, options: Mapping[str, str]) -> str | None:
+    """The letter of the option that an answer is: by its text, its letter, or its number from 0; None if it is none.
+
+    Raises:
+        ValueError: It is two of them, such as the text of one option and the number of another, or a letter or a
+            number that no option has.
+    """
+    text = as_text(answer)
+    bare = plain(text)
+    by_text = [letter for letter in options if plain(options[letter]) == bare]
+    by_name = [bare.upper()] if bare.upper() in options else []
+    if bare.isascii() and bare.isdigit() and int(bare) < len(options):
+        by_name = [[*options][int(bare)]]
+    if len(found := {*by_text, *by_name}) > 1:
+        raise ValueError(
+            f"the answer {text!r} is the text of an option and the letter or number of another; if it is a number "
+            "from 0, read it as such: --columns answer_index=answer"
+        )
+    if not found and re.fullmatch(r"[A-Za-z]|-?\d+", bare):
+        raise ValueError(f"the answer {short(answer)} is not just one of the choices {short([*options.values()])}")
+    return found.pop() if found else None
+
+
+def letter_of_index(index: Any, options: Mapping[str, str]) -> str:
+    """The letter of an option by its number, from 0. Raises ValueError if there is none."""
+    text = str(as_text(index))
+    if not options or not re.fullmatch(r"\d+(\.0)?", text) or int(float(text)) >= len(options):
+        raise ValueError(
+            f"answer_index must be a number from 0 of one of the {len(options)} choices, got {short(index)}"
+        )
+    return [*options][int(float(text))]
+
+
+def plain(text: str) -> str:
+    """Lower case, single spaces, without marks at its ends."""
+    return re.sub(r"^[\s\"'*_.,:;!?()\[\]]+|[\s\"'*_.,:;!?()\[\]]+$", "", " ".join(text.lower().split()))

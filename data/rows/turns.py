@@ -1,0 +1,156 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Turns of a conversation: lists of them in all known forms, with content in parts."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from .images import short
+from .values import as_text, is_empty, leave_out, parsed, transposed
+
+
+MAX_CHARACTERS, MAX_TURNS = 2**22, 10_000
+"""Limits of a text and of a conversation, beyond what any model takes, so that no row fills the memory."""
+
+ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
+PAIRS = (("user", "assistant"), ("human", "gpt"), ("human", "assistant"), ("question", "answer"))
+"""Keys of a question and its answer that are one element of a list of turns."""
+
+LEARNED = {"weight", "loss", "loss_scale", "train", "training", "trainable"}
+"""Keys of a turn that say whether it is learned: OpenAI's, ms-swift's, axolotl's."""
+
+# LLaVA's marker, or Qwen's with the path in it. LLaVA's data have a line break beside it, prompts at inference do not.
+_MARKERS = re.compile(r"(?:\r?\n)?(?:<image>|<img>([^<>\n]+)</img>)(?:\r?\n)?")
+_IMAGE_KEYS = ("image", "image_url", "url", "path", "base64")
+
+
+@dataclass
+class Turn:
+    """A turn with content parts, `{"type": "image"}` or `{"type": "text", "text": str}`.
+
+    An image part may have its image. An assistant's turn that is not `learned` has no labels.
+    """
+
+    role: str
+    content: list[dict[str, Any]]
+    learned: bool = True
+
+
+def read_turns(value: Any, column: str, text_role: str | None, left_out: list[str]) -> list[Turn]:
+    """The turns in a column.
+
+    Args:
+        value: A list of turns, also as text or by columns, or, with `text_role`, the text of one.
+        column: Its name, for errors.
+        text_role: Whose turn a text is; None if there must be a list.
+        left_out: Gets what is not read, such as `messages.tool_calls`.
+
+    Raises:
+        ValueError: A turn or a part of it is not known.
+    """
+    value = as_text(value) if text_role else transposed(parsed(value))
+    if isinstance(value, str) and text_role:
+        return [Turn(text_role, _content(left_out, 0, text_role, value, column))]
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{column} must be {'text or ' * bool(text_role)}a list of turns, got {short(value)}")
+    if len(value) > MAX_TURNS:
+        raise ValueError(f"{column} has {len(value):,} turns; {MAX_TURNS:,} are allowed")
+    return [turn for number, each in enumerate(value) for turn in _element(left_out, number, each, column)]
+
+
+def _element(left_out: list[str], number: int, turn: Any, column: str) -> list[Turn]:
+    """The turn that an element of a list of turns is, or the two of a question and its answer."""
+    given = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else {}
+    role, text = ("from", "value") if given.get("from") else ("role", "content")
+    pair = () if role in given else next((pair for pair in PAIRS if given.keys() >= {*pair}), ())
+    if not pair and role not in given:
+        raise ValueError(
+            f"turn {number} of {column} must have 'role' and 'content', 'from' and 'value', or 'user' and "
+            f"'assistant', got {short(turn)}"
+        )
+    said = [("user", given[pair[0]]), ("assistant", given[pair[1]])] if pair else [(given[role], given.get(text))]
+    for name, _ in said:
+        if not isinstance(name, str) or name not in ROLES:
+            raise ValueError(f"turn {number} has the role {short(name)}; known are {', '.join(ROLES)}")
+    turns = [Turn(ROLES[name], _content(left_out, number, ROLES[name], content, column)) for name, content in said]
+    for key in LEARNED & given.keys():
+        if given[key] not in (0, 1):
+            raise ValueError(f"turn {number} has {key} {short(given[key])}; it is learned (1, true) or not (0, false)")
+        turns[-1].learned &= bool(given[key])
+    is_answer = turns[-1].role == "assistant"
+    excluded = LEARNED if is_answer else {key for key in LEARNED if not given.get(key)}
+    leave_out(left_out, given, {role, text, *pair, *excluded}, f"{column}.")
+    return turns
+
+
+def _content(left_out: list[str], number: int, role: str, content: Any, column: str) -> list[dict[str, Any]]:
+    """The parts of a turn's content."""
+    content = as_text(content)
+    parts = content if isinstance(content, (list, tuple)) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    length = sum(len(text) for text in texts if isinstance(text, str))
+    if length > MAX_CHARACTERS or len(parts) > MAX_TURNS:
+        raise ValueError(f"turn {number} has {length:,} characters in {len(parts):,} parts, more than any model takes")
+    if isinstance(content, str):
+        return _split(content) if role == "user" else [{"type": "text", "text": content}]
+    if not isinstance(content, (list, tuple)):
+        raise ValueError(f"the content of turn {number} must be text or a list of parts, got {short(content)}")
+    return [_part(left_out, number, part, column) for part in content]
+
+
+def _part(left_out: list[str], number: int, part: Any, column: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        leave_out(left_out, part, {"type", "text"}, f"{column}.content.")
+        return {"type": "text", "text": part["text"]}
+    if kind not in ("image", "image_url"):  # TRL's, OpenAI's
+        raise ValueError(f"turn {number} has {short(part)}, which is neither a text part nor an image part")
+    key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
+    others = {name: value for name, value in part.items() if name not in ("type", "text") and not is_empty(value)}
+    if key is None and others:
+        raise ValueError(
+            f"turn {number} has an image part with {', '.join(map(str, others))}; an image is in one of "
+            f"{', '.join(_IMAGE_KEYS)}"
+        )
+    leave_out(left_out, part, {"type", key}, f"{column}.content.")
+    own = part[key] if key else None
+    if isinstance(own, Mapping) and own.get("url"):
+        leave_out(left_out, own, {"url"}, f"{column}.content.image_url.")
+        own = own["url"]
+    return {"type": "image", "image": own}
+
+
+def _split(text: str) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
+    for number, piece in enumerate(_MARKERS.split(text)):
+        if number % 2:  # the path in the marker, or None
+            parts.append({"type": "image", "image": piece})
+        elif piece:
+            parts.append({"type": "text", "text": piece})
+    return parts or [{"type": "text", "text": ""}]
+
+
+def alternating(turns: list[Turn], changed: list[str]) -> list[Turn]:
+    """The turns without a leading answer, as LLaVA reads them, and with one turn for user turns in a row.
+
+    `changed` gets what was changed.
+    """
+    start = int(bool(turns) and turns[0].role == "system")
+    if len(turns) > start + 1 and turns[start].role == "assistant":
+        turns = turns[:start] + turns[start + 1 :]
+        changed.append("a leading assistant turn is left out")
+    if any(one.role == two.role == "user" for one, two in pairwise(turns)):
+        changed.append("user turns in a row are one turn")
+    joined: list[Turn] = []
+    for turn in turns:
+        if joined and turn.role == joined[-1].role == "user":
+            first, second = joined[-1].content, turn.content
+            texts = first and second and first[-1]["type"] == second[0]["type"] == "text"
+            line_break = [{"type": "text", "text": "\n"}] if texts else []
+            joined[-1] = replace(turn, content=first + line_break + second)
+        else:
+            joined.append(turn)
+    return joined

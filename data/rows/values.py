@@ -1,0 +1,58 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""Values as rows hold them: numbers for text, nothing in many forms, lists as text, lists by column."""
+
+import ast
+import json
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from .images import printable
+
+
+_MAX_LITERAL = 2**16  # characters of a list that is written as Python writes it
+
+
+def as_text(value: Any) -> Any:
+    """A number as text; anything else unchanged. NaN, which tables have for nothing, is None."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value) if value == value else None
+    return value
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a column holds nothing: None, NaN, an empty text, or a list or a mapping of nothing else."""
+    if isinstance(value, Mapping):
+        return all(map(is_empty, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(is_empty, value))
+    return value is None or value == "" or value == b"" or (isinstance(value, float) and math.isnan(value))
+
+
+def parsed(value: Any) -> Any:
+    """The list or mapping that a text holds in JSON, or as Python prints it, as tables have it; else the value."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(value.strip()) if len(value) <= _MAX_LITERAL else value
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return value
+
+
+def transposed(value: Any) -> Any:
+    """A mapping of lists of one length as a list of mappings, as older `datasets` store it; else the value."""
+    columns = list(value.values()) if isinstance(value, Mapping) else []
+    if not columns or not all(isinstance(each, (list, tuple)) for each in columns) or len({*map(len, columns)}) > 1:
+        return value
+    return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def leave_out(left_out: list[str], values: Mapping, read: Collection[Any], place: str = "") -> None:
+    """Adds to `left_out` the keys of `values` that hold something and are not among those `read`."""
+    names = (printable(f"{place}{key}"[:80]) for key in values if key not in read and not is_empty(values[key]))
+    left_out += [name for name in names if name not in left_out]
