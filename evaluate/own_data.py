@@ -61,7 +61,7 @@ def own_task(data: str, *, image_folder: str | None = None, columns: str | None 
         except ValueError as error:
             bad.append(DroppedRow(row["source"], row["row"], row["file"], str(error)))
     if bad or not rows:
-        raise ValueError(stopped(bad, len(rows), use="evaluated") if bad else f"{data} has no rows.")
+        raise ValueError(stopped(opened, bad, len(rows), use="evaluated") if bad else f"{data} has no rows.")
     left_out, changed = (Counter(chain.from_iterable(row[name] for row in rows)) for name in ("left_out", "changed"))
     for title, text in not_read(left_out, changed).items():
         logger.log(logging.INFO if title == ABOUT else logging.WARNING, f"{opened.name}: {title}: {text}")

@@ -132,7 +132,7 @@ def check_data(source: DataSource, model: str | None = None, check_images: bool 
     if not check.rows:
         check.faults.append(f"{opened.name} has no rows.")
     if check.bad:
-        check.faults.append(stopped(check.bad, check.rows, shown=None))
+        check.faults.append(stopped(opened, check.bad, check.rows, shown=None))
     try:
         check_images_are_read(opened.name, check.rows - len(check.bad), check.images, unread)
     except ValueError as error:

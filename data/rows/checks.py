@@ -3,7 +3,6 @@
 """Checks of rows before training: their structure, their length, and whether their images exist."""
 
 import functools
-import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -26,11 +25,9 @@ from ..sources.source import Source
 from .forms import PROMPT, image_name
 from .images import ImageRules, image_problem, printable
 from .parse import FEATURES, BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
-from .reports import counted
+from .reports import counted, warn_once
 from .unread import is_about, unread_image
 
-
-logger = logging.getLogger(__name__)
 
 _CHUNK = 64  # rows of a stream that are checked together
 _SHOWN = 5  # reasons in an error
@@ -117,12 +114,12 @@ def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
     for row in _valid(source, checks):
         empty = False
         if row["unread"]:
-            _warn_once(f"{source.name}: what looks like an image is not read: {row['unread']}.")
+            warn_once(f"{source.name}: what looks like an image is not read: {row['unread']}.")
         for name in row["left_out"]:
             if not is_about(name):
-                _warn_once(f"{source.name}: left out: {name}.")
+                warn_once(f"{source.name}: left out: {name}.")
         for change in row["changed"]:
-            _warn_once(f"{source.name}: {change}.")
+            warn_once(f"{source.name}: {change}.")
         yield {column: row[column] for column in FEATURES}
     if empty:  # repeated without end, it would never give a row
         raise ValueError(f"{source.name}: no row is left. It is empty, or all of its rows were dropped.")
@@ -155,14 +152,14 @@ def _valid(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
             dropped = DroppedRow(row["source"], row["row"], *problem)
             bad += [dropped] if share < 1 else []
             if len(bad) > share * max(number, MANY_ROWS):
-                raise BadRow(stopped(bad, share=share))
+                raise BadRow(stopped(source, bad, share=share))
         if not dropped:
             warn_of_captions(source.name, [row["form"]])
             yield row
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
     if len(bad) > share * number:  # there are fewer
-        raise BadRow(stopped(bad, number, share=share))
+        raise BadRow(stopped(source, bad, number, share=share))
 
 
 def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:
@@ -263,6 +260,7 @@ def image_problems(
 
 
 def stopped(
+    source: Source,
     bad: list[DroppedRow],
     found: int | None = None,
     shown: int | None = _SHOWN,
@@ -272,7 +270,8 @@ def stopped(
     """The message of a run that stops at bad rows: `shown` kinds of reason, with the first row and their number.
 
     Args:
-        bad: The rows.
+        source: The data set.
+        bad: Its bad rows.
         found: Number of all rows, if it is known.
         shown: Most kinds of reason; None for all.
         use: What the rows are for.
@@ -291,6 +290,11 @@ def stopped(
     skip = "skip such rows with `normalign train --bad_rows skip`" if use == "trained on" else "remove them"
     if share:
         lines.append(f"These are {len(bad):,} rows, and a share of {share:g} is skipped at most.")
+    options = {"data": "--dataset_name", "images": "--image_folder"}
+    if use != "trained on":
+        options = {"data": "--data", "images": "--image-folder"}
+    if remedy := " ".join(f"{options[name]} {value}" for name, value in source.remedy(bad).items()):
+        lines.append(f"Other rows or images are there: try {remedy}.")
     lines.append("Fix them." if len(bad) == found else f"Fix them, or {skip}.")
     return "\n".join([f"Rows that cannot be {use}:", *lines])
 
@@ -308,13 +312,13 @@ def check_images_are_read(name: str, rows: int, images: int, unread: dict[str, i
         raise ValueError(
             f"{message} No other image was found. Call a column image or images, or see docs/data.md for what is read."
         )
-    _warn_once(message)
+    warn_once(message)
 
 
 def warn_of_captions(name: str, forms: Iterable[str]) -> None:
     """Warns once with which question captions are trained, if a data set has captions."""
     if not {"caption", "text"}.isdisjoint(forms):
-        _warn_once(
+        warn_once(
             f"{name}: captions are trained as answers to {PROMPT!r}. For other questions, give question and answer."
         )
 
@@ -322,9 +326,3 @@ def warn_of_captions(name: str, forms: Iterable[str]) -> None:
 def image_files(paths: list[str]) -> list[dict[str, Any]]:
     """Images of a parsed row by their paths."""
     return [{"path": path, "bytes": None} for path in paths]
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    if PartialState().is_main_process:
-        logger.warning(message)

@@ -47,6 +47,7 @@ ALIASES = {
     "options": "choices",
     "correct_choice_idx": "answer_index",
     "direct_answers": "answers",
+    **{f"{word}_{letter.lower()}": letter for word in ("choice", "option") for letter in LETTERS},
 }
 """Other names of some columns in public data sets."""
 
@@ -78,6 +79,9 @@ class Row:
     accepted: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
+
+
+UNKNOWN = "its form is not known"
 
 
 class UnknownForm(ValueError):
@@ -155,7 +159,7 @@ def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
         if asks in given if asks else shown:
             return asks, answers
     raise UnknownForm(
-        f"its form is not known. It has the columns: {columns(raw)}; known are conversations, messages, texts, prompt "
+        f"{UNKNOWN}. It has the columns: {columns(raw)}; known are conversations, messages, texts, prompt "
         "with completion and question with answer, each with or without image or images, and caption or text with "
         "image"
     )
@@ -194,7 +198,7 @@ def _check_other_media(raw: Mapping, turns: list[Turn], has_images: bool) -> Non
         if not is_empty(raw.get(column)):
             raise ValueError(f"it has {column}, and only images are read; leave such rows out")
     for text in (part.get("text") for turn in turns for part in turn.content):
-        if isinstance(text, str) and (found := _OTHER_MARKERS.search(text)):
+        if isinstance(text, str) and "<" in text and (found := _OTHER_MARKERS.search(text)):
             objects = " of objects" if not found[1] else ""
             raise ValueError(f"it has {found[0].strip()} in a text, and such marks{objects} are not filled in")
 

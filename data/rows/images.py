@@ -30,6 +30,8 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", "
 KEPT_SIDE = 2048  # pixels at least of an image that is reduced: twice what large image processors take
 MAX_RATIO = 200  # of the longer side to the shorter one
 MAX_PATH = 4096  # characters; no file system has longer paths
+ABSENT = "there is no such image"
+
 _IN_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
 _STARTS = re.compile(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8|RIFF....WEBP|II\*\0|MM\0\*|....ftypavi", re.S)
 MAX_SCANS = 50  # in a progressive JPEG; programs write 20 at most
@@ -117,7 +119,7 @@ class ImageRules:
         if "://" in file:
             return
         if not os.path.isfile(file):
-            raise ValueError(f"{path}: there is no such image" + (f" in {self._place}" if self.folder else ""))
+            raise ValueError(f"{path}: {ABSENT}" + (f" in {self._place}" if self.folder else ""))
         folder = os.path.dirname(os.path.realpath(file) if os.path.islink(file) else file)
         if not (allows or self.allows_folder)(folder) and file != self.archive:
             raise ValueError(f"{path}: the image is a link that leaves {self._place}")

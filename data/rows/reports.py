@@ -2,13 +2,19 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Counts of the rows of each data set."""
 
+import functools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from accelerate import PartialState
+
 from .parse import DroppedRow
 from .unread import is_about
 
+
+logger = logging.getLogger(__name__)
 
 ABOUT = "also not read"
 
@@ -81,3 +87,10 @@ def counted(rows: Mapping[str, int]) -> str:
     """Numbers of rows, most first: "tools (12 rows), history (1 row)"."""
     ordered = sorted(rows.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} ({count:,} row{'s' * (count != 1)})" for name, count in ordered)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning in the main process, the first time."""
+    if PartialState().is_main_process:
+        logger.warning(message)

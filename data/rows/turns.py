@@ -16,6 +16,7 @@ MAX_CHARACTERS, MAX_TURNS = 2**22, 10_000
 """Limits of a text and of a conversation, beyond what any model takes, so that no row fills the memory."""
 
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
+ROLES |= {"model": "assistant", "bot": "assistant"}
 PAIRS = (("user", "assistant"), ("human", "gpt"), ("human", "assistant"), ("question", "answer"))
 """Keys of a question and its answer that are one element of a list of turns."""
 
@@ -76,13 +77,16 @@ def _element(left_out: list[str], number: int, turn: Any, column: str) -> list[T
         if not isinstance(name, str) or name not in ROLES:
             raise ValueError(f"turn {number} has the role {short(name)}; known are {', '.join(ROLES)}")
     turns = [Turn(ROLES[name], _content(left_out, number, ROLES[name], content, column)) for name, content in said]
-    for key in LEARNED & given.keys():
-        if given[key] not in (0, 1):
-            raise ValueError(f"turn {number} has {key} {short(given[key])}; it is learned (1, true) or not (0, false)")
-        turns[-1].learned &= bool(given[key])
-    is_answer = turns[-1].role == "assistant"
-    excluded = LEARNED if is_answer else {key for key in LEARNED if not given.get(key)}
-    leave_out(left_out, given, {role, text, *pair, *excluded}, f"{column}.")
+    if len(given) > 2:
+        for key in given.keys() & LEARNED:
+            if given[key] not in (0, 1):
+                raise ValueError(
+                    f"turn {number} has {key} {short(given[key])}; it is learned (1, true) or not (0, false)"
+                )
+            turns[-1].learned &= bool(given[key])
+        is_answer = turns[-1].role == "assistant"  # others are never learned, whatever they say
+        marks = {key for key in LEARNED if is_answer or not given.get(key)}
+        leave_out(left_out, given, {role, text, *pair, *marks}, f"{column}.")
     return turns
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from .forms import Row, UnknownForm, read_row
 from .images import SUFFIXES
-from .values import is_empty
+from .values import is_empty, parsed
 
 
 _QUESTIONS = ("question", "query", "instruction", "problem", "prefix", "human", "user", "prompt", "input", "text")
@@ -26,7 +26,7 @@ _ABOUT = re.compile(
     re.I,
 )
 _LIKE_A_MARKER = re.compile(r"(?!<image>)<\|?(?:image|img)[ _-]?(?:\d+|start|pad|here|placeholder)?\|?>", re.I)
-_LIKE_AN_IMAGE_COLUMN = re.compile(r"(^|[ _-])(image|img|picture|photo)s?($|[ _-])", re.I)
+_LIKE_AN_IMAGE_COLUMN = re.compile(r"(?:^|[ _-])(?i:image|img|picture|pic|photo|frame)s?(?:$|[ _\-A-Z\d])")
 
 
 def known_row(raw: Any) -> Row:
@@ -57,7 +57,7 @@ def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
 def markers(messages: list[dict[str, Any]]) -> Iterator[str]:
     """Texts such as `<image_1>`, which are learned as text."""
     texts = (part.get("text") or "" for message in messages for part in message["content"])
-    return (found[0] for found in map(_LIKE_A_MARKER.search, texts) if found)
+    return (found[0] for found in (_LIKE_A_MARKER.search(text) for text in texts if "<" in text) if found)
 
 
 def proposal(raw: Any) -> str:
@@ -66,20 +66,19 @@ def proposal(raw: Any) -> str:
         return ""
     given = [column for column, value in raw.items() if isinstance(column, str) and not is_empty(value)]
     image = [] if {"image", "images"} & {*given} else [("image", name) for name in _IMAGES if name in given][:1]
-    note = ""
+    turns = [[("messages", name)] for name in given if isinstance(parsed(raw[name]), (list, tuple, Mapping))]
+    pairs = [
+        [("question", asks)] * (asks != "question") + [("answer", answers)]
+        for asks, answers in product(_QUESTIONS, _ANSWERS)
+        if asks in given and answers in given
+    ]
+    tried = (image + each for each in turns + pairs)
+    found = next((each for each in tried if _reads(renamed(raw, dict(each)))), None)
+    option = "--columns " + ",".join(f"{own}={name}" for own, name in found) if found else ""
     if {"chosen", "rejected"} <= {*given}:
-        note = ". It has preferences, as DPO learns them: see docs/trl.md. To learn the chosen answers alone"
-    for asks, answers in product(("messages", *_QUESTIONS), _ANSWERS):
-        if answers not in given or asks not in ("messages", *given):
-            continue
-        if asks == "messages":  # whole conversations
-            pairs = [("messages", answers)]
-        else:
-            pairs = [("question", asks)] * (asks != "question") + [("answer", answers)]
-        if _reads(renamed(raw, dict(image + pairs))):
-            option = ",".join(f"{own}={name}" for own, name in image + pairs)
-            return f"{note or '. It is read'} with --columns {option}"
-    return note and f"{note} is not possible: its question is not known"
+        alone = f"; the chosen answers alone are read with {option}" if option else ""
+        return f". It has preferences, as DPO learns them: see docs/trl.md{alone}"
+    return f". It is read with {option}" if option else ""
 
 
 def renamed(raw: Mapping, own: Mapping[str, str]) -> dict[str, Any]:

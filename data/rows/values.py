@@ -23,11 +23,13 @@ def as_text(value: Any) -> Any:
 
 def is_empty(value: Any) -> bool:
     """Whether a column holds nothing: None, NaN, an empty text, or a list or a mapping of nothing else."""
+    if isinstance(value, str):  # first, since most are
+        return not value
     if isinstance(value, Mapping):
         return all(map(is_empty, value.values()))
     if isinstance(value, (list, tuple)):
         return all(map(is_empty, value))
-    return value is None or value == "" or value == b"" or (isinstance(value, float) and math.isnan(value))
+    return value is None or value == b"" or (isinstance(value, float) and math.isnan(value))
 
 
 def parsed(value: Any) -> Any:

@@ -77,8 +77,11 @@ class DataSource:
             )
         # With data_dir or data_files, the path may be a format that `datasets` knows.
         if not (path.exists() or is_hub_id(self.path) or self.data_dir or self.data_files):
+            name, colon, split = self.path.rpartition(":")
+            named = f" In a mixture a split has a key of its own: path: {name}, split: {split}." if colon else ""
             raise ValueError(
                 f"{self.path} is no file or folder here. Check the path. A data set of the Hub is named owner/name."
+                f"{named}"
             )
         if not self.image_folder or (folder := Path(self.image_folder)).is_dir():
             return

@@ -47,28 +47,32 @@ def loaded(text: str) -> Any:
         return text.encode(errors="replace")
 
 
-def files_of_folder(folder: Path, split: str) -> list[str]:
-    """The files of rows in a folder whose names belong to a split; empty if `datasets` has to read the folder.
+def files_of_folder(folder: Path, split: str) -> tuple[list[str], list[str]]:
+    """The files of rows in a folder whose names belong to a split, and others that are of no other split.
 
-    Metadata files come before others. Without files at the top of the folder, they are searched in all of it.
+    WebDataset's shards come before others, since programs write tables of what is in them beside them, and metadata
+    files before the rest. There are none if `datasets` has to read the folder. Without files at the top of the folder,
+    metadata are searched in all of it.
 
     Raises:
         ValueError: There are files, but none of this split.
     """
-    top = sorted(path for path in folder.glob("*") if path.is_file())
-    files = [path for path in top if path.suffix.lower() in READERS and not path.stem.startswith("dataset_info")]
-    tables = any(path.suffix.lower() in _TABLES for path in top)
+    top = sorted(path for path in folder.glob("*") if path.is_file() and not path.stem.startswith("dataset_info"))
+    files = [path for path in top if path.suffix.lower() in READERS]
+    tables = [path for path in top if path.suffix.lower() in _TABLES]
+    shards = [path for path in top if path.suffix.lower() == ".tar"] if files or tables else []
     within = files if files or tables else sorted(folder.rglob(f"{METADATA}.*"))
     metadata = [path for path in within if path.stem == METADATA and path.suffix.lower() in READERS and path.is_file()]
-    files = metadata or ([] if tables else files)
-    words = {file: set(re.split(r"[\W_]+", str(file.relative_to(folder).with_suffix("")).lower())) for file in files}
-    chosen = [file for file in files if split in words[file]]
+    read = shards or metadata or ([] if tables else files)
+    words = {file: set(re.split(r"[\W_]+", str(file.relative_to(folder).with_suffix("")).lower())) for file in read}
+    chosen = [file for file in read if split in words[file]]
     if not chosen and split == "train":
-        chosen = [file for file in files if not words[file] & _HELD_OUT_WORDS]
-    if files and not chosen:
-        names = ", ".join(str(file.relative_to(folder)) for file in files)
+        chosen = [file for file in read if not words[file] & _HELD_OUT_WORDS]
+    if read and not chosen:
+        names = ", ".join(str(file.relative_to(folder)) for file in read)
         raise ValueError(f"no file in {folder} has {split!r} in its name: {names}.")
-    return list(map(str, chosen))
+    others = [file for file in (*files, *(tables if read else ())) if file not in read]
+    return list(map(str, chosen)), list(map(str, others))
 
 
 def images_of_folder(folder: Path) -> list[str]:
@@ -89,14 +93,27 @@ def _json(file: str) -> Iterator[str]:
             raise ValueError(f"{file} is nested too deeply to be rows of data.") from error
         except ValueError:
             content.seek(0)
+            if _has_one_row_a_line(content):
+                content.seek(0)
+                yield from filter(None, map(str.strip, content))
+                return
+            content.seek(0)
             try:
                 rows = json.load(content)  # an empty list, or another error with its place in the file
             except ValueError as error:
                 raise ValueError(f"{file} is not valid JSON: {error}") from error
             if rows != []:
+                named = f"one object with {', '.join(rows) or 'nothing'}"[:200] if isinstance(rows, dict) else ""
                 raise ValueError(
-                    f"{file} must be a JSON list of rows, got {type(rows).__name__}. One row a line is .jsonl."
+                    f"{file} must be a JSON list of rows, or have one row a line, got {named or type(rows).__name__}."
                 ) from None
+
+
+def _has_one_row_a_line(content: TextIO) -> bool:
+    """Whether the first of several lines is a JSON object."""
+    lines = filter(str.strip, content)
+    first, second = next(lines, ""), next(lines, "")
+    return bool(second) and isinstance(loaded(first), dict)
 
 
 def _elements(content: TextIO) -> Iterator[str]:

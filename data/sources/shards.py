@@ -22,6 +22,8 @@ from .files import loaded
 
 
 _TEXTS = (".json", ".txt")
+_MEDIA = {"mp4": "video", "webm": "video", "avi": "video", "mov": "video", "mkv": "video"}
+_MEDIA |= {"mp3": "audio", "wav": "audio", "flac": "audio", "ogg": "audio", "m4a": "audio"}
 _SAMPLE = Features(
     {
         "__key__": Value("string"),
@@ -29,12 +31,13 @@ _SAMPLE = Features(
         "images": List(Image(decode=False)),
         "json": Value("string"),
         "txt": Value("string"),
+        "others": List(Value("string")),
     }
 )
 
 
 class Shards(WebDataset):
-    """The builder of `datasets`, for rows whose files differ; other files than images and texts are not read."""
+    """The builder of `datasets`, for rows whose files differ. Only images and texts are read; others are named."""
 
     DECODERS: ClassVar[dict] = {}
 
@@ -46,10 +49,9 @@ class Shards(WebDataset):
         cls, tar_path: str, tar_iterator: Iterable[tuple[str, BinaryIO]]
     ) -> Iterator[dict[str, Any]]:
         files = _in_place(os.path.abspath(tar_path)) if _is_plain(tar_path) else tar_iterator
-        read = (  # a file may be sparse, or packed
-            (name, file if isinstance(file, io.StringIO) else io.BytesIO(file.read(MAX_IMAGE_BYTES + 1)))
+        read = (
+            (name, file if isinstance(file, io.StringIO) else io.BytesIO(file.read(_bytes_to_read(name))))
             for name, file in files
-            if PurePosixPath(name).suffix.lower() in (*SUFFIXES, *_TEXTS)
         )
         for sample in super()._get_pipeline_from_tar(tar_path, read):
             key, url = sample.pop("__key__"), sample.pop("__url__")
@@ -62,7 +64,13 @@ class Shards(WebDataset):
                 for name, content in sample.items()
                 if f".{name}".lower().endswith(SUFFIXES)
             ]
-            yield {"__key__": key, "__url__": url, "images": images, "json": json, "txt": txt}
+            others = [name for name in sample if not f".{name}".lower().endswith((*SUFFIXES, *_TEXTS))]
+            yield {"__key__": key, "__url__": url, "images": images, "json": json, "txt": txt, "others": others}
+
+
+def _bytes_to_read(name: str) -> int:
+    """How much of a file is read, at most: it may be sparse, or packed."""
+    return MAX_IMAGE_BYTES + 1 if PurePosixPath(name).suffix.lower() in (*SUFFIXES, *_TEXTS) else 0
 
 
 def _is_plain(path: str) -> bool:
@@ -107,7 +115,8 @@ def are_shards(data: Dataset | IterableDataset | None) -> bool:
 def row_of_sample(raw: Any) -> Any:
     """The row of a sample of [`Shards`]; any other row unchanged.
 
-    The columns are those of its .json file; `caption` is its .txt file; images in the shard replace named ones.
+    The columns are those of its .json file; `caption` is its .txt file; images in the shard replace named ones. Other
+    files are columns that are not read, called by their suffix, videos `video` and sounds `audio`.
     """
     if not isinstance(raw, dict) or raw.keys() != _SAMPLE.keys():
         return raw
@@ -116,4 +125,5 @@ def row_of_sample(raw: Any) -> Any:
         return row
     if raw["images"]:
         row = {column: value for column, value in row.items() if column != "image"} | {"images": raw["images"]}
-    return row if raw["txt"] is None else {"caption": raw["txt"], **row}
+    others = {_MEDIA.get(name.lower(), name): f"a .{name} file" for name in raw["others"]}
+    return others | ({} if raw["txt"] is None else {"caption": raw["txt"]}) | row

@@ -4,6 +4,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -19,8 +20,12 @@ from ...checkpoint.find import is_hub_id
 from ...checkpoint.limits import MAX_TABLE_BYTES
 from ...checkpoint.provenance import hub_dataset
 from ...checkpoint.untrusted import is_inside
-from ..rows.images import ImageRules
+from ..rows.forms import UNKNOWN
+from ..rows.images import ABSENT, ImageRules
+from ..rows.parse import DroppedRow
+from ..rows.reports import warn_once
 from ..rows.unread import renamed
+from ..rows.zips import opened as opened_zip
 from .arguments import FILES, DataArguments, DataSource
 from .files import METADATA, READERS, files_of_folder, images_of_folder, loaded, rows_of_file
 from .shards import Shards, are_shards, row_of_sample
@@ -63,7 +68,7 @@ class Source:
 
     def __iter__(self) -> Iterator[tuple[str, int, Any]]:
         for file in self.files:
-            for number, text in enumerate(rows_of_file(file)):
+            for number, text in enumerate(self._texts(file)):
                 yield file, number, self.parsed(text)
         found: Iterable[Any] = ()
         if isinstance(self.data, Dataset):
@@ -76,7 +81,7 @@ class Source:
     def chunks(self) -> Iterator[dict[str, Any]]:
         """The rows in memory as chunks of `CHUNK`: name, number of the first row, and JSON texts, if of a file."""
         for file in self.files:
-            rows = enumerate(rows_of_file(file))
+            rows = enumerate(self._texts(file))
             while chunk := list(islice(rows, CHUNK)):
                 yield {"source": file, "start": chunk[0][0], "rows": [text for _, text in chunk]}
         for start in range(0, len(self.data) if isinstance(self.data, Dataset) else 0, CHUNK):
@@ -93,6 +98,26 @@ class Source:
         if self.data.format["type"] == "arrow":
             return list(map(self._selected, self.data[start:stop].to_pylist()))
         return [self._selected(self.data[number]) for number in range(start, stop)]
+
+    def _texts(self, file: str) -> Iterator[str]:
+        try:
+            yield from rows_of_file(file)
+        except ValueError as error:
+            if not (others := [other for other in self.files if other != file]):
+                raise
+            raise ValueError(f"{error} To read a file alone, name it: {', '.join(others)}.") from error
+
+    def remedy(self, bad: list[DroppedRow]) -> dict[str, str]:
+        """What would read some bad rows: the one file of a folder whose rows are known, and where images are."""
+        unknown = {row.source for row in bad if row.reason.startswith(UNKNOWN)}
+        files = [file for file in self.files if file not in unknown]
+        found = {"data": files[0]} if unknown and len(files) == 1 else {}
+        folder = Path(self.rules.folder or os.curdir)
+        absent = next((row.file for row in bad if row.file and ABSENT in row.reason), None)
+        for place in sorted(folder.glob("*")) if absent else ():
+            if _holds(place, os.path.relpath(folder / absent, folder)):
+                return found | {"images": str(place)}
+        return found
 
     def identity(self) -> list:
         """What changes when the rows change."""
@@ -187,17 +212,33 @@ def open_held_out(arguments: DataArguments) -> Source:
 
 def _folder(opened: Source, path: Path, source: DataSource, streaming: bool) -> Source:
     """A folder with files of rows, with metadata of images, with images alone, or one that `datasets` reads."""
-    if files := files_of_folder(path, source.split):
+    files, others = files_of_folder(path, source.split)
+    if others:
+        names = ", ".join(Path(file).name for file in others)
+        warn_once(f"{path} has files that are not read: {names}. To read one of them, name it.")
+    if files:
         folders = sorted({str(Path(file).parent) for file in files})
         if len(folders) > 1:
             raise ValueError(f"it has {METADATA} in several folders. Name one of them: {', '.join(folders)}.")
         _check_inside(path, files)
+        if files[0].lower().endswith(".tar"):
+            return replace(opened, data=_load(replace(source, data_files={source.split: files}), streaming))
         return replace(opened, files=tuple(files), rules=ImageRules(source.image_folder or folders[0]))
     if images := images_of_folder(path):
         if source.split != "train":
             raise ValueError("it is a folder of images, and has no splits. Name a folder in it.")
         return replace(opened, data=Dataset.from_dict({"image": images}))
     return replace(opened, data=_load(source, streaming))
+
+
+def _holds(place: Path, image: str) -> bool:
+    """Whether a folder or a zip file has an image of this path."""
+    if place.suffix.lower() != ".zip" or place.is_dir():
+        return (place / image).is_file()
+    with suppress(ValueError):
+        opened_zip(str(place)).entry(image)
+        return True
+    return False
 
 
 def _check_inside(folder: Path, files: Iterable[str]) -> None:

@@ -134,7 +134,7 @@ def only_valid(table: Dataset, reader: RowReader, source: Source, checks: Checks
             long.append(too_long)
     share = share_of_bad_rows(checks.bad_rows, source, len(table))
     if len(bad) > share * len(table):
-        raise ValueError(stopped(bad, len(table), share=share))
+        raise ValueError(stopped(source, bad, len(table), share=share))
     report.skippable = int(share * len(table)) - len(bad)
     if len(dropped) == len(table):
         first = f" The first: {(bad + long)[0]}." if dropped else ""

@@ -101,4 +101,4 @@ def test_a_folder_that_datasets_cannot_read(tmp_path, name, content):
 def test_a_pipe_is_no_file_of_rows(tmp_path):
     os.mkfifo(tmp_path / "data.jsonl")
     os.mkfifo(tmp_path / "metadata.csv")
-    assert files_of_folder(tmp_path, "train") == []
+    assert files_of_folder(tmp_path, "train") == ([], [])

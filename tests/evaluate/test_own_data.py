@@ -71,6 +71,31 @@ def test_choices_by_hand(tmp_path):
     assert lettered.eval_docs[0]["prompt"] == prompt and scores(lettered, "no", "")[0]["acc"] == 1
 
 
+def test_any_of_several_accepted_answers_is_right_and_choices_may_be_numbers(tmp_path, caplog):
+    rows = [asked("what?", None, answers=["a kite", "kite", "kite"]), asked("what?", None, answers=["bird"])]
+    rows.append(asked("what?", "bird", answers=["bird", "a bird"], tools="x"))
+    task = own_task(lines(tmp_path / "rows.jsonl", *rows))
+    found, _ = scores(task, "A kite.", "kite", "a bird", "kite")
+    # Right are the first and the last; of a white image, "kite" is right to the first of three.
+    assert [found[name] for name in ("exact_match", "blank", "commonest")] == pytest.approx([2 / 3, 1 / 3, 2 / 3])
+    assert "rows.jsonl: left out: tools (1 row)" in caplog.text
+    rows = [
+        asked("Which?", 1, choices=["yes", "no"]),
+        asked("Which?", None, options=["yes", "no"], correct_choice_idx=0),
+    ]
+    assert own_task(lines(tmp_path / "rows.jsonl", *rows)).eval_docs["answer"] == ["B", "A"]
+
+
+def test_a_question_that_is_read_as_a_caption_is_refused_with_the_columns_that_read_it(tmp_path):
+    """POPE's own file."""
+    data = folder_of(tmp_path / "pope", {"text": "Is there a dog?", "label": "yes"})
+    with pytest.raises(
+        ValueError, match="row 0.*another column that may be the answer.*--columns question=text,answer="
+    ):
+        own_task(data)
+    assert own_task(data, columns="question=text,answer=label").eval_docs["prompt"] == ["<image>Is there a dog?"]
+
+
 def test_several_images_and_a_system_turn_are_asked(tmp_path, caplog):
     image, text = {"type": "image"}, {"type": "text", "text": "or"}
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [image, text, image]}, TURNS[1]]
