@@ -78,7 +78,9 @@ def test_the_pages_examples_are_read_for_training_and_for_diagnosing(example, pr
     (row,) = read(path, processor).train
     captioned = kind == "json" and not re.search("What is flying", text)
     image_number = "Picture 1: " if "Picture 1" in text else ""
-    assert said(row) == [("user", image_number + (PROMPT if captioned else QUESTION)), ("assistant", ANSWER)]
+    options, answer = ("\nA. a kite\nB. a bird", "A") if "choices" in text else ("", ANSWER)
+    asked = image_number + (PROMPT if captioned else QUESTION) + options
+    assert said(row) == [("user", asked), ("assistant", answer)]
     assert row["image_count"] == len(row["images"]) == 1
     held = row["images"][0]["bytes"] or Path(row["images"][0]["path"]).read_bytes()
     assert PILImage.open(io.BytesIO(held)).convert("RGB").getpixel((3, 3)) == (255, 0, 0)
