@@ -38,7 +38,7 @@ class DataSource:
     path: str
     name: str | None = None
     data_dir: str | None = None
-    data_files: str | list[str] | dict[str, str] | None = None
+    data_files: str | list[str] | dict[str, Any] | None = None
     split: str = "train"
     columns: list[str] | dict[str, str] | None = None
     fraction: float | None = None

@@ -128,7 +128,7 @@ def prepare_rows(
     split: Literal["train", "eval"] = "train",
     max_length: int | None = None,
     image_folder: str | None = None,
-    bad_rows: Literal["stop", "skip"] | float | None = None,
+    bad_rows: str | float | None = None,
     check_images: bool = False,
     max_image_pixels: int = DataArguments.max_image_pixels,
     need_images: bool = False,

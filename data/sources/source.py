@@ -113,10 +113,10 @@ class Source:
         files = [file for file in self.files if file not in unknown]
         found = {"data": files[0]} if unknown and len(files) == 1 else {}
         folder = Path(self.rules.folder or os.curdir)
-        absent = next((row.file for row in bad if row.file and ABSENT in row.reason), None)
-        for place in sorted(folder.glob("*")) if absent else ():
-            if _holds(place, os.path.relpath(folder / absent, folder)):
-                return found | {"images": str(place)}
+        for absent in [row.file for row in bad if row.file and ABSENT in row.reason][:1]:
+            name = os.path.relpath(folder / absent, folder)
+            places = [place for place in sorted(folder.glob("*")) if _holds(place, name)]
+            found |= {"images": str(places[0])} if places else {}
         return found
 
     def identity(self) -> list:

@@ -230,3 +230,17 @@ def test_a_resumed_run_may_change_what_does_not_change_its_steps(stopped_early, 
         main([file, "--output_dir", str(out)])
     main([file, "--output_dir", str(out), "--resume_from_checkpoint", "--save_steps", "1", "--bad_rows", "skip"])
     assert (out / "checkpoint-3").exists() and (out / "checkpoint-4").exists()
+
+
+def test_a_bad_row_of_a_stream_stops_with_the_checkpoint_from_which_it_is_skipped(parts, tmp_path):
+    rows = [*train_data.mixed_rows() * 2, train_data.llava("Q", "")]
+    path = train_data.write_json(tmp_path / "data", rows, "data.jsonl")
+    options = dict(dataset_name=str(path), dataset_streaming=True, shuffle_buffer_size=1, max_steps=4, save_steps=1)
+    file, out = recipe(tmp_path / "run", parts, **options), tmp_path / "out"
+    with pytest.raises(
+        ValueError, match=r"row 10: the answer in turn 1 is empty(.|\n)*Resume .*checkpoint-2"
+    ) as error:
+        main([file, "--output_dir", str(out)])
+    assert "--bad_rows skip" in str(error.value)
+    main([file, "--output_dir", str(out), "--resume_from_checkpoint", str(out / "checkpoint-2"), "--bad_rows", "skip"])
+    assert (out / "checkpoint-4").exists()

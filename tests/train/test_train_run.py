@@ -100,6 +100,12 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys)
             main([file, *more])
     with pytest.raises(ValueError, match="row 3: .*cut.png"):
         main([file, "--check_images"])
+    (folder / "red.png").rename(folder / "kept.png")
+    (folder / "red.png").write_bytes(train_data.image_bytes()[:60])
+    with pytest.raises(ValueError, match="--bad_rows skip.* Nothing was trained"):  # more than one of eight
+        main([file, "--bad_rows", "0.2"])
+    (folder / "kept.png").rename(folder / "red.png")
+    main([file, "--bad_rows", "0.2", "--output_dir", str(tmp_path / "share")])
     capsys.readouterr()
     main([file, "--bad_rows", "skip"])
     shown = " ".join(capsys.readouterr().out.split())

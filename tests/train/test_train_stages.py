@@ -62,7 +62,7 @@ def test_under_tune_adapters_have_learning_rates_of_their_own(tmp_path):
     ("recipe", "message"),
     [
         (dict(stage="pretrain"), "stage must be one of 'align', 'tune', got 'pretrain'"),
-        (dict(bad_rows="STOP"), "bad_rows must be 'stop', 'skip' or a share between 0 and 1, such as 0.01; got 'STOP'"),
+        (dict(bad_rows="STOP"), "bad_rows must be 'stop', 'skip' or a share between 0 and 1, such as 0.01; got"),
         (dict(arm="foo"), "arm must be one of 'none', 'unit', 'aligned', 'gwc', got 'foo'"),
         (dict(stage="align", learning_rate=0), "nothing would be trained"),
         (dict(global_batch_size=-4), "global_batch_size must be at least 1, got -4"),

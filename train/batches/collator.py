@@ -3,7 +3,7 @@
 """Makes batches of parsed rows, with labels on exactly the answers."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class ConversationCollator:
     processor: LlavaProcessor
     pad_to_multiple_of: int | None = None
     max_image_pixels: int = 89_478_485
-    bad_rows: Literal["stop", "skip"] | float | None = None
+    bad_rows: str | float | None = None
     dropped_rows: DroppedRows | None = None
     padding_free: bool = False
     skippable: int = 0
