@@ -53,15 +53,15 @@ def read_question(raw: Mapping) -> Question:
         raise ValueError("it has options, and its question is a list of turns. Write the question as text")
     if not is_empty(index := raw.get("answer_index")):
         return Question(asked, letter_of_index(index, options), options, [], read | {"answer_index"})
-    answer, accepted = raw.get("answer"), parsed(raw.get("answers"))
+    answer, several = raw.get("answer"), parsed(raw.get("answers"))
+    accepted: list[str] = []
+    read |= {"answer"}
     if is_empty(answer):
-        answer, accepted, read = accepted, [], read | {"answer", "answers"}
-    elif answer in (accepted := accepted_answers(accepted)):
-        read |= {"answer", "answers"}
-    else:
-        accepted, read = [], read | {"answer"}
+        answer, read = several, read | {"answers"}
+    elif answer in accepted_answers(several):
+        accepted, read = accepted_answers(several), read | {"answers"}
     if options and not is_empty(answer):
-        answer = commonest(accepted_answers(answer) or [answer])
+        answer = commonest(accepted_answers(answer)) if accepted_answers(answer) else answer
         if isinstance(text := as_text(answer), str) and (letter := chosen_letter(text, options)):
             answer = letter if plain(text).isdigit() and plain(options[letter]) != plain(text) else text
     return Question(asked, answer, options, accepted, read)
@@ -72,12 +72,11 @@ def accepted_answers(value: Any) -> list[str]:
     value = transposed(value)
     if not isinstance(value, (list, tuple)):
         return []
-    texts = [
-        next((each[key] for key in ("answer", "text") if key in each), each) if isinstance(each, Mapping) else each
-        for each in value
-    ]
-    texts = [as_text(each) for each in texts]
-    return [each for each in texts if each.strip()] if all(isinstance(each, str) for each in texts) else []
+    texts: list[Any] = []
+    for each in value:
+        key = next((key for key in ("answer", "text") if key in each), None) if isinstance(each, Mapping) else None
+        texts.append(as_text(each[key] if key else each))
+    return [text for text in texts if text.strip()] if all(isinstance(text, str) for text in texts) else []
 
 
 def commonest(answers: list[str]) -> str:
