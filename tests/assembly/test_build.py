@@ -207,6 +207,20 @@ def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm):
     assert processor.chat_template == parts.CHATML
 
 
+def test_retrofit_keeps_the_first_token_that_llava_s_tokenizer_adds(tmp_path):
+    stock = AutoProcessor.from_pretrained(parts.llava(tmp_path / "llava", tiny.llava()))
+    stock.tokenizer.bos_token, stock.tokenizer.add_bos_token = "Z", True
+    stock.save_pretrained(tmp_path / "llava")
+    question = [{"role": "user", "content": "<image>what is this"}]
+    expected = stock(text=stock.apply_chat_template(question), images=Image.new("RGB", (40, 30)))["input_ids"][0]
+    assert stock.tokenizer.decode(expected[:2]) == "Z<|im_start|>"
+    retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built")
+    processor = AutoProcessor.from_pretrained(tmp_path / "built")
+    rendered = processor.apply_chat_template(question)
+    assert processor(text=rendered, images=Image.new("RGB", (40, 30)))["input_ids"][0] == expected
+    assert processor.tokenizer.encode(rendered.replace("<image>", 4 * "<image>"), add_special_tokens=False) == expected
+
+
 def test_retrofit_refuses_the_processor_of_another_model(tmp_path):
     parts.llava(tmp_path / "llava", tiny.llava())
     edit(tmp_path / "llava" / "config.json", image_token_index=5)
