@@ -270,6 +270,9 @@ def _finish(
         },
         from_llava=vision is language,
     )
+    # Prompt lookup repeats tokens of the prompt, and for a second image token there are no features.
+    suppressed = {*(model.generation_config.suppress_tokens or ()), config.image_token_id}
+    model.generation_config.suppress_tokens = sorted(suppressed)
     for part in (config.text_config, config.vision_config):
         part._name_or_path = _public_name(part._name_or_path)
     model.save_pretrained(folder)

@@ -9,7 +9,7 @@ import train_data
 import training
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
+from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig, pipeline
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
@@ -62,6 +62,8 @@ def check_settled(folder):
     processor = AutoProcessor.from_pretrained(folder)
     assert processor.tokenizer.padding_side == "left"
     assert processor.tokenizer.encode(prompt(processor, "a"))[:2] == [BOS, 1]
+    generation = GenerationConfig.from_pretrained(folder)
+    assert generation.suppress_tokens == [processor.image_token_id]
 
 
 def prompt(processor, question):
