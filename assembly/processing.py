@@ -59,7 +59,13 @@ def settle(processor: LlavaProcessor) -> None:
     if not template or not start + end:
         return
     texts = check_texts(template, tokenizer.special_tokens_map)
-    if start and not any(text.lstrip().startswith(added) for text in texts):
+    printed = {text.lstrip().startswith(added) for text in texts}
+    if len(printed) > 1:
+        raise ValueError(
+            f"The chat template prints {added!r}, which the tokenizer puts before a text, before some conversations "
+            "only. Give one that prints it before all of them, or none, with --chat-template."
+        )
+    if start and True not in printed:
         expected = [ids[: len(ids) - len(end)] for ids in map(tokenizer.encode, texts)]
         # Tokenizers with a space before a text have none after a special token.
         for first in (added, f"{added} "):

@@ -14,12 +14,14 @@ from chat_families import (
     SMOLLM2,
     TEMPLATES,
     WEATHER,
+    adding_tokenizer,
     chat,
     outcome,
     parts,
     render,
 )
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, AutoProcessor
 
 from normalign_llava.assembly.chat_template import has_generation_marks, multimodal_chat_template, printing_first
@@ -123,3 +125,14 @@ def test_all_ways_to_tokenize_a_conversation_agree(tmp_path, name, adds):
     plain = own.encode("Plain text.")
     assert text_tokenizer(processor.tokenizer).encode("Plain text.") == plain[: len(plain) - len(end)]
     assert processor.tokenizer.encode("Plain text.") == own.encode("Plain text.", add_special_tokens=False)
+
+
+def test_templates_and_tokenizers_that_cannot_agree_are_refused(tmp_path):
+    some = "{% if messages[0]['role'] == 'system' %}{{ bos_token }}{% endif %}" + SMOLLM2
+    with pytest.raises(ValueError, match="prints '<s>'.* before some conversations only.*--chat-template"):
+        built(tmp_path, adding_tokenizer(["<s>"]), some)
+    tokenizer = tiny_parts.tokenizer(extra=("<bos>",))  # which is no token of its own in a text
+    adds = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 3)])
+    tokenizer.backend_tokenizer.post_processor = adds
+    with pytest.raises(ValueError, match="puts '<bos>' before a text.* other tokens.*--chat-template"):
+        built(tmp_path, tokenizer, SMOLLM2)
