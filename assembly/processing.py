@@ -80,7 +80,7 @@ def settle(processor: LlavaProcessor) -> None:
         if os.environ.get("RANK", "0") == "0":
             logger.warning(
                 f"The chat template now prints {added!r}, which the tokenizer put before a text, so that all ways to "
-                "tokenize a conversation agree. A checkpoint that was trained before now was trained without it."
+                "tokenize a conversation agree. If this checkpoint is trained already, it was trained without it."
             )
     tokenizer.add_bos_token = tokenizer.add_eos_token = False
     tokenizer.init_kwargs["text_start"] = start
