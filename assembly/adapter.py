@@ -23,7 +23,7 @@ from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .build import ARM_FIELDS
-from .processing import pad_left
+from .processing import settle
 
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -86,7 +86,7 @@ def open_adapter(adapter: Path, base: str | None = None, base_quantization: str 
     realigned = stored != (config.projector_norm, config.projector_gain_init) and config.projector_norm != "none"
     trained = (adapter / "processor_config.json").exists()
     processor = Checkpoint(str(adapter), None, {}).processor if trained else opened.processor
-    pad_left(processor.tokenizer)
+    settle(processor)
     return Adapter(adapter, opened, config, quantization, realigned, processor)
 
 

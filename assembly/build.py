@@ -193,16 +193,16 @@ def retrofit_checkpoint(
                 f"{llava} is a {opened.model_type!r} model. --from-llava takes LLaVA checkpoints ('llava')."
             )
         check_vision_encoder(llava, opened.config.vision_config)
-        model = opened.load(NormAlignLlavaForConditionalGeneration, dtype, **arguments)
-        stock = opened.preprocessor(AutoProcessor)
-        strategy = model.config.vision_feature_select_strategy
-        processor = make_processor(stock.image_processor, stock.tokenizer, model.config.vision_config, strategy)
-        processor.chat_template = stock.chat_template
-        if processor.image_token_id != model.config.image_token_id:
+        config, stock = opened.config, opened.preprocessor(AutoProcessor)
+        strategy = config.vision_feature_select_strategy
+        stock.tokenizer.chat_template = stock.chat_template
+        processor = make_processor(stock.image_processor, stock.tokenizer, config.vision_config, strategy)
+        if processor.image_token_id != config.image_token_id:
             raise ValueError(
                 f"The processor of {llava} has image token {processor.image_token_id}, its model "
-                f"{model.config.image_token_id}. Use the processor that belongs to the model."
+                f"{config.image_token_id}. Use the processor that belongs to the model."
             )
+        model = opened.load(NormAlignLlavaForConditionalGeneration, dtype, **arguments)
         marks = has_generation_marks(stock.chat_template or "")
         return _finish(model, processor, folder, output, opened, opened, arm, marks)
 
@@ -270,6 +270,9 @@ def _finish(
         },
         from_llava=vision is language,
     )
+    # Prompt lookup repeats tokens of the prompt, and for a second image token there are no features.
+    suppressed = {*(model.generation_config.suppress_tokens or ()), config.image_token_id}
+    model.generation_config.suppress_tokens = sorted(suppressed)
     for part in (config.text_config, config.vision_config):
         part._name_or_path = _public_name(part._name_or_path)
     model.save_pretrained(folder)

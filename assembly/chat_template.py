@@ -93,6 +93,25 @@ def without_preamble(template: str, image_token: str) -> tuple[str, Callable[[Me
     return template.removeprefix(preamble), joined
 
 
+def printing_first(template: str, text: str, image_token: str) -> str:
+    """The template with `text` before all that it prints, whose white space stays as it is."""
+    preamble = _preamble(image_token)
+    preamble = preamble if template.startswith(preamble) else ""
+    # A block, since jinja strips the line break after it, and white space before a block that begins a line.
+    return f"{preamble}{{% if messages %}}{{{{ {text!r} }}}}{{% endif %}}\n{template.removeprefix(preamble)}"
+
+
+def check_texts(template: str, special_tokens: dict[str, Any]) -> list[str]:
+    """The conversations of the check, each with an image and with and without generation prompt, as it prints them."""
+    render, texts = _renderer(template, special_tokens), []
+    for chat in _CONVERSATIONS.values():
+        for add_generation_prompt in (False, True):
+            with suppress(Exception):  # a template may refuse a conversation with any error
+                messages = _as_parts(chat["messages"], {"type": "image"})
+                texts.append(render(messages, chat.get("tools"), add_generation_prompt))
+    return texts
+
+
 def has_generation_marks(template: str) -> bool:
     """Whether a template has `{% generation %}` marks."""
     return re.search(r"{%-?\s*generation\b", template) is not None

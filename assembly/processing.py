@@ -1,9 +1,32 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""A stock LlavaProcessor that writes as many image tokens as the vision encoder gives features."""
+"""A stock LlavaProcessor that writes as many image tokens as the vision encoder gives features.
 
-from transformers import BaseImageProcessor, LlavaProcessor, PreTrainedConfig, PreTrainedTokenizerBase
+Its tokenizer adds no tokens of its own. A rendered conversation is tokenized with what the tokenizer adds in some
+places (`processor(text)`) and without in others (training, TRL, vLLM, `tokenizer.apply_chat_template`), so a model
+would be asked in other tokens than it was trained on. A language model has read texts that start with what its
+tokenizer puts first. The chat templates of Llama 2 and 3, Gemma and Mistral print that, and stay as they are; those of
+TinyLlama, Zephyr and LLaVA 1.5 do not, and get it. What a tokenizer puts last would end a prompt before its answer.
+"""
 
+import copy
+import logging
+import os
+from tempfile import TemporaryDirectory
+
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    BaseImageProcessor,
+    LlavaProcessor,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from .chat_template import check_texts, printing_first
+
+
+logger = logging.getLogger(__name__)
 
 VISION_ENCODERS = {
     "clip_vision_model": 1,
@@ -20,13 +43,75 @@ def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"  # the attribute alone is not saved
 
 
+def settle(processor: LlavaProcessor) -> None:
+    """Makes the tokenizer pad on the left and add no tokens, and the chat template print those that it put first.
+
+    A processor without a chat template only pads on the left; one that is settled does not change. What was put first
+    is kept as `text_start` in `tokenizer_config.json`, for [`text_tokenizer`].
+
+    Raises:
+        ValueError: The tokens of a conversation would differ from those that the tokenizer gave before.
+    """
+    tokenizer = processor.tokenizer
+    pad_left(tokenizer)
+    start, end = _added(processor)
+    template, added = processor.chat_template, "".join(start)
+    if not template or not start + end:
+        return
+    texts = check_texts(template, tokenizer.special_tokens_map)
+    printed = {text.lstrip().startswith(added) for text in texts}
+    if len(printed) > 1:
+        raise ValueError(
+            f"The chat template prints {added!r}, which the tokenizer puts before a text, before some conversations "
+            "only. Give one that prints it before all of them, or none, with --chat-template."
+        )
+    if start and True not in printed:
+        expected = [ids[: len(ids) - len(end)] for ids in map(tokenizer.encode, texts)]
+        # Tokenizers with a space before a text have none after a special token.
+        for first in (added, f"{added} "):
+            if [tokenizer.encode(first + text, add_special_tokens=False) for text in texts] == expected:
+                break
+        else:
+            raise ValueError(
+                f"The tokenizer puts {added!r} before a text, and the chat template does not print it; if it did, the "
+                "text would have other tokens. Give a template that prints it with --chat-template."
+            )
+        processor.chat_template = tokenizer.chat_template = printing_first(template, first, processor.image_token)
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                f"The chat template now prints {added!r}, which the tokenizer put before a text, so that all ways to "
+                "tokenize a conversation agree. If this checkpoint is trained already, it was trained without it."
+            )
+    tokenizer.add_bos_token = tokenizer.add_eos_token = False
+    tokenizer.init_kwargs["text_start"] = start
+    if any(_added(processor)):
+        raise ValueError(f"The tokenizer adds {start + end} to every text, and cannot be set not to. Use another.")
+
+
+def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer for text without a chat template, which starts as the language model's own tokenizer had it."""
+    if start := tokenizer.init_kwargs.get("text_start"):
+        tokenizer, tokens = copy.deepcopy(tokenizer), zip(start, tokenizer.convert_tokens_to_ids(start), strict=True)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing([*start, "$A"], special_tokens=[*tokens])
+    return tokenizer
+
+
+def _added(processor: LlavaProcessor) -> tuple[list[str], list[str]]:
+    """The tokens that the tokenizer puts before and after a text."""
+    tokenizer, token = processor.tokenizer, processor.image_token
+    text, ids = tokenizer.encode(token, add_special_tokens=False), tokenizer.encode(token)
+    at = next(index for index in range(len(ids)) if ids[index : index + len(text)] == text)
+    start, end = ids[:at], ids[at + len(text) :]
+    return tokenizer.convert_ids_to_tokens(start), tokenizer.convert_ids_to_tokens(end)
+
+
 def make_processor(
     image_processor: BaseImageProcessor,
     tokenizer: PreTrainedTokenizerBase,
     vision_config: PreTrainedConfig,
     select_strategy: str | None = None,
 ) -> LlavaProcessor:
-    """A [`LlavaProcessor`] for this encoder and tokenizer; the tokenizer gets a pad token, on the left.
+    """A [`LlavaProcessor`] for this encoder and tokenizer, [settled][`settle`]; the tokenizer gets a pad token.
 
     An image processor without `crop_size` gets one: LlavaProcessor computes the number of image tokens from it for
     serving engines. `select_strategy` is `"default"`, `"full"`, or None for the one that fits the encoder.
@@ -45,8 +130,13 @@ def make_processor(
         image_processor.crop_size = {"height": size["height"], "width": size["width"]}
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    pad_left(tokenizer)
-    return LlavaProcessor(
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        # Other classes make their tokenizer anew when loaded, and transformers does not save all that it depends on:
+        # Zephyr's `legacy` space before a text would be lost.
+        with TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    processor = LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
         patch_size=vision_config.patch_size,
@@ -54,3 +144,5 @@ def make_processor(
         num_additional_image_tokens=class_tokens + getattr(vision_config, "num_register_tokens", 0),
         chat_template=tokenizer.chat_template,
     )
+    settle(processor)
+    return processor

@@ -19,6 +19,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..assembly.gain import embedding_statistics
+from ..assembly.processing import text_tokenizer
 from .load import find, load
 from .measure.depth import DepthProbe
 from .measure.families import decoder_layers, find_parts
@@ -118,7 +119,7 @@ def updates_of(model: str, revision: str | None = None) -> Updates:
         raise ValueError(f"{found.name} is a vision encoder. --critical measures a language model's layers.")
     n_text = embedding_statistics(found.source, top=0, revision=found.revision).n_text
     if found.processor is not None:
-        return measure_updates(find_parts(load(found)).decoder, found.processor.tokenizer, n_text)
+        return measure_updates(find_parts(load(found)).decoder, text_tokenizer(found.processor.tokenizer), n_text)
     device_map: Any = "auto" if torch.cuda.is_available() else {"": "disk"}
     with tempfile.TemporaryDirectory() as folder:
         opened = found.checkpoint

@@ -5,23 +5,55 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import BatchFeature, TextStreamer
+from rich.status import Status
+from rich.text import Text
+from torch import Tensor
+from transformers import BatchFeature, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from ..data.rows.questions import Sample
 from ..diagnose.data import batches
 from ..diagnose.load import find, load
-from ..errors import escaped
+from ..errors import Console, escaped
 
 
-class _Answer(TextStreamer):
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        super().on_finalized_text(escaped(text), stream_end)  # it cannot control the terminal
+class AnswerPrinter(BaseStreamer):
+    """Prints each token as it comes, which a `TextStreamer` does not: JSON without spaces would wait for its end.
+
+    `status` ends before the first.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, status: Status):
+        self.tokenizer, self.status = tokenizer, status
+        self.ids: list[int] | None = None
+        self.printed = ""
+
+    def put(self, value: Tensor) -> None:
+        """Takes the prompt first, and then what is generated."""
+        if self.ids is None:
+            self.ids = []
+            return
+        self.status.stop()
+        self.ids += value.flatten().tolist()
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):  # a part of a character
+            self._print(text)
+
+    def end(self) -> None:
+        """Prints what is left, and a line break."""
+        self._print(self.tokenizer.decode(self.ids, skip_special_tokens=True), end="\n")
+
+    def _print(self, text: str, end: str = "") -> None:
+        print(escaped(text[len(self.printed) :]), end=end, flush=True)  # it cannot control the terminal
+        self.printed = text
 
 
 def ask(
     model: str, image: Path, question: str, *, max_new_tokens: int, trust_remote_code: bool = False, **loading: Any
 ) -> None:
-    """Prints the greedy answer of a model to a question about an image, word by word; `loading` is of [`load`].
+    """Prints the greedy answer of a model to a question about an image, token by token; `loading` is of [`load`].
+
+    While image and question are read, which takes a large model minutes on a CPU, a terminal says so on stderr.
 
     Raises ValueError, before weights are loaded, if the model, the image or the question cannot be used.
     """
@@ -38,6 +70,7 @@ def ask(
         raise ValueError(f"Image and question have {tokens:,} tokens, and {found.name} takes {most:,}. Ask shorter.")
     answering = load(found, **loading)
     asked = BatchFeature(inputs).to(answering.device, answering.dtype)
-    streamer = _Answer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    answering.generate(**asked, **greedy, max_new_tokens=max_new_tokens, streamer=streamer)
+    with Console(stderr=True).status(Text(f"Reading {image.name}")) as status:
+        streamer = AnswerPrinter(processor.tokenizer, status)
+        answering.generate(**asked, **greedy, max_new_tokens=max_new_tokens, streamer=streamer)

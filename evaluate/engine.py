@@ -26,6 +26,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks.manager import TaskDict
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedModel, ProcessorMixin
 
+from ..assembly.processing import text_tokenizer
 from ..diagnose.load import Found, load
 from .results import FOLDER, Evaluation, Metric
 
@@ -61,16 +62,18 @@ class MultimodalLM(HFMultimodalLM):
         super().__init__(model, batch_size=batch_size)
 
     def _create_tokenizer(self, *args, **kwargs):
-        self.tokenizer = self.processor.tokenizer
+        self.tokenizer = text_tokenizer(self.processor.tokenizer)
 
     def tok_batch_multimodal_encode(
         self, strings, images, padding_side="left", left_truncate_len=None, truncation=False
     ):
+        tokenizer = self.processor.tokenizer
         if not any(images):
-            ids, mask = self.tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+            with patch.object(self, "tokenizer", tokenizer):
+                ids, mask = self.tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
             return BatchEncoding({"input_ids": ids, "attention_mask": mask}).to(self.device)
-        first = self.tokenizer.bos_token
-        if first and self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]:
+        first = tokenizer.bos_token
+        if first and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
             strings = [string.removeprefix(first) for string in strings]
         inputs = super().tok_batch_multimodal_encode(strings, images, padding_side, None, truncation)
         if left_truncate_len and (length := inputs["input_ids"].shape[1]) > left_truncate_len:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import AutoProcessor, BitsAndBytesConfig, DataCollator, LlavaProcessor, TrainingArguments
 
-from ..assembly.processing import pad_left
+from ..assembly.processing import settle
 from ..checkpoint.find import find_checkpoint
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.precision import warn_if_slow
@@ -194,7 +194,7 @@ def model_processor(
             f"processing_class is a {type(processor).__name__}, which reads no images. Give a LlavaProcessor, or "
             "leave it out: it is loaded from the checkpoint."
         )
-    pad_left(processor.tokenizer)
+    settle(processor)
     return processor
 
 

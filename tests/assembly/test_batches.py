@@ -9,13 +9,14 @@ import train_data
 import training
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
+from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig, pipeline
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.train.run import main
 
 
+BOS = 3 + ord("Z") - ord(" ")
 IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), "red")]
 QUESTIONS = ["what is it", "say in more words what there is in the image"]
 MODULES = r".*\.language_model\..*\.(q_proj|v_proj)"
@@ -43,13 +44,26 @@ def train(folder, checkpoint, output):
     return main([word for name, value in given.items() for word in (f"--{name}", str(value))])
 
 
-def padding_right(folder):
-    """Turns a checkpoint into one from before the padding side was saved."""
+def unsettled(folder):
+    """Turns a checkpoint into one from before padding side and first token were settled."""
+    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
+    tokenizer.bos_token, tokenizer.add_bos_token = "Z", True
+    tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text())
     file.write_text(json.dumps({key: value for key, value in settings.items() if key != "padding_side"}))
-    assert AutoProcessor.from_pretrained(folder).tokenizer.padding_side == "right"
+    processor = AutoProcessor.from_pretrained(folder)
+    assert processor.tokenizer.padding_side == "right" and processor.tokenizer.encode("a")[0] == BOS
+    assert not prompt(processor, "a").startswith("Z")
     return folder
+
+
+def check_settled(folder):
+    processor = AutoProcessor.from_pretrained(folder)
+    assert processor.tokenizer.padding_side == "left"
+    assert processor.tokenizer.encode(prompt(processor, "a"))[:2] == [BOS, 1]
+    generation = GenerationConfig.from_pretrained(folder)
+    assert generation.suppress_tokens == [processor.image_token_id]
 
 
 def prompt(processor, question):
@@ -88,14 +102,16 @@ def test_labels_are_padded_right_all_the_same(tmp_path, checkpoint):
     assert batch["attention_mask"][:, 0].all() and not batch["attention_mask"][:, -1].all()
 
 
-def test_training_from_a_checkpoint_that_pads_right_writes_one_that_pads_left(tmp_path):
-    checkpoint = padding_right(built(tmp_path))
+def test_training_from_an_unsettled_checkpoint_writes_a_settled_one(tmp_path, caplog):
+    checkpoint = unsettled(built(tmp_path))
     output = train(tmp_path, checkpoint, tmp_path / "trained")
     for folder in (output, output / "checkpoint-1"):
-        assert AutoProcessor.from_pretrained(folder).tokenizer.padding_side == "left"
+        check_settled(folder)
+    assert caplog.text.count("now prints 'Z', which the tokenizer put before a text") == 1
+    assert "If this checkpoint is trained already, it was trained without it" in caplog.text
 
 
-def test_merging_into_a_base_that_pads_right_writes_one_that_pads_left(tmp_path):
-    base = padding_right(built(tmp_path))
+def test_merging_into_an_unsettled_base_writes_a_settled_checkpoint(tmp_path):
+    base = unsettled(built(tmp_path))
     merge_adapter(adapter_of(base, tmp_path / "adapter"), tmp_path / "merged", base_quantization="none")
-    assert AutoProcessor.from_pretrained(tmp_path / "merged").tokenizer.padding_side == "left"
+    check_settled(tmp_path / "merged")

@@ -14,6 +14,7 @@ from transformers import (
     AutoProcessor,
     FalconH1Config,
     GemmaConfig,
+    GenerationConfig,
     GPT2Config,
     InklingTextConfig,
     LlamaConfig,
@@ -76,6 +77,31 @@ def test_the_language_model_is_kept_whole(tmp_path, cls, tied):
     padded = ours.get_input_embeddings().weight
     assert len(padded) % 64 == 0 and torch.equal(padded[:rows], source.get_input_embeddings().weight)
     assert (padded[rows:] == padded[rows]).all()
+
+
+def test_prompt_lookup_repeats_no_image_token(folders):
+    vision, language, output = folders
+    GenerationConfig(suppress_tokens=[5], eos_token_id=2).save_pretrained(language)
+    build_checkpoint(vision, language, output)
+    model = tiny.heeding(AutoModelForImageTextToText.from_pretrained(output))
+    processor = AutoProcessor.from_pretrained(output)
+    assert model.generation_config.suppress_tokens == [5, processor.image_token_id]
+    image, options = Image.linear_gradient("L").convert("RGB"), {"max_new_tokens": 12, "do_sample": False}
+    for letter in "abcde":  # after a line break, as the first token of an answer
+        text = processor.apply_chat_template(
+            [{"role": "user", "content": [{"type": "text", "text": letter}, {"type": "image"}]}],
+            add_generation_prompt=True,
+        )
+        inputs = processor(text=text, images=image, return_tensors="pt")
+        answer = model.generate(**inputs, **options)
+        assert torch.equal(model.generate(**inputs, **options, prompt_lookup_num_tokens=3), answer)
+        with pytest.raises(ValueError, match="features and image tokens do not match"):
+            model.generate(**inputs, **options, prompt_lookup_num_tokens=3, suppress_tokens=[5])
+    drawn = model.generate(
+        **inputs, max_new_tokens=20, do_sample=True, temperature=1e6, top_k=0, num_return_sequences=50
+    )
+    produced = drawn[:, inputs["input_ids"].shape[1] :]
+    assert processor.image_token_id not in produced and len(produced.unique()) > 50
 
 
 @pytest.mark.parametrize("arm, norm", [*((arm, "layer_norm") for arm in ARMS), ("gwc", "rms_norm")])
@@ -205,6 +231,20 @@ def test_retrofit_keeps_every_tensor_of_a_llava_checkpoint(tmp_path, arm):
     assert report.tokens_per_image == 4
     processor = AutoProcessor.from_pretrained(tmp_path / "built")
     assert processor.chat_template == parts.CHATML
+
+
+def test_retrofit_keeps_the_first_token_that_llava_s_tokenizer_adds(tmp_path):
+    stock = AutoProcessor.from_pretrained(parts.llava(tmp_path / "llava", tiny.llava()))
+    stock.tokenizer.bos_token, stock.tokenizer.add_bos_token = "Z", True
+    stock.save_pretrained(tmp_path / "llava")
+    question = [{"role": "user", "content": "<image>what is this"}]
+    expected = stock(text=stock.apply_chat_template(question), images=Image.new("RGB", (40, 30)))["input_ids"][0]
+    assert stock.tokenizer.decode(expected[:2]) == "Z<|im_start|>"
+    retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "built")
+    processor = AutoProcessor.from_pretrained(tmp_path / "built")
+    rendered = processor.apply_chat_template(question)
+    assert processor(text=rendered, images=Image.new("RGB", (40, 30)))["input_ids"][0] == expected
+    assert processor.tokenizer.encode(rendered.replace("<image>", 4 * "<image>"), add_special_tokens=False) == expected
 
 
 def test_retrofit_refuses_the_processor_of_another_model(tmp_path):

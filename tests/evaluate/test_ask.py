@@ -1,5 +1,6 @@
 """`normalign ask`: a checkpoint's and an adapter's answers, and errors that say what is there."""
 
+import io
 import json
 import shutil
 
@@ -7,12 +8,15 @@ import pytest
 import torch
 import training
 from asking import generate
+from chat_families import byte_tokenizer
 from peft import LoraConfig, get_peft_model
 from PIL import Image
+from rich.console import Console
 from typer.testing import CliRunner
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.cli import app
+from normalign_llava.evaluate.ask import AnswerPrinter
 
 
 pytestmark = pytest.mark.slow
@@ -20,8 +24,9 @@ pytestmark = pytest.mark.slow
 QUESTION = "what is 7 plus 0?"
 
 
-def ask(model, image, *words, question=QUESTION):
-    return CliRunner().invoke(app, ["ask", str(model), str(image), question, *words], env={"COLUMNS": "500"})
+def ask(model, image, *words, question=QUESTION, **environment):
+    words = ["ask", str(model), str(image), question, *words]
+    return CliRunner().invoke(app, words, env={"COLUMNS": "500", **environment})
 
 
 def evaluated(model, data):
@@ -36,7 +41,9 @@ def test_answers_are_those_of_generate(checkpoint, tmp_path):
     file, tokens = tmp_path / "noise.png", ("--max-new-tokens", "12")
     file.write_bytes(training.image(1))
     expected = generate(checkpoint, QUESTION, Image.open(file), tokens=12)[0]
-    assert ask(checkpoint, file, *tokens).stdout == expected + "\n"
+    in_file, in_terminal = (ask(checkpoint, file, *tokens, TTY_COMPATIBLE=each) for each in "01")
+    assert in_file.stdout == in_terminal.stdout == expected + "\n"
+    assert "Reading noise.png" in in_terminal.stderr and "Reading" not in in_file.stderr
 
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
     targets = {"target_modules": r".*\.language_model\..*_proj", "modules_to_save": ["multi_modal_projector"]}
@@ -53,6 +60,25 @@ def test_answers_are_those_of_generate(checkpoint, tmp_path):
     assert ask(tmp_path / "adapter", file, *tokens).stdout == of_adapter + "\n" != expected + "\n"
     (tmp_path / "data.csv").write_text(f"image,question,answer\nnoise.png,{QUESTION},7\n")
     assert evaluated(tmp_path / "adapter", tmp_path / "data.csv") == evaluated(merged, tmp_path / "data.csv")
+
+
+def test_each_token_is_printed_as_it_comes(capsys):
+    tokenizer = byte_tokenizer()
+    status = Console(file=io.StringIO(), force_terminal=True).status("Reading")
+    status.start()
+    printer = AnswerPrinter(tokenizer, status)
+    printer.put(torch.tensor([tokenizer.encode("What?")]))
+    assert status._live.is_started
+    printed = []
+    for token in tokenizer.encode('{"é":1} \x1b'):
+        printer.put(torch.tensor([token]))
+        printed.append(capsys.readouterr().out)
+        assert not status._live.is_started
+    assert printed == ["{", '"', "", "é", '"', ":", "1", "}", " ", r"\x1b"]
+    printer.put(torch.tensor([tokenizer.encode("é")[0]]))
+    printer.put(torch.tensor([tokenizer.eos_token_id]))
+    printer.end()
+    assert capsys.readouterr().out == "\ufffd\n"
 
 
 def test_what_is_not_there_is_named(checkpoint, tmp_path):

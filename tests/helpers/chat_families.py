@@ -2,8 +2,8 @@
 
 from importlib.resources import files
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 
@@ -183,3 +183,29 @@ def byte_tokenizer(*special: str, bos="<s>", eos="</s>") -> PreTrainedTokenizerF
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token="<pad>")
     fast.add_special_tokens({"additional_special_tokens": list(special)})
     return fast
+
+
+def adding_tokenizer(start, end=()) -> PreTrainedTokenizerFast:
+    """One token a byte, and tokens that it puts before and after a text."""
+    tokenizer = byte_tokenizer(*{*start, *end} - {"<s>", "</s>"})
+    tokens = [(token, tokenizer.convert_tokens_to_ids(token)) for token in {*start, *end}]
+    added = processors.TemplateProcessing([*start, "$A", *end], special_tokens=tokens)
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence([processors.ByteLevel(), added])  # as Llama 3's
+    return tokenizer
+
+
+def llama_tokenizer(legacy: bool) -> LlamaTokenizer:
+    """One token a letter: `<s>` before a text, and a space before its first word or before every piece of it."""
+    letters = ["<unk>", "<s>", "</s>", "<pad>", "\u2581", "\n", *map(chr, range(33, 127))]
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    return LlamaTokenizer(vocabulary, [], legacy=legacy, add_bos_token=True, pad_token="<pad>")
+
+
+ADDING = {
+    "nothing": (byte_tokenizer, [], []),
+    "first and last": (lambda: adding_tokenizer(["<s>"], ["</s>"]), ["<s>"], ["</s>"]),
+    "two first": (lambda: adding_tokenizer(["[gMASK]", "<sop>"]), ["[gMASK]", "<sop>"], []),
+    "a space": (lambda: llama_tokenizer(legacy=False), ["<s>"], []),
+    "spaces": (lambda: llama_tokenizer(legacy=True), ["<s>"], []),
+}
+"""Tokenizers by what they add to a text, with the tokens that come before and after it."""

@@ -238,9 +238,7 @@ def test_a_bad_row_of_a_stream_stops_with_the_checkpoint_from_which_it_is_skippe
     path = train_data.write_json(tmp_path / "data", rows, "data.jsonl")
     options = dict(dataset_name=str(path), dataset_streaming=True, shuffle_buffer_size=1, max_steps=4, save_steps=1)
     file, out = recipe(tmp_path / "run", parts, **options), tmp_path / "out"
-    message = (
-        r"row 10: the answer in turn 1 is empty(.|\n)*--bad_rows skip(.|\n)*_from_checkpoint (\S+)\. What"
-    )
+    message = r"row 10: the answer in turn 1 is empty(.|\n)*--bad_rows skip(.|\n)*_from_checkpoint (\S+)\. What"
     with pytest.raises(ValueError) as error:
         main([file, "--output_dir", str(out)])
     checkpoint = re.search(message, str(error.value))[3]

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import LlavaProcessor
 from trl.trainer.utils import pad
 
+from ...assembly.processing import settle
 from ...checkpoint.loading import loading
 from ...data.rows.checks import tokens_per_image
 from ...data.rows.images import decode_image
@@ -40,7 +41,7 @@ class ConversationCollator:
     are labelled.
 
     Args:
-        processor: The processor; its chat template must have generation marks.
+        processor: The processor; its chat template must have generation marks. It is settled, see [`settle`].
         pad_to_multiple_of: The length of a batch is a multiple of this.
         max_image_pixels: Images with more pixels are bad.
         bad_rows: `"stop"` raises at a bad image, `"skip"` records the row in `dropped_rows`; a share, or None for the
@@ -65,6 +66,7 @@ class ConversationCollator:
 
     def __post_init__(self):
         self._skipped: set[tuple[str, int]] = set()
+        settle(self.processor)
         self._tokens_per_image = tokens_per_image(self.processor)
         with loading("The chat template"):
             ((_, labels),) = self._encoded([{"messages": _PROBE}])
