@@ -295,6 +295,9 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         state_dict |= {name: value.float() for name, value in state_dict.items() if "projector.norm." in name}
         for part in (self.config.text_config, self.config.vision_config):
             part.dtype = self.dtype  # as loading sets it, so that saving again writes the same configuration
+        if (head := self.get_output_embeddings()) is not None:  # serving engines read the inner value
+            tied = head.weight is self.get_input_embeddings().weight
+            self.config.tie_word_embeddings = self.config.text_config.tie_word_embeddings = tied
         kwargs.setdefault("save_original_format", False)
         return super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
 
