@@ -135,11 +135,10 @@ def _adapter_config(adapter: Path) -> LoraConfig:
         config = PeftConfig.from_pretrained(adapter)
     if config.peft_type != PeftType.LORA:
         raise ValueError(f"{adapter} is a {config.peft_type} adapter. Only LoRA, DoRA and rsLoRA can be merged here.")
-    if str(config.init_lora_weights).startswith(CHANGE_THE_BASE) or config.kasa_config:
+    if str(config.init_lora_weights).startswith(CHANGE_THE_BASE):
         raise ValueError(
-            f"{adapter} was trained with init_lora_weights {config.init_lora_weights!r} or KaSA, which change the "
-            "base: it does not fit the one that it names. Save it as plain LoRA, with PEFT's "
-            "path_initial_model_for_weight_conversion."
+            f"{adapter} was trained with init_lora_weights {config.init_lora_weights!r}, which changes the base: it "
+            "does not fit it. Save it as plain LoRA, by PEFT's path_initial_model_for_weight_conversion."
         )
     return config
 

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """PEFT's options of LoRA: what is named is trained and merged, or refused before weights are loaded."""
 
+import copy
 import shutil
 from dataclasses import fields
 from fnmatch import fnmatch
@@ -12,7 +13,7 @@ import training
 from peft import LoraConfig
 from peft.tuners.lora.config import ArrowConfig, KasaConfig, LoftQConfig, LoraGAConfig, MontecloraConfig
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, Qwen2Config
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, Qwen2Config
 from trl import ModelConfig, get_peft_config
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
@@ -46,12 +47,13 @@ def tensors(folder):
     return {HEAD: found[EMBEDDINGS], **found}
 
 
-def trained(adapters, base, folder, **options):
+def trained(adapters, base, folder, quantization=None):
     trainer = NormAlignTrainer(
         base if isinstance(base, torch.nn.Module) else str(base),
-        training.arguments(folder, learning_rate=1e-2, **options),
+        training.arguments(folder, learning_rate=1e-2),
         None,
         training.rows(),
+        quantization_config=quantization,
         peft_config=adapters,
     )
     trainer.train()
@@ -98,7 +100,6 @@ PEFT = {
     ),
     "ranks": (dict(rank_pattern={"q_proj": 3}, alpha_pattern={"layers.1.mlp.up_proj": 32}, use_rslora=True), LINEARS),
     "gaussian": (dict(init_lora_weights="gaussian"), LINEARS),
-    "orthogonal": (dict(init_lora_weights="orthogonal"), LINEARS),
     "random": (dict(init_lora_weights=False), LINEARS),
     "biases": (dict(target_modules=["q_proj"], bias="lora_only"), {*QUERIES, f"{LAYERS}.q_proj.bias"}),
     "biases of B": (dict(target_modules=["q_proj"], lora_bias=True), {*QUERIES, f"{LAYERS}.q_proj.bias"}),
@@ -130,6 +131,18 @@ TRAINED = [
 ]
 
 
+def assert_computes_the_same(trainer, folder):
+    """The model that was trained, the merged one and the adapter on its base, as asked and evaluated."""
+    inputs = trainer.data_collator([trainer.train_dataset[0]])
+    merged = AutoModelForImageTextToText.from_pretrained(folder / "merged")
+    with torch.no_grad():
+        expected, *found = (
+            model.eval()(**inputs).logits for model in (trainer.model, merged, open_adapter(folder).load())
+        )
+    for logits in found:
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
 def adapters_of(options):
     """By TRL's names or PEFT's."""
     if options.keys() <= {field.name for field in fields(ModelConfig)}:
@@ -142,7 +155,11 @@ def adapters_of(options):
 )
 def test_what_is_named_is_trained_and_merged_and_nothing_else(bases, tmp_path, tied, name, case):
     options, patterns = case
-    trainer = trained(adapters_of(options), bases[tied], tmp_path)
+    adapters = adapters_of(options)
+    given = copy.deepcopy(adapters)
+    trainer = trained(adapters, bases[tied], tmp_path)
+    assert adapters == given
+    assert str(bases[tied]) not in (tmp_path / "README.md").read_text()  # PEFT's card would name the base by its path
     merge_adapter(tmp_path, tmp_path / "merged")
     before, after = tensors(bases[tied]), tensors(tmp_path / "merged")
     assert before.keys() == after.keys()
@@ -154,15 +171,20 @@ def test_what_is_named_is_trained_and_merged_and_nothing_else(bases, tmp_path, t
         rows = (before[EMBEDDINGS] != after[EMBEDDINGS]).any(-1).nonzero().flatten().tolist()
         assert rows == TOKENS
 
-    inputs = trainer.data_collator([trainer.train_dataset[0]])
-    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
-    with torch.no_grad():
-        expected, *found = (
-            model.eval()(**inputs).logits for model in (trainer.model, merged, open_adapter(tmp_path).load())
-        )
-    for logits in found:
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    assert_computes_the_same(trainer, tmp_path)
     check_checkpoint(tmp_path / "merged")
+
+
+def test_what_is_trained_in_full_on_a_quantized_base_is_not_rounded(bases, tmp_path):
+    # TRL rounds it to bfloat16, in which a head does not take the hidden states of a base in float32.
+    adapters = LoraConfig(r=4, modules_to_save=["lm_head"], trainable_token_indices=TOKENS)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")
+    trainer = trained(adapters, bases[False], tmp_path, quantization)
+    merge_adapter(tmp_path, tmp_path / "merged")
+    before, after = tensors(bases[False]), tensors(tmp_path / "merged")
+    assert (before[EMBEDDINGS] != after[EMBEDDINGS]).any(-1).nonzero().flatten().tolist() == TOKENS
+    assert not torch.equal(after[HEAD], after[HEAD].bfloat16().float()) and not torch.equal(before[HEAD], after[HEAD])
+    assert_computes_the_same(trainer, tmp_path)
 
 
 def test_every_option_that_trl_has_is_in_the_table():
@@ -267,9 +289,10 @@ NEITHER = {
     **{
         start: (
             dict(init_lora_weights=start, **more),
-            f"init_lora_weights '{start}' is computed from the base's weights or from data",
+            f"init_lora_weights is '{start}'. Use True, False or 'gaussian'",
         )
         for start, more in {
+            "orthogonal": {},
             "pissa": {},
             "pissa_niter_4": {},
             "olora": {},

@@ -73,10 +73,10 @@ def language_adapter(
 
 
 def _check_options(config: LoraConfig) -> None:
-    if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+    if config.init_lora_weights not in (True, False, "gaussian"):
         raise ValueError(
-            f"init_lora_weights {config.init_lora_weights!r} is computed from the base's weights or from data, and "
-            "the adapter may not fit the base as it is stored. Use True, 'gaussian' or 'orthogonal'."
+            f"init_lora_weights is {config.init_lora_weights!r}. Use True, False or 'gaussian': others are computed "
+            "from the base's weights or from data, and may change the base, which the adapter would then not fit."
         )
     if config.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(f"task_type is {config.task_type!r}. Answers are trained with 'CAUSAL_LM'.")
@@ -246,19 +246,23 @@ def _reason(error: Exception) -> str:
 
 
 def train_in_float32(model: PeftModel, autocast: bool) -> None:
-    """Makes the adapter's matrices and tokens float32, and its copies of projector and vision tower, with base values.
+    """Makes the adapter's matrices and tokens float32, and its copies of projector and vision tower.
 
     At small learning rates bfloat16 weights hardly move, and TRL rounds all that is trained on a quantized base to it.
-    Further `modules_to_save` keep their precision.
+    Copies have the base's values; those of further `modules_to_save` have its precision too.
     """
     for name, parameter in model.named_parameters():
         if ".lora_" in name or ".trainable_tokens_delta." in name:
             parameter.data = parameter.data.float()
     inner = model.get_base_model().model
-    for module in (inner.multi_modal_projector, inner.vision_tower):
-        if isinstance(module, ModulesToSaveWrapper):  # it is trained
-            copied = module.modules_to_save["default"]
-            for parameter, value in zip(copied.parameters(), module.original_module.parameters(), strict=True):
-                parameter.data = value.to(parameter.device, torch.float32, copy=True)
-            if not autocast:
-                copied.register_forward_pre_hook(lambda module, inputs: tuple(each.float() for each in inputs))
+    for module in model.modules():
+        if not isinstance(module, ModulesToSaveWrapper):
+            continue
+        copied, in_full = (
+            module.modules_to_save["default"],
+            module in (inner.multi_modal_projector, inner.vision_tower),
+        )
+        for parameter, value in zip(copied.parameters(), module.original_module.parameters(), strict=True):
+            parameter.data = value.to(parameter.device, torch.float32 if in_full else value.dtype, copy=True)
+        if in_full and not autocast:
+            copied.register_forward_pre_hook(lambda module, inputs: tuple(each.float() for each in inputs))
