@@ -113,7 +113,7 @@ def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlav
         adapted = put_on_meta(model, peft_config)
     with loading(f"{adapter / ADAPTER_WEIGHTS}"), safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
         found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    expected = {}
+    expected: dict[str, list[int]] = {}
     for tables in (True, False):  # embeddings with an adapter are saved whole besides
         places = get_peft_model_state_dict(adapted, save_embedding_layers=tables)
         expected |= {name: list(each.shape) for name, each in places.items() if name in found or not tables}

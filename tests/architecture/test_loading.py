@@ -255,3 +255,10 @@ def test_whatever_a_source_says_of_tied_embeddings_every_result_says_what_its_te
         if options:
             merge_adapter(tmp_path / name, tmp_path / "merged")
         assert_reloads(tmp_path / ("merged" if options else name), trainer.model, tied, caplog)
+
+
+def test_tied_embeddings_are_stored_once_where_each_was_gathered_by_itself(tmp_path, caplog):
+    model = tiny.model()
+    gathered = {name: value.clone() for name, value in model.state_dict().items()}  # as FSDP2 does
+    model.save_pretrained(tmp_path, state_dict=gathered)
+    assert_reloads(tmp_path, model, True, caplog)
