@@ -242,7 +242,7 @@ NEITHER = {
         dict(target_modules=["q_proj"], layers_to_transform=[0], layers_pattern=["layers", "h"]),
         "layers_pattern names h",
     ),
-    "an exclusion": (dict(exclude_modules=["w_proj"]), "exclude_modules has .*w_proj, which excludes no adapter"),
+    "an exclusion": (dict(exclude_modules=["w_proj"]), "exclude_modules has w_proj, which excludes no adapter"),
     "an excluded block": (
         dict(exclude_modules=["layers.0"]),
         "which excludes no adapter. A module does not stand for the layers in it",

@@ -56,8 +56,8 @@ def language_adapter(
     with torch.device("meta"):
         model = NormAlignLlavaForConditionalGeneration(model_config)
     own, excluded = config.target_modules, config.exclude_modules or ()
-    excluded = [excluded] if isinstance(excluded, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(excluded)]
-    config.exclude_modules = "|".join([ELSEWHERE, *excluded])
+    names = {excluded: excluded} if isinstance(excluded, str) else {name: _ending(name) for name in sorted(excluded)}
+    config.exclude_modules = "|".join([ELSEWHERE, *names.values()])
     if own in (None, "all-linear"):
         config.target_modules = set(_linear_layers(model))
     elif isinstance(own, str) and re.fullmatch(r"[\w.]+", own):  # no pattern: TRL makes text of a list of one name
@@ -66,7 +66,7 @@ def language_adapter(
     config.target_parameters = _target_parameters(config, model)
     if own not in (None, "all-linear"):
         _check_targets(config, model)
-    _check_layers(config, model, excluded)
+    _check_layers(config, model, names)
     _check_tokens(config, model)
     _check_merged(config, model)
     return config
@@ -121,7 +121,7 @@ def _target_parameters(config: LoraConfig, model: nn.Module) -> list[str] | None
     """Those in the language model: by their paths, if the names are also of others, which PEFT cannot exclude."""
     targets = []
     for target in config.target_parameters or ():
-        found = [name for name, _ in model.named_parameters() if f".{name}".endswith(f".{target}")]
+        found = [name for name, _ in model.named_parameters() if re.fullmatch(_ending(target), name)]
         inside = [name for name in found if not re.fullmatch(ELSEWHERE, name)]
         if not inside:
             raise ValueError(f"target_parameters names {target}, and the language model has no such parameter.")
@@ -139,7 +139,7 @@ def _check_targets(config: LoraConfig, model: nn.Module) -> None:
     else:
         left_out = {name for name in targets if not _adapted(config, names, target_modules={name})}
     for name in sorted(left_out):
-        found = [path for path in names if f".{path}".endswith(f".{name}")]
+        found = [path for path in names if re.fullmatch(_ending(name), path)]
         why = "exclude_modules, modules_to_save or layers_to_transform leaves it out"
         if not found:
             why = f"there is no such module. Layers of the language model: {', '.join(_linear_layers(model))}"
@@ -148,7 +148,7 @@ def _check_targets(config: LoraConfig, model: nn.Module) -> None:
         raise ValueError(f"target_modules names {name}, which would get no adapter: {why}.")
 
 
-def _check_layers(config: LoraConfig, model: nn.Module, excluded: Sequence[str]) -> None:
+def _check_layers(config: LoraConfig, model: nn.Module, excluded: dict[str, str]) -> None:
     """Raises ValueError if a layer, an exclusion, a rank or an alpha applies to no adapter."""
     names = _modules(model)
     adapted = _adapted(config, names)
@@ -158,11 +158,11 @@ def _check_layers(config: LoraConfig, model: nn.Module, excluded: Sequence[str])
             if not _adapted(config, names, **{option: [value]}):
                 count = model.config.text_config.num_hidden_layers
                 raise ValueError(f"{option} names {value}, where no adapter would be. Layers are 0 to {count - 1}.")
-    for pattern in excluded:
+    for given, pattern in excluded.items():
         found = [name for name in names if re.fullmatch(pattern, name)]
         if not found or any(name.startswith(f"{path}.") for path in found for name in adapted):
             raise ValueError(
-                f"exclude_modules has {pattern}, which excludes no adapter. A module does not stand for the layers in "
+                f"exclude_modules has {given}, which excludes no adapter. A module does not stand for the layers in "
                 "it: name those, or give a regular expression."
             )
     for option in ("rank_pattern", "alpha_pattern"):
@@ -235,6 +235,11 @@ def _linear_layers(model: nn.Module) -> list[str]:
     """Names of the language model's linear layers, without their paths."""
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     return sorted({_last(name) for name in linears if name.startswith("model.language_model.")})
+
+
+def _ending(name: str) -> str:
+    """The pattern of paths that end in a name, as PEFT reads one."""
+    return rf"(.*\.)?{re.escape(name)}"
 
 
 def _last(path: str) -> str:
