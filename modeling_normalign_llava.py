@@ -293,8 +293,11 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
         """
         state_dict = self.state_dict() if state_dict is None else dict(state_dict)
         state_dict |= {name: value.float() for name, value in state_dict.items() if "projector.norm." in name}
-        for part in (self.config.text_config, self.config.vision_config):
-            part.dtype = self.dtype  # as loading sets it, so that saving again writes the same configuration
+        self.config.text_config.dtype = self.config.vision_config.dtype = self.dtype  # as loading sets it
+        if (head := self.get_output_embeddings()) is not None:
+            tied = head.weight is self.get_input_embeddings().weight  # FSDP2 gathers both tensors
+            self.config.tie_word_embeddings = self.config.text_config.tie_word_embeddings = tied
+            state_dict = {name: value for name, value in state_dict.items() if not (tied and name == "lm_head.weight")}
         kwargs.setdefault("save_original_format", False)
         return super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
 

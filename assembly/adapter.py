@@ -3,6 +3,7 @@
 """Opens adapters: finds the base, and checks that both fit before anything is loaded."""
 
 import copy
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
     "int8": {"load_in_8bit": True},
 }
 """bitsandbytes' settings by the names of `--base-quantization`; `double`: its constants are quantized too."""
+
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""PEFT's initial values that are taken out of the base's weights."""
 
 
 @dataclass(frozen=True)
@@ -90,22 +94,29 @@ def open_adapter(adapter: Path, base: str | None = None, base_quantization: str 
     return Adapter(adapter, opened, config, quantization, realigned, processor)
 
 
+def put_on_meta(model: NormAlignLlavaForConditionalGeneration, config: LoraConfig) -> PeftModel:
+    """A model on meta with an adapter on it: names and shapes alone, without values that are computed from weights."""
+    config = copy.deepcopy(config)
+    config.init_lora_weights = False
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # which PEFT repeats where it counts
+        return PeftModel(model, config, low_cpu_mem_usage=True)
+
+
 def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str) -> None:
     """Raises ValueError if names or shapes in the adapter's file do not fit the base, before anything is loaded.
 
     PEFT only warns of a missing tensor, and ignores one that it does not know.
     """
-    peft_config = copy.deepcopy(peft_config)
-    peft_config.init_lora_weights = False  # initial values computed from weights cannot be on meta
-    with torch.device("meta"):
-        with loading(f"The model {base}", memory=SETTINGS_BYTES):
-            model = NormAlignLlavaForConditionalGeneration(config)
-        with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
-            adapted = PeftModel(model, peft_config, low_cpu_mem_usage=True)
-    places = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    expected = {name: list(tensor.shape) for name, tensor in places.items()}
+    with loading(f"The model {base}", memory=SETTINGS_BYTES), torch.device("meta"):
+        model = NormAlignLlavaForConditionalGeneration(config)
+    with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
+        adapted = put_on_meta(model, peft_config)
     with loading(f"{adapter / ADAPTER_WEIGHTS}"), safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
         found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    expected: dict[str, list[int]] = {}
+    for tables in (True, False):  # embeddings with an adapter are saved whole besides
+        places = get_peft_model_state_dict(adapted, save_embedding_layers=tables)
+        expected |= {name: list(each.shape) for name, each in places.items() if name in found or not tables}
     faults = [
         f"{name} has shape {found.get(name, 'none')}, on the base {expected.get(name, 'none')}"
         for name in sorted(expected.keys() | found.keys())
@@ -124,6 +135,11 @@ def _adapter_config(adapter: Path) -> LoraConfig:
         config = PeftConfig.from_pretrained(adapter)
     if config.peft_type != PeftType.LORA:
         raise ValueError(f"{adapter} is a {config.peft_type} adapter. Only LoRA, DoRA and rsLoRA can be merged here.")
+    if str(config.init_lora_weights).startswith(CHANGE_THE_BASE):
+        raise ValueError(
+            f"{adapter} was trained with init_lora_weights {config.init_lora_weights!r}, which changes the base: it "
+            "does not fit it. Save it as plain LoRA, by PEFT's path_initial_model_for_weight_conversion."
+        )
     return config
 
 

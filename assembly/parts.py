@@ -120,6 +120,7 @@ def load_language_model(language: Checkpoint, dtype: str | torch.dtype) -> PreTr
             f"LLaVA cannot hold {language.name}: its head has a bias, its embeddings are not as wide as its hidden "
             "states, or transformers' AutoModel does not know its base model. Use another language model."
         )
+    model.config.tie_word_embeddings = head.weight is embeddings.weight  # or resizing would tie what a file has apart
     return model
 
 

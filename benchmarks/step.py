@@ -135,6 +135,7 @@ def trainer_of(folder: Path, settings: dict[str, Any], own: dict[str, Any], *, s
     from transformers import AutoProcessor, LlavaForConditionalGeneration, PrinterCallback
     from trl import SFTConfig, SFTTrainer, get_peft_config
 
+    from normalign_llava import NormAlignLlavaConfig
     from normalign_llava.train.modules.adapter import language_adapter
     from normalign_llava.train.modules.model import freeze
     from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
@@ -158,6 +159,7 @@ def trainer_of(folder: Path, settings: dict[str, Any], own: dict[str, Any], *, s
     if stock:
         model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
         freeze(model, rates)
+        config = NormAlignLlavaConfig.from_pretrained(checkpoint)  # the same layers
         rows = load_from_disk(str(folder / "data"))
         rows = rows.add_column("length", data.with_format(None)["length"][:])  # TRL groups by it
         trainer = SFTTrainer(
@@ -165,7 +167,7 @@ def trainer_of(folder: Path, settings: dict[str, Any], own: dict[str, Any], *, s
             SFTConfig(**shared, remove_unused_columns=False),  # it would remove the lengths
             train_dataset=rows,
             processing_class=AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False),
-            peft_config=adapter and language_adapter(adapter, model, rates),
+            peft_config=adapter and language_adapter(adapter, config, rates),
         )
     else:
         trainer = (cls or NormAlignTrainer)(checkpoint, ours, train_dataset=data, peft_config=adapter)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
-from peft import PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
 from torch.optim import Optimizer
 from transformers import AutoProcessor, BitsAndBytesConfig, DataCollator, LlavaProcessor, TrainingArguments
@@ -24,7 +24,15 @@ from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .batches.collator import ConversationCollator
 from .command import NO_MODEL
 from .modules.adapter import language_adapter
-from .modules.model import MODULES, arm_of, check_architecture, load_model, module_of, projector_norm
+from .modules.model import (
+    MODULES,
+    arm_of,
+    check_architecture,
+    check_checkpoint,
+    load_model,
+    module_of,
+    projector_norm,
+)
 from .options.arguments import NormAlignConfig
 from .options.parsing import accumulation_steps
 
@@ -76,13 +84,11 @@ def prepare(
         for asked in ("bfloat16" if args.bf16 else None, (args.model_init_kwargs or {}).get("dtype")):
             warn_if_slow(asked, args.device.type)
     args.gradient_accumulation_steps = accumulation_steps(args)
-    model, commit = trained_model(model, args, quantization_config)
+    model, commit, peft_config = trained_model(model, args, quantization_config, peft_config)
     explained = explained_learning_rates(args, model, optimizer, peft_config is not None)
     rates = {module: value for module, (value, _) in explained.items()}
     # That of the optimizer's first group: it is logged, and schedules take min_lr as a share of it.
     args.learning_rate = next((rates[module] for module in MODULES if rates[module]), args.learning_rate)
-    if peft_config is not None:
-        peft_config = language_adapter(peft_config, model, rates, commit)
     processor = model_processor(processor, model, commit)
     collator = collator or ConversationCollator(
         processor, pad_to_multiple_of=args.pad_to_multiple_of, padding_free=args.padding_free
@@ -108,35 +114,47 @@ def prepare(
 
 
 def trained_model(
-    model: Any, args: NormAlignConfig, quantization_config: BitsAndBytesConfig | None
-) -> tuple[NormAlignLlavaForConditionalGeneration, str | None]:
-    """The model to train, loaded if it is a name, and its commit if it is from the Hub, which `args` then has too.
+    model: Any,
+    args: NormAlignConfig,
+    quantization_config: BitsAndBytesConfig | None,
+    peft_config: PeftConfig | None,
+) -> tuple[NormAlignLlavaForConditionalGeneration, str | None, LoraConfig | None]:
+    """The model to train, its commit and its adapters by [`language_adapter`], checked before a name is loaded.
+
+    The commit is of a model from the Hub, and `args` then has it too.
 
     Raises:
-        ValueError: It has another architecture, another arm than `args` says, or adapters.
+        ValueError: It has another architecture, another arm than `args` says, or adapters, or these do not fit.
     """
-    commit = None
-    if not isinstance(model, nn.Module):
+    commit, name = None, None if isinstance(model, nn.Module) else model
+    if name is not None:
         kwargs = args.model_init_kwargs or {}
-        checkpoint, commit = find_checkpoint(model, kwargs.get("revision"), remedy=NO_MODEL)
+        name, commit = find_checkpoint(name, kwargs.get("revision"), remedy=NO_MODEL)
         args.model_init_kwargs = {**kwargs, "revision": commit}
-        model = load_model(checkpoint, args, quantization_config)
+        _, config = check_checkpoint(name, args, commit)
+    elif quantization_config is not None:
+        raise ValueError("quantization_config is for a model that is loaded here. Load yours with it.")
+    elif isinstance(model, PeftModel):
+        raise ValueError(
+            "The model has adapters. Give it without them and peft_config, or merge them first with `normalign merge` "
+            "or model.merge_and_unload()."
+        )
+    else:
+        config = model.config
+        check_architecture(config.model_type, model.name_or_path or type(model).__name__)
+        if args.arm not in (None, found := arm_of(config)):
+            raise ValueError(f"The model is of arm {found!r}. To train it as arm {args.arm!r}, give its path.")
+    if peft_config is not None:
+        peft_config = language_adapter(peft_config, config, args.learning_rates(use_peft=True))
+        peft_config.revision = commit  # PEFT stores the base's name alone
+    if name is not None:
+        model = load_model(name, args, quantization_config)
         norm = projector_norm(model)
         if any(parameter.is_meta for parameter in norm.parameters()):
             # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:
             # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
             norm.to_empty(device="cpu")
-    elif quantization_config is not None:
-        raise ValueError("quantization_config is for a model that is loaded here. Load yours with it.")
-    if isinstance(model, PeftModel):
-        raise ValueError(
-            "The model has adapters. Give it without them and peft_config, or merge them first with `normalign merge` "
-            "or model.merge_and_unload()."
-        )
-    check_architecture(model.config.model_type, model.name_or_path or type(model).__name__)
-    if args.arm not in (None, found := arm_of(model.config)):
-        raise ValueError(f"The model is of arm {found!r}. To train it as arm {args.arm!r}, give its path.")
-    return model, commit
+    return model, commit, peft_config
 
 
 def check_collator(collator: DataCollator, args: NormAlignConfig, compares_rows: bool) -> None:

@@ -28,6 +28,7 @@ from .keeping.record import check_same_run, render_options
 from .keeping.resume import StepCounter, after_stop, resolve_resume
 from .keeping.summary import render, render_dropped
 from .memory import PeakMemory, gib
+from .modules.adapter import language_adapter
 from .modules.model import check_checkpoint
 from .options.arguments import ModelArguments, NormAlignConfig
 from .options.parsing import accumulation_steps, parse
@@ -157,7 +158,10 @@ def make_trainer(
         raise ValueError("load_in_4bit and load_in_8bit cannot be used with ZeRO-3. Use ddp or zero2.")
     if args.eval_suite:
         suite_tasks(args)
-    checkpoint, _ = check_checkpoint(str(model_args.model_name_or_path), args, model_args.model_revision)
+    checkpoint, config = check_checkpoint(str(model_args.model_name_or_path), args, model_args.model_revision)
+    peft_config = get_peft_config(model_args)
+    if peft_config is not None:
+        language_adapter(peft_config, config, args.learning_rates(use_peft=True))  # before rows are read
     processor = checkpoint.processor
     collator = ConversationCollator(
         processor,
@@ -195,7 +199,7 @@ def make_trainer(
         processor,
         callbacks=list(callbacks),
         quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
+        peft_config=peft_config,
         report=data.report,
         options=(data_args, model_args),
     )

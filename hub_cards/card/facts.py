@@ -155,22 +155,22 @@ def read_json(file: Path) -> dict[str, Any] | None:
     return json_object(file.read_bytes(), str(file)) if file.is_file() else None
 
 
-def read_norm(files: Iterable[Path]) -> tuple[dict[str, torch.Tensor], int]:
-    """Gain and bias of the norm after the projector, by name, and how many parameters there are in all.
+def read_norm(files: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Gain and bias of the norm after the projector, by name, and how many parameters each tensor has.
 
     Raises ValueError if a file is not whole. Of other tensors only the headers are read.
     """
-    norm, parameters = {}, 0
+    norm, sizes = {}, {}
     for path in files:
         try:
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118
-                    parameters += math.prod(file.get_slice(name).get_shape())
+                    sizes[name] = math.prod(file.get_slice(name).get_shape())
                     if "multi_modal_projector.norm." in name:
                         norm[name] = file.get_tensor(name)
         except SafetensorError as error:
             raise ValueError(f"{path} cannot be read: {error}. Was it cut short? Copy it again.") from error
-    return norm, parameters
+    return norm, sizes
 
 
 def hub_id(name: str | None) -> str | None:
@@ -189,8 +189,8 @@ def _parts(build: dict[str, Any]) -> list[Part]:
 
 
 def _weights(files: list[Path], config: NormAlignLlavaConfig | None) -> Weights:
-    norm, parameters = read_norm(files)
-    parameters = 0 if getattr(config, "quantization_config", None) else parameters
+    norm, sizes = read_norm(files)
+    parameters = 0 if getattr(config, "quantization_config", None) else sum(sizes.values())
     size = sum(path.stat().st_size for path in files)
     gain, bias = (next((norm[name] for name in norm if name.endswith(end)), None) for end in (".weight", ".bias"))
     if gain is None:

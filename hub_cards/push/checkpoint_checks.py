@@ -36,7 +36,7 @@ def check_checkpoint(folder: Path) -> None:
     with loading(f"The configuration of {folder}"):
         config = NormAlignLlavaConfig.from_dict(stored) if stored else None
     faults = _model_faults(folder, stored.get("auto_map"), config) if config else []
-    if faults := [*faults, *_norm_faults(folder, config)]:
+    if faults := [*faults, *_weight_faults(folder, config, stored.get("tie_word_embeddings", False))]:
         raise ValueError("\n".join([f"{folder} cannot be published:", *(f"- {fault}" for fault in faults)]))
 
 
@@ -61,12 +61,18 @@ def _model_faults(folder: Path, auto_map: Any, config: NormAlignLlavaConfig) -> 
     return faults
 
 
-def _norm_faults(folder: Path, config: NormAlignLlavaConfig | None) -> list[str]:
+def _weight_faults(folder: Path, config: NormAlignLlavaConfig | None, tied: bool) -> list[str]:
+    faults = []
     try:
-        norm, _ = read_norm(weight_files(folder))
+        norm, names = read_norm(weight_files(folder))
     except ValueError as error:
         return [f"weights: {error}"]
-    faults = []
+    head = any(name.endswith("lm_head.weight") for name in names)
+    if config is not None and {tied, inner := getattr(config.text_config, "tie_word_embeddings", False)} != {not head}:
+        faults.append(
+            f"config.json: tie_word_embeddings is {tied}, and in text_config {inner}, but the weights have "
+            f"{'a' if head else 'no'} head of their own. {_SAVE_AGAIN}."
+        )
     for name, tensor in norm.items():
         if tensor.dtype != torch.float32:
             faults.append(f"{name} is {tensor.dtype}, in which small updates are lost, not float32. {_SAVE_AGAIN}.")

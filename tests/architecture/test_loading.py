@@ -4,12 +4,16 @@ import json
 
 import pytest
 import tiny
+import tiny_parts as parts
 import torch
+import training
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForImageTextToText, BitsAndBytesConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
+from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
+from normalign_llava.assembly.merge import merge_adapter
 
 
 NORM = "model.multi_modal_projector.norm"
@@ -200,3 +204,61 @@ def test_a_quantized_checkpoint_keeps_the_norm_in_float32(tmp_path):
     assert torch.equal(norm_of(again).weight, norm_of(loaded).weight)
     assert not any(m.support_avx512bf16_for_cpu for m in again.modules() if type(m).__name__ == "Linear4bit")
     torch.testing.assert_close(again(**tiny.inputs()).logits, loaded(**tiny.inputs()).logits)
+
+
+def assert_reloads(folder, model, tied, caplog):
+    """The configuration on disk says twice whether head and embeddings are one tensor; the logits are `model`'s."""
+    stored, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is tied
+    tables = [name for name in stored if name.endswith(("embed_tokens.weight", "lm_head.weight"))]
+    assert len(tables) == (1 if tied else 2)
+    caplog.clear()
+    again, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and "NOT tie" not in caplog.text
+    inputs = {"input_ids": torch.arange(5, 25)[None]}
+    with torch.no_grad():
+        expected, found = (each.eval()(**inputs).logits for each in (model, again))
+    torch.testing.assert_close(found[..., : expected.shape[-1]], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tied, top, inner", [(True, True, False), (True, False, True), (False, True, True), (False, False, True)]
+)
+def test_whatever_a_source_says_of_tied_embeddings_every_result_says_what_its_tensors_are(
+    tmp_path, caplog, tied, top, inner
+):
+    def say(folder, **nested):
+        file = folder / "config.json"
+        content = json.loads(file.read_text()) | {"tie_word_embeddings": top}
+        for name in nested:
+            content[name]["tie_word_embeddings"] = inner
+        file.write_text(json.dumps(content))
+
+    source = training.checkpoint(tmp_path / "source", tied=tied)
+    parts.llava(tmp_path / "llava", tiny.llava(tied=tied))
+    for folder in (source, tmp_path / "llava"):
+        say(folder, text_config=None)
+    retrofit_checkpoint(str(tmp_path / "llava"), tmp_path / "retrofitted")
+    assert_reloads(tmp_path / "retrofitted", tiny.llava(tied=tied), tied, caplog)
+    if top or not tied:  # a language model without a head cannot be loaded
+        say(tmp_path / "source" / "language")
+        build_checkpoint(
+            str(tmp_path / "source" / "vision"), str(tmp_path / "source" / "language"), tmp_path / "built"
+        )
+        language = AutoModelForCausalLM.from_pretrained(tmp_path / "source" / "language")
+        assert_reloads(tmp_path / "built", language, tied, caplog)
+
+    for name, options in {"trained": {}, "adapter": {"use_peft": True, "lora_dropout": 0.0}}.items():
+        trainer = training.trainer(tmp_path / name, source, max_steps=1, **options)
+        trainer.train()
+        trainer.save_model()
+        if options:
+            merge_adapter(tmp_path / name, tmp_path / "merged")
+        assert_reloads(tmp_path / ("merged" if options else name), trainer.model, tied, caplog)
+
+
+def test_tied_embeddings_are_stored_once_where_each_was_gathered_by_itself(tmp_path, caplog):
+    model = tiny.model()
+    gathered = {name: value.clone() for name, value in model.state_dict().items()}  # as FSDP2 does
+    model.save_pretrained(tmp_path, state_dict=gathered)
+    assert_reloads(tmp_path, model, True, caplog)

@@ -84,6 +84,19 @@ def test_auto_map_is_whole(folder):
         check_checkpoint(folder)
 
 
+def test_the_configuration_agrees_with_the_tensors_on_whether_they_are_tied(folder):
+    config = json.loads((folder / "config.json").read_text())
+    untied = {"text_config": {**config["text_config"], "tie_word_embeddings": False}}
+    change(folder / "config.json", **untied)
+    said = "tie_word_embeddings is True, and in text_config False, but the weights have no head of their own"
+    assert_only_fault(folder, said)
+    head = torch.ones_like(load_file(folder / "model.safetensors")["model.language_model.embed_tokens.weight"])
+    put(folder, **{"lm_head.weight": head})
+    assert_only_fault(folder, "weights have a head of their own", "save it")
+    change(folder / "config.json", **untied, tie_word_embeddings=False)
+    check_checkpoint(folder)
+
+
 def test_code_files_are_this_packages(folder):
     code = folder / "modeling_normalign_llava.py"
     code.write_text(code.read_text() + "# changed\n")

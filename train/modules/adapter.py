@@ -4,74 +4,270 @@
 
 import copy
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ...assembly.adapter import put_on_meta
+from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 
 
+ELSEWHERE = r"(?!model\.language_model\.|lm_head$).*"
+"""Modules that get no adapters. The head is none of them, so that whoever names it is told."""
+
+OPTIONS = {
+    *("r", "lora_alpha", "lora_dropout", "bias", "lora_bias", "use_rslora", "use_dora", "fan_in_fan_out", "task_type"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+    *("target_parameters", "modules_to_save", "trainable_token_indices", "ensure_weight_tying", "init_lora_weights"),
+    *("peft_version", "base_model_name_or_path", "revision", "runtime_config"),
+}
+"""What may be set in a `LoraConfig`: what is trained as it says, and can be merged."""
+
+
 def language_adapter(
-    config: PeftConfig,
-    model: NormAlignLlavaForConditionalGeneration,
-    learning_rates: dict[str, float],
-    commit: str | None = None,
+    config: PeftConfig, model_config: NormAlignLlavaConfig, learning_rates: dict[str, float]
 ) -> LoraConfig:
     """A copy of a LoRA configuration, limited to the language model; what is trained in full is in `modules_to_save`.
 
     PEFT's "all-linear" and plain names such as "q_proj" also match layers of the vision tower, so everything outside
     the language model is excluded. The projector, with its norm, is saved with the adapter, and so is a trained
     vision tower.
-    `target_modules` are names of linear layers or a regular expression; by default all of the decoder's. `commit` is
-    the model's, if it is from the Hub.
+    `target_modules` are names of linear layers or a regular expression; by default all of the decoder's.
+
+    PEFT passes over names that match nothing, so they are looked for here, and the adapter is put on a model without
+    weights and merged.
+
+    Raises:
+        ValueError: Something that was named would not be trained, or the result could not be merged.
     """
     if not isinstance(config, LoraConfig):
         raise ValueError(f"peft_config is a {type(config).__name__}. Give a LoraConfig: others cannot be merged here.")
     if learning_rates["language"] == 0:
         raise ValueError("Adapters are put on the language model, but its learning rate is 0. Leave out one of them.")
+    _check_options(config)
     config = copy.deepcopy(config)
-    if config.target_modules in (None, "all-linear"):
-        linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
-        config.target_modules = {name.rpartition(".")[2] for name in linears if ".language_model." in name}
-    own = config.exclude_modules or ()
-    excluded = [own] if isinstance(own, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(own)]
-    config.exclude_modules = "|".join([r"(?!.*\.language_model\.).*", *excluded])
+    with torch.device("meta"):
+        model = NormAlignLlavaForConditionalGeneration(model_config)
+    own, excluded = config.target_modules, config.exclude_modules or ()
+    names = {excluded: excluded} if isinstance(excluded, str) else {name: _ending(name) for name in sorted(excluded)}
+    config.exclude_modules = "|".join([ELSEWHERE, *names.values()])
+    if own in (None, "all-linear"):
+        config.target_modules = set(_linear_layers(model))
+    elif isinstance(own, str) and re.fullmatch(r"[\w.]+", own):  # no pattern: TRL makes text of a list of one name
+        config.target_modules = {own}
     config.modules_to_save = _modules_to_save(config, model, learning_rates)
-    config.revision = commit  # PEFT stores the base's name alone
+    config.target_parameters = _target_parameters(config, model)
+    if own not in (None, "all-linear"):
+        _check_targets(config, model)
+    _check_layers(config, model, names)
+    _check_tokens(config, model)
+    _check_merged(config, model)
     return config
+
+
+def _check_options(config: LoraConfig) -> None:
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        raise ValueError(
+            f"init_lora_weights is {config.init_lora_weights!r}. Use True, False or 'gaussian': others are computed "
+            "from the base's weights or from data, and may change the base, which the adapter would then not fit."
+        )
+    if config.task_type not in (None, "CAUSAL_LM"):
+        raise ValueError(f"task_type is {config.task_type!r}. Answers are trained with 'CAUSAL_LM'.")
+    if config.bias == "all":
+        raise ValueError("bias 'all' is in vision tower and projector too. Use 'lora_only', the adapted layers' own.")
+    patterns = [value for value in (config.target_modules, config.exclude_modules) if isinstance(value, str)]
+    for pattern in [*patterns, *(config.rank_pattern or ()), *(config.alpha_pattern or ())]:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} in peft_config is no regular expression: {error}.") from error
+    changed = {name for name, value in vars(LoraConfig()).items() if getattr(config, name) != value} - OPTIONS
+    if changed:
+        raise ValueError(
+            f"peft_config sets {', '.join(sorted(changed))}, with which adapters would not be trained here, or could "
+            "not be merged. Leave it out."
+        )
 
 
 def _modules_to_save(config: LoraConfig, model: nn.Module, learning_rates: dict[str, float]) -> list[str] | None:
     """Modules that are trained in full and saved with the adapter."""
     projector = max(learning_rates["projector"], learning_rates["norm"])
     in_full = {"vision_tower": learning_rates["vision"], "multi_modal_projector": projector}
-    requested = sorted(set(config.modules_to_save or ()) - set(in_full))
-    for path, _ in model.named_modules():
-        if path.split(".")[-1] in requested and any(f"{part}." in path for part in in_full):
+    requested = []
+    for name in config.modules_to_save or ():
+        found = [path for path in _modules(model) if path.endswith(name)]  # as PEFT does
+        if not found:
+            raise ValueError(f"modules_to_save names {name}, and the model has no module of that name.")
+        part = next((part for part in in_full if f"model.{part}" in found), None)
+        if part and not in_full[part]:
+            raise ValueError(f"modules_to_save names {name}, but its learning rate is 0. Leave out one of them.")
+        if not part and any(re.match(r"model$|model\.(vision_tower|multi_modal_projector)", path) for path in found):
             raise ValueError(
-                f"modules_to_save names {path.split('.')[-1]}, which is in the vision tower or the projector too. "
+                f"modules_to_save names {name}, which is in the vision tower or the projector too. "
                 "They have learning rates of their own. Name modules of the language model."
             )
+        requested += [] if part else [name]
     return [*requested, *(name for name, learning_rate in in_full.items() if learning_rate > 0)] or None
 
 
+def _target_parameters(config: LoraConfig, model: nn.Module) -> list[str] | None:
+    """Those in the language model: by their paths, if the names are also of others, which PEFT cannot exclude."""
+    targets = []
+    for target in config.target_parameters or ():
+        found = [name for name, _ in model.named_parameters() if re.fullmatch(_ending(target), name)]
+        inside = [name for name in found if not re.fullmatch(ELSEWHERE, name)]
+        if not inside:
+            raise ValueError(f"target_parameters names {target}, and the language model has no such parameter.")
+        targets += [target] if inside == found else inside
+    return targets or None
+
+
+def _check_targets(config: LoraConfig, model: nn.Module) -> None:
+    """Raises ValueError if a named target gets no adapter; of a pattern, the names of layers in it count."""
+    names, targets = _modules(model), config.target_modules
+    adapted = {_last(name) for name in _adapted(config, names)}
+    if isinstance(targets, str):
+        left_out = {_last(name) for name in names if re.fullmatch(targets, name)} - adapted
+        left_out = {name for name in left_out if name in targets}
+    else:
+        left_out = {name for name in targets if not _adapted(config, names, target_modules={name})}
+    for name in sorted(left_out):
+        found = [path for path in names if re.fullmatch(_ending(name), path)]
+        why = "exclude_modules, modules_to_save or layers_to_transform leaves it out"
+        if not found:
+            why = f"there is no such module. Layers of the language model: {', '.join(_linear_layers(model))}"
+        elif all(re.fullmatch(ELSEWHERE, path) for path in found):
+            why = "it is not in the language model. The other parts are trained in full, if they have a learning rate"
+        raise ValueError(f"target_modules names {name}, which would get no adapter: {why}.")
+
+
+def _check_layers(config: LoraConfig, model: nn.Module, excluded: dict[str, str]) -> None:
+    """Raises ValueError if a layer, an exclusion, a rank or an alpha applies to no adapter."""
+    names = _modules(model)
+    adapted = _adapted(config, names)
+    for option in ("layers_to_transform", "layers_pattern"):
+        values = getattr(config, option)
+        for value in [values] if isinstance(values, int | str) else values or ():
+            if not _adapted(config, names, **{option: [value]}):
+                count = model.config.text_config.num_hidden_layers
+                raise ValueError(f"{option} names {value}, where no adapter would be. Layers are 0 to {count - 1}.")
+    for given, pattern in excluded.items():
+        found = [name for name in names if re.fullmatch(pattern, name)]
+        if not found or any(name.startswith(f"{path}.") for path in found for name in adapted):
+            raise ValueError(
+                f"exclude_modules has {given}, which excludes no adapter. A module does not stand for the layers in "
+                "it: name those, or give a regular expression."
+            )
+    for option in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(config, option) or ():
+            places = [*adapted, *(config.target_parameters or ())]
+            if not any(re.match(rf"(.*\.)?({pattern})$", place) for place in places):
+                raise ValueError(f"{option} has {pattern}, which is the name of no layer with an adapter.")
+
+
+def _check_tokens(config: LoraConfig, model: NormAlignLlavaForConditionalGeneration) -> None:
+    """Raises ValueError unless each of `trainable_token_indices` is a row of the input embeddings that is read."""
+    embeddings, tokens = model.get_input_embeddings(), config.trainable_token_indices
+    if tokens is None:
+        return
+    if model.lm_head.weight is embeddings.weight:
+        raise ValueError(
+            "trainable_token_indices needs embeddings of their own, and those of this model are its head too "
+            "(tie_word_embeddings). Train all of them: modules_to_save with embed_tokens."
+        )
+    path = next(name for name, module in model.named_modules() if module is embeddings)
+    for name, indices in (tokens if isinstance(tokens, dict) else {_last(path): tokens}).items():
+        if [each for each in _modules(model) if each.endswith(name)] != [path]:
+            raise ValueError(f"trainable_token_indices names {name}. Only the input embeddings can be: {_last(path)}.")
+        for index in indices:
+            if not 0 <= index < embeddings.num_embeddings or index == model.config.image_token_id:
+                raise ValueError(
+                    f"trainable_token_indices has {index}. The vocabulary has {embeddings.num_embeddings} tokens, and "
+                    f"{model.config.image_token_id}, the image's, is never looked up."
+                )
+
+
+def _check_merged(config: LoraConfig, model: NormAlignLlavaForConditionalGeneration) -> None:
+    """Raises ValueError if PEFT cannot put the adapter on the model or merge it, or TRL's loss passes it by."""
+    tied = model.lm_head.weight is model.get_input_embeddings().weight
+    try:
+        adapted = put_on_meta(model, config)
+    except Exception as error:  # PEFT's own are of many kinds
+        raise ValueError(f"PEFT cannot put these adapters on the model: {_reason(error)}") from error
+    if tied and isinstance(model.get_input_embeddings(), BaseTunerLayer):
+        raise ValueError(
+            "The embeddings of this model are its head too (tie_word_embeddings), so an adapter on them could not be "
+            "merged. Leave it out, or train them in full: modules_to_save with embed_tokens."
+        )
+    if isinstance(model.lm_head, BaseTunerLayer):
+        raise ValueError(
+            "target_modules names lm_head, whose adapter would not be trained: the loss is computed from its weight "
+            "alone. Leave it out, or train it in full: modules_to_save with lm_head."
+        )
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    if config.bias == "lora_only" and not any(name.endswith(".base_layer.bias") for name in trained):
+        raise ValueError("bias is 'lora_only', but the layers with adapters have no bias. Leave it out.")
+    try:
+        adapted.merge_and_unload()
+    except Exception as error:
+        raise ValueError(f"These adapters could not be merged after training: {_reason(error)}") from error
+
+
+def _adapted(config: LoraConfig, names: Sequence[str], **changes: Any) -> list[str]:
+    """The modules on which PEFT puts adapters, by a configuration with `changes`."""
+    config = copy.copy(config)
+    vars(config).update(changes)
+    return [name for name in names if check_target_module_exists(config, name)]
+
+
+def _modules(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_modules()]
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    """Names of the language model's linear layers, without their paths."""
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    return sorted({_last(name) for name in linears if name.startswith("model.language_model.")})
+
+
+def _ending(name: str) -> str:
+    """The pattern of paths that end in a name, as PEFT reads one."""
+    return rf"(.*\.)?{re.escape(name)}"
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
 def train_in_float32(model: PeftModel, autocast: bool) -> None:
-    """Makes the adapter's matrices float32, and its copies of projector and vision tower, with the base's values.
+    """Makes the adapter's matrices and tokens float32, and its copies of projector and vision tower.
 
     At small learning rates bfloat16 weights hardly move, and TRL rounds all that is trained on a quantized base to it.
-    Further `modules_to_save` keep their precision.
+    Copies have the base's values; those of further `modules_to_save` have its precision too.
     """
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name or ".trainable_tokens_delta." in name:
             parameter.data = parameter.data.float()
     inner = model.get_base_model().model
-    for module in (inner.multi_modal_projector, inner.vision_tower):
-        if isinstance(module, ModulesToSaveWrapper):  # it is trained
-            copied = module.modules_to_save["default"]
-            for parameter, value in zip(copied.parameters(), module.original_module.parameters(), strict=True):
-                parameter.data = value.to(parameter.device, torch.float32, copy=True)
-            if not autocast:
-                copied.register_forward_pre_hook(lambda module, inputs: tuple(each.float() for each in inputs))
+    for module in model.modules():
+        if not isinstance(module, ModulesToSaveWrapper):
+            continue
+        copied, in_full = (
+            module.modules_to_save["default"],
+            module in (inner.multi_modal_projector, inner.vision_tower),
+        )
+        for parameter, value in zip(copied.parameters(), module.original_module.parameters(), strict=True):
+            parameter.data = value.to(parameter.device, torch.float32 if in_full else value.dtype, copy=True)
+        if in_full and not autocast:
+            copied.register_forward_pre_hook(lambda module, inputs: tuple(each.float() for each in inputs))
