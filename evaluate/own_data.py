@@ -16,7 +16,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from ..data.rows.checks import check_images_are_read, parse_rows, stopped
+from ..data.rows.checks import bad_rows_message, check_images_are_read, parse_rows
 from ..data.rows.choices import chosen_letter, plain
 from ..data.rows.forms import MARKER
 from ..data.rows.images import decode_image, image_problem, short, stored_bytes
@@ -61,7 +61,7 @@ def own_task(data: str, *, image_folder: str | None = None, columns: str | None 
         except ValueError as error:
             bad.append(DroppedRow(row["source"], row["row"], row["file"], str(error)))
     if bad or not rows:
-        raise ValueError(stopped(opened, bad, len(rows), use="evaluated") if bad else f"{data} has no rows.")
+        raise ValueError(bad_rows_message(opened, bad, len(rows), use="evaluated") if bad else f"{data} has no rows.")
     left_out, changed = (Counter(chain.from_iterable(row[name] for row in rows)) for name in ("left_out", "changed"))
     for title, text in not_read(left_out, changed).items():
         logger.log(logging.INFO if title == ABOUT else logging.WARNING, f"{opened.name}: {title}: {text}")

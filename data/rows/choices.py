@@ -39,10 +39,8 @@ class Question:
 def read_question(raw: Mapping) -> Question:
     """Reads a row with the column `question`. Raises ValueError if options or answer are not valid."""
     options = options_of(raw)
-    asked, read = (
-        as_text(raw["question"]),
-        {"question", *({*options} if is_empty(raw.get("choices")) else {"choices"})},
-    )
+    asked = as_text(raw["question"])
+    read = {"question"} | ({*options} if is_empty(raw.get("choices")) else {"choices"})
     if isinstance(asked, str):
         hint = raw.get("hint") if options else None  # as in MMBench, which writes "nan" for none
         given = {"hint": None if hint == "nan" else hint, "question": asked, "input": raw.get("input")}
@@ -112,7 +110,9 @@ def options_of(raw: Mapping) -> dict[str, str]:
             f"choices must be a list of two to 26 texts, got {short([*options.values()])}; in CSV, use columns A, B "
             "and so on"
         )
-    return options
+    bare = {letter: re.sub(rf"^\(?{letter}[.):]\s*(?=\S)", "", text) for letter, text in options.items()}
+    named = all(bare[letter] != options[letter] for letter in options)  # they have their letters already
+    return bare if named else options
 
 
 def chosen_letter(answer: Any, options: Mapping[str, str]) -> str | None:

@@ -129,6 +129,10 @@ EXAMPLES = {
         {"question": "How many?", "options": {"A": 3, "B": 4}, "answer": "B"},
         chat("How many?\nA. 3\nB. 4", "[[B]]"), {}, {},
     ),
+    "options that have their letters": (
+        {"question": "Which?", "options": ["(A) cat", "(B) dog"], "answer": "B"},
+        chat("Which?\nA. cat\nB. dog", "[[B]]"), {}, {},
+    ),
     "SEED-Bench": (
         {"question": "Which?", "choice_a": "cat", "choice_b": "dog", "answer": "B", "question_type_id": 1},
         chat("Which?\nA. cat\nB. dog", "[[B]]"), {"question_type_id": 1}, {},
@@ -230,6 +234,12 @@ def test_parquet_has_the_same_forms(processor, tmp_path):
     ]
     with pytest.raises(ValueError, match="row 0: it has no assistant turn"):
         read(tmp_path / "nan.parquet", processor)
+    classes = datasets.Features({"question": Value("string"), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    Dataset.from_dict({"question": ["Q"], "label": [1]}, features=classes).to_parquet(tmp_path / "classes.parquet")
+    for streaming in (False, True):
+        options = {"dataset_streaming": streaming, "shuffle_buffer_size": 1, "columns": "answer=label"}
+        data = read(tmp_path / "classes.parquet", processor, **options).train
+        assert batches(data, processor, 1) == [by_hand(processor, chat("Q", "[[dog]]"))]
 
 
 BAD = {
