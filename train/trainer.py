@@ -48,6 +48,7 @@ from .callbacks.samples import SampleCallback
 from .callbacks.suite import SuiteCallback
 from .dry_run import largest_batch
 from .keeping.checkpoints import writing_checkpoint
+from .keeping.lock import only_run
 from .keeping.record import training_record
 from .keeping.summary import summary
 from .memory import MemoryEstimate, estimate_memory
@@ -318,12 +319,13 @@ class NormAlignTrainer(PushingTrainer):
         """The Trainer's training.
 
         Raises:
-            ValueError: `dry_run` loaded no weights.
+            ValueError: `dry_run` loaded no weights, or another process writes to `output_dir`.
         """
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. Make the trainer without it to train.")
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
-        result = super().train(*args, **kwargs)
+        with only_run(self.args.output_dir):
+            result = super().train(*args, **kwargs)
         self.record["seconds"] = round(time.perf_counter() - self._began, 3)
         return result
 
