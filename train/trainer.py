@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
+from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import nn
@@ -28,6 +29,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import IntervalStrategy
 from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint.files import write_json
@@ -60,6 +62,8 @@ from .options.arguments import keep_float32
 from .prepare import Prepared, checked_rows, normalign_config, prepare
 from .push import PushingTrainer
 
+
+logger = get_logger(__name__)  # logs in one process only
 
 OVERRIDDEN = (
     "_get_grad_norm",
@@ -134,7 +138,7 @@ class NormAlignTrainer(PushingTrainer):
     ):
         if formatting_func is not None:
             raise ValueError("formatting_func turns rows into text, without images. Give rows with messages instead.")
-        args = normalign_config(args, model)
+        args = normalign_config(args, model, data_collator)
         suite = [SuiteCallback(args, self.log)] if args.eval_suite else []
         ready = prepare(
             model,
@@ -153,7 +157,10 @@ class NormAlignTrainer(PushingTrainer):
         self.build = read_beside(ready.model.name_or_path, BUILD_RECORD, ready.commit)
         self.measurements, self.data_wait = Measurements(args), DataWait()
         # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
-        with patch.multiple(args, padding_free=False, packing=False, model_init_kwargs=None):
+        unsaid: dict[str, Any] = {"padding_free": False, "packing": False, "model_init_kwargs": None}
+        if not isinstance(ready.collator, ConversationCollator):  # another one alone knows what its rows must have
+            unsaid |= {"assistant_only_loss": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        with patch.multiple(args, **unsaid):
             super().__init__(
                 ready.model,
                 args,
@@ -204,6 +211,13 @@ class NormAlignTrainer(PushingTrainer):
         held_out = self.eval_dataset
         if isinstance(held_out, dict):
             held_out = next(iter(held_out.values()))
+        if args.sample_count is None:
+            args.sample_count = 0 if self.is_fsdp_enabled or is_deepspeed_zero3_enabled() else 4
+            if not args.sample_count and held_out is not None and args.eval_strategy != IntervalStrategy.NO:
+                logger.warning(
+                    "Evaluations answer no examples: each token would gather the whole model, which is sharded. Ask "
+                    "for some with --sample_count 4."
+                )
         if held_out is not None and args.sample_count and isinstance(collator, ConversationCollator):
             pixels, skip = collator.max_image_pixels, collator.bad_rows == "skip"
             readable = (row for row in held_out if not skip or not image_problem(row["images"], ImageRules(), pixels))

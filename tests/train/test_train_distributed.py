@@ -122,6 +122,7 @@ class Room:
             "packed lora": {**PACKED, **LORA},
             "bad step": {"bad_steps": "skip"},
             "broken": {"save_strategy": "steps", "save_steps": 1},
+            "unasked": {"eval_dataset_name": self.data["eval"], "eval_strategy": "epoch", "max_steps": 1},
         }
         self.done: dict[tuple, Path] = {}
 
@@ -162,6 +163,7 @@ class Room:
             done = self.start(worker, mode)
             assert not any(each.returncode for each in done), done[0].stderr[-6000:] + done[-1].stderr[-6000:]
             (folder / "stdout").write_text("".join(each.stdout for each in done))
+            (folder / "stderr").write_text("".join(each.stderr for each in done))
         return self.done[place]
 
     def start(self, worker: list, mode: str) -> list[subprocess.CompletedProcess]:
@@ -222,9 +224,9 @@ def mixed(room):
 PACKING = ("packed", "packed resumed", "packed lora")
 NIGHTLY = {
     "one": ("lora", "qlora", "bfloat16", "half", "bad step", "epochs", "epochs lora", *PACKING),
-    "ddp": ("resumed", "lora", "qlora", "skipped", "bad step", "broken")
+    "ddp": ("resumed", "lora", "qlora", "skipped", "bad step", "broken", "unasked")
     + ("grouped epochs", "grouped epochs resumed", *PACKING),
-    "fsdp2": ("resumed", "lora", "bfloat16", "autocast", "bad step", "broken", *PACKING),
+    "fsdp2": ("resumed", "lora", "bfloat16", "autocast", "bad step", "broken", "unasked", *PACKING),
 }
 
 
@@ -347,6 +349,15 @@ def assert_gain_moved(weights: dict[str, torch.Tensor]) -> None:
     gain = next(weight for name, weight in weights.items() if name.endswith("norm.weight") and "projector" in name)
     assert gain.dtype == torch.float32
     assert gain.std() > 1e-4  # it begins with one value in every place
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2", pytest.param("zero3", marks=ZERO)])
+def test_no_examples_are_answered_by_a_sharded_model_unless_asked_for(mode, nightly):
+    folder = nightly(mode, zero="unasked")
+    asked = mode == "ddp"
+    assert len(list((folder / "unasked" / "samples").glob("step-*.json"))) == asked
+    assert (folder / "stderr").read_text().count("Ask for some with --sample_count 4") == (not asked)
 
 
 @pytest.mark.nightly
