@@ -89,7 +89,7 @@ def errors_for_people(extra: str | None = None, stopped: str = "") -> Iterator[N
         if is_new:
             process = f" in process {os.environ.get('RANK')}" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
             head = (f"Error{process}:", "bold red") if message else f"Then{process}:"
-            line = Text.assemble(head, " ", text)  # one write, or another process writes between
+            line = Text.assemble(head, " ", escaped(text))  # one write, or another process writes between
             Console(stderr=True).print(line, soft_wrap=True)  # paths stay whole
         raise typer.Exit(1) from error
     finally:

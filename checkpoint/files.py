@@ -62,9 +62,7 @@ def finished_folder(target: str | os.PathLike) -> Iterator[Path]:
         except OSError as error:
             if not target.exists():
                 raise
-            kept = temporary.with_name(f"{target.name}-{temporary.name[-8:]}")
-            os.replace(temporary / target.name, kept)
-            raise FileExistsError(f"{target} was filled meanwhile, and stays. What was made is in {kept}.") from error
+            raise FileExistsError(f"{target} was filled meanwhile, and stays. {_kept(temporary, target)}") from error
 
 
 def check_new(output: str | os.PathLike) -> None:
@@ -84,15 +82,19 @@ def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collect
     Given `target`, `written` has the names in its earlier version; a folder with anything else is not replaced.
     """
     target = Path(target).resolve()
+
+    def problem() -> str:
+        found = {each.name for each in target.iterdir()} if target.exists() else set()
+        others = sorted(found - set(written(target)))
+        return f"{target} holds {others[0]}, which no earlier run has written there." if others else ""
+
     check_free(target.parent)
     with _staging(target) as temporary:
-        found = {each.name for each in target.iterdir()} if target.exists() else set()
-        if others := sorted(found - set(written(target))):
-            raise ValueError(
-                f"{target} holds {others[0]}, which no earlier run has written there. Choose another folder, or move "
-                "that away first."
-            )
+        if found := problem():
+            raise ValueError(f"{found} Choose another folder, or move that away first.")
         yield temporary / target.name
+        if found := problem():
+            raise FileExistsError(f"{found} {_kept(temporary, target)}")
         if not target.exists():
             os.replace(temporary / target.name, target)
         elif not _exchanged(temporary / target.name, target):
@@ -138,6 +140,13 @@ def _clear(temporary: Path, target: Path) -> None:
     if (temporary / OLD).exists() and not target.exists():
         os.replace(temporary / target.name, target)
     shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _kept(temporary: Path, target: Path) -> str:
+    """Keeps what was made for `target` beside it, and says where."""
+    kept = temporary.with_name(f"{target.name}-{temporary.name[-8:]}")
+    os.replace(temporary / target.name, kept)
+    return f"What was made is in {kept}."
 
 
 def _exchanged(one: Path, other: Path) -> bool:

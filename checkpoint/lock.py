@@ -12,10 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from textwrap import shorten
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 
-LOCK = ".normalign.lock"
+LOCK, UNKNOWN = ".normalign.lock", "another process"
 
 _held: set[Path] = set()
 
@@ -40,15 +40,12 @@ def only_writer(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]
         return
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    file, writer = folder / LOCK, _named(folder)  # older versions of filelock empty the file
-    lock = FileLock(file, thread_local=False)
-    try:
-        lock.acquire(timeout=wait)
-    except Timeout:
-        raise ValueError(busy(folder, _named(folder) or writer)) from None
+    file, lock = folder / LOCK, _taken(folder, wait)
+    if isinstance(lock, str):
+        raise ValueError(busy(folder, lock))
     _held.add(folder)
     try:
-        command = shorten(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), 120, placeholder=" ...")
+        command = shorten(shlex.join([Path(sys.argv[0]).name or "python", *sys.argv[1:]]), 120, placeholder=" ...")
         since = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
         file.write_text(f"`{command}`, process {os.getpid()} on {socket.gethostname()}, since {since}", "utf-8")
         yield
@@ -66,15 +63,15 @@ def writer_of(folder: Path) -> str | None:
     folder = folder.resolve()
     if not (folder / LOCK).exists():
         return None
-    writer = _named(folder) or "another process"
-    if folder in _held:
-        return writer
     try:
-        with FileLock(folder / LOCK, timeout=0):
-            (folder / LOCK).unlink(missing_ok=True)  # of a process that was killed
-            return None
-    except (Timeout, OSError):  # or another user's, which may not even be tried
-        return writer
+        lock = _taken(folder, wait=0)
+    except OSError:  # it is another user's, and may not even be tried
+        return _named(folder)
+    if isinstance(lock, str):
+        return lock
+    (folder / LOCK).unlink(missing_ok=True)  # of a process that was killed
+    lock.release()
+    return None
 
 
 def check_free(folder: Path) -> None:
@@ -84,12 +81,26 @@ def check_free(folder: Path) -> None:
             pass
 
 
-def busy(folder: Path, writer: str | None) -> str:
+def busy(folder: Path, writer: str) -> str:
     """That another process writes to a folder, for an error."""
-    return f"{folder} is being written to by {writer or 'another process'}. Wait for its end, or use another folder."
+    return f"{folder} is being written to by {writer}. Wait for its end, or use another folder."
 
 
-def _named(folder: Path) -> str | None:
+def _taken(folder: Path, wait: float) -> BaseFileLock | str:
+    """The lock of a folder, or the process that has it."""
+    writer, lock = _named(folder), FileLock(folder / LOCK, thread_local=False)
+    try:
+        lock.acquire(timeout=wait)
+        return lock
+    except Timeout:
+        if (now := _named(folder)) != UNKNOWN:
+            return now
+        if writer != UNKNOWN and (folder / LOCK).exists():  # filelock before 4 has emptied it
+            (folder / LOCK).write_text(writer, "utf-8")
+        return writer
+
+
+def _named(folder: Path) -> str:
     with suppress(OSError, ValueError):
-        return (folder / LOCK).read_text("utf-8") or None
-    return None
+        return (folder / LOCK).read_text("utf-8") or UNKNOWN
+    return UNKNOWN
