@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import DeepSpeedPlugin
 from transformers import SchedulerType
+from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig, SFTConfig
 
 from ...checkpoint.limits import cores
@@ -107,6 +108,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         if self.router_aux_loss_coef is None:
             self.router_aux_loss_coef = 0.0  # TRL would take it from the language model's configuration
         check_refused(self)
+        check_trackers(self.report_to)
         if self.do_eval and self.eval_strategy == "no":
             raise ValueError("do_eval alone evaluates nothing. Set eval_strategy.")
         if self.max_steps == 0:
@@ -200,6 +202,16 @@ class ModelArguments(ModelOptions, ModelConfig):
         given = [f.name for f in fields(self) if f.name.startswith("lora_") and getattr(self, f.name) != f.default]
         if given and not self.use_peft:
             raise ValueError(f"{', '.join(given)}: adapters are trained with use_peft alone. Add --use_peft.")
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raises ValueError if a tracker of `report_to` is not known to transformers, or cannot be used here."""
+    for name in names:
+        try:
+            for callback in get_reporting_integration_callbacks([name]):
+                type(name, (callback,), {"__del__": lambda self: None})()  # some fail again where they are deleted
+        except (ValueError, RuntimeError, ImportError) as error:
+            raise ValueError(f"report_to {name!r} cannot be used: {error}") from error
 
 
 def check_deepspeed(plugin: DeepSpeedPlugin, args: NormAlignConfig) -> None:
