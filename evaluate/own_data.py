@@ -22,7 +22,6 @@ from ..data.rows.forms import MARKER
 from ..data.rows.images import decode_image, image_problem, short, stored_bytes
 from ..data.rows.parse import DroppedRow
 from ..data.rows.reports import ABOUT, not_read
-from ..data.rows.unread import proposal
 from ..data.sources.arguments import DataArguments, DataSource
 from ..data.sources.source import open_source
 from .answers import chosen_option
@@ -76,10 +75,6 @@ def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
     """What is asked in a row. Raises ValueError with what is not supported in it, and the remedy."""
     if row["reason"]:
         raise ValueError(row["reason"])
-    if row["form"] in ("caption", "text") and (columns := proposal(row["raw"])):
-        raise ValueError(
-            f"its {row['form']} is read as a caption, and it has another column that may be the answer{columns}"
-        )
     contents = [[part["text"] for part in turn["content"]] for turn in row["messages"]]  # None for an image
     turns = ["".join(MARKER if text is None else text for text in each) for each in contents]
     system = turns.pop(0) if row["messages"][0]["role"] == "system" else ""
