@@ -141,7 +141,7 @@ def _are_parts(content: Any) -> bool:
 
 
 def _part(left_out: list[str], number: int, part: Any, column: str) -> dict[str, Any]:
-    kind = _PARTS.get(part.get("type")) if isinstance(part, Mapping) else None
+    kind = _PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         leave_out(left_out, part, {"type", "text", "index"}, f"{column}.content.")
         return {"type": "text", "text": part["text"]}
