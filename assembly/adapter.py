@@ -17,7 +17,7 @@ from ..checkpoint.limits import SETTINGS_BYTES
 from ..checkpoint.loading import loading
 from ..checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint, open_checkpoint
-from ..checkpoint.precision import dtype_to_load
+from ..checkpoint.precision import NF4, dtype_to_load
 from ..checkpoint.untrusted import check_files, check_inside, json_object
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
@@ -26,11 +26,10 @@ from .build import ARM_FIELDS
 from .processing import settle
 
 
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
     "none": None,
-    "nf4": NF4,
-    "nf4-double": NF4 | {"bnb_4bit_use_double_quant": True},
+    "nf4": NF4 | {"bnb_4bit_use_double_quant": False},
+    "nf4-double": NF4,
     "int8": {"load_in_8bit": True},
 }
 """bitsandbytes' settings by the names of `--base-quantization`; `double`: its constants are quantized too."""

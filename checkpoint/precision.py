@@ -9,10 +9,11 @@ import platform
 import timeit
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
-from transformers import PreTrainedConfig
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .files import cache_dir, json_or_none, write_json
@@ -21,6 +22,9 @@ from .files import cache_dir, json_or_none, write_json
 logger = logging.getLogger(__name__)
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+"""bitsandbytes' settings of `load_in_4bit`, in training and everywhere else: those of QLoRA."""
 
 
 def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None = None) -> bool:
@@ -33,14 +37,57 @@ def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None 
         dtype: `torch.bfloat16` or `torch.float16`.
         device: Type of the device, such as `"cpu"`; by default the accelerator's, or the CPU.
     """
-    accelerator = torch.accelerator.current_accelerator()
-    device = device or (accelerator.type if accelerator and torch.accelerator.is_available() else "cpu")
+    device = device or _default_device()
     if device == "cuda":
         return dtype == torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
     if device != "cpu":
         return dtype == torch.float16 or is_torch_bf16_gpu_available()
     seconds = _remembered_seconds()
     return seconds["float32"] > 2 * seconds[str(dtype).removeprefix("torch.")]
+
+
+def compute_dtype(device: str | None = None) -> torch.dtype:
+    """What products with 4-bit weights are computed in: bfloat16 where it is fast, float16 on a GPU without it (T4,
+    V100), or else float32."""
+    if half_precision_pays(torch.bfloat16, device):
+        return torch.bfloat16
+    return torch.float16 if (device or _default_device()) != "cpu" else torch.float32
+
+
+def four_bits(model: PreTrainedModel, dtype: str | torch.dtype = "auto") -> BitsAndBytesConfig:
+    """How a model is loaded in 4 bits: as it is trained in them, the layers of its language model alone.
+
+    Args:
+        model: The model, which may lie on meta. What is outside its decoder is left as it is.
+        dtype: Of products, and to load the rest in; "auto" is [`compute_dtype`].
+    """
+    dtype = compute_dtype("cuda" if torch.cuda.is_available() else "cpu") if dtype == "auto" else dtype
+    return BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=outside_decoder(model))
+
+
+def outside_decoder(model: PreTrainedModel) -> list[str] | None:
+    """The modules beside the decoder and beside what holds it, such as `lm_head` and `model.vision_tower`.
+
+    None if the model is nothing but a decoder.
+    """
+    path = next(name for name, module in model.named_modules() if module is model.get_decoder())
+    found, holder = [], ""
+    for part in path.split(".") if path else ():
+        beside = (name for name, _ in model.get_submodule(holder).named_children() if name != part)
+        found += [f"{holder}.{name}".lstrip(".") for name in beside]
+        holder = f"{holder}.{part}".lstrip(".")
+    return found or None
+
+
+def quantization_name(settings: dict[str, Any] | None, *, products: bool = True) -> str:
+    """bitsandbytes' settings in words: "4-bit NF4, double quantization, products in bfloat16"."""
+    if not settings:
+        return "not quantized"
+    if not settings.get("load_in_4bit"):
+        return "8-bit"
+    nested = ", double quantization" if settings.get("bnb_4bit_use_double_quant") else ""
+    dtype = str(settings.get("bnb_4bit_compute_dtype", torch.float32)).removeprefix("torch.")
+    return f"4-bit {settings.get('bnb_4bit_quant_type', 'fp4').upper()}{nested}{f', products in {dtype}' * products}"
 
 
 @cache  # one line in a process
@@ -67,6 +114,11 @@ def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None) -> 
         logger.warning(f"Loading in float32: this processor only emulates the checkpoint's {name} (--dtype {name}).")
         return "float32"
     return dtype
+
+
+def _default_device() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator and torch.accelerator.is_available() else "cpu"
 
 
 def seconds_file() -> Path:
