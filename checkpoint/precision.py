@@ -17,11 +17,15 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .files import cache_dir, json_or_none, write_json
+from .limits import free_memory
 
 
 logger = logging.getLogger(__name__)
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+ROOM = 2**30
+"""Bytes that running a model takes besides its weights."""
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 """bitsandbytes' settings of `load_in_4bit`, in training and everywhere else: those of QLoRA."""
@@ -90,19 +94,22 @@ def quantization_name(settings: dict[str, Any] | None, *, products: bool = True)
     return f"4-bit {settings.get('bnb_4bit_quant_type', 'fp4').upper()}{nested}{f', products in {dtype}' * products}"
 
 
-@cache  # one line in a process
 def warn_if_slow(dtype: str | torch.dtype | None, device: str | None = None) -> None:
     """Warns in one line if a precision that was asked for is slow on this device."""
     name = str(dtype).removeprefix("torch.")
     if name in HALVES and not half_precision_pays(HALVES[name], device):
-        logger.warning(f"{name} was asked for, but this machine only emulates it. float32 is faster, in more memory.")
+        _say(f"{name} was asked for, but this machine only emulates it. float32 is faster, in more memory.")
 
 
-def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None) -> str | torch.dtype:
-    """The dtype to load a model in to run it: "auto" becomes float32 if the checkpoint's own is slow on this machine.
+def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None, size: int) -> str | torch.dtype:
+    """The dtype to load a model in to run it: what "auto" means on this machine.
 
-    That is on CPUs alone, where memory is rarely short; a GPU runs the checkpoint's own. Says so in one line, and
-    warns if another that was asked for is slow.
+    A CPU that only emulates the checkpoint's precision runs it in float32 if that fits into the memory that is free,
+    or else in bfloat16 if it is fast in that; a line says so. GPUs, and CPUs without the room, run the checkpoint's
+    own, which is not copied but mapped from its files. Warns if another that was asked for is slow.
+
+    Args:
+        size: Bytes of the model's weights.
     """
     if torch.cuda.is_available() or config is None:
         return dtype
@@ -110,10 +117,21 @@ def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None) -> 
     if dtype != "auto":
         warn_if_slow(dtype, "cpu")
     elif stored in HALVES.values() and not half_precision_pays(stored, "cpu"):
-        name = str(stored).removeprefix("torch.")
-        logger.warning(f"Loading in float32: this processor only emulates the checkpoint's {name} (--dtype {name}).")
-        return "float32"
+        name, free, whole = str(stored).removeprefix("torch."), free_memory(), 2 * size
+        if whole + ROOM <= free:
+            _say(f"Loading in float32: this processor only emulates the checkpoint's {name} (--dtype {name}).")
+            return "float32"
+        room = f"float32 would take {whole / 2**30:,.0f} GiB, and {free / 2**30:,.0f} are free"
+        if size + ROOM <= free and half_precision_pays(torch.bfloat16, "cpu"):
+            _say(f"Loading in bfloat16: this processor only emulates the checkpoint's {name}. {room}.")
+            return "bfloat16"
+        _say(f"Loading in {name}, which this processor only emulates: {room}. --load-in-4bit takes less.")
     return dtype
+
+
+@cache  # one line in a process
+def _say(line: str) -> None:
+    logger.warning(line)
 
 
 def _default_device() -> str:

@@ -34,6 +34,7 @@ from ..assembly.parts import tower_alone
 from ..checkpoint.names import ADAPTER_CONFIG
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import dtype_to_load, four_bits
+from ..checkpoint.untrusted import check_weights
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 
@@ -116,8 +117,8 @@ def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool 
     """Loads the weights of a model, in eval mode, on a GPU if there is one.
 
     Args:
-        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, but float32 on a CPU that
-            only emulates it.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, unless this CPU only
+            emulates it: [`dtype_to_load`].
         load_in_4bit: Quantize the language model's layers to 4 bits while loading: [`four_bits`].
     """
     if found.adapter:
@@ -144,7 +145,8 @@ def precision_of(
     """
     dtype, checkpoint = torch_dtype(dtype), found.checkpoint
     if not load_in_4bit:
-        return dtype_to_load(dtype, found.config), None
+        size = check_weights(checkpoint.name, checkpoint.revision)
+        return dtype_to_load(dtype, found.config, size), None
     check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
     if found.kind == "vision encoder":
         raise ValueError(f"{found.name} is a vision encoder, which 4 bits leave as it is. Leave --load-in-4bit out.")
