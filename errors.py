@@ -3,12 +3,16 @@
 """Output of commands: foreign text cannot control the terminal; an error is one sentence and exit status 1."""
 
 import os
+import re
 import signal
+import sys
+import traceback
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import FrameType
+from typing import Any
 
 import rich.console
 import typer
@@ -49,8 +53,73 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__module__ == "pyo3_runtime"
 
 
+_FULL = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory", re.I)
+_DEVICE = re.compile(
+    r"\b(CUDA|cuDNN|CUBLAS\w*|HIP|NVIDIA|XPU)\b|no kernel image|Could not run '\S+' with arguments from"
+)
+_KERNELS = re.compile(r"-packages[\\/](bitsandbytes|triton|flash_attn|kernels)[\\/]")
+
+
+def device_error(error: BaseException, remedy: str = "Use a machine with more.") -> str | None:
+    """What to say of memory that is full, and of an error of a GPU or of a library of kernels; None for others.
+
+    Args:
+        remedy: What to do if memory is full, as a sentence.
+    """
+    if isinstance(error, OSError | ImportError) or not isinstance(error, Exception):
+        return None
+    text, where = first_cause(error)
+    of_torch = isinstance(error, RuntimeError | AssertionError)
+    if isinstance(error, MemoryError) or of_torch and _FULL.search(text):
+        size = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.I)
+        tried = "".join(f" in {note}" for note in getattr(error, "__notes__", ())[:1])  # where it was raised
+        asked = f"{_readable(size[1])} more were asked for, after a peak" if size else "The peak was"
+        return f"Out of memory{tried}: {asked} of {_peak()}. {remedy}"
+    text = text.partition("\n")[0].rstrip(".")
+    if kernels := _KERNELS.findall(where):
+        return f"{kernels[-1]} failed: {text or type(error).__name__}. Does its version fit torch and this machine?"
+    if type(error).__name__ == "AcceleratorError" or of_torch and _DEVICE.search(text):
+        return f"The GPU failed: {text}. Does this build of torch fit the GPU and its driver?"
+    return None
+
+
+def first_cause(error: BaseException) -> tuple[str, str]:
+    """What an error says, and the files through which it was raised.
+
+    Of errors in quantizing or placing weights, transformers only logs a traceback, and raises one that names none.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in frames:
+        for where in getattr(frame.f_locals.get("loading_info"), "conversion_errors", {}).values():
+            said = [text for name, text in re.findall(r"^([\w.]+): (.+)$", where, re.M) if name != "Error"]
+            return (said or [where])[0], where
+    return str(error), "\n".join(frame.f_code.co_filename for frame in frames)
+
+
+def _readable(size: str) -> str:
+    """A size in torch's words, which on a CPU are bytes."""
+    number, unit = size.split()
+    return f"{int(number) / 2**30:,.2f} GiB" if unit == "bytes" else size
+
+
+def _peak() -> str:
+    """What this process has taken at most: of the GPU, once it is used, or else of this machine."""
+    torch: Any = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized():
+        size, whole = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+        return f"{size / 2**30:,.2f} of the {whole / 2**30:,.2f} GiB of {torch.cuda.get_device_name()}"
+    if sys.platform == "win32":
+        return "what this machine has"
+    import resource
+
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return f"{size / 2**30:,.2f} GiB"
+
+
 @contextmanager
-def errors_for_people(extra: str | None = None, stopped: str = "") -> Iterator[None]:
+def errors_for_people(
+    extra: str | None = None, stopped: str = "", full: str = "Use a machine with more."
+) -> Iterator[None]:
     """Prints errors that a user can fix as a message without a traceback, and exits with status 1.
 
     Ctrl-C and SIGTERM end the block too, with the words "Stopped." and status 130 or 143.
@@ -58,6 +127,7 @@ def errors_for_people(extra: str | None = None, stopped: str = "") -> Iterator[N
     Args:
         extra: The extra of this package that a missing module belongs to.
         stopped: What to say of a command that was stopped, unless the exception has notes of it.
+        full: What to do if memory is full.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
@@ -72,6 +142,8 @@ def errors_for_people(extra: str | None = None, stopped: str = "") -> Iterator[N
     except BaseException as error:
         if is_panic(error):
             message = f"A library stopped, at a text or a file that it cannot read: {error}. Use another checkpoint."
+        elif (found := device_error(error, full)) is not None:
+            message = found
         elif isinstance(error, ValueError | OSError | ImportError | FloatingPointError):
             message = f"{error}. {install(extra)}" if extra and isinstance(error, ModuleNotFoundError) else str(error)
         else:

@@ -14,7 +14,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from ..diagnose.load import find, precision_of
-from ..errors import Console
+from ..errors import Console, device_error
 from .engine import SEED, SUITES, as_lm, chosen_tasks, run_task, save, summarized
 from .own_data import own_task
 from .results import (
@@ -131,7 +131,8 @@ def evaluate(
             save(raw, task, output)
             result.write(output)
         except Exception as error:  # whatever it is, the other tasks are run
-            done.failed[task] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            done.failed[task] = device_error(error, "Use a smaller batch_size, or load_in_4bit.") or reason
             console.print(f"{task} could not be run: {done.failed[task]}", style="red")
         else:
             kept[task] = result
