@@ -9,7 +9,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 
 LOWEST := $(VENV)/lowest
 
-.PHONY: quickstart test test-all test-fast test-lowest lint benchmark benchmark-gpu clean
+.PHONY: quickstart test test-all test-fast test-lowest lint benchmark check-gpu clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/normalign quickstart
@@ -38,9 +38,9 @@ lint: $(VENV)/.dev
 benchmark: $(VENV)/.dev
 	$(BIN)/python benchmarks
 
-# Needs a GPU that torch sees: where the default build sees none, give another in TORCH or VENV.
-benchmark-gpu: $(VENV)/.dev
-	$(BIN)/python benchmarks --device cuda --output benchmark-gpu.json
+# Installs nothing, for machines without a network: the script says what it needs. Without $(VENV), $(PYTHON) runs it.
+check-gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/check_gpu.py
 
 $(VENV)/.quickstart: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -15,6 +15,7 @@ from .notices import hide_notices
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+FEWER = "Use a smaller --batch-size, or --load-in-4bit."
 AGAIN = "Run the same command again: it resumes where it stopped."
 DtypeOption = Annotated[Dtype, typer.Option(help="Of the weights; auto: the checkpoint's.")]
 BuiltDtypeOption = Annotated[Dtype, typer.Option(help="Of all but the norm; auto: the language model's.")]
@@ -153,7 +154,8 @@ def train(
 
     if not context.args or {"-h", "--help"} & set(context.args):
         return show_help()
-    with errors_for_people(stopped="" if accelerate_config else "Nothing was trained."):
+    full = "The same command with --dry_run tells what fits."
+    with errors_for_people(stopped="" if accelerate_config else "Nothing was trained.", full=full):
         if "--help-all" in context.args:
             from .train.options.parsing import option_parser
 
@@ -238,7 +240,7 @@ def evaluate(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Evaluate a model on benchmarks with lm-evaluation-harness. Finished tasks are skipped the next time."""
-    with errors_for_people(extra="evaluate", stopped=f"Finished tasks are kept. {AGAIN}"):
+    with errors_for_people(extra="evaluate", stopped=f"Finished tasks are kept. {AGAIN}", full=FEWER):
         from .checkpoint.find import find_model
 
         find_model(model)
@@ -273,7 +275,7 @@ def ask(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Ask a model one question about an image, and print the answer as it comes."""
-    with errors_for_people(extra="qlora"):
+    with errors_for_people(extra="qlora", full="Use --load-in-4bit."):
         from .evaluate.ask import ask as run
 
         run(
@@ -331,7 +333,7 @@ def diagnose(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure norms, rotation and attention of any vision-language model, as the paper does, and write a report."""
-    with errors_for_people(extra="qlora", stopped="Nothing was written."):
+    with errors_for_people(extra="qlora", stopped="Nothing was written.", full=FEWER):
         from .diagnose.run import diagnose as measure
 
         done = measure(

@@ -6,12 +6,15 @@ import hashlib
 import os
 import re
 import signal
+import sys
+import traceback
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import rich.console
 import typer
@@ -44,10 +47,6 @@ def escaped(text: str) -> str:
     return text.translate({ord(each): ascii(each)[1:-1] for each in hidden})
 
 
-_FULL = "out of memory|can't allocate memory"
-"""In a RuntimeError of torch: memory of a device, of the machine."""
-
-
 class Terminated(SystemExit):
     """SIGTERM. What the command has begun and not finished is removed, and it ends with status 143."""
 
@@ -57,8 +56,73 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__module__ == "pyo3_runtime"
 
 
+_FULL = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory", re.I)
+_DEVICE = re.compile(
+    r"\b(CUDA|cuDNN|CUBLAS\w*|HIP|NVIDIA|XPU)\b|no kernel image|Could not run '\S+' with arguments from"
+)
+_KERNELS = re.compile(r"-packages[\\/](bitsandbytes|triton|flash_attn|kernels)[\\/]")
+
+
+def device_error(error: BaseException, remedy: str = "Use a machine with more.") -> str | None:
+    """What to say of memory that is full, and of an error of a GPU or of a library of kernels; None for others.
+
+    Args:
+        remedy: What to do if memory is full, as a sentence.
+    """
+    if isinstance(error, OSError | ImportError) or not isinstance(error, Exception):
+        return None
+    text, where = first_cause(error)
+    of_torch = isinstance(error, RuntimeError | AssertionError)
+    if isinstance(error, MemoryError) or of_torch and _FULL.search(text):
+        size = re.search(r"tried to allocate ([\d.]+ \w+)", text, re.I)
+        tried = "".join(f" in {note}" for note in getattr(error, "__notes__", ())[:1])  # where it was raised
+        asked = f"{_readable(size[1])} more were asked for, after a peak" if size else "The peak was"
+        return f"Out of memory{tried}: {asked} of {_peak()}. {remedy}"
+    text = text.partition("\n")[0].rstrip(".")
+    if kernels := _KERNELS.findall(where):
+        return f"{kernels[-1]} failed: {text or type(error).__name__}. Does its version fit torch and this machine?"
+    if type(error).__name__ == "AcceleratorError" or of_torch and _DEVICE.search(text):
+        return f"The GPU failed: {text}. Does this build of torch fit the GPU and its driver?"
+    return None
+
+
+def first_cause(error: BaseException) -> tuple[str, str]:
+    """What an error says, and the files through which it was raised.
+
+    Of errors in quantizing or placing weights, transformers only logs a traceback, and raises one that names none.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in frames:
+        for where in getattr(frame.f_locals.get("loading_info"), "conversion_errors", {}).values():
+            said = [text for name, text in re.findall(r"^([\w.]+): (.+)$", where, re.M) if name != "Error"]
+            return (said or [where])[0], where
+    return str(error), "\n".join(frame.f_code.co_filename for frame in frames)
+
+
+def _readable(size: str) -> str:
+    """A size in torch's words, which on a CPU are bytes."""
+    number, unit = size.split()
+    return f"{int(number) / 2**30:,.2f} GiB" if unit == "bytes" else size
+
+
+def _peak() -> str:
+    """What this process has taken at most: of the GPU, once it is used, or else of this machine."""
+    torch: Any = sys.modules.get("torch")
+    if torch and torch.cuda.is_initialized():
+        size, whole = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+        return f"{size / 2**30:,.2f} of the {whole / 2**30:,.2f} GiB of {torch.cuda.get_device_name()}"
+    if sys.platform == "win32":
+        return "what this machine has"
+    import resource
+
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return f"{size / 2**30:,.2f} GiB"
+
+
 @contextmanager
-def errors_for_people(extra: str | None = None, stopped: str = "") -> Iterator[None]:
+def errors_for_people(
+    extra: str | None = None, stopped: str = "", full: str = "Use a machine with more."
+) -> Iterator[None]:
     """Prints errors that a user can fix as a message without a traceback, and exits with status 1.
 
     Ctrl-C and SIGTERM end the block too, with the words "Stopped." and status 130 or 143. Of the processes of a run on
@@ -67,6 +131,7 @@ def errors_for_people(extra: str | None = None, stopped: str = "") -> Iterator[N
     Args:
         extra: The extra of this package that a missing module belongs to.
         stopped: What to say of a command that was stopped, unless the exception has notes of it.
+        full: What to do if memory is full.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
@@ -81,7 +146,7 @@ def errors_for_people(extra: str | None = None, stopped: str = "") -> Iterator[N
     except (SystemExit, typer.Exit):
         raise
     except BaseException as error:
-        message, is_first = _message(error, extra), _is_first("error")
+        message, is_first = _message(error, extra, full), _is_first("error")
         text = message or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         is_new = _is_first(hashlib.sha256(text.encode(errors="replace")).hexdigest())
         if message is None and is_first:
@@ -97,16 +162,14 @@ def errors_for_people(extra: str | None = None, stopped: str = "") -> Iterator[N
             signal.signal(number, handler)
 
 
-def _message(error: BaseException, extra: str | None) -> str | None:
+def _message(error: BaseException, extra: str | None, full: str) -> str | None:
     """What to print of an error that a user can do something about; None for others."""
     if is_panic(error):
         return f"A library stopped, at a text or a file that it cannot read: {error}. Use another checkpoint."
     if extra and isinstance(error, ModuleNotFoundError):
         return f"{error}. {install(extra)}"
-    text = str(error)
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and re.search(_FULL, text)):
-        return f"Memory is full ({text.partition(chr(10))[0].rstrip('.')}). Use smaller batches, or fewer bits."
-    return text if isinstance(error, ValueError | OSError | ImportError | FloatingPointError) else None
+    known = isinstance(error, ValueError | OSError | ImportError | FloatingPointError)
+    return device_error(error, full) or (str(error) if known else None)
 
 
 def _is_first(name: str) -> bool:

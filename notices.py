@@ -11,7 +11,9 @@ NOTICES = {
     "DeepSpeed": "Setting accelerator to CPU",  # on standard output, with and without it in use
     "accelerate.accelerator": "Gradient accumulation steps mismatch",  # the Trainer counts them itself
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "datasets.builder": "Setting num_proc from",  # for a split of fewer files
     "transformers.configuration_utils": "must be `None` or an integer within the vocabulary",  # of a CLIP's text part
+    "transformers.modeling_utils": "| CONVERSION",  # an error follows, which has what matters of the report
     "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
     "transformers.utils.import_utils": "requires torchvision (not installed)",  # Pillow's serve as well
 }

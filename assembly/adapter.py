@@ -18,8 +18,8 @@ from ..checkpoint.limits import SETTINGS_BYTES
 from ..checkpoint.loading import loading
 from ..checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint, open_checkpoint
-from ..checkpoint.precision import dtype_to_load
-from ..checkpoint.untrusted import check_files, check_inside, json_object
+from ..checkpoint.precision import NF4, dtype_to_load
+from ..checkpoint.untrusted import check_files, check_inside, check_weights, json_object
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -27,11 +27,10 @@ from .build import ARM_FIELDS
 from .processing import settle
 
 
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
     "none": None,
-    "nf4": NF4,
-    "nf4-double": NF4 | {"bnb_4bit_use_double_quant": True},
+    "nf4": NF4 | {"bnb_4bit_use_double_quant": False},
+    "nf4-double": NF4,
     "int8": {"load_in_8bit": True},
 }
 """bitsandbytes' settings by the names of `--base-quantization`; `double`: its constants are quantized too."""
@@ -60,10 +59,11 @@ class Adapter:
 
     def load(self) -> PeftModel:
         """The base as in training, on a GPU if there is one, with the adapter on it, in eval mode."""
-        settings, config = self.quantization, self.config
-        dtype = (settings or {}).get("bnb_4bit_compute_dtype") or dtype_to_load("auto", config)
+        settings, config, base = self.quantization, self.config, self.base
+        dtype = (settings or {}).get("bnb_4bit_compute_dtype")
+        dtype = dtype or dtype_to_load("auto", config, check_weights(base.name, base.revision))
         device = "auto" if torch.cuda.is_available() else None
-        model = self.base.load(dtype=dtype, config=config, quantization_config=settings, device_map=device)
+        model = base.load(dtype=dtype, config=config, quantization_config=settings, device_map=device)
         return self.put_on(model).eval()
 
 

@@ -2,10 +2,9 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Runs the scripts of this folder one after another, and writes what they found as a table into docs/method.md.
 
-    python benchmarks [norm startup ...] [--device cuda] [--output results.json]
+    python benchmarks [norm startup ...] [--output results.json]
 
-The table is written only if all scripts have run on a CPU. On a GPU they run in bfloat16, for the file alone. A script
-that fails is named, in the file too, and the others run.
+The table is written only if all scripts have run. A script that fails is named, in the file too, and the others run.
 """
 
 import argparse
@@ -18,7 +17,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 
@@ -38,17 +36,6 @@ OPTIONS: dict[str, list[str]] = {
 }
 """The scripts, with options that keep all of them together under 30 minutes on 2 cores."""
 
-ON_GPU: dict[str, list[str]] = {
-    "norm": [],
-    "step": ["--parts", "1b"],
-    "packing": ["--data", "mixture-1b", "--rows_per_step", "64"],
-    "probe": [],
-    "generate": ["--shape", "7b"],
-    "recipes": [],
-    "memory": ["--shapes", "135m", "1b"],
-}
-"""The scripts that have something to do there, with their options besides the device and the precision."""
-
 
 def run(script: str, options: list[str], folder: Path) -> dict[str, Any] | None:
     """Runs a script: what it wrote, with its minutes, or None if it failed."""
@@ -62,7 +49,7 @@ def run(script: str, options: list[str], folder: Path) -> dict[str, Any] | None:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The rows of all scripts as Markdown, below the machine that they ran on."""
     (machine,) = {json.dumps(result["machine"]): result["machine"] for result in results.values()}.values()
-    device = machine["accelerator"] or f"{machine['cores']} cores of {machine['processor']}"
+    device = f"{machine['cores']} cores of {machine['processor']}"
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "trl"))
     minutes = sum(result["minutes"] for result in results.values())
     lines = [
@@ -84,24 +71,17 @@ def write_table(text: str, page: Path) -> None:
 def main() -> None:
     """Runs the scripts, then writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "scripts", nargs="*", metavar="script", help=f"of {', '.join(OPTIONS | ON_GPU)}; all by default"
-    )
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("scripts", nargs="*", metavar="script", help=f"of {', '.join(OPTIONS)}; all by default")
     parser.add_argument("--output", type=Path, help="also write all figures to this JSON file")
     options = parser.parse_args()
-    on_gpu = {script: ["--device", "cuda", "--bf16", *more] for script, more in ON_GPU.items()}
-    known = OPTIONS if options.device == "cpu" else on_gpu
-    if unknown := sorted(set(options.scripts) - set(known)):
-        parser.error(f"there is no script {', '.join(unknown)} for this device, but {', '.join(known)}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no GPU. Install a build of torch for CUDA")
-    console, scripts = Console(), options.scripts or list(known)
+    if unknown := sorted(set(options.scripts) - set(OPTIONS)):
+        parser.error(f"there is no script {', '.join(unknown)}, but {', '.join(OPTIONS)}")
+    console, scripts = Console(), options.scripts or list(OPTIONS)
     results: dict[str, dict[str, Any]] = {}
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for script in scripts:
-            if result := run(script, known[script], Path(folder)):
+            if result := run(script, OPTIONS[script], Path(folder)):
                 results[script] = result
             else:
                 failed.append(script)
@@ -112,7 +92,7 @@ def main() -> None:
         console.print(f"{script}: {result['minutes']:.1f} minutes")
     if failed:
         sys.exit(f"Failed: {', '.join(failed)}.")
-    if options.device == "cpu" and set(results) == set(OPTIONS):
+    if set(results) == set(OPTIONS):
         write_table(table(results), PAGE)
         console.print(f"Written to {PAGE}.")
 

@@ -5,8 +5,10 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 
 MAX_IMAGE_BYTES = 256 * 2**20
@@ -48,6 +50,23 @@ def limited_memory(size: int | None) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def free_memory() -> int:
+    """Bytes that this process can take: of what is free in the machine, and of what its container (cgroup) may have.
+
+    Pages of files that the kernel can drop count as free.
+    """
+    free = [psutil.virtual_memory().available]
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # there is none, or no limit: "max"
+            most, taken = (int(Path(folder, name).read_text()) for name in (limit, used))
+            counted = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            free.append(most - taken + int(counted["active_file"]) + int(counted["inactive_file"]))
+    return max(0, min(free))
 
 
 def cores() -> int:

@@ -6,9 +6,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
-from ..errors import is_panic
+from ..errors import device_error, first_cause, is_panic
 from .limits import limited_memory
 
 
@@ -28,23 +26,26 @@ def loading(what: str, *, memory: int | None = None, remedy: str = AGAIN) -> Ite
     Raises:
         ValueError: It cannot be read.
         OSError: It does not exist.
-        ImportError, torch.OutOfMemoryError: Unchanged.
+        ImportError: Unchanged, as are errors of a device, of a library of kernels, and of memory without a limit.
     """
     try:
         with limited_memory(memory):
             yield
-    except (OSError, ImportError, torch.OutOfMemoryError):
+    except (OSError, ImportError):
         raise
-    except MemoryError:
-        raise ValueError(f"{what} takes too much memory. {remedy}") from None
-    except RecursionError:
-        raise ValueError(f"{what} is nested too deeply. {remedy}") from None
     except BaseException as error:
+        if memory is None and device_error(error):  # which is no fault of the file
+            error.add_note(f"loading: {what}")
+            raise
+        if isinstance(error, MemoryError):
+            raise ValueError(f"{what} takes too much memory. {remedy}") from None
+        if isinstance(error, RecursionError):
+            raise ValueError(f"{what} is nested too deeply. {remedy}") from None
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         if isinstance(error, ValueError) and _is_raised_here(error):
             raise
-        reason = " ".join(str(error).split())
+        reason = " ".join(first_cause(error)[0].split())
         if "trust_remote_code" in reason:
             raise ValueError(f"{what} needs code that comes with it, which this command does not run.") from error
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

@@ -130,11 +130,7 @@ class Checkpoint:
         """Its model, by `cls.from_pretrained`, of which `kwargs` are; a `config` is used in place of its own."""
         size = check_weights(self.name, self.revision)
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():  # which would shard the meta model
-            with loading(f"The configuration of {self.name}", memory=SETTINGS_BYTES), torch.device("meta"):
-                expected = copy.deepcopy(config or self.config)
-                make = getattr(cls, "from_config", AutoModelForImageTextToText.from_config)  # of a LLaVA
-                make = cls._from_config if type(expected) is getattr(cls, "config_class", None) else make
-                parameters = make(expected).num_parameters()
+            parameters = self.without_weights(cls, config).num_parameters()
             if parameters > _PER_BYTE * size + _NEW:
                 raise ValueError(
                     f"config.json of {self.name} has {parameters:,} parameters, but its weights have {size:,} bytes. "
@@ -148,6 +144,16 @@ class Checkpoint:
         if missing := sorted(key for key in info["missing_keys"] if not key.startswith(absent)):
             raise ValueError(f"{self.name} lacks {len(missing)} tensors of {cls.__name__}: {', '.join(missing[:10])}.")
         return model
+
+    def without_weights(self, cls: Any, config: PreTrainedConfig | None = None) -> PreTrainedModel:
+        """The model that [`load`] makes, on meta."""
+        memory = None if self.trust_remote_code else SETTINGS_BYTES
+        remote = {"trust_remote_code": True} if self.trust_remote_code else {}
+        with loading(f"The configuration of {self.name}", memory=memory), torch.device("meta"):
+            expected = copy.deepcopy(config or self.config)
+            make = getattr(cls, "from_config", AutoModelForImageTextToText.from_config)  # of a LLaVA
+            make = cls._from_config if type(expected) is getattr(cls, "config_class", None) else make
+            return make(expected, **remote)
 
 
 def open_checkpoint(

@@ -9,18 +9,26 @@ import platform
 import timeit
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
-from transformers import PreTrainedConfig
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .files import cache_dir, json_or_none, write_json
+from .limits import free_memory
 
 
 logger = logging.getLogger(__name__)
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+ROOM = 2**30
+"""Bytes that running a model takes besides its weights."""
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+"""bitsandbytes' settings of `load_in_4bit`, in training and everywhere else: those of QLoRA."""
 
 
 def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None = None) -> bool:
@@ -33,8 +41,7 @@ def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None 
         dtype: `torch.bfloat16` or `torch.float16`.
         device: Type of the device, such as `"cpu"`; by default the accelerator's, or the CPU.
     """
-    accelerator = torch.accelerator.current_accelerator()
-    device = device or (accelerator.type if accelerator and torch.accelerator.is_available() else "cpu")
+    device = device or _default_device()
     if device == "cuda":
         return dtype == torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
     if device != "cpu":
@@ -43,19 +50,66 @@ def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None 
     return seconds["float32"] > 2 * seconds[str(dtype).removeprefix("torch.")]
 
 
-@cache  # one line in a process
+def compute_dtype(device: str | None = None) -> torch.dtype:
+    """What products with 4-bit weights are computed in: bfloat16 where it is fast, float16 on a GPU without it (T4,
+    V100), or else float32."""
+    if half_precision_pays(torch.bfloat16, device):
+        return torch.bfloat16
+    return torch.float16 if (device or _default_device()) != "cpu" else torch.float32
+
+
+def four_bits(model: PreTrainedModel, dtype: str | torch.dtype = "auto") -> BitsAndBytesConfig:
+    """How a model is loaded in 4 bits: as it is trained in them, the layers of its language model alone.
+
+    Args:
+        model: The model, which may lie on meta. What is outside its decoder is left as it is.
+        dtype: Of products, and to load the rest in; "auto" is [`compute_dtype`].
+    """
+    dtype = compute_dtype("cuda" if torch.cuda.is_available() else "cpu") if dtype == "auto" else dtype
+    return BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=outside_decoder(model))
+
+
+def outside_decoder(model: PreTrainedModel) -> list[str] | None:
+    """The modules beside the decoder and beside what holds it, such as `lm_head` and `model.vision_tower`.
+
+    None if the model is nothing but a decoder.
+    """
+    path = next(name for name, module in model.named_modules() if module is model.get_decoder())
+    found, holder = [], ""
+    for part in path.split(".") if path else ():
+        beside = (name for name, _ in model.get_submodule(holder).named_children() if name != part)
+        found += [f"{holder}.{name}".lstrip(".") for name in beside]
+        holder = f"{holder}.{part}".lstrip(".")
+    return found or None
+
+
+def quantization_name(settings: dict[str, Any] | None, *, products: bool = True) -> str:
+    """bitsandbytes' settings in words: "4-bit NF4, double quantization, products in bfloat16"."""
+    if not settings:
+        return "not quantized"
+    if not settings.get("load_in_4bit"):
+        return "8-bit"
+    nested = ", double quantization" if settings.get("bnb_4bit_use_double_quant") else ""
+    dtype = str(settings.get("bnb_4bit_compute_dtype", torch.float32)).removeprefix("torch.")
+    return f"4-bit {settings.get('bnb_4bit_quant_type', 'fp4').upper()}{nested}{f', products in {dtype}' * products}"
+
+
 def warn_if_slow(dtype: str | torch.dtype | None, device: str | None = None) -> None:
     """Warns in one line if a precision that was asked for is slow on this device."""
     name = str(dtype).removeprefix("torch.")
     if name in HALVES and not half_precision_pays(HALVES[name], device):
-        logger.warning(f"{name} was asked for, but this machine only emulates it. float32 is faster, in more memory.")
+        _say(f"{name} was asked for, but this machine only emulates it. float32 is faster, in more memory.")
 
 
-def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None) -> str | torch.dtype:
-    """The dtype to load a model in to run it: "auto" becomes float32 if the checkpoint's own is slow on this machine.
+def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None, size: int) -> str | torch.dtype:
+    """The dtype to load a model in to run it: what "auto" means on this machine.
 
-    That is on CPUs alone, where memory is rarely short; a GPU runs the checkpoint's own. Says so in one line, and
-    warns if another that was asked for is slow.
+    A CPU that only emulates the checkpoint's precision runs it in float32 if that fits into the memory that is free,
+    or else in bfloat16 if it is fast in that; a line says so. GPUs, and CPUs without the room, run the checkpoint's
+    own, which is not copied but mapped from its files. Warns if another that was asked for is slow.
+
+    Args:
+        size: Bytes of the model's weights.
     """
     if torch.cuda.is_available() or config is None:
         return dtype
@@ -63,10 +117,26 @@ def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None) -> 
     if dtype != "auto":
         warn_if_slow(dtype, "cpu")
     elif stored in HALVES.values() and not half_precision_pays(stored, "cpu"):
-        name = str(stored).removeprefix("torch.")
-        logger.warning(f"Loading in float32: this processor only emulates the checkpoint's {name} (--dtype {name}).")
-        return "float32"
+        name, free, whole = str(stored).removeprefix("torch."), free_memory(), 2 * size
+        if whole + ROOM <= free:
+            _say(f"Loading in float32: this processor only emulates the checkpoint's {name} (--dtype {name}).")
+            return "float32"
+        room = f"float32 would take {whole / 2**30:,.0f} GiB, and {free / 2**30:,.0f} are free"
+        if size + ROOM <= free and half_precision_pays(torch.bfloat16, "cpu"):
+            _say(f"Loading in bfloat16: this processor only emulates the checkpoint's {name}. {room}.")
+            return "bfloat16"
+        _say(f"Loading in {name}, which this processor only emulates: {room}. --load-in-4bit takes less.")
     return dtype
+
+
+@cache  # one line in a process
+def _say(line: str) -> None:
+    logger.warning(line)
+
+
+def _default_device() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator and torch.accelerator.is_available() else "cpu"
 
 
 def seconds_file() -> Path:

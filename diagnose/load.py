@@ -33,8 +33,10 @@ from ..assembly.build import torch_dtype
 from ..assembly.parts import tower_alone
 from ..checkpoint.names import ADAPTER_CONFIG
 from ..checkpoint.opening import Checkpoint, open_checkpoint
-from ..checkpoint.precision import dtype_to_load
+from ..checkpoint.precision import dtype_to_load, four_bits
+from ..checkpoint.untrusted import check_weights
 from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..errors import check_installed
 
 
 Kind = Literal["vision-language model", "vision encoder", "language model"]
@@ -115,20 +117,43 @@ def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool 
     """Loads the weights of a model, in eval mode, on a GPU if there is one.
 
     Args:
-        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, but float32 on a CPU that
-            only emulates it.
-        load_in_4bit: Quantize to 4 bits with bitsandbytes while loading.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, unless this CPU only
+            emulates it: [`dtype_to_load`].
+        load_in_4bit: Quantize the language model's layers to 4 bits while loading: [`four_bits`].
     """
     if found.adapter:
         return found.adapter.load().get_base_model()
+    dtype, quantization = precision_of(found, dtype, load_in_4bit)
     with tower_alone():
         return found.checkpoint.load(
             found.cls or AutoModelForCausalLM,
-            dtype_to_load(torch_dtype(dtype), found.config),
+            dtype,
             config=found.config,
             device_map="auto" if torch.cuda.is_available() else None,
-            quantization_config=BitsAndBytesConfig(load_in_4bit=True) if load_in_4bit else None,
+            quantization_config=quantization,
         ).eval()
+
+
+def precision_of(
+    found: Found, dtype: str | torch.dtype, load_in_4bit: bool
+) -> tuple[str | torch.dtype, BitsAndBytesConfig | None]:
+    """The dtype and the quantization in which [`load`] loads a model that is no adapter, whose arguments these are.
+
+    Raises:
+        ValueError: It cannot be loaded so.
+        ImportError: bitsandbytes is not installed.
+    """
+    dtype, checkpoint = torch_dtype(dtype), found.checkpoint
+    if not load_in_4bit:
+        size = check_weights(checkpoint.name, checkpoint.revision)
+        return dtype_to_load(dtype, found.config, size), None
+    check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
+    if found.kind == "vision encoder":
+        raise ValueError(f"{found.name} is a vision encoder, which 4 bits leave as it is. Leave --load-in-4bit out.")
+    with tower_alone():
+        model = checkpoint.without_weights(found.cls or AutoModelForCausalLM, found.config)
+    quantization = four_bits(model, dtype)
+    return quantization.bnb_4bit_compute_dtype, quantization
 
 
 def _processor_class(config: PreTrainedConfig) -> Any:

@@ -147,7 +147,7 @@ class Report:
 
     model: str
     model_type: str  # of its configuration, or "unknown"
-    dtype: str  # of the decoder's weights: "bfloat16", "4-bit", "8-bit", "unknown" and so on
+    dtype: str  # of the decoder's weights: "bfloat16", "4-bit NF4, ...", "8-bit", "unknown" and so on
     hidden_size: int  # of the language model, or of the encoder
     projector: str | None = None  # name of the projector's module, if known
     data: str | None = None  # name of the data

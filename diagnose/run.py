@@ -22,12 +22,12 @@ from transformers import PreTrainedModel, ProcessorMixin
 from ..assembly.build import torch_dtype
 from ..checkpoint.files import replaced_folder
 from ..data.rows.questions import Sample
-from ..errors import Console, check_installed, escaped
+from ..errors import Console, escaped
 from ..html_tables import html_paragraph, html_table
 from .data import Samples, batches, image_batches, load_samples
 from .figures import draw
 from .findings import findings
-from .load import Found, find, load
+from .load import Found, find, load, precision_of
 from .measure.attention import attention_maps
 from .measure.dynamics import read_dynamics, read_training_log
 from .measure.embeddings import embedding_table_of, gain_of, probe_language
@@ -93,7 +93,7 @@ def diagnose(
             directory for a Hub id. An earlier diagnosis in it is replaced once this one is complete.
         batch_size: How many images at a time.
         dtype: "float32", "bfloat16", "float16", or "auto", the checkpoint's own.
-        load_in_4bit: Quantize both to 4 bits with bitsandbytes.
+        load_in_4bit: Quantize the layers of both decoders: [`~normalign_llava.checkpoint.precision.four_bits`].
         trust_remote_code: Run code that comes with a checkpoint of an architecture that transformers does not have.
         name, against_name: Names in the report; by default the last part of the folder, or the Hub id.
 
@@ -102,9 +102,10 @@ def diagnose(
         OSError: The folder cannot be written.
     """
     torch_dtype(dtype)  # for its error
-    if load_in_4bit:
-        check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
     found = [find(each, trust_remote_code=trust_remote_code) for each in (model, against) if each is not None]
+    for each in found if load_in_4bit else ():
+        if each.kind != "language model" and each.adapter is None:
+            precision_of(each, dtype, load_in_4bit)  # for its errors
     if data is not None and all(each.kind == "language model" for each in found):
         raise ValueError(f"{found[0].name} is a language model alone, which takes no images. Leave {data!r} out.")
     path = Path(model).expanduser()
@@ -123,7 +124,7 @@ def diagnose(
         drawings = draw(report, baseline, staging)
         provenance = {
             "samples asked for": str(samples),
-            "precision asked for": "4-bit" if load_in_4bit else dtype,
+            "precision asked for": "4-bit, the decoder's layers alone" if load_in_4bit else dtype,
             "seed of the sample": str(seed),
             "batch size": str(batch_size),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",

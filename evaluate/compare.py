@@ -21,6 +21,7 @@ from rich.table import Table
 from scipy import stats
 
 from ..checkpoint.files import atomic_write
+from ..checkpoint.precision import quantization_name
 from ..html_tables import html_table
 from .paper_columns import columns
 from .results import FOLDER, Evaluation, read_evaluations
@@ -39,6 +40,7 @@ class Arm:
 
     name: str
     runs: list[dict[str, Scores]]  # by task and metric
+    quantizations: list[dict[str, str]]  # likewise, in words
     columns: list[dict[str, float]]  # of the paper's table 4
 
 
@@ -88,8 +90,8 @@ def read_arm(argument: str) -> Arm:
     if not paths:
         raise ValueError(f"{argument} names no folder. Write NAME=FOLDER,FOLDER,...")
     evaluations = [read_evaluations(path) for path in paths]
-    runs = [_run(path, each) for path, each in zip(paths, evaluations, strict=True)]
-    return Arm(name or paths[0].resolve().name, runs, list(map(columns, evaluations)))
+    runs, quantizations = zip(*map(_run, paths, evaluations), strict=True)
+    return Arm(name or paths[0].resolve().name, list(runs), list(quantizations), list(map(columns, evaluations)))
 
 
 def compare(arms: Sequence[Arm]) -> Comparison:
@@ -97,7 +99,7 @@ def compare(arms: Sequence[Arm]) -> Comparison:
 
     Raises:
         ValueError: There are fewer than two arms, two of the same name, no common task, or other questions
-            under the same name of a task.
+            under the same name of a task; or models were evaluated in different quantizations.
     """
     if len(arms) < 2:
         raise ValueError("Name two or more models to compare.")
@@ -110,6 +112,7 @@ def compare(arms: Sequence[Arm]) -> Comparison:
     found = Comparison()
     first, *others = arms
     for task in tasks:
+        _check_quantizations(task, arms)
         shared = set.intersection(*(set(run[task]) for run in runs))
         # Of other versions of the data, some answers under the same number are the same by chance.
         numbers = set.intersection(*({key[:2] for key in run[task]} for run in runs))
@@ -210,16 +213,31 @@ def over_seeds(scores: np.ndarray, reference: np.ndarray) -> Interval | None:
     return (value, value) if math.isnan(low) else (float(low), float(high))  # all runs differ alike
 
 
-def _run(folder: Path, evaluations: Sequence[Evaluation]) -> dict[str, Scores]:
-    """The scores of the tasks in a folder, by task and metric; none of a task without a score for each question."""
+def _check_quantizations(task: str, arms: Sequence[Arm]) -> None:
+    found = {each[task]: arm.name for arm in arms for each in arm.quantizations}
+    if len(found) > 1:
+        raise ValueError(
+            f"{task} was evaluated in different quantizations: {'; '.join(f'{v}, {k}' for k, v in found.items())}. "
+            "Evaluate all in the same: with or without --load-in-4bit, and an adapter on a quantized base merged."
+        )
+
+
+def _run(folder: Path, evaluations: Sequence[Evaluation]) -> tuple[dict[str, Scores], dict[str, str]]:
+    """The scores of the tasks in a folder, none of a task without one for each question, and how the model was
+    quantized, both by task and metric."""
     if not evaluations:
         raise ValueError(f"{folder} has no evaluation/. Run `normalign evaluate {folder}` first.")
-    found = {}
+    found, quantizations = {}, {}
     for each in evaluations:
         names = [metric.name for metric in each.metrics]
         metric, scores = _scores(folder / FOLDER / each.task, names, each.versions.get(each.task))
         found[f"{each.task} {metric}"] = scores
-    return found
+        # Before these settings were recorded, 4 bits were bitsandbytes' default.
+        settings = each.settings.get(
+            "quantization", {"load_in_4bit": True} if each.settings.get("load_in_4bit") else None
+        )
+        quantizations[f"{each.task} {metric}"] = quantization_name(settings, products=False)
+    return found, quantizations
 
 
 def _scores(folder: Path, metrics: Sequence[str], version: str | None) -> tuple[str, Scores]:

@@ -27,6 +27,7 @@ from lm_eval.tasks.manager import TaskDict
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedModel, ProcessorMixin
 
 from ..assembly.processing import text_tokenizer
+from ..checkpoint.precision import quantization_name
 from ..diagnose.load import Found, load
 from .results import Evaluation, Metric
 
@@ -188,12 +189,17 @@ def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict
         metrics=_metrics(found, task),
         samples=sum(count["effective"] for count in counts),
         total=sum(count["original"] for count in counts),
-        protocol=_protocol(found, config, own),
+        protocol=[*_protocol(found, config, own), *_quantized(settings.get("quantization"))],
         date=datetime.now(UTC).date().isoformat(),
         versions={name: version(name) for name in PACKAGES} | {task: str(config.get("metadata", {}).get("version"))},
         weights=weights,
         settings=settings,
     )
+
+
+def _quantized(settings: dict[str, Any] | None) -> list[str]:
+    name = quantization_name(settings)
+    return [f"The layers of the language model, and no others, are quantized: {name}."] if settings else []
 
 
 def _is_chat(lm: LM, loaded: TaskDict) -> bool:

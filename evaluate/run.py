@@ -2,20 +2,21 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """`normalign evaluate`: tasks one after the other, each kept when it is finished."""
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
 
 from ..checkpoint.files import replaced_folder
 from ..checkpoint.lock import only_writer
-from ..checkpoint.precision import dtype_to_load
-from ..diagnose.load import find
-from ..errors import Console, check_installed
+from ..diagnose.load import find, precision_of
+from ..errors import Console, device_error
 from .engine import SEED, SUITES, as_lm, chosen_tasks, run_task, save, saved_files, summarized
 from .own_data import own_task
 from .results import (
@@ -83,8 +84,6 @@ def evaluate(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if include_path and not include_path.is_dir():
         raise ValueError(f"{include_path} is no folder with task files.")
-    if load_in_4bit:
-        check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
     names, manager = chosen_tasks(suites, tasks, include_path, limit)
     chosen: dict[str, str | OfflineTask] = dict(zip(names, names, strict=True))
     if data:
@@ -96,13 +95,18 @@ def evaluate(
     folder = Path(found.source) if Path(found.source).is_dir() else None
     output = output or folder or Path("evaluations", found.name.replace("/", "--"))
     weights = files_hash(folder, WEIGHTS) if folder else f"{found.source}@{found.revision}"
-    dtype = dtype_to_load(dtype, found.config)
-    settings = {"batch_size": batch_size, "dtype": dtype, "load_in_4bit": load_in_4bit, "limit": limit, "seed": SEED}
+    settings: dict[str, Any] = {"batch_size": batch_size, "limit": limit, "seed": SEED}
     settings["files"] = files_hash(folder, *SETTINGS) if folder else None
     settings["tasks"] = files_hash(include_path, *TASKS) if include_path else None
     if found.adapter:  # which is put on its base as in training
         base = found.adapter.base.revision or files_hash(Path(found.adapter.base.name), WEIGHTS)
         settings |= {"dtype": None, "load_in_4bit": None, "quantization": found.adapter.quantization, "base": base}
+    else:
+        decided, quantization = precision_of(found, dtype, load_in_4bit)
+        dtype = str(decided).removeprefix("torch.")
+        settings |= {"dtype": dtype, "load_in_4bit": load_in_4bit}
+        if quantization:
+            settings["quantization"] = json.loads(quantization.to_json_string())
     with only_writer(output):
         (output / FOLDER).mkdir(exist_ok=True)
     done = Evaluated(output / FOLDER / SUMMARY)
@@ -131,7 +135,8 @@ def evaluate(
                 save(raw, answers, model=output.name)
             result.write(output)
         except Exception as error:  # whatever it is, the other tasks are run
-            done.failed[task] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            done.failed[task] = device_error(error, "Use a smaller batch_size, or load_in_4bit.") or reason
             console.print(f"{task} could not be run: {done.failed[task]}", style="red")
         else:
             kept[task] = result

@@ -93,17 +93,19 @@ def hub(server, prepared):
 
 @pytest.fixture
 def processor(tmp_path, monkeypatch):
-    """A function that has it remembered of this processor how many times as long half precision takes as float32."""
+    """A function that has it remembered of this processor how many times as long half precision takes as float32;
+    float16 as bfloat16, unless it is given."""
     import json
 
-    from normalign_llava.checkpoint.precision import _remembered_seconds, seconds_file, warn_if_slow
+    from normalign_llava.checkpoint.precision import _remembered_seconds, _say, seconds_file
 
-    def remember(ratio: float) -> None:
+    def remember(bfloat16: float, float16: float | None = None) -> None:
         monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path / "cache"))
         _remembered_seconds.cache_clear()
-        warn_if_slow.cache_clear()
+        _say.cache_clear()
         seconds_file().parent.mkdir(parents=True, exist_ok=True)
-        seconds_file().write_text(json.dumps({"float32": 1.0, "bfloat16": ratio, "float16": ratio}))
+        seconds = {"float32": 1.0, "bfloat16": bfloat16, "float16": float16 or bfloat16}
+        seconds_file().write_text(json.dumps(seconds))
 
     yield remember
     _remembered_seconds.cache_clear()

@@ -1,6 +1,8 @@
-"""The recipes' figures on a tiny model on the CPU, and a script that fails is named."""
+"""What runs on a GPU, on a tiny model on the CPU: the recipes' figures, and the checks, with an error as a row."""
 
+import importlib
 import json
+import re
 import runpy
 import sys
 
@@ -37,3 +39,21 @@ def test_recipes_on_a_tiny_model_and_a_script_that_fails(monkeypatch, tmp_path):
     adapters = sum(2 * 4 * tokens * layers * rank * (m + n) for m, n in shapes)
     # The rest is attention, the head, the projector and the vision tower.
     assert decoder + adapters < lora["flops"] < 3 * (decoder + adapters)
+
+
+def test_a_check_that_fails_is_a_row_and_the_exit_status(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    check_gpu = importlib.import_module("check_gpu")
+    align = ["--stage", "align"]
+    runs = {"right": (align, []), "wrong": ([*align, "--max_length", "9"], []), "absent": (align, ["cuda"])}
+    monkeypatch.setattr(check_gpu, "OPTIONS", runs)
+    monkeypatch.setattr(check_gpu, "TESTS", ["checkpoint/test_find.py"])
+    monkeypatch.setattr(sys, "argv", ["check_gpu", "--device", "cpu", "--output", str(tmp_path / "found.json")])
+    with pytest.raises(SystemExit) as end:
+        check_gpu.main()
+    rows = {row["check"]: row for row in json.loads((tmp_path / "found.json").read_text())["checks"]}
+    assert end.value.code == 1 and rows["wrong"]["status"] == "failed"
+    assert re.match(r"ValueError: .*longer than", rows["wrong"]["found"]), rows["wrong"]
+    assert rows["absent"]["found"] == rows["memory: full, 1b"]["found"] == "needs cuda"
+    assert all(rows[name]["status"] == "ok" for name in ("norm", "right", "ask in 4 bits", "tests"))
+    assert re.match(r"losses \d.*; [\d,]+ tokens/s$", rows["right"]["found"])

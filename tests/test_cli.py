@@ -2,15 +2,21 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
+import pytest
+import torch
+import training
 import typer
+from transformers import BitsAndBytesConfig
 from typer.testing import CliRunner
 
-from normalign_llava import __version__
+from normalign_llava import NormAlignLlavaForConditionalGeneration, __version__
+from normalign_llava.checkpoint.loading import loading
 from normalign_llava.cli import app
-from normalign_llava.errors import install
+from normalign_llava.errors import errors_for_people, install
 from normalign_llava.train.command import SHOWN
 from normalign_llava.train.options.parsing import option_parser
 
@@ -161,11 +167,12 @@ def test_an_error_is_printed_by_one_process_and_what_differs_by_each(tmp_path):
     same = failing(folders[0], *[(rank, "ValueError", "no such option") for rank in (2, 0, 1, 3)])
     assert same == [["Error in process 2: no such option"], [], [], []]
     full, broken = "CUDA out of memory. Tried to allocate 2 GiB", "Connection closed by peer\nmore of it"
-    assert failing(folders[1], (1, "RuntimeError", full), (3, "OSError", "no disk"), (0, "RuntimeError", broken)) == [
-        [f"Error in process 1: Memory is full ({full}). Use smaller batches, or fewer bits."],
-        ["Error in process 3: no disk"],
-        ["Then in process 0: RuntimeError: Connection closed by peer"],
-    ]
+    (memory,), disk, closed = failing(
+        folders[1], (1, "RuntimeError", full), (3, "OSError", "no disk"), (0, "RuntimeError", broken)
+    )
+    assert memory.startswith("Error in process 1: Out of memory: ") and memory.endswith("Use a machine with more.")
+    assert disk == ["Error in process 3: no disk"]
+    assert closed == ["Then in process 0: RuntimeError: Connection closed by peer"]
     first, then = failing(folders[2], (3, "KeyError", "a mistake"), (1, "KeyError", "another"))
     assert (
         first[0].startswith("Traceback") and first[-1] == "KeyError: 'a mistake'"
@@ -173,3 +180,62 @@ def test_an_error_is_printed_by_one_process_and_what_differs_by_each(tmp_path):
     assert then == ["Then in process 1: KeyError: 'another'"]
     unknown = failing(tmp_path / "gone", (0, "ValueError", "x"), (1, "ValueError", "x"))  # by another launcher
     assert unknown == [["Error in process 0: x"], ["Error in process 1: x"]]
+
+
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.31 GiB. GPU 0 has a total capacity of 23.65 GiB of which 1.12 GiB is "
+    "free. Including non-PyTorch memory, this process has 22.50 GiB memory in use."
+)
+ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported."
+NO_KERNEL = "Could not run 'bitsandbytes::gemm_4bit' with arguments from the 'CUDA' backend. This could be because"
+
+
+def bad_quantization(folder):
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf5")
+    NormAlignLlavaForConditionalGeneration.from_pretrained(folder, quantization_config=settings)
+
+
+def raised(error):
+    def function(folder):
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            lambda folder: torch.empty(2**50),
+            r"Out of memory in loading: The model X: 4,194,304.00 GiB more were asked",
+        ),
+        (
+            raised(torch.OutOfMemoryError(OUT_OF_MEMORY)),
+            "Out of memory in .*: 2.31 GiB more .* a peak of .* GiB. Less!",
+        ),
+        (raised(MemoryError()), "Out of memory in loading: The model X: The peak was .* GiB. Less!"),
+        (lambda folder: torch.zeros(1, device="cuda"), "The GPU failed: .*(CUDA|NVIDIA).*build of torch"),
+        (raised(torch.AcceleratorError(ASSERT)), "The GPU failed: CUDA error: device-side assert triggered. Does"),
+        (raised(NotImplementedError(NO_KERNEL)), "The GPU failed: Could not run 'bitsandbytes::gemm_4bit' with"),
+        (bad_quantization, "bitsandbytes failed: .*'nf5'. Does its version fit torch and this machine?"),
+    ],
+)
+def test_what_a_gpu_says_is_told_as_such_and_not_as_a_broken_checkpoint(capsys, checkpoint, function, words):
+    if "CUDA" in words and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(typer.Exit), errors_for_people(full="Less!"), loading("The model X"):
+        function(checkpoint)
+    line = capsys.readouterr().err.splitlines()[-1]  # after a bar
+    assert re.match(f"Error: {words}", line), line
+
+
+def test_memory_that_a_training_step_lacks_is_a_sentence_with_its_size(capsys, checkpoint, tmp_path):
+    trainer = training.trainer(tmp_path, checkpoint, per_device_train_batch_size=2)
+    trainer.model.register_forward_pre_hook(lambda *_: torch.empty(2**50) and None)
+    with pytest.raises(typer.Exit), errors_for_people(full="The same with --dry_run tells what fits."):
+        trainer.train()
+    line = capsys.readouterr().err.splitlines()[-1]
+    pattern = (
+        r"Error: Out of memory in a forward and backward pass of 2 x \d+ tokens: .* a peak of .* tells what fits\."
+    )
+    assert re.match(pattern, line), line

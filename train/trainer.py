@@ -352,6 +352,16 @@ class NormAlignTrainer(PushingTrainer):
     def _total_train_tokens(self, count: int) -> None:
         self.state.num_input_tokens_seen = count
 
+    def training_step(self, model, inputs, *args, **kwargs):
+        """The Trainer's, whose errors say how large the pass was."""
+        try:
+            return super().training_step(model, inputs, *args, **kwargs)
+        except RuntimeError as error:
+            if "input_ids" in inputs:
+                rows, tokens = inputs["input_ids"].shape
+                error.add_note(f"a forward and backward pass of {rows:,} x {tokens:,} tokens")
+            raise
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """TRL's loss, with frozen modules in evaluation mode, and the inputs of [`take_extra_inputs`]."""
         inputs.pop(ROW_LENGTHS, None)

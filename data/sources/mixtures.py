@@ -69,7 +69,7 @@ def load_data(
         with_eval: Whether to load held-out data.
         need_images: Whether training rows without any image are an error; for streams, only the first rows are read.
         dropped_rows: Records dropped rows: in memory by the main process, of streams when they are read.
-        num_proc: Processes that check rows in memory; by default one for each core.
+        num_proc: Processes that read files and check rows in memory; by default one for each core.
 
     Raises:
         ValueError: A data set cannot be read, has more bad rows than `bad_rows` allows, or no row left; fractions are
@@ -82,8 +82,8 @@ def load_data(
     splitting = bool(with_eval and arguments.test_split_size and not arguments.eval_dataset_name)
     if streaming and splitting:
         raise ValueError("test_split_size needs data in memory, and dataset_streaming is set. Give eval_dataset_name.")
-    held_out = open_held_out(arguments) if with_eval and not splitting else None
-    sources = each_of(arguments.sources, lambda source: open_source(source, streaming))
+    held_out = open_held_out(arguments, num_proc) if with_eval and not splitting else None
+    sources = each_of(arguments.sources, lambda source: open_source(source, streaming, num_proc))
     options = (arguments.bad_rows, arguments.check_images, arguments.max_image_pixels)
     checks = Checks(processor, max_length, *options, dropped_rows, num_proc)
     reports = [SourceReport(source.name, "train", dataset=source.dataset) for source in sources]

@@ -18,7 +18,7 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from ...checkpoint.find import is_hub_id
-from ...checkpoint.limits import MAX_TABLE_BYTES
+from ...checkpoint.limits import MAX_TABLE_BYTES, cores
 from ...checkpoint.provenance import hub_dataset
 from ...checkpoint.untrusted import is_inside
 from ..rows.forms import UNKNOWN
@@ -160,8 +160,10 @@ class Source:
         return renamed(raw, self.columns)
 
 
-def open_source(source: DataSource, streaming: bool) -> Source:
-    """Opens a data set; no row is read yet.
+def open_source(source: DataSource, streaming: bool, num_proc: int | None = None) -> Source:
+    """Opens a data set; no row is read yet, but for those that `datasets` writes to its cache.
+
+    That is done by `num_proc` processes, by default one for each core, as far as there are files for them.
 
     Raises:
         ValueError: It does not exist or cannot be read.
@@ -182,9 +184,10 @@ def open_source(source: DataSource, streaming: bool) -> Source:
         elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             opened = replace(opened, data=_saved(path, source.split))
         elif path.is_dir() and not (source.name or source.data_dir or source.data_files):
-            opened = _folder(opened, path, source, streaming)
+            opened = _folder(opened, path, source, streaming, num_proc)
         else:
-            opened = replace(opened, data=_load(source, streaming), dataset=hub_dataset(hub) if hub else None)
+            data = _load(source, streaming, num_proc)
+            opened = replace(opened, data=data, dataset=hub_dataset(hub) if hub else None)
         if here and are_shards(opened.data):
             opened = replace(opened, rules=replace(opened.rules, shards=here))
         opened.check_columns()
@@ -197,7 +200,7 @@ def open_source(source: DataSource, streaming: bool) -> Source:
     return opened
 
 
-def open_held_out(arguments: DataArguments) -> Source:
+def open_held_out(arguments: DataArguments, num_proc: int | None = None) -> Source:
     """Opens the held-out data: `eval_dataset_name`, or the test split of `dataset_name`.
 
     The former is read as a whole if it has no splits.
@@ -215,12 +218,12 @@ def open_held_out(arguments: DataArguments) -> Source:
     if name == arguments.dataset_name:
         source.name = source.name or arguments.dataset_config
     try:
-        return open_source(source, arguments.dataset_streaming)
+        return open_source(source, arguments.dataset_streaming, num_proc)
     except ValueError as error:
         raise ValueError(f"There is no held-out data. {error} {_REMEDY}") from error
 
 
-def _folder(opened: Source, path: Path, source: DataSource, streaming: bool) -> Source:
+def _folder(opened: Source, path: Path, source: DataSource, streaming: bool, num_proc: int | None) -> Source:
     """A folder with files of rows, with metadata of images, with images alone, or one that `datasets` reads."""
     files, others = files_of_folder(path, source.split)
     if others:
@@ -232,13 +235,14 @@ def _folder(opened: Source, path: Path, source: DataSource, streaming: bool) -> 
             raise ValueError(f"it has {METADATA} in several folders. Name one of them: {', '.join(folders)}.")
         _check_inside(path, files)
         if files[0].lower().endswith(".tar"):
-            return replace(opened, data=_load(replace(source, data_files={source.split: files}), streaming))
+            shards = replace(source, data_files={source.split: files})
+            return replace(opened, data=_load(shards, streaming, num_proc))
         return replace(opened, files=tuple(files), rules=ImageRules(source.image_folder or folders[0]))
     if images := images_of_folder(path):
         if source.split != "train":
             raise ValueError("it is a folder of images, and has no splits. Name a folder in it.")
         return replace(opened, data=Dataset.from_dict({"image": images}))
-    return replace(opened, data=_load(source, streaming))
+    return replace(opened, data=_load(source, streaming, num_proc))
 
 
 def _holds(place: Path, image: str) -> bool:
@@ -258,7 +262,7 @@ def _check_inside(folder: Path, files: Iterable[str]) -> None:
             raise ValueError(f"it would have {file} read, which is not in the folder. Put the data there")
 
 
-def _load(source: DataSource, streaming: bool) -> Dataset | IterableDataset:
+def _load(source: DataSource, streaming: bool, num_proc: int | None) -> Dataset | IterableDataset:
     is_file = (path := Path(source.path)).is_file()
     kind = "webdataset" if path.suffix.lower() == ".tar" else "parquet"
     words = (kind,) if is_file else (source.path, source.name)
@@ -276,7 +280,9 @@ def _load(source: DataSource, streaming: bool) -> Dataset | IterableDataset:
     if isinstance(builder, Parquet):
         builder._generate_tables = _limited(builder._generate_tables)
     # Cards are often wrong about the number of rows; they are counted here.
-    builder.download_and_prepare(verification_mode="no_checks")
+    files_of_split = max(map(len, (builder.config.data_files or {}).values()), default=1)
+    processes = min(num_proc or cores(), files_of_split)
+    builder.download_and_prepare(verification_mode="no_checks", num_proc=processes if processes > 1 else None)
     return builder.as_dataset(source.split)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from ...checkpoint.precision import quantization_name
 from ..report import KINDS, Report
 from .depth import DepthProbe
 from .families import Parts, find_parts
@@ -99,9 +100,10 @@ def probe(
 
 
 def precision(model: PreTrainedModel, part: nn.Module) -> str:
-    """Precision of the weights of a part of `model`: "float32", "bfloat16", ..., "4-bit" or "8-bit"."""
-    bits = next((bits for bits in (4, 8) if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
-    return f"{bits}-bit" if bits else str(next(part.parameters()).dtype).removeprefix("torch.")
+    """Precision of the weights of a part of `model`: "float32", "bfloat16", ..., or its [`quantization_name`]."""
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        return quantization_name(model.config.quantization_config.to_dict())
+    return str(next(part.parameters()).dtype).removeprefix("torch.")
 
 
 def model_inputs(parts: Parts, batch: Mapping[str, Tensor]) -> dict[str, Any]:

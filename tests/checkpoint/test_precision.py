@@ -3,12 +3,14 @@
 """Whether half precision pays is measured on the processor, once, and remembered for all processes."""
 
 import json
+import os
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlavaConfig
 
-from normalign_llava.checkpoint.precision import dtype_to_load, seconds_file
+from normalign_llava.checkpoint.limits import free_memory
+from normalign_llava.checkpoint.precision import compute_dtype, dtype_to_load, seconds_file
 
 
 ASK = "from normalign_llava import half_precision_pays; print(half_precision_pays(device='cpu'))"
@@ -29,14 +31,49 @@ def test_processes_that_start_together_measure_once_and_agree(prepared, tmp_path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs every checkpoint in its own precision")
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
-def test_half_precision_is_run_in_float32_where_that_is_faster(processor, caplog, stored):
-    config = LlavaConfig(text_config=LlamaConfig(), dtype=stored)
+@pytest.mark.parametrize(
+    "stored, fast, share, expected",
+    [
+        (torch.float16, True, 0.2, "float32"),
+        (torch.float16, True, 0.7, "bfloat16"),
+        (torch.float16, True, 1.5, "auto"),
+        (torch.float16, False, 0.2, "float32"),
+        (torch.float16, False, 0.7, "auto"),
+        (torch.bfloat16, False, 0.2, "float32"),
+        (torch.bfloat16, False, 0.7, "auto"),
+    ],
+)
+def test_what_is_only_run_takes_the_fastest_precision_that_fits(processor, caplog, stored, fast, share, expected):
+    processor(0.3 if fast else 5.0, float16=5.0)
+    config, size = LlavaConfig(text_config=LlamaConfig(), dtype=stored), int(share * free_memory())
+    name = str(stored).removeprefix("torch.")
+    assert dtype_to_load("auto", config, size) == dtype_to_load("auto", config, size) == expected
+    (line,) = caplog.messages
+    assert f"Loading in {name if expected == 'auto' else expected}" in line and "only emulates" in line
+    assert ("float32 would take" in line) == (expected != "float32")
+    assert dtype_to_load(stored, config, size) == stored and "only emulates it" in caplog.messages[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs every checkpoint in its own precision")
+def test_a_precision_that_is_fast_here_is_kept(processor, caplog):
     processor(0.3)
-    assert dtype_to_load("auto", config) == "auto" and not caplog.records
+    for stored in (torch.bfloat16, torch.float16):
+        assert dtype_to_load("auto", LlavaConfig(text_config=LlamaConfig(), dtype=stored), 0) == "auto"
     processor(5.0)
-    assert dtype_to_load("auto", config) == "float32"
-    assert "Loading in float32" in caplog.messages[0]
-    assert dtype_to_load("auto", LlavaConfig(dtype=torch.float32)) == dtype_to_load("auto", None) == "auto"
-    assert dtype_to_load(stored, config) == dtype_to_load(stored, config) == stored
-    assert len(caplog.messages) == 2 and "only emulates it" in caplog.messages[1]
+    assert dtype_to_load("auto", LlavaConfig(dtype=torch.float32), 0) == dtype_to_load("auto", None, 0) == "auto"
+    assert not caplog.records
+
+
+def test_what_is_free_is_at_most_what_the_machine_has_and_falls_with_what_is_taken():
+    before = free_memory()
+    taken = torch.ones(2**28)  # 1 GiB
+    after = free_memory()
+    assert before <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 2**29 < before - after < 2**31 and taken[-1] == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a GPU has is asked, not measured")
+def test_products_with_4_bit_weights_are_computed_in_what_is_fast(processor):
+    for fast, expected in ((0.3, torch.bfloat16), (5.0, torch.float32)):
+        processor(fast, float16=0.3)
+        assert compute_dtype() == expected

@@ -15,8 +15,10 @@ from paths import HELPERS
 from torch.utils.data import DataLoader
 from train_data import arguments, inside, llava
 
+from normalign_llava.checkpoint.limits import cores
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.data.sources import source, table
+from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.mixtures import load_data, prepare_rows
 
 
@@ -32,6 +34,17 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def processor():
     return train_data.processor()
+
+
+@pytest.mark.parametrize(("asked", "used"), [(1, 1), (3, 3), (9, 4), (None, min(4, cores()))])
+def test_files_are_read_by_as_many_processes_as_there_are_files_for(tmp_path, asked, used):
+    rows = [llava("Q", f"answer {number}") for number in range(20)]
+    for number in range(4):
+        train_data.write_parquet(tmp_path / f"data/train-{number:05}-of-00004.parquet", rows[5 * number :][:5])
+    train_data.write_parquet(tmp_path / "data/test-00000-of-00001.parquet", rows[:3])
+    opened = source.open_source(DataSource(str(tmp_path)), streaming=False, num_proc=asked)
+    assert len(opened.data.cache_files) == used  # each writes one
+    assert [row["conversations"] for _, _, row in opened] == [row["conversations"] for row in rows]
 
 
 def noise(number: int) -> bytes:
@@ -102,6 +115,7 @@ SECOND_START = """
 import sys
 import train_data
 from normalign_llava.data.sources import source, table
+from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.mixtures import load_data
 processor = train_data.processor()
 data = load_data(train_data.arguments(sys.argv[1]), processor, max_length=None, seed=0, with_eval=False)

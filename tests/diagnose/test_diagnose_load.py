@@ -4,18 +4,23 @@ import json
 
 import pytest
 import tiny
+import tiny_parts as parts
 import torch
 import training
 import vlm_batches
+import vlm_families
 import vlm_processors
 from transformers import LlavaProcessor
+from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import is_torchvision_available
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.checkpoint.precision import compute_dtype, four_bits
 from normalign_llava.data.rows.questions import Sample
 from normalign_llava.diagnose import probe
 from normalign_llava.diagnose.data import batches
 from normalign_llava.diagnose.load import find, load
+from normalign_llava.evaluate.engine import as_lm
 
 
 def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(checkpoint):
@@ -63,11 +68,47 @@ def test_dtype(checkpoint):
         load(find(str(checkpoint)), dtype="float8")
 
 
-def test_in_4_bits_the_decoder_alone_is_quantized(checkpoint):
-    pytest.importorskip("bitsandbytes")
-    model = load(find(str(checkpoint)), dtype="float32", load_in_4bit=True)
-    quantized = {name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
-    assert quantized and all(".language_model.layers." in name for name in quantized)
+def layers_in_4_bits(model):
+    """Of each quantized layer: how it is quantized, and what its products are computed in."""
+    kind = pytest.importorskip("bitsandbytes").nn.Linear4bit
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+    return {
+        name: (layer.weight.quant_type, layer.weight.quant_state.nested, layer.compute_dtype)
+        for name, layer in layers.items()
+    }
+
+
+def test_everything_runs_the_4_bits_that_are_trained(checkpoint, tmp_path):
+    dtype = compute_dtype()
+    options = dict(use_peft=True, load_in_4bit=True, dtype=str(dtype).removeprefix("torch."))
+    trained = training.trainer(tmp_path / "trained", checkpoint, **options).model.get_base_model()
+    expected = {name.replace(".base_layer", ""): how for name, how in layers_in_4_bits(trained).items()}
+    decoder = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).model.language_model
+    linear = {name for name, module in decoder.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert expected == {f"model.language_model.{name}": ("nf4", True, dtype) for name in linear}
+
+    found = find(str(checkpoint))
+    evaluated = as_lm(found, batch_size=1, load_in_4bit=True).model
+    diagnosed = load(found, load_in_4bit=True)
+    assert layers_in_4_bits(evaluated) == layers_in_4_bits(diagnosed) == expected
+    assert diagnosed.dtype == diagnosed.lm_head.weight.dtype == dtype
+    for name, layer in diagnosed.model.language_model.named_modules():
+        if name in linear:  # also the values are those that were trained
+            assert torch.equal(layer.weight, trained.get_parameter(f"model.language_model.{name}.base_layer.weight"))
+    asked = load(found, load_in_4bit=True, dtype="float16")
+    assert {how[2] for how in layers_in_4_bits(asked).values()} == {asked.dtype} == {torch.float16}
+    with pytest.raises(ValueError, match="tower is a vision encoder, which 4 bits leave as it is"):
+        load(find(parts.vision(tmp_path / "tower")), load_in_4bit=True)
+
+
+@pytest.mark.parametrize("name", vlm_families.FAMILIES)
+def test_of_every_family_4_bits_are_for_the_decoder_alone(name):
+    model, _ = vlm_families.make(name)
+    left_out = four_bits(model, "float32").llm_int8_skip_modules
+    inside = {id(module) for module in model.get_decoder().modules()}
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            assert should_convert_module(path, left_out) == (id(module) in inside), path
 
 
 def test_remote_code_is_run_only_if_it_is_trusted(tmp_path, checkpoint, monkeypatch):

@@ -165,7 +165,7 @@ def test_four_bit_model(tmp_path):
         tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True), dtype=torch.float32
     )
     report, plain = probe(quantized, [batch]), probe(model, [batch])
-    assert (report.dtype, plain.dtype) == ("4-bit", "float32")
+    assert (report.dtype, plain.dtype) == ("4-bit FP4, products in float32", "float32")
     assert report.interface.visual == plain.interface.visual  # before the first quantized layer
     tokens = reference(quantized, [batch])["text"]
     assert report.depth.norm["text"].mean[-1] == pytest.approx(moments([t["norm"][-1] for t in tokens])[0], rel=1e-6)

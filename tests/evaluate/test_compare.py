@@ -12,10 +12,10 @@ from normalign_llava.evaluate.compare import compare, mcnemar, over_seeds, read_
 from normalign_llava.evaluate.results import Evaluation, Metric
 
 
-def evaluated(folder, answers, task="pope", total=None, truth="yes", first=0):
+def evaluated(folder, answers, task="pope", total=None, truth="yes", first=0, **settings):
     """A folder as `normalign evaluate` leaves it."""
-    count = len(answers)
-    Evaluation(task, task, [Metric("acc", float(np.mean(answers)))], count, total or count, []).write(folder)
+    count, metric = len(answers), Metric("acc", float(np.mean(answers)))
+    Evaluation(task, task, [metric], count, total or count, [], settings=settings).write(folder)
     place = folder / "evaluation" / task
     place.mkdir()
     truths = [truth] * count if isinstance(truth, str) else truth
@@ -44,6 +44,36 @@ def test_two_models_over_the_same_questions(tmp_path):
     write(compare(arms), tmp_path)
     assert json.loads((tmp_path / "comparison.json").read_text())[0]["questions"] == 200
     assert (tmp_path / "comparison.png").stat().st_size > 5000 and render([found]).row_count == 1
+
+
+def test_scores_of_two_quantizations_are_not_compared(tmp_path):
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    recorded = {
+        "16 bits": {"load_in_4bit": False},
+        "an adapter on 16 bits": {"load_in_4bit": None, "quantization": None},
+        "no record": {},
+        "4 bits once": {"load_in_4bit": True},  # before the quantization was recorded
+        "4 bits": {"load_in_4bit": True, "quantization": nf4 | {"bnb_4bit_compute_dtype": "bfloat16"}},
+        "4 bits on a T4": {"load_in_4bit": True, "quantization": nf4 | {"bnb_4bit_compute_dtype": "float16"}},
+        "an adapter on 4 bits": {"load_in_4bit": None, "quantization": nf4},
+        "an adapter on 8 bits": {"load_in_4bit": None, "quantization": {"load_in_8bit": True}},
+    }
+    folders = {
+        name: evaluated(tmp_path / name, answers(0.5, seed), **settings)
+        for seed, (name, settings) in enumerate(recorded.items())
+    }
+    alike = [["16 bits", "an adapter on 16 bits", "no record"], ["4 bits once"], ["an adapter on 8 bits"]]
+    alike.append(["4 bits", "4 bits on a T4", "an adapter on 4 bits"])
+    for ours in alike:
+        if len(ours) > 1:
+            assert len(compare([read_arm(folders[name]) for name in ours])) == len(ours) - 1
+        for theirs in alike:
+            if ours is not theirs:
+                with pytest.raises(ValueError, match="pope acc was evaluated in different quantizations"):
+                    compare([read_arm(folders[ours[-1]]), read_arm(folders[theirs[0]])])
+    arms = [read_arm(folders["16 bits"]), read_arm(f"seeds={folders['no record']},{folders['4 bits once']}")]
+    with pytest.raises(ValueError, match="seeds, not quantized; seeds, 4-bit FP4"):
+        compare(arms)
 
 
 def test_mcnemar_by_hand():

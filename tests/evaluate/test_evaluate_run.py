@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from normalign_llava.cli import app
 from normalign_llava.evaluate import tasks
+from normalign_llava.evaluate.compare import compare, read_arm
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.evaluate.run import evaluate, render
 
@@ -167,7 +168,16 @@ def test_a_language_model_alone_is_opened_with_the_same_care(room, tmp_path):
     language = Path(parts.language(tmp_path / "language", hidden_size=64, head_dim=32, intermediate_size=64))
     whole = run(room, tmp_path / "whole", "tiny_choosing", model=language).results[0].settings
     quantized = run(room, tmp_path / "quantized", "tiny_choosing", model=language, load_in_4bit=True)
-    assert quantized.results[0].settings == whole | {"load_in_4bit": True}
+    (result,) = quantized.results
+    settings = dict(result.settings)
+    how = settings.pop("quantization")
+    assert settings == whole | {"load_in_4bit": True, "dtype": how["bnb_4bit_compute_dtype"]}
+    assert (how["bnb_4bit_quant_type"], how["bnb_4bit_use_double_quant"]) == ("nf4", True)
+    assert how["llm_int8_skip_modules"] == ["lm_head"]
+    assert f"quantized: 4-bit NF4, double quantization, products in {settings['dtype']}." in result.protocol[-1]
+    arms = [read_arm(str(tmp_path / name)) for name in ("whole", "quantized")]
+    with pytest.raises(ValueError, match=r": whole, not quantized; quantized, 4-bit NF4, double"):
+        compare(arms)
     torch.save(load_file(language / "model.safetensors"), language / "pytorch_model.bin")
     (language / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="no weights in safetensors"):

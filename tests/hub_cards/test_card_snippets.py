@@ -30,12 +30,14 @@ for card in json.loads(Path(sys.argv[1]).read_text()):
         exec(snippet, names)
     model = names["model"]
     kinds = {type(module).__name__ for module in model.modules()}
+    quantization = model.config.quantization_config.to_dict()
     inputs = names["inputs"].to(model.device, model.dtype)
     again = model.generate(**inputs, max_new_tokens=3, do_sample=False)
     found = [type(module).__module__ for module in model.modules() if type(module).__name__.startswith("NormAlign")]
     norm = [tensor for name, tensor in model.named_parameters() if "projector" in name and ".norm." in name]
     shown.append({
         "kinds": sorted(kinds),
+        "quantization": {key: str(value) for key, value in quantization.items() if key.startswith("bnb_4bit")},
         "shape": list(again.shape),
         "answers": len(names["answer"]),
         "norm": sorted({str(tensor.dtype) for tensor in norm}),
@@ -45,6 +47,14 @@ for card in json.loads(Path(sys.argv[1]).read_text()):
     })
 print(json.dumps(shown))
 """
+
+
+QLORA = {
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": "True",
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8",
+}
 
 
 def snippets(text):
@@ -83,13 +93,14 @@ def executed(adapter, checkpoint, tmp_path_factory):
 def test_the_snippets_of_a_model(executed):
     said, _ = executed
     # The last loads it in 4 bits, and what an earlier one asked is asked again.
-    assert "Linear4bit" in said["kinds"] and said["shape"][0] == 1
+    assert "Linear4bit" in said["kinds"] and said["shape"][0] == 1 and said["quantization"] == QLORA
     assert said["code"] == ["transformers_modules"] and said["norm"] == ["torch.float32"]
 
 
 def test_the_snippet_of_an_adapter(executed, adapter):
     _, said = executed
     assert said["adapter"] and said["answers"] == 1 and "Linear4bit" in said["kinds"]
+    assert said["quantization"] == QLORA
     assert said["code"] == ["transformers_modules"] and said["norm"] == ["torch.float32"]
     saved = load_file(adapter / "adapter_model.safetensors")
     (gain,) = (tensor for name, tensor in saved.items() if name.endswith("multi_modal_projector.norm.weight"))

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import training
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.state import AcceleratorState
 from strict_device import STRICT, close, on_device
 from transformers import AutoProcessor
@@ -12,6 +13,7 @@ from transformers import AutoProcessor
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.train.batches.collator import ConversationCollator
+from normalign_llava.train.modules.extra_inputs import BLANK_IMAGE, take_extra_inputs
 from normalign_llava.train.modules.model import base_model
 
 
@@ -126,3 +128,13 @@ def test_an_adapter_trained_there_is_merged(trainer, checkpoint, tmp_path):
         close(found, expected.cpu(), rtol=1e-4, atol=1e-4)
         run.model.merge_and_unload()
         close(run.model.get_base_model()(**batch).logits, expected.cpu(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_without_images_where_tower_and_decoder_are_on_two_devices(checkpoint):
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), BLANK_IMAGE: torch.zeros(1, 3, 16, 16)}
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    expected = model(inputs["input_ids"]).logits
+    for part in (model.model.vision_tower, model.model.multi_modal_projector):  # as accelerate divides a model
+        add_hook_to_module(part.to(STRICT), AlignDevicesHook(STRICT))
+    take_extra_inputs(model)
+    assert torch.equal(model(**inputs).logits, expected)

@@ -4,6 +4,7 @@
 
 import dataclasses
 import importlib.util
+import os
 
 import pytest
 from documented import PAGE, page_from_fields
@@ -22,6 +23,15 @@ def config(folder, **options) -> NormAlignConfig:
 
 def test_the_page_has_the_help_and_the_refusals_of_the_fields():
     assert page_from_fields(PAGE.read_text()) == PAGE.read_text(), "run tests/helpers/documented.py"
+
+
+def test_tokenizers_of_workers_have_one_thread_each_unless_one_says_otherwise(tmp_path, monkeypatch):
+    for before, after in ((None, "false"), ("true", "true")):
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM") if before is None else monkeypatch.setenv(
+            "TOKENIZERS_PARALLELISM", before
+        )
+        config(tmp_path, learning_rate=1e-3)
+        assert os.environ["TOKENIZERS_PARALLELISM"] == after
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainingOptions)}

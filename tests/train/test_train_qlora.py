@@ -2,6 +2,7 @@ import pytest
 import torch
 import training
 from safetensors import safe_open
+from transformers import BitsAndBytesConfig
 
 from normalign_llava.train.modules.model import base_model, load_model, projector_norm
 
@@ -25,6 +26,13 @@ def test_what_is_quantized_and_what_is_left_alone(tmp_path, checkpoint):
     assert quantized and all(".language_model.layers." in name for name in quantized)
     quantization = model.config.quantization_config
     assert (quantization.bnb_4bit_quant_type, quantization.bnb_4bit_use_double_quant) == ("nf4", True)
+
+
+def test_a_device_map_of_one_s_own_is_kept(tmp_path, checkpoint):
+    args = training.arguments(tmp_path)
+    args.model_init_kwargs = {"device_map": {"model": "cpu", "lm_head": "disk"}}  # which bitsandbytes refuses
+    with pytest.raises(ValueError, match="Some modules are dispatched on the CPU or the disk"):
+        load_model(checkpoint, args, BitsAndBytesConfig(load_in_4bit=True))
 
 
 @pytest.mark.parametrize("base", [dict(load_in_4bit=True), dict(load_in_8bit=True)])

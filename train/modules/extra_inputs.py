@@ -35,9 +35,9 @@ def take_extra_inputs(model: NormAlignLlavaForConditionalGeneration) -> None:
         kwargs.pop(ANSWERS, None)
         if (blank := kwargs.pop(BLANK_IMAGE, None)) is not None:
             embeddings = kwargs["inputs_embeds"]
-            features = inner.get_image_features(pixel_values=blank.to(embeddings.dtype)).pooler_output[0]
+            features = inner.get_image_features(pixel_values=blank.to(embeddings)).pooler_output[0]
             nowhere = torch.zeros_like(embeddings, dtype=torch.bool)  # so its gradients are zero
-            kwargs["inputs_embeds"] = embeddings.masked_scatter(nowhere, features.to(embeddings.dtype))
+            kwargs["inputs_embeds"] = embeddings.masked_scatter(nowhere, features.to(embeddings))
         return args, kwargs
 
     def after_model(module, args, kwargs, output):

@@ -85,7 +85,7 @@ def load_model(
     """Loads a checkpoint, by default in float32, as the arm of `training`; aligns a norm that this adds or resets."""
     kwargs = {"dtype": "float32", **(training.model_init_kwargs or {})}
     if quantization_config is not None:
-        kwargs |= {"quantization_config": quantization_config, "device_map": {"": training.device}}
+        kwargs = {"device_map": {"": training.device}, **kwargs, "quantization_config": quantization_config}
     opened, config = check_checkpoint(checkpoint, training, kwargs.pop("revision", None))
     if training.dry_run:
         return without_weights(checkpoint, config, kwargs)

@@ -100,6 +100,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         self.use_cpu = not torch.accelerator.is_available() if self.use_cpu is None else self.use_cpu
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 0 if self.use_cpu else default_workers()
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # of workers, which fork and have a core each
         if self.dataloader_persistent_workers is None:
             self.dataloader_persistent_workers = self.dataloader_num_workers > 0
         if self.bf16 is None and not self.fp16:

@@ -54,7 +54,7 @@ class TrainingOptions:
     bf16: bool | None = flag("Whether to multiply in bfloat16. Default: as the resumed run, or if it is fast here.")
     max_length: int | None = option(2048, "Rows with more tokens, image tokens included, are dropped and counted.")
     use_cpu: bool | None = flag("Whether to train on the CPU. Default: if there is no accelerator.")
-    dataset_num_proc: int | None = option(None, "Processes that check the rows. Default: one for each core.")
+    dataset_num_proc: int | None = option(None, "Processes that read and check the rows. Default: one for each core.")
     dataloader_num_workers: int | None = option(None, "Processes that read batches. Default: up to 8, on a CPU none.")
     dataloader_persistent_workers: bool | None = flag("Whether these live until the end of the run. Default: yes.")
     padding_free: bool = option(False, "Put the rows of a batch one after another in one sequence, without padding.")

@@ -1,0 +1,250 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What a GPU changes, checked without a network in less than nine minutes: `make check-gpu`.
+
+    python benchmarks/check_gpu.py [--device cuda] [--minutes 9] [--output check-gpu.json]
+
+The norm against float64; two steps with the options of each recipe, and with others, on a model of 135M in size; the
+merged adapter; answers in 4 bits; predicted against measured memory at 1B and, in 4 bits, at 7B; then the tests in
+which a GPU is used. Weights are random and made here: 45 GB of disk, in the folder for temporary files.
+
+It needs torch for CUDA and this package with its extra `dev`, for some rows a C compiler and flash-attn: carry wheels
+(`pip wheel -w wheels '.[dev]'`) for `pip install --no-index --find-links wheels`. What a machine lacks is a row that
+says so. An error is one too, and then the exit status is 1. Without a GPU a tiny model is tried on the CPU.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import torch
+from measuring import machine
+from norm import HookLayerNorm, compare, step
+from recipes import make_checkpoint
+from rich.console import Console
+from rich.table import Table
+
+
+FORKS = multiprocessing.get_context("forkserver")
+TESTS = ["architecture", "checkpoint/test_precision.py", "diagnose/test_diagnose_load.py", "test_cli.py"]
+TESTS += [f"evaluate/test_{name}.py" for name in ("ask", "evaluate_batches", "evaluate_run")]
+
+ALIGN, TUNE = (["--stage", stage] for stage in ("align", "tune"))
+LORA = [*TUNE, "--use_peft", "true"]
+FLASH = [*LORA, "--padding_free", "true", "--attn_implementation", "flash_attention_2"]
+OPTIONS: dict[str, tuple[list[str], list[str]]] = {
+    "recipe align": (ALIGN, []),
+    "recipe tune": (TUNE, []),
+    **{f"recipe {name}": ([name], []) for name in ("quickstart-align", "quickstart-tune", "lora")},
+    "recipe qlora": (["qlora"], ["bitsandbytes"]),
+    "float32": ([*LORA, "--bf16", "false"], []),
+    "bfloat16": ([*LORA, "--bf16", "true"], []),
+    "float16": ([*LORA, "--fp16", "true"], ["cuda"]),
+    "8 bits": ([*LORA, "--load_in_8bit", "true"], ["bitsandbytes"]),
+    "paged_adamw_8bit": ([*TUNE, "--optim", "paged_adamw_8bit"], ["cuda", "bitsandbytes"]),
+    "torch.compile": ([*ALIGN, "--torch_compile", "true"], ["cuda", "triton", "cc"]),
+    "no checkpointing": ([*LORA, "--gradient_checkpointing", "false"], []),
+    "2 workers": ([*ALIGN, "--dataloader_num_workers", "2"], []),
+    "padding-free": ([*LORA, "--padding_free", "true"], []),
+    "FlashAttention": (FLASH, ["cuda", "flash_attn"]),
+}
+"""Options of `normalign train`, and what they need besides."""
+
+MEMORY = {
+    "full, 1b": ("1b", TUNE, ["cuda"]),
+    "qlora, 1b": ("1b", ["qlora"], ["cuda", "bitsandbytes"]),
+    "qlora, 7b": ("7b", ["qlora"], ["cuda", "bitsandbytes"]),
+}
+"""Model, options and needs of the runs whose memory is predicted."""
+
+
+def check_norm(device: str) -> str:
+    """The compensated norm and its gradients against the paper's form in float64, and its time."""
+    from normalign_llava import GlobalWeightCompensatedLayerNorm
+
+    torch.manual_seed(0)
+    width, found = 3584, []
+    x, upstream = torch.randn(2, 64, width).bfloat16()
+    ours = [(GlobalWeightCompensatedLayerNorm(width), device, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for norm, place, dtype in [(HookLayerNorm(width, 0.0134), "cpu", torch.float64), *ours]:
+        torch.nn.init.constant_(norm.weight, 0.0134)
+        norm.to(place, None if dtype == torch.bfloat16 else dtype)  # the gain stays float32
+        given = x.to(place, dtype).requires_grad_()
+        step(norm, given, upstream.to(place, dtype))
+        tensors = [norm(given).detach(), given.grad, norm.weight.grad, norm.bias.grad]
+        found.append([tensor.double().cpu() for tensor in tensors])
+    errors = [max(float((a - b).norm() / b.norm()) for a, b in zip(each, found[0], strict=True)) for each in found[1:]]
+    timed = argparse.Namespace(device=device, bf16=True, tokens=8192, rounds=4, compile=False)
+    ratio = compare(width, timed)["LayerNorm, compensated: time / torch's LayerNorm"][1]
+    text = f"errors {errors[0]:.0e} in float32, {errors[1]:.0e} in bfloat16; time / torch's LayerNorm {ratio:.2f}"
+    if not (errors[0] < 1e-5 and errors[1] < 2e-2):
+        raise ValueError(text)
+    return text
+
+
+def train(folder: Path, words: list[str], device: str, predicts: bool = False) -> str:
+    """Trains two steps: losses, tokens a second of the second one, and memory."""
+    from transformers import PrinterCallback, TrainerCallback, logging
+
+    from normalign_llava.data.rows.parse import DroppedRows
+    from normalign_llava.train.options.parsing import parse
+    from normalign_llava.train.run import make_trainer
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    own = dict(
+        model_name_or_path=folder / "checkpoint", dataset_name=folder / "data", output_dir=folder / "run", max_steps=2,
+        global_batch_size=4, per_device_train_batch_size=2, warmup_steps=0, logging_steps=1, save_strategy="no",
+        disable_tqdm=True, use_cpu=device == "cpu",
+    )  # fmt: skip
+    own |= {"optim": "adamw_torch"} if device == "cpu" else {}  # the paged one is CUDA's
+    given = [word for name, value in own.items() for word in (f"--{name}", str(value))]
+    marks: list[tuple[float, int]] = []
+
+    class Times(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            torch.cuda.synchronize() if device == "cuda" else None
+            marks.append((time.perf_counter(), state.num_input_tokens_seen))
+
+    trainer = make_trainer(*parse([*words, *given]), DroppedRows(folder / "dropped.jsonl"), [Times()])
+    trainer.remove_callback(PrinterCallback)
+    predicted = trainer.estimate_memory().total if predicts else 0
+    torch.cuda.reset_peak_memory_stats() if device == "cuda" else None
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    (before, seen), (after, all_seen) = marks
+    text = f"losses {losses[0]:.2f}, {losses[1]:.2f}; {(all_seen - seen) / (after - before):,.0f} tokens/s"
+    measured, ratio = torch.cuda.max_memory_allocated(), 1.0
+    text += f"; {measured / 2**30:.2f} GiB" if measured else ""
+    if predicts:
+        ratio = predicted / measured
+        text += f", predicted {predicted / 2**30:.2f}: {ratio:.2f} of it"
+    if not all(map(math.isfinite, losses)) or predicts and not 0.85 <= ratio <= 1.25:
+        raise ValueError(f"a loss or the prediction is wrong: {text}")
+    if words == ["qlora"] and not predicts:
+        trainer.save_model()
+    return text
+
+
+def merge(folder: Path) -> str:
+    from normalign_llava.assembly.merge import merge_adapter
+
+    report = merge_adapter(folder / "run", folder / "merged")
+    return f"base in {report.quantization}, logits differ by {report.difference:.0e}"
+
+
+def answer(folder: Path) -> str:
+    from PIL import Image
+
+    from normalign_llava.evaluate.ask import ask
+
+    Image.new("RGB", (64, 64)).save(folder / "image.png")
+    ask(str(folder / "checkpoint"), folder / "image.png", "What is it?", max_new_tokens=4, load_in_4bit=True)
+    return "answered"
+
+
+def run_tests(seconds: float) -> str:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{each}" for each in TESTS)]
+    command += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"] if find_spec("xdist") else []
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=seconds)
+    last = (done.stderr + done.stdout).strip().splitlines()[-1].strip("= ")
+    if done.returncode:
+        raise ValueError(", ".join([last, *re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)]))
+    return last
+
+
+def _send(pipe, function: Callable[..., str], arguments: tuple) -> None:
+    from normalign_llava.errors import device_error
+
+    multiprocessing.set_start_method("fork", force=True)  # of a loader's workers, as in a process of one's own
+    try:
+        pipe.send(("ok", function(*arguments)))
+    except Exception as error:  # of any library: it is a row
+        said = device_error(error) or f"{type(error).__name__}: {error}"
+        pipe.send(("failed", " ".join(said.split())[:400]))
+
+
+def in_time(function: Callable[..., Any], *arguments: Any, seconds: float) -> tuple[str, str]:
+    """Status and text of a check that runs in a process of its own, which is ended after some seconds."""
+    pipe, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=_send, args=(theirs, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        return pipe.recv() if pipe.poll(seconds) else ("failed", f"no end after {seconds:.0f} seconds")
+    except EOFError:
+        return "failed", "the process ended without a word"
+    finally:
+        process.kill()
+        process.join()
+
+
+def made(folder: Path, shape: str, device: str) -> str:
+    """Writes a checkpoint of random weights and its rows into a folder."""
+    make_checkpoint(folder, shape, 8, device, argparse.Namespace(send=lambda found: None))
+    size = sum(file.stat().st_size for file in (folder / "checkpoint").glob("*.safetensors"))
+    return f"{size / 2**30:.1f} GiB"
+
+
+def main() -> None:
+    """Runs the checks, prints the table, and exits with 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--minutes", type=float, default=9.0, help="what has not begun by then is left out")
+    parser.add_argument("--output", type=Path, default=Path("check-gpu.json"))
+    options = parser.parse_args()
+    FORKS.set_forkserver_preload(["normalign_llava.train.run", "normalign_llava.assembly.merge"])  # imported once
+    wanted = ("bitsandbytes", "triton", "flash_attn", "pytest", "cc")
+    lacking = {name for name in wanted if find_spec(name) is None and which(name) is None}
+    lacking |= {"cuda"} - {device := options.device}
+    shape = "135m" if device == "cuda" else "tiny"
+    here, rows, console = machine(device), [], Console()
+    end = time.monotonic() + 60 * options.minutes
+
+    def check(name: str, needs: list[str], function: Callable[..., str], *arguments: Any) -> bool:
+        began = time.monotonic()
+        absent = ", ".join(sorted(lacking & {*needs}))
+        status, text = "left out", f"needs {absent}" if absent else f"{options.minutes:g} minutes are over"
+        if not absent and end - began > 5:
+            status, text = in_time(function, *arguments, seconds=end - began)
+        rows.append({"check": name, "status": status, "found": text, "seconds": round(time.monotonic() - began, 1)})
+        console.print(*rows[-1].values(), sep=" | ", markup=False, soft_wrap=True)
+        options.output.write_text(json.dumps({"machine": here, "checks": rows}, indent=2) + "\n", encoding="utf-8")
+        return status == "ok"
+
+    check("norm", [], check_norm, device)
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
+        small = Path(name, "small")
+        if check(f"random weights, {shape}", [], made, small, shape, device):
+            for each, (words, needs) in OPTIONS.items():
+                check(each, needs, train, small, words, device)
+                if words == ["qlora"]:
+                    check("merge", needs, merge, small)
+            check("ask in 4 bits", ["bitsandbytes"], answer, small)
+        for each, (size, words, needs) in MEMORY.items():
+            ready = (folder := Path(name, size)).exists() or bool(lacking & {*needs})
+            if ready or check(f"random weights, {size}", needs, made, folder, size, device):
+                check(f"memory: {each}", needs, train, folder, words, device, True)
+    check("tests", ["pytest"], run_tests, end - time.monotonic() - 5)
+    table = Table("", "", "found", "s", title=here["accelerator"] or "No GPU: on the CPU, without what needs CUDA")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    console.print(table, f"Written to {options.output}.", sep="\n")
+    sys.exit(any(row["status"] == "failed" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
