@@ -195,6 +195,11 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
 
     _keep_in_fp32_modules_strict = ["multi_modal_projector.norm"]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The language model's; training may have left other parts in another. It is the dtype to load a save in."""
+        return self.base_model.language_model.dtype
+
     def measure_text_embedding_norm(self) -> float:
         """N_text, the mean norm with which text embeddings enter the decoder (eq. 11); also written into the config.
 

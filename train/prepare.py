@@ -148,7 +148,7 @@ def trained_model(
         peft_config = language_adapter(peft_config, config, args.learning_rates(use_peft=True))
         peft_config.revision = commit  # PEFT stores the base's name alone
     if name is not None:
-        model = load_model(name, args, quantization_config)
+        model = load_model(name, args, quantization_config, peft_config is not None)
         norm = projector_norm(model)
         if any(parameter.is_meta for parameter in norm.parameters()):
             # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import get_peft_config, get_quantization_config
+from trl import get_peft_config
 
 from ..checkpoint.files import json_or_none
 from ..checkpoint.names import TRAINING_RECORD
@@ -198,7 +198,7 @@ def make_trainer(
         data.eval,
         processor,
         callbacks=list(callbacks),
-        quantization_config=get_quantization_config(model_args),
+        quantization_config=model_args.quantization(args),
         peft_config=peft_config,
         report=data.report,
         options=(data_args, model_args),

@@ -51,9 +51,9 @@ from .keeping.checkpoints import writing_checkpoint
 from .keeping.record import training_record
 from .keeping.summary import summary
 from .memory import MemoryEstimate, estimate_memory
-from .modules.adapter import train_in_float32
+from .modules.adapter import restore_copies
 from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
-from .modules.model import MODULES, base_model, eval_frozen, freeze, module_of
+from .modules.model import MODULES, base_model, eval_frozen, freeze, module_of, train_in_float32
 from .modules.sharding import fill_gradients, name_as_unsharded, name_fsdp_units
 from .options.arguments import keep_float32
 from .prepare import Prepared, checked_rows, normalign_config, prepare
@@ -80,8 +80,8 @@ class NormAlignTrainer(PushingTrainer):
     """[`SFTTrainer`] for NormAlign-LLaVA, with the same arguments in the same order.
 
     Args:
-        model: Folder or Hub id of a checkpoint, loaded in float32 unless `args.model_init_kwargs` says otherwise, or a
-            model without adapters.
+        model: Folder or Hub id of a checkpoint, or a model without adapters. What is trained is made float32;
+            `args.model_init_kwargs["dtype"]` is that of the rest, by default [`frozen_dtype`].
         args: `NormAlignConfig`, or an `SFTConfig`, whose `learning_rate` is then every module's; by default
             `NormAlignConfig()`. A copy of it is used.
         data_collator: By default a [`ConversationCollator`] that stops at an image that cannot be read. A collator of
@@ -186,8 +186,9 @@ class NormAlignTrainer(PushingTrainer):
         if isinstance(self.model, PeftModel):
             self.model.create_or_update_model_card = lambda folder: None  # PEFT's has the base's local path
             if not is_deepspeed_zero3_enabled():  # it has no quantized base
-                train_in_float32(self.model, autocast=args.bf16 or args.fp16)
+                restore_copies(self.model)
         freeze(self.model, self.learning_rates)
+        train_in_float32(self.model)
         self.finite = FiniteCheck(self.model, args)
         self.add_callback(self.finite)
         self.only_answers = args.device.type == "cpu"
