@@ -53,7 +53,7 @@ from .keeping.summary import summary
 from .memory import MemoryEstimate, estimate_memory
 from .modules.adapter import restore_copies
 from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
-from .modules.model import MODULES, base_model, eval_frozen, freeze, module_of, train_in_float32
+from .modules.model import MODULES, base_model, eval_frozen, freeze, load_model, module_of, train_in_float32
 from .modules.sharding import fill_gradients, name_as_unsharded, name_fsdp_units
 from .options.arguments import keep_float32
 from .prepare import Prepared, checked_rows, normalign_config, prepare
@@ -66,6 +66,7 @@ OVERRIDDEN = (
     "_load_from_checkpoint",
     "_push_from_checkpoint",
     "_run_epoch",
+    "_save",
     "_save_checkpoint",
     "_save_rng_state",
     "_total_train_tokens",
@@ -412,6 +413,16 @@ class NormAlignTrainer(PushingTrainer):
             self.create_model_card()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        # Frozen layers that were quantized, without adapters, are written as they were read.
+        model = self.model
+        if not isinstance(model, PeftModel) and getattr(model.config, "quantization_config", None) is not None:
+            trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+            model = load_model(model.name_or_path, self.args)
+            model.load_state_dict(trained, strict=False)
+        with patch.object(self, "model", model):
+            super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         # PEFT loads an adapter in float32 and makes all of it trainable: the run would not resume as it was.

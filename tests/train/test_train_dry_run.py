@@ -36,7 +36,7 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
     assert "logits and loss" in shown and "of the 24.0 GiB of device_memory (1.0 GiB are kept free)." in shown
     done = CliRunner().invoke(app, ["train", file, "--dry_run", "--device_memory", "1GiB", "--stage", "align"])
     assert done.exit_code == 1 and "Does not fit" in done.output
-    tried = "--dtype bfloat16 --per_device_train_batch_size 1."
+    tried = "--load_in_4bit true --dtype bfloat16 --per_device_train_batch_size 1."
     assert f"Nothing that was tried fits, not even fewer tokens with {tried}" in " ".join(done.output.split())
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -1,6 +1,5 @@
 import copy
 import json
-import shutil
 
 import pytest
 import tiny
@@ -228,15 +227,6 @@ def test_what_is_trained_with_adapters_is_float32_and_moves(tmp_path, checkpoint
 
 FROZEN = dict(vision_learning_rate=0.0, language_learning_rate=0.0)
 HALF, FULL = ["bfloat16"], ["float32"]
-
-
-@pytest.fixture(scope="module")
-def half(checkpoint, tmp_path_factory):
-    """The checkpoint as `build` writes it from parts in bfloat16."""
-    folder = tmp_path_factory.mktemp("half") / "model"
-    shutil.copytree(checkpoint, folder)
-    NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype="bfloat16").save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize(

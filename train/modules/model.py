@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...assembly.build import ARMS
@@ -122,6 +123,25 @@ def load_model(
     return model
 
 
+def check_quantized(
+    config: NormAlignLlavaConfig, quantization: BitsAndBytesConfig, training: NormAlignConfig, use_peft: bool
+) -> None:
+    """Raises ValueError if a layer that would be quantized would also be trained, other than by adapters."""
+    with torch.device("meta"):
+        model = NormAlignLlavaForConditionalGeneration(config)
+    _quantizer(quantization).preprocess_model(model=model, device_map=None)
+    for name, layer in model.named_modules():
+        module = module_of(f"{name}.")
+        rate, origin = training.explained_learning_rates(use_peft)[module]
+        if type(layer).__name__ in ("Linear4bit", "Linear8bitLt") and rate and not (use_peft and module == "language"):
+            option = f"{module}_learning_rate"
+            adapters = " add --use_peft, or" if module == "language" else ""
+            raise ValueError(
+                f"{name} would be quantized, and quantized weights cannot be trained, as {option} {rate:g} ({origin}) "
+                f"asks for. Leave out the quantization,{adapters} freeze the module with --{option} 0."
+            )
+
+
 def frozen_dtype(asked: str | torch.dtype | None, config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
     """The dtype of what is not trained: by default the checkpoint's own, or float32 if steps are not autocast."""
     if is_deepspeed_zero3_enabled():
@@ -148,9 +168,7 @@ def without_weights(
         return model
     if quantization.load_in_8bit:
         raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or count with load_in_4bit.")
-    quantization = copy.copy(quantization)
-    quantization.llm_int8_skip_modules = ["lm_head", "model.vision_tower", "model.multi_modal_projector"]
-    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+    quantizer = _quantizer(quantization)
     quantizer.preprocess_model(model=model, device_map=device_map)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
@@ -164,6 +182,14 @@ def without_weights(
     return model
 
 
+def _quantizer(quantization: BitsAndBytesConfig) -> HfQuantizer:
+    """What quantizes as `from_pretrained` of the model does."""
+    quantization = copy.copy(quantization)
+    if quantization.llm_int8_skip_modules is None:
+        quantization.llm_int8_skip_modules = ["lm_head", "model.vision_tower", "model.multi_modal_projector"]
+    return AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+
+
 def arm_of(config: NormAlignLlavaConfig) -> str:
     """The paper's arm that a configuration is."""
     if config.projector_norm == "none":
@@ -171,6 +197,23 @@ def arm_of(config: NormAlignLlavaConfig) -> str:
     if config.projector_gain_init == "one" and config.gradient_compensation == "none":
         return "unit"
     return "gwc" if config.gradient_compensation == "global" else "aligned"
+
+
+def train_beside_quantized(model: NormAlignLlavaForConditionalGeneration) -> None:
+    """Has TRL and the Trainer take a model whose quantized layers are frozen, without adapters.
+
+    transformers refuses any quantized model without adapters, TRL rounds all that may be trained to bfloat16 before
+    [`freeze`] says what is, and states that are loaded have the quantized layers as they were read.
+    """
+    model.is_quantized = False
+    model.requires_grad_(False)
+
+    def load_trained(module: nn.Module, state: dict[str, Any], *others: Any) -> None:
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        for name in state.keys() - trained:
+            del state[name]
+
+    model.register_load_state_dict_pre_hook(load_trained)
 
 
 def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:

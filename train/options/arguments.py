@@ -194,9 +194,6 @@ class ModelArguments(ModelOptions, ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("load_in_4bit", "load_in_8bit"):
-            if getattr(self, name) and not self.use_peft:
-                raise ValueError(f"{name} needs adapters: quantized weights cannot be trained. Add --use_peft.")
         given = [f.name for f in fields(self) if f.name.startswith("lora_") and getattr(self, f.name) != f.default]
         if given and not self.use_peft:
             raise ValueError(f"{', '.join(given)}: adapters are trained with use_peft alone. Add --use_peft.")

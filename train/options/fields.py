@@ -112,8 +112,8 @@ class ModelOptions:
     )
     use_peft: bool = option(False, "Train LoRA adapters in place of the language model.")
     lora_r: int = option(16, "Rank of the adapters.")
-    load_in_4bit: bool = option(False, "Quantize the frozen layers under adapters to 4 bits (QLoRA).")
-    load_in_8bit: bool = option(False, "Quantize the frozen layers under adapters to 8 bits.")
+    load_in_4bit: bool = option(False, "Quantize the language model's layers to 4 bits: frozen, or under adapters.")
+    load_in_8bit: bool = option(False, "Quantize them to 8 bits.")
     use_bnb_nested_quant: bool = option(True, "Whether to quantize the constants of 4-bit quantization too.")
 
 
