@@ -54,7 +54,7 @@ from .memory import MemoryEstimate, estimate_memory
 from .modules.adapter import restore_copies
 from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
 from .modules.model import MODULES, base_model, eval_frozen, freeze, load_model, module_of, train_in_float32
-from .modules.sharding import fill_gradients, name_as_unsharded, name_fsdp_units
+from .modules.sharding import fill_gradients, name_as_unsharded, prepare_sharding
 from .options.arguments import keep_float32
 from .prepare import Prepared, checked_rows, normalign_config, prepare
 from .push import PushingTrainer
@@ -198,7 +198,7 @@ class NormAlignTrainer(PushingTrainer):
         if args.padding_free:
             self.add_callback(PackedAttentionCheck)
         if self.is_fsdp_enabled:
-            name_fsdp_units(self.accelerator.state.fsdp_plugin, model)
+            prepare_sharding(self.accelerator, model)
 
     def _add_samples_and_probe(self) -> None:
         args, collator = self.args, self.data_collator

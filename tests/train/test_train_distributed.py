@@ -168,6 +168,7 @@ class Room:
             done = self.start(worker, mode)
             assert not any(each.returncode for each in done), done[0].stderr[-6000:] + done[-1].stderr[-6000:]
             (folder / "stdout").write_text("".join(each.stdout for each in done))
+            (folder / "stderr").write_text("".join(each.stderr for each in done))
         return self.done[place]
 
     def start(self, worker: list, mode: str) -> list[subprocess.CompletedProcess]:
@@ -364,6 +365,19 @@ def test_a_projector_in_float32_is_trained_beside_frozen_modules_in_bfloat16(mod
     for name, weight in weights.items():
         assert weight.dtype == (torch.float32 if "projector" in name else kept), name
     assert_gain_moved(weights)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize("name", ["half", "frozen"])
+def test_in_bfloat16_the_gain_is_used_and_its_gradient_reduced_in_float32(mode, name, room):
+    folder = room.runs(mode, name)
+    ranks = [seen(folder, name, rank)["gain"] for rank in range(2)]
+    assert {each["dtype"] for each in ranks} == {"torch.float32"}
+    expected = sum(torch.tensor(each["own"], dtype=torch.float64) for each in ranks) / 2
+    for each in ranks:
+        torch.testing.assert_close(torch.tensor(each["gradient"]).double(), expected, rtol=1e-4, atol=1e-7)
+    assert "The gain is trained in" not in (folder / "stderr").read_text()
 
 
 def assert_gain_moved(weights: dict[str, torch.Tensor]) -> None:
