@@ -116,6 +116,18 @@ def test_checkpointing_takes_less_and_a_frozen_tower_keeps_nothing(checkpoint, t
     assert less["vision tower"] < plain["vision tower"]
 
 
+def test_the_batches_of_a_step_wait_in_memory(checkpoint, tmp_path):
+    """2 images of 3 x 16 x 16 float32 numbers, and 2 rows of ids, mask and labels, 8 bytes each."""
+    options = dict(dry_run=True, vision_learning_rate=0.0, language_learning_rate=0.0)
+    two, eight = (
+        training.trainer(tmp_path, checkpoint, gradient_accumulation_steps=steps, **options).estimate_memory()
+        for steps in (2, 8)
+    )
+    batch = 2 * 3 * 16 * 16 * 4 + 2 * two.tokens // 2 * 3 * 8
+    assert (two.parts["batches"], eight.parts["batches"]) == (2 * batch, 8 * batch)
+    assert eight.total - two.total == 6 * batch
+
+
 def with_lengths(trainer, rows):
     """Rows with their true lengths, which those of `training.rows` lack."""
     lengths = [len(trainer.data_collator([row])["input_ids"][0]) for row in rows]
