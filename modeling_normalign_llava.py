@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations import deepspeed_config, is_deepspeed_zero3_enabled
 from transformers.models.llava import modeling_llava as llava
 from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import can_return_tuple, logging
@@ -75,7 +75,18 @@ class _CompensatedRMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), None, None, (grad * x_hat).sum_to_size(gain.shape).to(gain.dtype)
 
 
-class GlobalWeightCompensatedLayerNorm(nn.LayerNorm):
+class _WarnsOfHalfPrecision(nn.Module):
+    def train(self, mode: bool = True):
+        # Weights are here as the optimizer has them; in a step FSDP2 may have copies. DeepSpeed keeps float32 copies.
+        if mode and self.weight.requires_grad and self.weight.itemsize < 4 and deepspeed_config() is None:
+            logger.warning_once(
+                f"The gain is trained in {self.weight.dtype}, where small updates vanish. Before training, make it "
+                f"float32: [m.float() for m in trainer.model.modules() if type(m).__name__ == {type(self).__name__!r}]"
+            )
+        return super().train(mode)
+
+
+class GlobalWeightCompensatedLayerNorm(_WarnsOfHalfPrecision, nn.LayerNorm):
     """LayerNorm whose backward pass does not shrink with its gain (Global Weight Compensation, eqs. 12, 24-26).
 
     Forward: `gain * (x - mean) / sqrt(var + eps) + bias`, [`torch.nn.functional.layer_norm`] bit for bit. Backward:
@@ -95,7 +106,6 @@ class GlobalWeightCompensatedLayerNorm(nn.LayerNorm):
         self.gain_floor, self.compensate = gain_floor, compensate
 
     def forward(self, x: Tensor) -> Tensor:
-        _warn_of_half_precision(self)
         if self.compensate and x.requires_grad and torch.is_grad_enabled():
             return _CompensatedLayerNorm.apply(x, self.eps, self.gain_floor, self.weight, self.bias)
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
@@ -103,7 +113,7 @@ class GlobalWeightCompensatedLayerNorm(nn.LayerNorm):
         return F.layer_norm(x.to(dtype), self.normalized_shape, gain, bias, self.eps).to(x.dtype)
 
 
-class GlobalWeightCompensatedRMSNorm(nn.RMSNorm):
+class GlobalWeightCompensatedRMSNorm(_WarnsOfHalfPrecision, nn.RMSNorm):
     """The same for `gain * x / sqrt(mean(x^2) + eps)` (eq. 3), without bias; a normalised token has norm sqrt(d)."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, gain_floor: float = 1e-3, compensate: bool = True):
@@ -111,21 +121,10 @@ class GlobalWeightCompensatedRMSNorm(nn.RMSNorm):
         self.gain_floor, self.compensate = gain_floor, compensate
 
     def forward(self, x: Tensor) -> Tensor:
-        _warn_of_half_precision(self)
         if self.compensate and x.requires_grad and torch.is_grad_enabled():
             return _CompensatedRMSNorm.apply(x, self.eps, self.gain_floor, self.weight)
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps).to(x.dtype)
-
-
-def _warn_of_half_precision(norm: nn.Module) -> None:
-    trained = norm.training and norm.weight.requires_grad and not torch.compiler.is_compiling()
-    if trained and norm.weight.itemsize < 4:
-        logger.warning_once(
-            f"The gain is trained in {norm.weight.dtype}, where small updates vanish, unless the optimizer has a "
-            "float32 copy (DeepSpeed, FSDP). Before training, make it float32: "
-            f"[m.float() for m in trainer.model.modules() if type(m).__name__ == {type(norm).__name__!r}]"
-        )
 
 
 @contextmanager
@@ -194,6 +193,11 @@ class NormAlignLlavaPreTrainedModel(llava.LlavaPreTrainedModel):
     """What both model classes add to LLaVA's: gain alignment, and loading and saving without silent losses."""
 
     _keep_in_fp32_modules_strict = ["multi_modal_projector.norm"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The language model's; training may have left other parts in another. It is the dtype to load a save in."""
+        return self.base_model.language_model.dtype
 
     def measure_text_embedding_norm(self) -> float:
         """N_text, the mean norm with which text embeddings enter the decoder (eq. 11); also written into the config.

@@ -77,7 +77,6 @@ def measure(folder: Path, shape: str, words: list[str], options: argparse.Namesp
         use_cpu=options.device == "cpu",
         save_strategy="no",
         disable_tqdm=True,
-        dtype="bfloat16" if options.bf16 and words[0] == "--use_peft" else "float32",
     )
     words = [word for name, value in own.items() for word in (f"--{name}", str(value))] + words
 

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from paths import ROOT
+from paths import DOCS, ROOT
 
 
 FOLDER = ROOT / "benchmarks"
@@ -32,3 +32,18 @@ def test_a_script_writes_its_machine_options_rows_and_figures(tmp_path, prepared
         assert len(row) == 3 and all(isinstance(cell, str) for cell in row)
         assert "|" not in "".join(row)
         assert re.match(r"\d+(\.\d+)?(%| |,|$)", row[2])
+
+
+@pytest.mark.nightly
+def test_the_recipes_take_at_true_size_what_the_page_says(prepared):
+    said = {}
+    for words in ([], ["--recipes", "align-qwen2.5-7b", "--load_in_4bit", "true"]):
+        done = prepared.run([FOLDER / "dry_runs.py", *words])
+        assert done.returncode == 0, done.stderr[-3000:]
+        for run in done.stdout.split("\n== ")[1:]:
+            said[run.splitlines()[0]] = re.search(r"(?:Fits|Does not fit): ([\d.]+) GiB", run)[1]
+    page = (DOCS / "train.md").read_text()
+    stage_1, in_4_bits = said["align-qwen2.5-7b"], said.pop("align-qwen2.5-7b --load_in_4bit true")
+    assert f"{stage_1} GiB; with `--load_in_4bit` {in_4_bits} GiB |" in page
+    assert all(re.search(rf"\[`{recipe}`\].* {size} GiB", page) for recipe, size in said.items())
+    assert float(stage_1) <= 19 and float(in_4_bits) <= 12 and float(said["qlora"]) < 10

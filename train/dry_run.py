@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def remedy(trainer: "NormAlignTrainer", make: Callable[[list[str]], "NormAlignTrainer"]) -> str:
     """Which options would make a step fit that does not: a smaller batch, or else the smallest change that helps.
 
-    Each is found by estimating the step again: fewer rows in a pass; gradient checkpointing; adapters; adapters on 4
-    bits (or, if the language model is frozen, bfloat16), each with the batch as it is and with one row; all of that;
-    fewer tokens.
+    Each is found by estimating the step again: fewer rows in a pass; gradient checkpointing; adapters, or
+    bfloat16 if the language model is frozen; 4 bits; each with the batch as it is and with one row; all of that; fewer
+    tokens.
 
     Args:
         trainer: That of the options as they are.
@@ -38,12 +38,11 @@ def remedy(trainer: "NormAlignTrainer", make: Callable[[list[str]], "NormAlignTr
     if batch := _batch_that_fits(trainer):
         return f"Would fit: {batch}, the largest that does."
     checkpointing = [] if args.gradient_checkpointing else ["--gradient_checkpointing", "true"]
-    adapters, smaller, tried = [], [], []
-    if not trainer.learning_rates["language"]:
-        smaller = ["--dtype", "bfloat16"]
-    elif not getattr(base_model(trainer.model), "is_loaded_in_4bit", False):
-        adapters = [] if isinstance(trainer.model, PeftModel) else ["--use_peft", "true"]
-        smaller = ["--use_peft", "true", "--load_in_4bit", "true", "--dtype", "bfloat16"]
+    half = ["--dtype", "bfloat16"] if args.model_init_kwargs["dtype"] == "float32" else []
+    in_full = trainer.learning_rates["language"] > 0 and not isinstance(trainer.model, PeftModel)
+    adapters, smaller, tried = ["--use_peft", "true"] if in_full else half, [], []
+    if not getattr(base_model(trainer.model), "is_loaded_in_4bit", False):
+        smaller = [*(adapters if in_full else []), "--load_in_4bit", "true", *half]
     one = ["--per_device_train_batch_size", "1"] if args.per_device_train_batch_size > 1 else []
     every = [*checkpointing, *smaller]
     batches = [[], one] if one else [[]]

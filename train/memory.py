@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from ..html_tables import html_paragraph, html_table
 from .modules.model import module_of
-from .shapes import ADAPTERS, GRADIENTS, OPTIMIZER, PARTS, VISION, WEIGHTS, peak_bytes
+from .shapes import ADAPTERS, BATCHES, GRADIENTS, OPTIMIZER, PARTS, VISION, WEIGHTS, peak_bytes
 
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def estimate_memory(
     `gradient_checkpointing` is by default that of the trainer's arguments. A forward and a backward pass are run with
     a shape in place of each weight. What they allocate is followed storage by storage, so attention, precision,
     checkpointing and adapters need no formula.
-    Optimizer states are there from the start, as after the first step, and gradients if steps are accumulated.
+    Optimizer states are there from the start, as after the first step, and gradients if steps are accumulated; so are
+    the batches of the step.
     Kernels and autocast are the CPU's, also if a GPU is asked about. What a kernel allocates inside is not seen.
 
     One process is counted. Under DDP gradients count twice, for the buckets. Under FSDP and ZeRO, what is divided
@@ -111,6 +112,8 @@ def estimate_memory(
     parts[GRADIENTS] = int(parts[GRADIENTS] * _shares(args)[GRADIENTS])
     for name, size in static.items():
         parts[name] += size if name != GRADIENTS else 0
+    # The Trainer moves all of a step's batches to the device before its first forward pass.
+    parts[BATCHES] = args.gradient_accumulation_steps * sum(value.nbytes for value in batch.values())
     device, available, reserved = device_memory(args)
     shape = batch["input_ids"].shape
     rows = len(batch["row_lengths"]) if "row_lengths" in batch else shape[0]

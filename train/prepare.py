@@ -29,9 +29,11 @@ from .modules.model import (
     arm_of,
     check_architecture,
     check_checkpoint,
+    check_quantized,
     load_model,
     module_of,
     projector_norm,
+    train_beside_quantized,
 )
 from .options.arguments import NormAlignConfig
 from .options.parsing import accumulation_steps
@@ -139,6 +141,11 @@ def trained_model(
             "The model has adapters. Give it without them and peft_config, or merge them first with `normalign merge` "
             "or model.merge_and_unload()."
         )
+    elif peft_config is None and getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(
+            "Without adapters, what is quantized is saved as the model's folder has it. Give that folder and "
+            "quantization_config in place of the model."
+        )
     else:
         config = model.config
         check_architecture(config.model_type, model.name_or_path or type(model).__name__)
@@ -148,12 +155,16 @@ def trained_model(
         peft_config = language_adapter(peft_config, config, args.learning_rates(use_peft=True))
         peft_config.revision = commit  # PEFT stores the base's name alone
     if name is not None:
-        model = load_model(name, args, quantization_config)
+        if quantization_config is not None:
+            check_quantized(config, quantization_config, args, peft_config is not None)
+        model = load_model(name, args, quantization_config, peft_config is not None)
         norm = projector_norm(model)
         if any(parameter.is_meta for parameter in norm.parameters()):
             # A norm that the checkpoint lacks, under FSDP, where other processes get the first one's values later:
             # accelerate takes two parameters on meta for one, and would step the bias twice and the gain never.
             norm.to_empty(device="cpu")
+        if quantization_config is not None and peft_config is None:
+            train_beside_quantized(model)
     return model, commit, peft_config
 
 

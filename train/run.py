@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import get_peft_config, get_quantization_config
+from trl import get_peft_config
 
 from ..checkpoint.files import json_or_none
 from ..checkpoint.names import TRAINING_RECORD
@@ -29,7 +29,7 @@ from .keeping.resume import StepCounter, after_stop, resolve_resume
 from .keeping.summary import render, render_dropped
 from .memory import PeakMemory, gib
 from .modules.adapter import language_adapter
-from .modules.model import check_checkpoint
+from .modules.model import check_checkpoint, check_quantized
 from .options.arguments import ModelArguments, NormAlignConfig
 from .options.parsing import accumulation_steps, parse
 from .prepare import check_one_gpu
@@ -160,8 +160,11 @@ def make_trainer(
         suite_tasks(args)
     checkpoint, config = check_checkpoint(str(model_args.model_name_or_path), args, model_args.model_revision)
     peft_config = get_peft_config(model_args)
+    quantization = model_args.quantization(args)
     if peft_config is not None:
         language_adapter(peft_config, config, args.learning_rates(use_peft=True))  # before rows are read
+    if quantization is not None:
+        check_quantized(config, quantization, args, peft_config is not None)
     processor = checkpoint.processor
     collator = ConversationCollator(
         processor,
@@ -198,7 +201,7 @@ def make_trainer(
         data.eval,
         processor,
         callbacks=list(callbacks),
-        quantization_config=get_quantization_config(model_args),
+        quantization_config=quantization,
         peft_config=peft_config,
         report=data.report,
         options=(data_args, model_args),

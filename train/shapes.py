@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from .trainer import NormAlignTrainer
 
 WEIGHTS, ADAPTERS, VISION, GRADIENTS, OPTIMIZER = "weights", "adapters", "vision tower", "gradients", "optimizer"
-ACTIVATIONS, LOGITS = "activations", "logits and loss"
-PARTS = (WEIGHTS, ADAPTERS, VISION, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS)
+BATCHES, ACTIVATIONS, LOGITS = "batches", "activations", "logits and loss"
+PARTS = (WEIGHTS, ADAPTERS, VISION, GRADIENTS, OPTIMIZER, BATCHES, ACTIVATIONS, LOGITS)
 """What takes memory. The vision tower's part has its weights and its activations; `weights` are all the others."""
 
 _TRL = "trl.kernels.chunked_logprob"
@@ -52,6 +52,7 @@ def peak_bytes(trainer: "NormAlignTrainer", batch: dict[str, Any], checkpointing
                     ledger.move(parameter.grad, GRADIENTS)
         if "pixel_values" in batch:
             batch["pixel_values"] = torch.empty(batch["pixel_values"].shape, dtype=batch["pixel_values"].dtype)
+            ledger.move(batch["pixel_values"], BATCHES)
         with torch.autocast("cpu", half, enabled=args.bf16 or args.fp16):
             loss = trainer.compute_loss(model, batch)
         loss.backward()

@@ -54,10 +54,10 @@ from .keeping.lock import only_run
 from .keeping.record import training_record
 from .keeping.summary import summary
 from .memory import MemoryEstimate, estimate_memory
-from .modules.adapter import train_in_float32
+from .modules.adapter import restore_copies
 from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
-from .modules.model import MODULES, base_model, eval_frozen, freeze, module_of
-from .modules.sharding import fill_gradients, name_as_unsharded, name_fsdp_units
+from .modules.model import MODULES, base_model, eval_frozen, freeze, load_model, module_of, train_in_float32
+from .modules.sharding import fill_gradients, name_as_unsharded, prepare_sharding
 from .options.arguments import keep_float32
 from .prepare import Prepared, checked_rows, normalign_config, prepare
 from .push import PushingTrainer
@@ -71,6 +71,7 @@ OVERRIDDEN = (
     "_load_from_checkpoint",
     "_push_from_checkpoint",
     "_run_epoch",
+    "_save",
     "_save_checkpoint",
     "_save_rng_state",
     "_total_train_tokens",
@@ -85,8 +86,8 @@ class NormAlignTrainer(PushingTrainer):
     """[`SFTTrainer`] for NormAlign-LLaVA, with the same arguments in the same order.
 
     Args:
-        model: Folder or Hub id of a checkpoint, loaded in float32 unless `args.model_init_kwargs` says otherwise, or a
-            model without adapters.
+        model: Folder or Hub id of a checkpoint, or a model without adapters. What is trained is made float32;
+            `args.model_init_kwargs["dtype"]` is that of the rest, by default [`frozen_dtype`].
         args: `NormAlignConfig`, or an `SFTConfig`, whose `learning_rate` is then every module's; by default
             `NormAlignConfig()`. A copy of it is used.
         data_collator: By default a [`ConversationCollator`] that stops at an image that cannot be read. A collator of
@@ -194,8 +195,9 @@ class NormAlignTrainer(PushingTrainer):
         if isinstance(self.model, PeftModel):
             self.model.create_or_update_model_card = lambda folder: None  # PEFT's has the base's local path
             if not is_deepspeed_zero3_enabled():  # it has no quantized base
-                train_in_float32(self.model, autocast=args.bf16 or args.fp16)
+                restore_copies(self.model)
         freeze(self.model, self.learning_rates)
+        train_in_float32(self.model)
         self.finite = FiniteCheck(self.model, args)
         self.add_callback(self.finite)
         self.only_answers = args.device.type == "cpu"
@@ -204,7 +206,7 @@ class NormAlignTrainer(PushingTrainer):
         if args.padding_free:
             self.add_callback(PackedAttentionCheck)
         if self.is_fsdp_enabled:
-            name_fsdp_units(self.accelerator.state.fsdp_plugin, model)
+            prepare_sharding(self.accelerator, model)
 
     def _add_samples_and_probe(self) -> None:
         args, collator = self.args, self.data_collator
@@ -437,6 +439,16 @@ class NormAlignTrainer(PushingTrainer):
             self.create_model_card()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        # Frozen layers that were quantized, without adapters, are written as they were read.
+        model = self.model
+        if not isinstance(model, PeftModel) and getattr(model.config, "quantization_config", None) is not None:
+            trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+            model = load_model(model.name_or_path, self.args)
+            model.load_state_dict(trained, strict=False)
+        with patch.object(self, "model", model):
+            super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         # PEFT loads an adapter in float32 and makes all of it trainable: the run would not resume as it was.

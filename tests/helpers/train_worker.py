@@ -10,11 +10,13 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from normalign_llava.train import run
 from normalign_llava.train.modules.model import projector_norm
@@ -50,7 +52,10 @@ def main(mode: str, runs: dict[str, list[str]], output: str) -> None:
 
 
 class Watched(NormAlignTrainer):
-    """What it is trained on is written down; where it `breaks`, the last process meets NaN in step 2."""
+    """What it is trained on is written down; where it `breaks`, the last process meets NaN in step 2.
+
+    Of the first step, it also writes the gain's dtype and gradient, and in float64 what this process adds to that.
+    """
 
     last: "Watched"
     breaks = False
@@ -58,10 +63,13 @@ class Watched(NormAlignTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.batches: list[tuple[int, bool, list]] = []
+        self.gain: dict = {}
         Watched.last = self
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.batches.append((self.state.global_step, "pixel_values" in inputs, inputs["input_ids"].tolist()))
+        if self.state.global_step == 0:
+            return self.first_step(model, inputs, num_items_in_batch)
         if not (self.breaks and self.state.global_step == 1 and self.accelerator.is_last_process):
             return super().training_step(model, inputs, num_items_in_batch)
         norm = projector_norm(self.model)
@@ -71,6 +79,33 @@ class Watched(NormAlignTrainer):
         finally:
             hook.remove()
 
+    def first_step(self, model, inputs, num_items_in_batch):
+        norm = projector_norm(self.model)
+
+        def before(module, given):
+            self.gain["dtype"] = str(module.weight.dtype)
+
+        def watch(module, given, output):
+            x = given[0].detach().double()
+            x = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=module.eps)
+            if output.requires_grad:  # not where a checkpointed layer or an evaluation runs it
+                output.register_hook(add_to(x.flatten(0, -2)))
+
+        def add_to(x):
+            def add(gradient):
+                self.gain["own"] = self.gain.get("own", 0) + (x * gradient.double().flatten(0, -2)).sum(0)
+
+            return add
+
+        hooks = norm.register_forward_pre_hook(before), norm.register_forward_hook(watch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        for hook in hooks:
+            hook.remove()
+        if isinstance(gradient := norm.weight.grad, DTensor):
+            gradient = gradient.full_tensor()
+        self.gain["gradient"] = None if gradient is None else gradient.tolist()
+        return loss
+
 
 def seen(trainer: Watched) -> dict:
     sharded = "FSDP2" if isinstance(trainer.model_wrapped, FSDPModule) else type(trainer.model_wrapped).__name__
@@ -79,6 +114,7 @@ def seen(trainer: Watched) -> dict:
         "processes": trainer.accelerator.num_processes,
         "wrapped": sharded,
         "gain dtype": str(projector_norm(trainer.model).weight.dtype),
+        "gain": {**trainer.gain, "own": trainer.gain["own"].tolist()} if "own" in trainer.gain else {},
         "batches": trainer.batches,
         "logs": trainer.state.log_history,
     }

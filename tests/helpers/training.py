@@ -13,7 +13,7 @@ import yaml
 from datasets import Dataset
 from PIL import Image
 from transformers import AutoProcessor
-from trl import get_peft_config, get_quantization_config
+from trl import get_peft_config
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
 from normalign_llava.data.rows.parse import FEATURES
@@ -139,6 +139,6 @@ def trainer(folder: Path, checkpoint: Path, dataset=None, model=None, held_out=N
         train_dataset=rows() if dataset is None else dataset,
         eval_dataset=held_out,
         processing_class=AutoProcessor.from_pretrained(checkpoint),
-        quantization_config=get_quantization_config(model_args),
+        quantization_config=model_args.quantization(args),
         peft_config=get_peft_config(model_args),
     )

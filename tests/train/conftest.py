@@ -1,6 +1,10 @@
+import shutil
+
 import pytest
 import train_data
 import training
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
 
 
 @pytest.fixture(scope="session")
@@ -11,4 +15,16 @@ def parts(tmp_path_factory):
     files = ("red.png", "green.png", "blue.png")
     rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i * 7 % 13}", files[i % 3]) for i in range(12)]
     train_data.write_json(folder / "data", rows)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def half(checkpoint, tmp_path_factory):
+    """The checkpoint as `build` writes it from parts in bfloat16, but the projector. Nothing writes to it."""
+    folder = tmp_path_factory.mktemp("half") / "model"
+    shutil.copytree(checkpoint, folder)
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype="bfloat16")
+    stored = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    model.model.multi_modal_projector = stored.model.multi_modal_projector
+    model.save_pretrained(folder)
     return folder

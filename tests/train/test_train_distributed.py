@@ -80,6 +80,7 @@ QLORA = {**LORA, "load_in_4bit": "true", "dtype": "bfloat16", "bf16": "true"}
 
 
 RESUMED = {"resumed": "mixed/checkpoint-2", "half resumed": "half/checkpoint-2"}
+RESUMED |= {"frozen resumed": "frozen/checkpoint-2"}
 RESUMED |= {f"{name} resumed": f"{name}/checkpoint-5" for name in ("grouped epochs", "packed")}
 
 
@@ -90,6 +91,8 @@ class Room:
         self.folder, self.prepared = folder, prepared
         self.aligned = training.checkpoint(folder / "aligned")
         self.bare = training.checkpoint(folder / "bare", arm="none", tied=False)
+        self.half = training.checkpoint(folder / "half", tied=False)
+        NormAlignLlavaForConditionalGeneration.from_pretrained(self.half, dtype="bfloat16").save_pretrained(self.half)
         self.data = {
             "train": self.write("train", IMAGES),
             "eval": self.write("eval", [1, 0, 0, 1, 0, 0]),
@@ -103,6 +106,7 @@ class Room:
         mixed = {**untied, "eval_dataset_name": self.data["eval"], **EVALUATED, **suite}
         mixed["probe_steps"] = 2
         half = {**untied, "bf16": "true", "save_strategy": "steps", "save_steps": 2}
+        frozen = {**half, "model_name_or_path": self.half, "language_learning_rate": 0, "vision_learning_rate": 0}
         grouped = {"train_sampling_strategy": "group_by_length", "lr_scheduler_type": "constant"}
         self.options = {
             "mixed": {**mixed, "save_strategy": "steps", "save_steps": 2},
@@ -112,6 +116,8 @@ class Room:
             "autocast": {"dtype": "bfloat16", "bf16": "true"},
             "half": half,
             "half resumed": half,
+            "frozen": frozen,
+            "frozen resumed": frozen,
             "skipped": {"dataset_name": self.data["bad"], "bad_rows": "skip"},
             "resumed": mixed,
             "epochs": {**untied, **EPOCHS},
@@ -192,12 +198,14 @@ def seen(folder: Path, name: str, rank: int) -> dict:
     return json.loads((folder / f"seen.{name}.{rank}").read_text())
 
 
-def assert_same_run(ours: Path, reference: Path, weights: float, figures: float) -> None:
+def assert_same_run(ours: Path, reference: Path, weights: float, figures: float, check_dtype: bool = True) -> None:
     """Weights within an absolute tolerance, losses and the other figures of the log within a relative one."""
     found, expected = (load_file(next(folder.glob("*model.safetensors"))) for folder in (ours, reference))
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=weights, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            found[name], weight, rtol=0, atol=weights, check_dtype=check_dtype, msg=lambda text, n=name: f"{n}: {text}"
+        )
     logs = (json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (ours, reference))
     for step, same_step in zip(*logs, strict=True):
         assert step.keys() & {"loss", "eval_loss", "train_loss", *SUITE}
@@ -344,6 +352,34 @@ def test_deepspeed_in_bfloat16_trains_and_saves_float32(mode, room, nightly):
             assert values.std() > 1e-4  # it begins with one value in every place
             assert not torch.equal(values, values.bfloat16().float())
     assert_same_run(folder / "half resumed", folder / "half", weights=0, figures=0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", MODES)
+def test_a_projector_in_float32_is_trained_beside_frozen_modules_in_bfloat16(mode, room):
+    one = room.runs("one", "frozen")
+    for names in ("frozen",), ("frozen resumed",):
+        folder = room.runs(mode, *names)
+    kept = torch.float32 if mode == "zero3" else torch.bfloat16  # DeepSpeed divides all in one precision
+    assert_same_run(folder / "frozen", one / "frozen", 5e-4, 5e-3, check_dtype=kept == torch.bfloat16)
+    assert_same_run(folder / "frozen resumed", folder / "frozen", weights=0, figures=0)
+    weights = load_file(folder / "frozen" / "model.safetensors")
+    for name, weight in weights.items():
+        assert weight.dtype == (torch.float32 if "projector" in name else kept), name
+    assert_gain_moved(weights)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize("name", ["half", "frozen"])
+def test_in_bfloat16_the_gain_is_used_and_its_gradient_reduced_in_float32(mode, name, room):
+    folder = room.runs(mode, name)
+    ranks = [seen(folder, name, rank)["gain"] for rank in range(2)]
+    assert {each["dtype"] for each in ranks} == {"torch.float32"}
+    expected = sum(torch.tensor(each["own"], dtype=torch.float64) for each in ranks) / 2
+    for each in ranks:
+        torch.testing.assert_close(torch.tensor(each["gradient"]).double(), expected, rtol=1e-4, atol=1e-7)
+    assert "The gain is trained in" not in (folder / "stderr").read_text()
 
 
 def assert_gain_moved(weights: dict[str, torch.Tensor]) -> None:

@@ -36,7 +36,7 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
     assert "logits and loss" in shown and "of the 24.0 GiB of device_memory (1.0 GiB are kept free)." in shown
     done = CliRunner().invoke(app, ["train", file, "--dry_run", "--device_memory", "1GiB", "--stage", "align"])
     assert done.exit_code == 1 and "Does not fit" in done.output
-    tried = "--dtype bfloat16 --per_device_train_batch_size 1."
+    tried = "--load_in_4bit true --dtype bfloat16 --per_device_train_batch_size 1."
     assert f"Nothing that was tried fits, not even fewer tokens with {tried}" in " ".join(done.output.split())
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -114,6 +114,18 @@ def test_checkpointing_takes_less_and_a_frozen_tower_keeps_nothing(checkpoint, t
     )
     assert less["vision tower"] == tower and plain["weights"] == less["weights"] == every - tower
     assert less["vision tower"] < plain["vision tower"]
+
+
+def test_the_batches_of_a_step_wait_in_memory(checkpoint, tmp_path):
+    """2 images of 3 x 16 x 16 float32 numbers, and 2 rows of ids, mask and labels, 8 bytes each."""
+    options = dict(dry_run=True, vision_learning_rate=0.0, language_learning_rate=0.0)
+    two, eight = (
+        training.trainer(tmp_path, checkpoint, gradient_accumulation_steps=steps, **options).estimate_memory()
+        for steps in (2, 8)
+    )
+    batch = 2 * 3 * 16 * 16 * 4 + 2 * two.tokens // 2 * 3 * 8
+    assert (two.parts["batches"], eight.parts["batches"]) == (2 * batch, 8 * batch)
+    assert eight.total - two.total == 6 * batch
 
 
 def with_lengths(trainer, rows):

@@ -12,7 +12,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import SFTConfig
 
-from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
+from normalign_llava.train.options.arguments import NormAlignConfig
 from normalign_llava.train.options.fields import REFUSED, TrainingOptions
 from normalign_llava.train.options.parsing import accumulation_steps
 
@@ -96,7 +96,3 @@ def test_other_options_that_would_do_nothing_are_refused_where_they_are_read(tmp
     for change in ({"split_batches": True}, {"dispatch_batches": True}, num_steps):
         with pytest.raises(ValueError, match="accelerator_config's .* would change the rows in an optimizer step"):
             accumulation_steps(config(tmp_path, global_batch_size=8, accelerator_config=change))
-    for name in ("load_in_4bit", "load_in_8bit"):
-        with pytest.raises(ValueError, match=f"{name} needs adapters.*Add --use_peft"):
-            ModelArguments(model_name_or_path="model", **{name: True})
-        assert getattr(ModelArguments(model_name_or_path="model", use_peft=True, **{name: True}), name)

@@ -1,10 +1,16 @@
+import json
+
 import pytest
 import torch
 import training
+from peft import LoraConfig
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import BitsAndBytesConfig
 
+from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.train.modules.model import base_model, load_model, projector_norm
+from normalign_llava.train.run import main
 
 
 pytestmark = pytest.mark.slow
@@ -70,3 +76,83 @@ def test_a_4_bit_step_after_generating_and_evaluating_has_the_same_gradients(tmp
     assert all(gradient is not None for gradient in gradients[1].values())
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
+
+
+FROZEN = dict(vision_learning_rate=0.0, language_learning_rate=0.0)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_beside_a_frozen_quantized_model_the_projector_is_trained_and_all_is_written_as_it_was(tmp_path, half, bits):
+    options = {f"load_in_{bits}bit": True, "bf16": True}
+    trainer = training.trainer(tmp_path, half, **FROZEN, **options, save_strategy="steps", save_steps=2)
+    kinds = {type(each).__name__ for each in trainer.model.model.language_model.modules()}
+    assert {4: "Linear4bit", 8: "Linear8bitLt"}[bits] in kinds
+    built, before = load_file(half / "model.safetensors"), training.weights(trainer.model)
+    projector = {name for name in built if "projector" in name}
+    assert all(torch.equal(before[name], built[name]) for name in projector)  # float32, and not rounded
+    trainer.train()
+    assert training.moved(before, trainer.model) == projector
+    for folder in (tmp_path, tmp_path / "checkpoint-2"):
+        trainer.save_model() if folder == tmp_path else None
+        written = load_file(folder / "model.safetensors")
+        assert written.keys() == built.keys()
+        for name, tensor in written.items():
+            expected = trainer.model.get_parameter(name) if name in projector else built[name]
+            assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
+        config = json.loads((folder / "config.json").read_text())
+        assert config["dtype"] == "bfloat16" and "quantization_config" not in config
+    assert trainer.record["quantization"][f"load_in_{bits}bit"]
+    second = training.trainer(tmp_path / "second", tmp_path, **{**QLORA, "dtype": "auto", "bf16": True})
+    second.train()
+
+
+def test_the_gradient_through_frozen_4_bit_layers_is_that_of_what_they_stand_for(tmp_path, checkpoint):
+    trainer = training.trainer(tmp_path, checkpoint, **FROZEN, load_in_4bit=True)
+    plain = NormAlignLlavaForConditionalGeneration.from_pretrained(
+        checkpoint, quantization_config=trainer.model.config.quantization_config
+    ).dequantize()
+    inputs = trainer.data_collator([trainer.train_dataset[i] for i in range(2)])
+    plain.double()(**{n: v.double() if v.is_floating_point() else v for n, v in inputs.items()}).loss.backward()
+    trainer.model.train()
+    trainer.compute_loss(trainer.model, dict(inputs)).backward()
+    for name, parameter in trainer.model.named_parameters():
+        if "projector" in name:
+            expected = plain.get_parameter(name).grad
+            assert (parameter.grad - expected).norm() < 1e-3 * expected.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("rates", "skipped", "adapters", "named"),
+    [
+        ({}, None, False, r"layers\.0\.self_attn\.q_proj .* language_learning_rate 0\.001"),
+        (FROZEN, ["lm_head", "vision_tower"], False, r"projector\.linear_1 .* projector_learning_rate 0\.001"),
+        (
+            {"vision_learning_rate": 1e-3},
+            ["lm_head", "model.multi_modal_projector"],
+            True,
+            r"vision_tower\..*k_proj .*",
+        ),
+    ],
+)
+def test_what_would_train_a_quantized_weight_is_refused_by_name_before_it_is_loaded(
+    tmp_path, parts, checkpoint, rates, skipped, adapters, named, capfd
+):
+    quantization = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skipped)
+    args = training.arguments(tmp_path / "out", **rates)
+    with pytest.raises(ValueError, match=f"{named}.*Leave out the quantization"):
+        NormAlignTrainer(
+            str(checkpoint), args, train_dataset=training.rows(2), quantization_config=quantization,
+            peft_config=LoraConfig() if adapters else None,
+        )  # fmt: skip
+    assert "Loading weights" not in capfd.readouterr().err
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, quantization_config=quantization)
+    if not adapters:
+        with pytest.raises(ValueError, match="Give that folder and quantization_config"):
+            NormAlignTrainer(model, args, train_dataset=training.rows(2))
+
+
+def test_a_command_that_would_train_a_quantized_weight_reads_no_rows(tmp_path, parts):
+    for name in ("load_in_4bit", "load_in_8bit"):
+        file = training.recipe(tmp_path, parts, dataset_name="no data", **{name: True})
+        with pytest.raises(ValueError, match="q_proj would be quantized.*language_learning_rate.* add --use_peft"):
+            main([file])

@@ -115,6 +115,8 @@ def test_a_resumed_run_keeps_the_precision_that_it_began_with(tmp_path, parts, p
 
 
 CASES = {
+    "frozen in 4 bits": dict(vision_learning_rate=0.0, language_learning_rate=0.0, load_in_4bit=True, bf16=True),
+    "frozen in bfloat16": dict(vision_learning_rate=0.0, language_learning_rate=0.0, dtype="bfloat16", bf16=True),
     "4 bits": dict(use_peft=True, lora_dropout=0.3, load_in_4bit=True, dtype="bfloat16", bf16=True),
     "grouped by length, into a second epoch": dict(train_sampling_strategy="group_by_length", workers=(2, 0)),
     "streamed mixture": dict(

@@ -5,8 +5,9 @@ import pytest
 import tiny
 import torch
 import training
+from safetensors.torch import load_file
 from training import moved, weights
-from transformers import FalconConfig, GPT2Config, MixtralConfig
+from transformers import AutoConfig, FalconConfig, GPT2Config, MixtralConfig
 from trl import SFTTrainer
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -207,7 +208,7 @@ def test_what_is_trained_with_adapters_is_float32_and_moves(tmp_path, checkpoint
     stored = load_model(checkpoint, trainer.args)
     for name, value in stored.model.multi_modal_projector.named_parameters():
         copied = base_model(trainer.model).model.multi_modal_projector.modules_to_save["default"]
-        assert torch.equal(copied.get_parameter(name), value.bfloat16().float() if "linear" in name else value)
+        assert torch.equal(copied.get_parameter(name), value)
     trainer.train()
     names = moved(before, trainer.model)
     assert names <= trained.keys()
@@ -222,6 +223,82 @@ def test_what_is_trained_with_adapters_is_float32_and_moves(tmp_path, checkpoint
         for name in found:
             share = (trained[name] != before[name]).float().mean()
             assert share > 0.5, (name, share)
+
+
+FROZEN = dict(vision_learning_rate=0.0, language_learning_rate=0.0)
+HALF, FULL = ["bfloat16"], ["float32"]
+
+
+@pytest.mark.parametrize(
+    ("options", "vision", "projector", "language"),
+    [
+        (dict(**FROZEN), HALF, FULL, HALF),
+        (dict(vision_learning_rate=0.0), HALF, FULL, FULL),
+        (dict(language_learning_rate=0.0), FULL, FULL, HALF),
+        (dict(projector_learning_rate=0.0, norm_learning_rate=0.0), FULL, HALF, FULL),
+        (dict(use_peft=True), HALF, FULL, HALF),
+        (dict(dtype="bfloat16"), FULL, FULL, FULL),
+        (dict(**FROZEN, bf16=False), FULL, FULL, FULL),
+        (dict(**FROZEN, bf16=False, dtype="bfloat16"), HALF, FULL, HALF),
+        (dict(language_learning_rate=0.0, bf16=False, dtype="float16"), FULL, FULL, ["float16"]),
+        (dict(projector_learning_rate=0.0, bf16=False, dtype="bfloat16"), FULL, HALF, FULL),
+    ],
+    ids=str,
+)
+def test_what_is_trained_is_float32_and_what_is_frozen_as_it_was_read(
+    tmp_path, half, options, vision, projector, language
+):
+    for dry_run in (True, False):
+        trainer = training.trainer(tmp_path, half, **{"bf16": True, **options}, dry_run=dry_run)
+        found = {row["module"]: row["dtypes"] for row in trainer.facts["modules"]}
+        adapters = {"adapters": FULL} if "use_peft" in options else {}
+        expected = {"vision tower": vision, "projector": projector, "norm": FULL, "language model": language}
+        assert found == expected | adapters
+    before = weights(trainer.model)
+    trainer.train()
+    trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    assert moved(before, trainer.model) <= trained
+    assert {state["exp_avg"].dtype for state in trainer.optimizer.state.values()} == {torch.float32}
+
+
+def test_a_checkpoint_of_two_precisions_is_written_and_read_as_it_is(tmp_path, half):
+    trainer = training.trainer(tmp_path / "aligned", half, bf16=True, **FROZEN)
+    trainer.train()
+    trainer.save_model()
+    built, aligned = load_file(half / "model.safetensors"), load_file(tmp_path / "aligned" / "model.safetensors")
+    assert built.keys() == aligned.keys()
+    for name, tensor in aligned.items():
+        if "projector" in name:
+            assert tensor.dtype == torch.float32 and not torch.equal(tensor, tensor.bfloat16().float()), name
+        else:
+            assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, built[name]), name
+    config = AutoConfig.from_pretrained(tmp_path / "aligned")
+    assert {each.dtype for each in (config, config.text_config, config.vision_config)} == {torch.bfloat16}
+    loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "aligned")
+    assert {p.dtype for name, p in loaded.named_parameters() if ".norm." not in name} == {torch.bfloat16}
+    tuned = training.trainer(tmp_path / "tuned", tmp_path / "aligned", bf16=True, vision_learning_rate=0.0)
+    for name, value in base_model(tuned.model).model.multi_modal_projector.named_parameters():
+        assert torch.equal(value, aligned[f"model.multi_modal_projector.{name}"])
+    tuned.save_model()
+    assert AutoConfig.from_pretrained(tmp_path / "tuned").dtype == torch.float32
+    written = load_file(tmp_path / "tuned" / "model.safetensors")
+    assert {written[name].dtype for name in written if "vision_tower" in name} == {torch.bfloat16}
+    assert {written[name].dtype for name in written if "vision_tower" not in name} == {torch.float32}
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_embeddings_and_head_beside_adapters_are_trained_in_float32(tmp_path, bf16):
+    checkpoint = training.checkpoint(tmp_path / "untied", tied=False)
+    extras = dict(use_peft=True, lora_modules_to_save=["embed_tokens", "lm_head"])
+    trainer = training.trainer(tmp_path, checkpoint, **extras, dtype="bfloat16", bf16=bf16)
+    before = weights(trainer.model)
+    trainer.train()
+    trained = {name: value for name, value in trainer.model.named_parameters() if value.requires_grad}
+    assert {value.dtype for value in trained.values()} == {torch.float32}
+    names = moved(before, trainer.model)
+    assert {"embed_tokens", "lm_head"} <= {part for name in names for part in name.split(".")}
+    trainer.model.eval()
+    trainer.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
 
 
 def test_language_models_of_experts_and_of_convolutions_as_linear_layers_train(tmp_path):

@@ -19,7 +19,7 @@ from ...data.rows.parse import DroppedRows
 from ...data.rows.reports import DataReport, counted, not_read
 from ..memory import gib, parameter_count, static_bytes
 from ..modules.model import base_model, module_of
-from ..options.arguments import NormAlignConfig
+from ..options.arguments import NormAlignConfig, autocast_dtype
 from ..shapes import ACTIVATIONS, PARTS
 
 
@@ -63,7 +63,7 @@ def summary(
         "warmup_steps": args.get_warmup_steps(steps),
         "schedule": SchedulerType(args.lr_scheduler_type).value,
         "optimizer": str(args.optim.value),
-        "autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else None,
+        "autocast": autocast_dtype(args),
         "memory": {**(found := static_bytes(model, args)), "total": sum(found.values())},
     }
 
@@ -162,7 +162,7 @@ def _facts_table(facts: dict[str, Any]) -> Table:
         "Reading": f"by {batch['workers']:,} process(es) for each" if batch["workers"] else "in the same process",
         "Steps": f"{facts['steps']:,}, of which {facts['warmup_steps']:,} of warm-up; {facts['schedule']} schedule",
         "Optimizer": facts["optimizer"],
-        "Precision": f"{facts['autocast']} autocast" if facts["autocast"] else "that of the weights",
+        "Precision": _precision(facts),
     }.items():
         table.add_row(name, Text(value))
     if used := facts.get("memory"):
@@ -170,6 +170,12 @@ def _facts_table(facts: dict[str, Any]) -> Table:
         more = "" if ACTIVATIONS in used else ", and activations"
         table.add_row("Memory", f"{gib(used['total'])} on each device ({parts}){more}")
     return table
+
+
+def _precision(facts: dict[str, Any]) -> str:
+    steps = f"{facts['autocast']} autocast" if facts["autocast"] else "that of the weights"
+    frozen = {dtype: None for row in facts["modules"] if not row["trained"] for dtype in row["dtypes"]}
+    return f"{steps}; what is trained is float32{', what is frozen ' if frozen else ''}{' + '.join(frozen)}"
 
 
 def _dtype(parameter: Tensor) -> str:

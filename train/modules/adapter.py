@@ -250,24 +250,10 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def train_in_float32(model: PeftModel, autocast: bool) -> None:
-    """Makes the adapter's matrices and tokens float32, and its copies of projector and vision tower.
-
-    At small learning rates bfloat16 weights hardly move, and TRL rounds all that is trained on a quantized base to it.
-    Copies have the base's values; those of further `modules_to_save` have its precision too.
-    """
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name or ".trainable_tokens_delta." in name:
-            parameter.data = parameter.data.float()
-    inner = model.get_base_model().model
+def restore_copies(model: PeftModel) -> None:
+    """Gives PEFT's copies of modules the base's values again, in float32: TRL rounds them on a quantized base."""
     for module in model.modules():
-        if not isinstance(module, ModulesToSaveWrapper):
-            continue
-        copied, in_full = (
-            module.modules_to_save["default"],
-            module in (inner.multi_modal_projector, inner.vision_tower),
-        )
-        for parameter, value in zip(copied.parameters(), module.original_module.parameters(), strict=True):
-            parameter.data = value.to(parameter.device, torch.float32 if in_full else value.dtype, copy=True)
-        if in_full and not autocast:
-            copied.register_forward_pre_hook(lambda module, inputs: tuple(each.float() for each in inputs))
+        if isinstance(module, ModulesToSaveWrapper):
+            copied = module.modules_to_save["default"]
+            for parameter, value in zip(copied.parameters(), module.original_module.parameters(), strict=True):
+                parameter.data = value.to(parameter.device, torch.float32, copy=True)

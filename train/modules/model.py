@@ -12,9 +12,13 @@ from unittest.mock import patch
 
 import torch
 from peft import PeftModel
-from torch import nn
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...assembly.build import ARMS
@@ -25,11 +29,20 @@ from ...checkpoint.untrusted import check_weights
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..command import NO_MODEL
-from ..options.arguments import NormAlignConfig
+from ..options.arguments import NormAlignConfig, autocast_dtype
 
 
 MODULES = ("language", "projector", "norm", "vision")
 """The parts with a learning rate of their own. The Trainer logs that of the first one that is trained."""
+
+
+PLACES = {
+    "language": ["language_model", "lm_head"],
+    "projector": ["multi_modal_projector"],
+    "norm": ["multi_modal_projector.norm"],
+    "vision": ["vision_tower"],
+}
+"""What is in the names of their parameters, and of no others'."""
 
 
 def module_of(parameter: str) -> str:
@@ -80,16 +93,28 @@ def check_architecture(model_type: str | None, name: str) -> None:
 
 
 def load_model(
-    checkpoint: str | os.PathLike, training: NormAlignConfig, quantization_config: BitsAndBytesConfig | None = None
+    checkpoint: str | os.PathLike,
+    training: NormAlignConfig,
+    quantization_config: BitsAndBytesConfig | None = None,
+    use_peft: bool = False,
 ) -> NormAlignLlavaForConditionalGeneration:
-    """Loads a checkpoint, by default in float32, as the arm of `training`; aligns a norm that this adds or resets."""
-    kwargs = {"dtype": "float32", **(training.model_init_kwargs or {})}
+    """Loads a checkpoint as the arm of `training`, and aligns a norm that this adds or resets.
+
+    What is trained in full is read in float32, the rest in [`frozen_dtype`], which `model_init_kwargs` then names.
+    """
+    kwargs = dict(training.model_init_kwargs or {})
+    opened, config = check_checkpoint(checkpoint, training, kwargs.pop("revision", None))
+    kwargs["dtype"] = frozen_dtype(kwargs.get("dtype"), config, training)
+    training.model_init_kwargs = {**(training.model_init_kwargs or {}), "dtype": kwargs["dtype"]}
     if quantization_config is not None:
         kwargs = {"device_map": {"": training.device}, **kwargs, "quantization_config": quantization_config}
-    opened, config = check_checkpoint(checkpoint, training, kwargs.pop("revision", None))
-    if training.dry_run:
-        return without_weights(checkpoint, config, kwargs)
-    model = opened.load(config=config, **kwargs)
+    rates = training.learning_rates(use_peft) | ({"language": 0.0} if use_peft else {})
+    in_float32 = [name for module in MODULES if rates[module] for name in PLACES[module]]
+    cls = NormAlignLlavaForConditionalGeneration
+    with patch.object(cls, "_keep_in_fp32_modules_strict", [*cls._keep_in_fp32_modules_strict, *in_float32]):
+        if training.dry_run:
+            return without_weights(checkpoint, config, kwargs)
+        model = opened.load(config=config, **kwargs)
     # The name is empty if the configuration differs from the folder's; training.json records the difference.
     model.name_or_path = model.config.name_or_path = str(checkpoint)
     stored, arm = arm_of(opened.config), arm_of(config)
@@ -98,23 +123,52 @@ def load_model(
     return model
 
 
+def check_quantized(
+    config: NormAlignLlavaConfig, quantization: BitsAndBytesConfig, training: NormAlignConfig, use_peft: bool
+) -> None:
+    """Raises ValueError if a layer that would be quantized would also be trained, other than by adapters."""
+    with torch.device("meta"):
+        model = NormAlignLlavaForConditionalGeneration(config)
+    _quantizer(quantization).preprocess_model(model=model, device_map=None)
+    for name, layer in model.named_modules():
+        module = module_of(f"{name}.")
+        rate, origin = training.explained_learning_rates(use_peft)[module]
+        if type(layer).__name__ in ("Linear4bit", "Linear8bitLt") and rate and not (use_peft and module == "language"):
+            option = f"{module}_learning_rate"
+            adapters = " add --use_peft, or" if module == "language" else ""
+            raise ValueError(
+                f"{name} would be quantized, and quantized weights cannot be trained, as {option} {rate:g} ({origin}) "
+                f"asks for. Leave out the quantization,{adapters} freeze the module with --{option} 0."
+            )
+
+
+def frozen_dtype(asked: str | torch.dtype | None, config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
+    """The dtype of what is not trained: by default the checkpoint's own, or float32 if steps are not autocast."""
+    if is_deepspeed_zero3_enabled():
+        return "float32"  # which DeepSpeed makes of all that it divides while it is loaded
+    if asked in (None, "auto"):
+        asked = config.dtype or config.get_text_config().dtype
+        asked = asked if asked and autocast_dtype(training) else torch.float32
+    return str(asked).removeprefix("torch.")
+
+
 def without_weights(
     name: str | os.PathLike, config: NormAlignLlavaConfig, kwargs: dict[str, Any]
 ) -> NormAlignLlavaForConditionalGeneration:
     """The model that `from_pretrained` would load with `kwargs`, on meta: shapes and dtypes alone, also in 4 bits."""
-    kwargs = {**kwargs, "dtype": config.dtype or "float32"} if kwargs["dtype"] == "auto" else dict(kwargs)
-    dtype = kwargs["dtype"] if isinstance(kwargs["dtype"], torch.dtype) else getattr(torch, kwargs["dtype"])
+    kwargs, dtype = dict(kwargs), getattr(torch, kwargs["dtype"])
     quantization, device_map = kwargs.pop("quantization_config", None), kwargs.pop("device_map", None)
     with torch.device("meta"):
         model = NormAlignLlavaForConditionalGeneration._from_config(config, **{**kwargs, "dtype": dtype})
+    for key, parameter in model.named_parameters():
+        if any(place in key for place in model._keep_in_fp32_modules_strict):
+            parameter.data = parameter.data.float()
     model.name_or_path = model.config.name_or_path = str(name)
     if quantization is None:
         return model
     if quantization.load_in_8bit:
         raise ValueError("dry_run cannot count load_in_8bit. Leave it out, or count with load_in_4bit.")
-    quantization = copy.copy(quantization)
-    quantization.llm_int8_skip_modules = ["lm_head", "model.vision_tower", "model.multi_modal_projector"]
-    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+    quantizer = _quantizer(quantization)
     quantizer.preprocess_model(model=model, device_map=device_map)
     quantizer.postprocess_model(model)
     model.hf_quantizer = quantizer
@@ -128,6 +182,14 @@ def without_weights(
     return model
 
 
+def _quantizer(quantization: BitsAndBytesConfig) -> HfQuantizer:
+    """What quantizes as `from_pretrained` of the model does."""
+    quantization = copy.copy(quantization)
+    if quantization.llm_int8_skip_modules is None:
+        quantization.llm_int8_skip_modules = ["lm_head", "model.vision_tower", "model.multi_modal_projector"]
+    return AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+
+
 def arm_of(config: NormAlignLlavaConfig) -> str:
     """The paper's arm that a configuration is."""
     if config.projector_norm == "none":
@@ -137,6 +199,23 @@ def arm_of(config: NormAlignLlavaConfig) -> str:
     return "gwc" if config.gradient_compensation == "global" else "aligned"
 
 
+def train_beside_quantized(model: NormAlignLlavaForConditionalGeneration) -> None:
+    """Has TRL and the Trainer take a model whose quantized layers are frozen, without adapters.
+
+    transformers refuses any quantized model without adapters, TRL rounds all that may be trained to bfloat16 before
+    [`freeze`] says what is, and states that are loaded have the quantized layers as they were read.
+    """
+    model.is_quantized = False
+    model.requires_grad_(False)
+
+    def load_trained(module: nn.Module, state: dict[str, Any], *others: Any) -> None:
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        for name in state.keys() - trained:
+            del state[name]
+
+    model.register_load_state_dict_pre_hook(load_trained)
+
+
 def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:
     """Makes exactly the modules with a learning rate trainable; layers under adapters stay frozen."""
     for name, parameter in model.named_parameters():
@@ -144,6 +223,37 @@ def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:
             continue  # packed 4-bit weights
         trained = learning_rates[module_of(name)] > 0
         parameter.requires_grad_(trained and (parameter.requires_grad or not isinstance(model, PeftModel)))
+
+
+def train_in_float32(model: nn.Module) -> None:
+    """Makes what is trained float32, in which small updates do not vanish, beside frozen modules of half precision.
+
+    Where nothing autocasts, a projector takes features in its own precision, and so do further modules that are saved
+    with an adapter; what these give has the precision of the layers around them.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and not is_deepspeed_zero3_enabled():  # where all is float32
+            parameter.data = parameter.data.float()
+    base_model(model).model.multi_modal_projector.register_forward_pre_hook(
+        lambda module, inputs: _cast(inputs, module.linear_1)
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and module_of(f"{name}.") == "language":
+            module.register_forward_pre_hook(
+                lambda module, *inputs: _cast(inputs, module.modules_to_save), with_kwargs=True
+            )
+            module.register_forward_hook(lambda module, inputs, output: _cast(output, module.original_module))
+
+
+def _cast(values: Any, like: nn.Module) -> Any:
+    """Floating point tensors in the precision of a module, unless autocast casts them where they are used."""
+    dtype = next(like.parameters()).dtype
+
+    def cast(value: Tensor) -> Tensor:
+        kept = torch.is_autocast_enabled(value.device.type) or not value.is_floating_point()
+        return value if kept else value.to(dtype)
+
+    return tree_map_only(Tensor, cast, values)
 
 
 def eval_frozen(model: NormAlignLlavaForConditionalGeneration) -> None:

@@ -2,23 +2,40 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What FSDP2 needs for this model: its units, its name on disk, its gradients."""
 
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
 import torch
-from torch.distributed.fsdp import FSDPModule
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .model import projector_norm
 
 
-def name_fsdp_units(plugin, model: NormAlignLlavaForConditionalGeneration) -> None:
-    """Names the layers that FSDP2 wraps one by one, unless the user's configuration does.
+def prepare_sharding(accelerator: Accelerator, model: NormAlignLlavaForConditionalGeneration) -> None:
+    """Names the layers that FSDP2 wraps one by one, unless the user's configuration does, and the norm.
 
-    accelerate's own list has classes of every family the model could be built from, and fails on those it lacks. The
-    norm is a unit of its own because FSDP2 needs one dtype in a unit, and the gain is float32.
+    accelerate's own list has classes of every family the model could be built from, and fails on those it lacks. It
+    also has one policy for all units, with which gain and bias would be used, and their gradients reduced, in
+    bfloat16. So the norm is a unit of its own, with a policy of its own.
     """
-    if plugin.transformer_cls_names_to_wrap is None:
-        layers = {type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
-        plugin.transformer_cls_names_to_wrap = sorted(layers | {type(projector_norm(model)).__name__})
+    plugin, prepare, norm = accelerator.state.fsdp_plugin, accelerator.prepare, type(projector_norm(model))
+    layers = {type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
+    plugin.transformer_cls_names_to_wrap = sorted({*(plugin.transformer_cls_names_to_wrap or layers), norm.__name__})
+
+    def shard(module: nn.Module, **kwargs: Any) -> FSDPModule:
+        return fully_shard(module, **kwargs | ({"mp_policy": MixedPrecisionPolicy()} if type(module) is norm else {}))
+
+    @wraps(prepare)
+    def prepare_with_norm(*args: Any, **kwargs: Any) -> Any:
+        with patch("torch.distributed.fsdp.fully_shard", shard):
+            return prepare(*args, **kwargs)
+
+    accelerator.prepare = prepare_with_norm
 
 
 def name_as_unsharded(model: FSDPModule) -> None:

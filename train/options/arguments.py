@@ -4,14 +4,14 @@
 
 import os
 import re
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 from accelerate import DeepSpeedPlugin
-from transformers import SchedulerType
+from transformers import BitsAndBytesConfig, SchedulerType
 from transformers.integrations import get_reporting_integration_callbacks
-from trl import ModelConfig, SFTConfig
+from trl import ModelConfig, SFTConfig, get_quantization_config
 
 from ...checkpoint.limits import cores
 from ...checkpoint.precision import half_precision_pays
@@ -197,12 +197,18 @@ class ModelArguments(ModelOptions, ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("load_in_4bit", "load_in_8bit"):
-            if getattr(self, name) and not self.use_peft:
-                raise ValueError(f"{name} needs adapters: quantized weights cannot be trained. Add --use_peft.")
         given = [f.name for f in fields(self) if f.name.startswith("lora_") and getattr(self, f.name) != f.default]
         if given and not self.use_peft:
             raise ValueError(f"{', '.join(given)}: adapters are trained with use_peft alone. Add --use_peft.")
+
+    def quantization(self, training: NormAlignConfig) -> BitsAndBytesConfig | None:
+        """TRL's, with products in the precision of the steps, whatever `dtype` is."""
+        return get_quantization_config(replace(self, dtype=autocast_dtype(training) or "float32"))
+
+
+def autocast_dtype(training: NormAlignConfig) -> Literal["bfloat16", "float16"] | None:
+    """What steps are autocast to, if they are."""
+    return "bfloat16" if training.bf16 else "float16" if training.fp16 else None
 
 
 def check_trackers(names: list[str]) -> None:

@@ -108,10 +108,13 @@ class ModelOptions:
     """Of `ModelArguments`."""
 
     model_name_or_path: str | None = option(None, "Checkpoint: a folder that `normalign build` made, or a Hub id.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto", "Of frozen modules; what is trained is float32. auto: the checkpoint's own, if steps autocast."
+    )
     use_peft: bool = option(False, "Train LoRA adapters in place of the language model.")
     lora_r: int = option(16, "Rank of the adapters.")
-    load_in_4bit: bool = option(False, "Quantize the frozen layers under adapters to 4 bits (QLoRA).")
-    load_in_8bit: bool = option(False, "Quantize the frozen layers under adapters to 8 bits.")
+    load_in_4bit: bool = option(False, "Quantize the language model's layers to 4 bits: frozen, or under adapters.")
+    load_in_8bit: bool = option(False, "Quantize them to 8 bits.")
     use_bnb_nested_quant: bool = option(True, "Whether to quantize the constants of 4-bit quantization too.")
 
 

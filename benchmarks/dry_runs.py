@@ -1,0 +1,92 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""What `normalign train --dry_run` says of each recipe at true size, with checkpoints whose weights take no disk.
+
+    python benchmarks/dry_runs.py [--device_memory 24GiB] [--recipes align-qwen2.5-7b ...] [OPTIONS OF normalign train]
+
+Rows have one image and 2,037 tokens. This is the table of docs/train.md.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import _TYPES
+from shapes import llava_config
+from step import random_checkpoint, write_rows
+
+from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
+
+
+SHAPES = {
+    "align-llama-3.2-3b": "3b",
+    "align-qwen2.5-7b": "7b",
+    "tune-llama-3.2-3b": "3b",
+    "tune-qwen2.5-7b": "7b",
+    "lora": "7b",
+    "qlora": "7b",
+}
+
+
+def sparse_checkpoint(folder: Path, shape: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Writes a checkpoint as `build` does, but whose file of weights is a true header and a hole of the true size."""
+    from transformers import AutoProcessor
+
+    random_checkpoint(folder, "tiny")  # for its tokenizer
+    config, made = llava_config(shape, NormAlignLlavaConfig), folder / "checkpoint"
+    vision = config.vision_config
+    processor = AutoProcessor.from_pretrained(made, trust_remote_code=False)
+    processor.patch_size = vision.patch_size
+    image = processor.image_processor
+    image.size = image.crop_size = {"height": vision.image_size, "width": vision.image_size}
+    processor.save_pretrained(made)
+    config.image_token_id = processor.image_token_id
+    config.image_seq_length = (vision.image_size // vision.patch_size) ** 2
+    config.dtype = config.text_config.dtype = vision.dtype = dtype
+    config.save_pretrained(made)
+    with torch.device("meta"):
+        state = NormAlignLlavaForConditionalGeneration(config).to(dtype).state_dict()
+    names, header, end = {dtype: name for name, dtype in _TYPES.items()}, {}, 0
+    for name, tensor in state.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        kept = torch.float32 if "projector.norm." in name else dtype
+        start, end = end, end + tensor.numel() * kept.itemsize
+        header[name] = {"dtype": names[kept], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    with open(made / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+def main() -> None:
+    """Prints the verdict of each recipe."""
+    from normalign_llava.train.run import dry_run
+
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--device_memory", default="24GiB")
+    arguments.add_argument("--recipes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    options, words = arguments.parse_known_args()
+    with tempfile.TemporaryDirectory() as name:
+        for shape in {SHAPES[recipe] for recipe in options.recipes}:
+            sparse_checkpoint(Path(name, shape), shape)
+            write_rows(Path(name, shape), 384, [(1, 640)] * 4)
+        for recipe in options.recipes:
+            folder = Path(name, SHAPES[recipe])
+            given = [
+                "--model_name_or_path",
+                folder / "checkpoint",
+                "--dataset_name",
+                folder / "data",
+                "--image_folder",
+                "",
+            ]
+            given += ["--output_dir", Path(name, "run"), "--dry_run", "--device_memory", options.device_memory]
+            print(f"\n== {' '.join([recipe, *words])}", flush=True)
+            dry_run([recipe, *map(str, given), *words])
+
+
+if __name__ == "__main__":
+    main()
