@@ -4,6 +4,7 @@
 
 import copy
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import LlavaProcessor
 
 from ..checkpoint.find import check_adapter
@@ -26,6 +28,9 @@ from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .build import ARM_FIELDS
 from .processing import settle
 
+
+IN_PRECISION = ["lm_head", "model.vision_tower", "model.multi_modal_projector"]
+"""Modules whose linear layers bitsandbytes does not quantize, unless `llm_int8_skip_modules` is set."""
 
 BASE_QUANTIZATIONS: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -44,6 +49,7 @@ class Adapter:
     """An adapter's folder, and its base with the `config` and quantization that it had in training."""
 
     folder: Path
+    peft_config: LoraConfig
     base: Checkpoint
     config: NormAlignLlavaConfig
     quantization: dict[str, Any] | None
@@ -56,6 +62,16 @@ class Adapter:
             model.align_projector_norm()  # as the run that changed it did
         with loading(f"The adapter {self.folder}"):
             return PeftModel.from_pretrained(model, self.folder, torch_device=str(model.device))
+
+    def on_meta(self, model: NormAlignLlavaForConditionalGeneration) -> PeftModel:
+        """The base without weights, on meta, with the adapter on it, whose tensors are read where they are used."""
+        with loading(f"The adapter {self.folder}"):
+            adapted, tensors = put_on_meta(model, self.peft_config), load_file(self.folder / ADAPTER_WEIGHTS)
+            places = _saved_tensors(adapted, tensors)
+            adapted.load_state_dict(
+                {places[name]: value for name, value in tensors.items()}, strict=False, assign=True
+            )
+        return adapted
 
     def load(self) -> PeftModel:
         """The base as in training, on a GPU if there is one, with the adapter on it, in eval mode."""
@@ -91,7 +107,7 @@ def open_adapter(adapter: Path, base: str | None = None, base_quantization: str 
     trained = (adapter / "processor_config.json").exists()
     processor = Checkpoint(str(adapter), None, {}).processor if trained else opened.processor
     settle(processor)
-    return Adapter(adapter, opened, config, quantization, realigned, processor)
+    return Adapter(adapter, peft_config, opened, config, quantization, realigned, processor)
 
 
 def put_on_meta(model: NormAlignLlavaForConditionalGeneration, config: LoraConfig) -> PeftModel:
@@ -99,7 +115,7 @@ def put_on_meta(model: NormAlignLlavaForConditionalGeneration, config: LoraConfi
     config = copy.deepcopy(config)
     config.init_lora_weights = False
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # which PEFT repeats where it counts
-        return PeftModel(model, config, low_cpu_mem_usage=True)
+        return PeftModel(model, config)
 
 
 def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlavaConfig, base: str) -> None:
@@ -113,10 +129,8 @@ def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlav
         adapted = put_on_meta(model, peft_config)
     with loading(f"{adapter / ADAPTER_WEIGHTS}"), safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
         found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    expected: dict[str, list[int]] = {}
-    for tables in (True, False):  # embeddings with an adapter are saved whole besides
-        places = get_peft_model_state_dict(adapted, save_embedding_layers=tables)
-        expected |= {name: list(each.shape) for name, each in places.items() if name in found or not tables}
+    shapes = {name: list(each.shape) for name, each in adapted.state_dict().items()}
+    expected = {name: shapes[place] for name, place in _saved_tensors(adapted, found).items()}
     faults = [
         f"{name} has shape {found.get(name, 'none')}, on the base {expected.get(name, 'none')}"
         for name in sorted(expected.keys() | found.keys())
@@ -125,6 +139,19 @@ def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlav
     if faults:
         shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if faults[5:] else "")
         raise ValueError(f"The adapter {adapter} does not fit the base {base}: {shown}. Give the right --base.")
+
+
+def _saved_tensors(adapted: PeftModel, found: Collection[str]) -> dict[str, str]:
+    """The names under which PEFT saves an adapter's tensors, and those in its model.
+
+    Embeddings with an adapter may be saved whole besides; those are in the result if they are among those `found`.
+    """
+    tensors, saved = adapted.state_dict(), dict[str, str]()
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    for tables in (True, False):
+        places = get_peft_model_state_dict(adapted, tensors, save_embedding_layers=tables)
+        saved |= {name: names[id(each)] for name, each in places.items() if name in found or not tables}
+    return saved
 
 
 def _adapter_config(adapter: Path) -> LoraConfig:

@@ -1,27 +1,36 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Merges an adapter and the base it was trained on into one checkpoint."""
+"""Merges an adapter and the base it was trained on into one checkpoint, tensor by tensor: no model is loaded."""
 
+import ctypes
 import os
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from PIL import Image
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
+from rich.console import Console
+from rich.progress import track
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
 from ..checkpoint.files import check_new, finished_folder, json_or_none, write_json
 from ..checkpoint.loading import loading
 from ..checkpoint.names import BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint
-from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..checkpoint.weights import check_space, save_settings, size_of, write_weights
 from ..html_tables import html_table
-from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .adapter import open_adapter
+from .adapter import Adapter, open_adapter, put_on_meta
+from .base_tensors import NORM, BaseTensors, on_meta
 from .build import torch_dtype
 
 
@@ -29,7 +38,7 @@ CARRIED = (CARD, TRAINING_RECORD, BUILD_RECORD)
 """Card and records, copied from the adapter's folder, or else from the base."""
 
 TOLERANCE = 1e-3
-"""Largest allowed difference of logits after merging in float32, as a share of the largest logit."""
+"""Largest allowed difference of a layer's outputs after merging in float32, as a share of the largest output."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +47,9 @@ class MergeReport:
 
     Attributes:
         quantization: The base's in training, `"4-bit nf4"` or `"8-bit"`; None if there was none.
-        difference: Largest difference between the logits of the merged model and of the adapter on its (dequantized)
-            base, for one image and sentence, in float32 before casting to `dtype`.
+        difference: Largest difference between the outputs of a layer with its adapter and of the merged layer, of all
+            linear layers and embeddings, for random inputs, in float32 before casting to `dtype`; as a share of the
+            layer's largest output.
     """
 
     output: str
@@ -55,7 +65,7 @@ class MergeReport:
         table.add_row("adapter", self.adapter)
         table.add_row("base", f"{self.base} ({self.quantization or 'not quantized'} in training)")
         table.add_row("dtype", f"{self.dtype}, norm float32")
-        table.add_row("largest difference of logits", f"{self.difference:.2g}")
+        table.add_row("largest difference of outputs", f"{self.difference:.2g}")
         table.add_row("written to", self.output)
         return table
 
@@ -76,6 +86,9 @@ def merge_adapter(
     An adapter of a quantized base (QLoRA) was trained on the quantized weights. So the base is quantized as the
     adapter's `training.json` says and dequantized in float32 before merging: the result is the model that was trained.
 
+    Tensors are read, merged by PEFT and written one at a time: beside the mapped files this takes a few times the
+    memory of the largest tensor with an adapter in float32.
+
     Args:
         adapter: Folder with adapter configuration and weights that training wrote; a trainer's `checkpoint-N` will do.
         output: Folder to create; it must not exist or be empty. It is written as a whole or not at all.
@@ -92,57 +105,111 @@ def merge_adapter(
     adapter, dtype = Path(adapter), torch_dtype(dtype)
     check_new(output)
     opened = open_adapter(adapter, base, base_quantization)
+    tensors = BaseTensors(opened)
+    dtype = (opened.config.dtype or tensors.dtype) if dtype == "auto" else dtype
+    with loading(f"The adapter {adapter}"):
+        merged = put_on_meta(on_meta(opened.config), opened.peft_config).merge_and_unload()
+    for name, parameter in merged.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if name.startswith(NORM) else dtype)
+    layout = merged.state_dict()
+    if merged.lm_head.weight is merged.get_input_embeddings().weight:
+        del layout["lm_head.weight"]
+    check_space(Path(output), size_of(layout), "Free some there, or write elsewhere.")
+    differences = [0.0]
     with finished_folder(output) as folder:
-        processor = opened.processor
-        model, quantized, loaded_dtype = _load_base(opened.base, opened.config, opened.quantization)
-        dtype = (opened.config.dtype or loaded_dtype) if dtype == "auto" else dtype
-        adapted = opened.put_on(model)
-        image, text = Image.linear_gradient("L").convert("RGB"), f"{processor.image_token} What is in the image?"
-        inputs = processor(images=image, text=text, return_tensors="pt")
-        expected = _logits(adapted, inputs)
-        with loading(f"The adapter {adapter}"):
-            merged = adapted.merge_and_unload(safe_merge=True)
-        difference = (_logits(merged, inputs) - expected).abs().max().item()
-        if not difference <= TOLERANCE * expected.abs().max().item():  # nor NaN
-            raise ValueError(f"Merging {adapter} changed the model's logits by {difference:.3g}. Nothing was written.")
-        for name, parameter in merged.named_parameters():
-            if "multi_modal_projector.norm." not in name:
-                parameter.data = parameter.data.to(dtype)
-        merged.save_pretrained(folder)
-        processor.save_pretrained(folder)
+        merged.generation_config = _generation_config(opened.base) or merged.generation_config
+        save_settings(merged, folder)
+        values = _merged_tensors(opened, tensors, layout, differences)
+        shown = Console(stderr=True)
+        write_weights(folder, layout, track(values, "Merging", len(layout), console=shown, transient=True))
+        opened.processor.save_pretrained(folder)
         _carry(adapter, opened.base, folder)
     return MergeReport(
         output=str(output),
         adapter=str(adapter),
         base=opened.base.name,
-        quantization=quantized,
+        quantization=tensors.quantization,
         dtype=str(dtype).removeprefix("torch."),
-        difference=difference,
+        difference=max(differences),
     )
 
 
-def _load_base(
-    base: Checkpoint, config: NormAlignLlavaConfig, quantization: dict[str, Any] | None
-) -> tuple[NormAlignLlavaForConditionalGeneration, str | None, torch.dtype]:
-    """The base in float32 on the CPU, dequantized if it was quantized, what the quantization was, and its dtype."""
-    # The weights were quantized from the dtype that training loaded, which is TRL's compute dtype.
-    dtype = (quantization or {}).get("bnb_4bit_compute_dtype") or "auto"
-    model = base.load(dtype=dtype, config=config, quantization_config=quantization, device_map="cpu")
-    described, loaded = None, model.dtype
-    settings = getattr(model.config, "quantization_config", None)
-    if settings is not None:
-        described = f"4-bit {settings.bnb_4bit_quant_type}" if settings.load_in_4bit else "8-bit"
-        for module in model.modules():
-            if type(module).__name__ == "Linear4bit":
-                module.weight.quant_state.dtype = torch.float32  # dequantizes without rounding to the loading dtype
-        model = model.dequantize(dtype=torch.float32)
-        model.is_loaded_in_4bit = model.is_loaded_in_8bit = False  # PEFT still looks at these
-    return model.float().eval(), described, loaded
+def _merged_tensors(
+    adapter: Adapter, base: BaseTensors, layout: dict[str, Tensor], differences: list[float]
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of `layout`; `differences` gets those that [`MergeReport`] tells the largest of."""
+    rest, adapted = set(layout), adapter.on_meta(on_meta(adapter.config)).get_base_model()
+    wrapped: list[str] = []
+    for path, module in adapted.named_modules():
+        wraps = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        if not wraps or path.startswith(tuple(f"{each}." for each in wrapped)):
+            continue
+        wrapped.append(path)
+        with loading(f"The adapter {adapter.folder}"):
+            values, difference = _merged_layer(path, module, base)
+        if not difference <= TOLERANCE:  # nor NaN
+            raise ValueError(f"Merging {adapter.folder} changed {path} by {difference:.3g}. Nothing was written.")
+        differences.append(difference)
+        for name, value in values.items():
+            if (name := f"{path}.{name}") in rest:  # no tied one
+                rest.remove(name)
+                yield name, _finite(name, value.to(layout[name].dtype), adapter)
+        del values
+        module.to("meta")
+        _give_memory_back()
+    for name in [name for name in layout if name in rest]:
+        yield name, _finite(name, base[name].to(layout[name].dtype), adapter)
 
 
-@torch.no_grad()
-def _logits(model, inputs: dict[str, Tensor]) -> Tensor:
-    return model(**inputs).logits
+def _merged_layer(path: str, module: nn.Module, base: BaseTensors) -> tuple[dict[str, Tensor], float]:
+    """The tensors of a layer with an adapter after PEFT merged it, and how much that changed what it computes."""
+    if isinstance(module, ModulesToSaveWrapper):
+        return module.modules_to_save["default"].state_dict(), 0.0
+    layer = (module.token_adapter if isinstance(module, TrainableTokensWrapper) else module).get_base_layer()
+    absent = {name: base[f"{path}.{name}"].float() for name, each in layer.state_dict().items() if each.is_meta}
+    layer.load_state_dict(absent, strict=False, assign=True)
+    for name, buffer in layer.named_buffers():
+        if buffer.is_meta:  # computed from the configuration, such as Gemma's scale
+            setattr(layer, name, torch.ones_like(buffer, device="cpu"))
+    module.float().eval()
+    random = torch.Generator().manual_seed(0)
+    if isinstance(layer, nn.Embedding):
+        trained = module.token_adapter.token_indices["default"] if isinstance(module, TrainableTokensWrapper) else []
+        inputs = torch.tensor([*trained, *torch.randint(layer.num_embeddings, (16,), generator=random)])
+    else:
+        inputs = torch.randn(4, module.in_features, generator=random)
+    with torch.no_grad():
+        known = isinstance(layer, nn.Linear | Conv1D | nn.Embedding)  # not the experts of target_parameters
+        expected = module(inputs) if known else torch.ones(())
+        if isinstance(module, ParamWrapper | TrainableTokensWrapper):
+            module.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
+        else:
+            module.merge(safe_merge=True)
+        difference = (layer(inputs) if known else expected) - expected
+    return layer.state_dict(), (difference.abs().max() / expected.abs().max()).item()
+
+
+def _give_memory_back() -> None:
+    """What glibc keeps of freed tensors below 32 MiB adds up to more than a gigabyte."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _finite(name: str, value: Tensor, adapter: Adapter) -> Tensor:
+    if value.is_floating_point() and value.numel() and not all(each.isfinite() for each in value.aminmax()):
+        raise ValueError(
+            f"{name} would be NaN or infinite in {value.dtype} after merging {adapter.folder}. Nothing was written."
+        )
+    return value
+
+
+def _generation_config(base: Checkpoint) -> GenerationConfig | None:
+    try:
+        with loading(f"The generation configuration of {base.name}"):
+            return GenerationConfig.from_pretrained(base.name, revision=base.revision)
+    except OSError:  # it has none
+        return None
 
 
 def _carry(adapter: Path, base: Checkpoint, folder: Path) -> None:

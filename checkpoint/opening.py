@@ -128,7 +128,7 @@ class Checkpoint:
         **kwargs: Any,
     ) -> Any:
         """Its model, by `cls.from_pretrained`, of which `kwargs` are; a `config` is used in place of its own."""
-        size = check_weights(self.name, self.revision)
+        size = sum(file.stat().st_size for file in check_weights(self.name, self.revision))
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():  # which would shard the meta model
             parameters = self.without_weights(cls, config).num_parameters()
             if parameters > _PER_BYTE * size + _NEW:

@@ -76,8 +76,8 @@ def check_files(checkpoint: str | os.PathLike, revision: str | None = None) -> d
     return config
 
 
-def check_weights(checkpoint: str | os.PathLike, revision: str | None = None) -> int:
-    """Checks that the weights are whole safetensors files inside the folder, and returns their bytes.
+def check_weights(checkpoint: str | os.PathLike, revision: str | None = None) -> list[Path]:
+    """Checks that the weights are whole safetensors files inside the folder, and returns these.
 
     Those of a Hub id are fetched.
 
@@ -100,7 +100,7 @@ def check_weights(checkpoint: str | os.PathLike, revision: str | None = None) ->
         check_inside(file)
         with loading(str(file)), safe_open(file, "pt") as opened:
             _check_characters(file, list(opened.keys()))
-    return sum(file.stat().st_size for file in weights)
+    return weights
 
 
 def check_inside(file: Path, folder: Path | None = None) -> None:

@@ -9,6 +9,7 @@ import torch
 import training
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from stored import weights
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration, NormAlignLlavaModel
@@ -208,7 +209,7 @@ def test_a_quantized_checkpoint_keeps_the_norm_in_float32(tmp_path):
 
 def assert_reloads(folder, model, tied, caplog):
     """The configuration on disk says twice whether head and embeddings are one tensor; the logits are `model`'s."""
-    stored, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    stored, config = weights(folder), json.loads((folder / "config.json").read_text())
     assert config["tie_word_embeddings"] is config["text_config"]["tie_word_embeddings"] is tied
     tables = [name for name in stored if name.endswith(("embed_tokens.weight", "lm_head.weight"))]
     assert len(tables) == (1 if tied else 2)

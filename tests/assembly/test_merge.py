@@ -13,11 +13,13 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from stored import assert_merged, weights
 from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.checkpoint.weights import check_space
 
 
 pytestmark = pytest.mark.slow
@@ -79,8 +81,7 @@ def load(folder):
 
 def norm_of(folder):
     """Gain and bias in an adapter's file or a checkpoint's."""
-    file = next(path for path in (folder / "adapter_model.safetensors", folder / "model.safetensors") if path.exists())
-    return {name.rpartition(".")[2]: value for name, value in load_file(file).items() if NORM in name}
+    return {name.rpartition(".")[2]: value for name, value in weights(folder).items() if NORM in name}
 
 
 @pytest.mark.parametrize("kind, base", [("LoRA", "tied"), ("DoRA", "untied"), ("rsLoRA", "tied")])
@@ -95,7 +96,9 @@ def test_the_checkpoint_is_adapter_plus_base(bases, tmp_path, kind, base):
     assert (logits(load(bases[base]), bases[base]) - expected).abs().max() > 0.1
     assert (report.quantization, report.dtype) == (None, "float32") and report.difference < 1e-5
 
-    before, after = (load_file(folder / "model.safetensors") for folder in (bases[base], tmp_path / "merged"))
+    assert_merged(tmp_path / "merged", tmp_path / "adapter", bases[base])
+
+    before, after = (weights(folder) for folder in (bases[base], tmp_path / "merged"))
     assert before.keys() == after.keys()  # tied embeddings are stored once, as they were
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert all("language_model.layers" in name or "multi_modal_projector" in name for name in changed)
@@ -114,9 +117,11 @@ def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "training_args.bin"):
         (adapter / name).write_text("a checkpoint-N of the Trainer has these besides")
     merge_adapter(adapter, tmp_path / "merged")
-    names = {path.name for path in bases["tied"].iterdir()} | {"README.md", "training.json"}
+    names = {path.name for path in bases["tied"].iterdir()} - {"model.safetensors"} | {"README.md", "training.json"}
+    modules = ("language_model", "vision_tower", "multi_modal_projector")
+    names |= {f"model-{module}-00001-of-00001.safetensors" for module in modules} | {"model.safetensors.index.json"}
     assert {path.name for path in (tmp_path / "merged").iterdir()} == names
-    for name in ("config.json", "build.json", "configuration_normalign_llava.py", "modeling_normalign_llava.py"):
+    for name in ("config.json", "generation_config.json", "build.json", "modeling_normalign_llava.py"):
         assert (tmp_path / "merged" / name).read_bytes() == (bases["tied"] / name).read_bytes()
     for name in ("README.md", "training.json"):
         assert (tmp_path / "merged" / name).read_bytes() == (adapter / name).read_bytes()
@@ -154,12 +159,13 @@ def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):
 def test_an_adapter_that_is_not_finite_is_not_merged(bases, tmp_path):
     make_adapter(bases["tied"], tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
-    weights = load_file(file)
-    next(tensor for name, tensor in weights.items() if "linear_2" in name).fill_(torch.nan)
-    save_file(weights, file)
-    with pytest.raises(ValueError, match="changed the model's logits by nan. Nothing was written"):
-        merge_adapter(tmp_path / "adapter", tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
+    tensors = load_file(file)
+    bias = next(tensor for name, tensor in tensors.items() if "linear_2.bias" in name)
+    for value, dtype, kind in ((torch.nan, "auto", "float32"), (1e5, "float16", "float16")):
+        save_file(tensors | {name: bias.fill_(value) for name in tensors if tensors[name] is bias}, file)
+        with pytest.raises(ValueError, match=f"linear_2.bias would be NaN or infinite in torch.{kind}.*Nothing was"):
+            merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=dtype)
+        assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
 @pytest.mark.parametrize("base, adapter, double", [("bfloat16", {}, False), ("tied", {"use_dora": True}, True)])
@@ -172,6 +178,8 @@ def test_a_4_bit_base_is_dequantized_in_float32_and_merged(bases, tmp_path, base
     # Largest difference seen: 4e-6, from the adapter on the 4-bit base itself.
     torch.testing.assert_close(logits(merged, bases["tied"]), expected, rtol=0, atol=1e-5)
     assert report.quantization == "4-bit nf4" and report.difference < 1e-5
+    settings = BitsAndBytesConfig(**quantization)
+    assert_merged(tmp_path / "merged", tmp_path / "adapter", bases[base], settings, torch.float32)
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
     assert torch.equal(norm_of(tmp_path / "merged")["weight"], norm_of(tmp_path / "adapter")["weight"])
 
@@ -190,6 +198,8 @@ def test_an_8_bit_base_is_dequantized_and_merged(bases, tmp_path):
     report = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
     # On the dequantized base: seen 2e-6. Training also rounds what goes into the layers to 8 bits: seen 8e-3 of 15.
     assert report.quantization == "8-bit" and report.difference < 1e-5
+    settings = BitsAndBytesConfig(load_in_8bit=True)
+    assert_merged(tmp_path / "merged", tmp_path / "adapter", bases["tied"], settings)
     torch.testing.assert_close(
         logits(load(tmp_path / "merged"), bases["tied"]), logits(trained, bases["tied"]), rtol=0, atol=3e-2
     )
@@ -200,7 +210,8 @@ def test_written_in_the_base_s_dtype_or_another_but_the_norm(bases, tmp_path, dt
     make_adapter(bases["bfloat16"], tmp_path / "adapter")
     report = merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype=dtype)
     exact = merge_adapter(tmp_path / "adapter", tmp_path / "exact", dtype="float32")
-    tensors, wide = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "exact"))
+    assert_merged(tmp_path / "merged", tmp_path / "adapter", bases["bfloat16"], dtype=written)
+    tensors, wide = (weights(tmp_path / name) for name in ("merged", "exact"))
     assert report.dtype == str(written).removeprefix("torch.") and exact.dtype == "float32"
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == report.dtype
     for name, tensor in tensors.items():
@@ -217,6 +228,53 @@ def test_an_arm_that_training_changed_is_the_merged_checkpoint_s(bases, tmp_path
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert {name: config[name] for name in changes} == changes
     assert torch.equal(norm_of(tmp_path / "merged")["weight"], torch.ones(64))
+    assert_merged(tmp_path / "merged", tmp_path / "adapter", bases["tied"], realigned="one")
+
+
+def test_a_stock_llava_gets_the_norm_that_training_gave_it(tmp_path):
+    for tied in (True, False):
+        stock = parts.llava(tmp_path / f"llava-{tied}", tiny.llava(tied=tied))
+        names = load_file(f"{stock}/model.safetensors").keys()
+        assert any(name.startswith("language_model.model.") for name in names)  # the names of older versions
+        for projector in (None, ["multi_modal_projector"]):
+            adapter, output = tmp_path / f"adapter-{tied}-{projector}", tmp_path / f"merged-{tied}-{projector}"
+            make_adapter(stock, adapter, modules_to_save=projector)
+            merge_adapter(adapter, output, base=stock)
+            assert_merged(output, adapter, stock)
+            load(output)
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+def test_a_base_is_read_in_the_precision_of_training_and_from_any_division_of_files(bases, tmp_path, compute):
+    quantization = {**NF4, "bnb_4bit_compute_dtype": compute}
+    make_adapter(bases["untied"], tmp_path / "adapter", quantization=quantization)
+    NormAlignLlavaForConditionalGeneration.from_pretrained(bases["untied"]).save_pretrained(
+        tmp_path / "sharded", max_shard_size="50KB"
+    )
+    AutoProcessor.from_pretrained(bases["untied"]).save_pretrained(tmp_path / "sharded")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=str(tmp_path / "sharded"))
+    settings = BitsAndBytesConfig(**quantization)
+    assert_merged(tmp_path / "merged", tmp_path / "adapter", bases["untied"], settings)
+
+
+@pytest.mark.parametrize("kind", [NF4, {"load_in_4bit": True}, {"load_in_8bit": True}])
+def test_a_base_that_is_stored_quantized(bases, tmp_path, kind):
+    settings, base = BitsAndBytesConfig(**kind), tmp_path / "base"
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(bases["tied"], quantization_config=settings)
+    model.save_pretrained(base)
+    AutoProcessor.from_pretrained(bases["tied"]).save_pretrained(base)
+    make_adapter(base, tmp_path / "adapter")
+    report = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    assert report.quantization == ("8-bit" if "load_in_8bit" in kind else f"4-bit {settings.bnb_4bit_quant_type}")
+    assert_merged(tmp_path / "merged", tmp_path / "adapter", base, stored=True)
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+
+
+def test_more_than_the_disk_has_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match=rf"1000000.0 GB are to be written, but {tmp_path} has .* GB free. Do this."):
+        check_space(tmp_path / "new" / "folder", 10**15, "Do this.")
+    assert not (tmp_path / "new").exists()
 
 
 def damage(adapter, change):

@@ -31,7 +31,7 @@ def test_by_default_the_merged_model_is_published(publish, hub, adapter, tmp_pat
     status, shown = publish(adapter, "--no-verify", TMPDIR=str(tmp_path))
     assert status == 0, shown
     files = set(hub.repository("ann/m").head().files) - {".gitattributes"}
-    assert {"model.safetensors", "modeling_normalign_llava.py", "README.md"} <= files
+    assert {"model.safetensors.index.json", "modeling_normalign_llava.py", "README.md"} <= files
     assert not [path for path in files if path.startswith(("adapter", "optimizer"))]
     (adapter / "evaluation").mkdir()
     status, shown = publish(adapter, "--dry-run", "--no-verify", TMPDIR=str(tmp_path))

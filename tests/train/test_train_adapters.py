@@ -13,6 +13,7 @@ import training
 from peft import LoraConfig
 from peft.tuners.lora.config import ArrowConfig, KasaConfig, LoftQConfig, LoraGAConfig, MontecloraConfig
 from safetensors.torch import load_file, save_file
+from stored import assert_merged, weights
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig, Qwen2Config
 from trl import ModelConfig, get_peft_config
 
@@ -43,7 +44,7 @@ def bases(tmp_path_factory):
 
 def tensors(folder):
     """Those of a checkpoint, with the head of a tied one."""
-    found = load_file(folder / "model.safetensors")
+    found = weights(folder)
     return {HEAD: found[EMBEDDINGS], **found}
 
 
@@ -161,6 +162,7 @@ def test_what_is_named_is_trained_and_merged_and_nothing_else(bases, tmp_path, t
     assert adapters == given
     assert str(bases[tied]) not in (tmp_path / "README.md").read_text()  # PEFT's card would name the base by its path
     merge_adapter(tmp_path, tmp_path / "merged")
+    assert_merged(tmp_path / "merged", tmp_path, bases[tied])
     before, after = tensors(bases[tied]), tensors(tmp_path / "merged")
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -181,6 +183,7 @@ def test_what_is_trained_in_full_on_a_quantized_base_is_not_rounded(bases, tmp_p
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")
     trainer = trained(adapters, bases[False], tmp_path, quantization)
     merge_adapter(tmp_path, tmp_path / "merged")
+    assert_merged(tmp_path / "merged", tmp_path, bases[False], quantization)
     before, after = tensors(bases[False]), tensors(tmp_path / "merged")
     assert (before[EMBEDDINGS] != after[EMBEDDINGS]).any(-1).nonzero().flatten().tolist() == TOKENS
     assert not torch.equal(after[HEAD], after[HEAD].bfloat16().float()) and not torch.equal(before[HEAD], after[HEAD])

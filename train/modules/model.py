@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from ...assembly.adapter import IN_PRECISION
 from ...assembly.build import ARMS
 from ...assembly.parts import check_feature_layer
 from ...checkpoint.names import PICKLES, TRAINING_RECORD
@@ -186,7 +187,7 @@ def _quantizer(quantization: BitsAndBytesConfig) -> HfQuantizer:
     """What quantizes as `from_pretrained` of the model does."""
     quantization = copy.copy(quantization)
     if quantization.llm_int8_skip_modules is None:
-        quantization.llm_int8_skip_modules = ["lm_head", "model.vision_tower", "model.multi_modal_projector"]
+        quantization.llm_int8_skip_modules = IN_PRECISION
     return AutoHfQuantizer.from_config(quantization, pre_quantized=False)
 
 

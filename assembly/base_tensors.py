@@ -1,0 +1,135 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The tensors of an adapter's base, read one at a time, as they were in training: quantized and dequantized."""
+
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from ..checkpoint.loading import AGAIN
+from ..checkpoint.untrusted import check_weights
+from ..configuration_normalign_llava import NormAlignLlavaConfig
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .adapter import IN_PRECISION, Adapter
+from .build import torch_dtype
+
+
+NORM = "model.multi_modal_projector.norm."
+
+
+class BaseTensors:
+    """The base's tensors as training had them, each read from its file when it is asked for.
+
+    Attributes:
+        dtype: In which training loaded them.
+        quantization: How they were quantized in training, as in [`MergeReport`].
+    """
+
+    def __init__(self, adapter: Adapter):
+        self._base, config = adapter.base.name, adapter.config
+        model = on_meta(config)
+        self._files: dict[str, tuple[Any, str]] = {}
+        renamings = get_model_conversion_mapping(model, key_mapping=model._llava_names)
+        for path in check_weights(self._base, adapter.base.revision):
+            file = safe_open(path, "pt")
+            for stored in file.keys():  # noqa: SIM118
+                name = stored
+                for renaming in renamings:  # an older LLaVA has other names
+                    name, _ = renaming.rename_source_key(name)
+                self._files[name] = file, stored
+        self._tie(model)
+        settings = adapter.quantization or config.__dict__.pop("quantization_config", None) or {}
+        self._quantized, self.quantization = _quantized_layers(config, settings)
+        self._check(model)
+        # The weights were quantized from the dtype that training loaded, which is TRL's compute dtype.
+        dtype = settings.get("bnb_4bit_compute_dtype") or config.dtype or self._stored(next(iter(self._files))).dtype
+        self.dtype = torch_dtype(dtype)
+        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._norm = {name: None for name in self._parameters if name.startswith(NORM)}
+        if self._norm and (adapter.realigned or not self._norm.keys() <= self._files.keys()):
+            embeddings, norm = model.get_input_embeddings(), model.model.multi_modal_projector.norm
+            embeddings.weight = nn.Parameter(self[model._tied_weights_keys["lm_head.weight"]], requires_grad=False)
+            norm.to_empty(device="cpu")
+            model.align_projector_norm()  # as loading does, or the run that changed the arm
+            self._norm = {f"{NORM}{name}": value for name, value in norm.state_dict().items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A tensor in `dtype`; what was quantized, the norm and buffers in float32 or as they are stored."""
+        if self._norm.get(name) is not None:
+            return self._norm[name]
+        value = self._stored(name)
+        if name in self._parameters and name not in self._norm and value.is_floating_point():
+            value = value.to(self.dtype)
+        if (layer := self._quantized.get(name)) is None:
+            return value
+        import bitsandbytes as bnb
+
+        value = value.T if layer.source_cls is Conv1D else value
+        settings = {**vars(layer.weight), "requires_grad": False}
+        if isinstance(layer, bnb.nn.Linear4bit):
+            weight = bnb.nn.Params4bit(value, **settings | {"module": None})
+            if f"{name}.absmax" in self._files:
+                keys = [key for key in self._files if key.startswith(f"{name}.")]
+                statistics = {key.removeprefix(f"{name}."): self._stored(key) for key in keys}
+                weight = bnb.nn.Params4bit.from_prequantized(value, statistics, device="cpu")
+            weight = weight.to("cpu")
+            weight.quant_state.dtype = torch.float32  # dequantizes without rounding to the loading dtype
+            value = bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+        else:
+            weight = bnb.nn.Int8Params(value, **settings).to("cpu")
+            scales = f"{name.removesuffix('weight')}SCB"
+            scales = self._stored(scales) if scales in self._files else weight.SCB
+            value = bnb.functional.int8_vectorwise_dequant(weight.data, scales)
+        return value.T if layer.source_cls is Conv1D else value
+
+    def _stored(self, name: str) -> Tensor:
+        file, stored = self._files[name]
+        return file.get_tensor(stored)
+
+    def _tie(self, model: NormAlignLlavaForConditionalGeneration) -> None:
+        """Gives tied tensors, of which one is stored, both names."""
+        for pair in model.all_tied_weights_keys.items():
+            found = [name for name in pair if name in self._files]
+            if len(found) == 1:
+                self._files |= dict.fromkeys(pair, self._files[found[0]])
+            elif found and not torch.equal(*map(self._stored, found)):  # transformers does not tie these either
+                model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
+
+    def _check(self, model: NormAlignLlavaForConditionalGeneration) -> None:
+        """Raises ValueError if tensors are missing or of other shapes."""
+        missing, other = [], []
+        for name, expected in model.state_dict().items():
+            if name not in self._files:
+                missing += [] if name.startswith(NORM) else [name]
+            elif name not in self._quantized:  # which may be stored packed
+                file, stored = self._files[name]
+                shape = file.get_slice(stored).get_shape()
+                other += [] if shape == [*expected.shape] else [f"{name} has shape {shape}, not {[*expected.shape]}"]
+        for faults, what in ((missing, "lacks"), (other, "has other shapes than config.json for")):
+            if faults:
+                raise ValueError(f"{self._base} {what} {len(faults)} tensors: {', '.join(faults[:5])}. {AGAIN}")
+
+
+def on_meta(config: NormAlignLlavaConfig) -> NormAlignLlavaForConditionalGeneration:
+    """The model of a configuration without weights, in evaluation mode."""
+    with torch.device("meta"):
+        return NormAlignLlavaForConditionalGeneration(config).eval()
+
+
+def _quantized_layers(config: NormAlignLlavaConfig, settings: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """bitsandbytes' layers on meta by the names of their weights, and what the quantization is called."""
+    if not settings:
+        return {}, None
+    model, quantization = on_meta(config), BitsAndBytesConfig.from_dict(settings)
+    quantization.llm_int8_skip_modules = quantization.llm_int8_skip_modules or IN_PRECISION
+    quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+    quantizer.preprocess_model(model=model, device_map={"": "cpu"})
+    kinds = ("Linear4bit", "Linear8bitLt")
+    layers = {f"{name}.weight": each for name, each in model.named_modules() if type(each).__name__ in kinds}
+    return layers, f"4-bit {quantization.bnb_4bit_quant_type}" if quantization.load_in_4bit else "8-bit"

@@ -1,0 +1,52 @@
+"""The weights of a checkpoint, whatever files they are in, and a merge by PEFT of a model in memory."""
+
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from normalign_llava import NormAlignLlavaForConditionalGeneration
+
+
+def weights(folder) -> dict[str, Tensor]:
+    """The tensors of a checkpoint or an adapter."""
+    return {
+        name: value
+        for file in sorted(Path(folder).glob("*model*.safetensors"))
+        for name, value in load_file(file).items()
+    }
+
+
+def assert_merged(folder, adapter, base, quantization=None, dtype=None, realigned=None, stored=False) -> None:
+    """That a merged checkpoint is, bit for bit, PEFT's merge of the loaded base in float32, dequantized, then cast.
+
+    `quantization` is a `BitsAndBytesConfig`; `dtype` that of the checkpoint, by default the base's; `realigned` is
+    another start of the gain. `stored`: the base's files are quantized.
+    """
+    in_4_bits = quantization is not None and quantization.load_in_4bit
+    loading = quantization.bnb_4bit_compute_dtype if in_4_bits else "auto"
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(
+        base, dtype=loading, quantization_config=quantization, device_map="cpu"
+    )
+    dtype = dtype or NormAlignLlavaForConditionalGeneration.config_class.from_pretrained(base).dtype
+    if quantization or stored:
+        for module in model.modules():
+            if type(module).__name__ == "Linear4bit":
+                module.weight.quant_state.dtype = torch.float32
+        model = model.dequantize(dtype=torch.float32)
+        model.is_loaded_in_4bit = model.is_loaded_in_8bit = False
+    model = model.float().eval()
+    if realigned:
+        model.config.projector_gain_init = realigned
+        model.align_projector_norm()
+    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=True)
+    expected = merged.state_dict()
+    if merged.lm_head.weight is merged.get_input_embeddings().weight:
+        del expected["lm_head.weight"]
+    found = weights(folder)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        value = value if "projector.norm." in name else value.to(dtype)
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
