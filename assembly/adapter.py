@@ -21,7 +21,7 @@ from ..checkpoint.loading import loading
 from ..checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import NF4, dtype_to_load
-from ..checkpoint.untrusted import check_files, check_inside, check_weights, json_object
+from ..checkpoint.untrusted import bytes_of_weights, check_files, check_inside, json_object
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -77,7 +77,7 @@ class Adapter:
         """The base as in training, on a GPU if there is one, with the adapter on it, in eval mode."""
         settings, config, base = self.quantization, self.config, self.base
         dtype = (settings or {}).get("bnb_4bit_compute_dtype")
-        dtype = dtype or dtype_to_load("auto", config, check_weights(base.name, base.revision))
+        dtype = dtype or dtype_to_load("auto", config, bytes_of_weights(base.name, base.revision))
         device = "auto" if torch.cuda.is_available() else None
         model = base.load(dtype=dtype, config=config, quantization_config=settings, device_map=device)
         return self.put_on(model).eval()

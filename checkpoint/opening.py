@@ -31,7 +31,7 @@ from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .find import find_checkpoint
 from .limits import SETTINGS_BYTES, TEMPLATE_BYTES
 from .loading import AGAIN, loading
-from .untrusted import check_files, check_weights
+from .untrusted import bytes_of_weights, check_files
 
 
 _PER_BYTE, _NEW = 4, 2**24
@@ -128,7 +128,7 @@ class Checkpoint:
         **kwargs: Any,
     ) -> Any:
         """Its model, by `cls.from_pretrained`, of which `kwargs` are; a `config` is used in place of its own."""
-        size = sum(file.stat().st_size for file in check_weights(self.name, self.revision))
+        size = bytes_of_weights(self.name, self.revision)
         if not self.trust_remote_code and not is_deepspeed_zero3_enabled():  # which would shard the meta model
             parameters = self.without_weights(cls, config).num_parameters()
             if parameters > _PER_BYTE * size + _NEW:

@@ -34,7 +34,7 @@ from ..assembly.parts import tower_alone
 from ..checkpoint.names import ADAPTER_CONFIG
 from ..checkpoint.opening import Checkpoint, open_checkpoint
 from ..checkpoint.precision import dtype_to_load, four_bits
-from ..checkpoint.untrusted import check_weights
+from ..checkpoint.untrusted import bytes_of_weights
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import check_installed
 
@@ -145,7 +145,7 @@ def precision_of(
     """
     dtype, checkpoint = torch_dtype(dtype), found.checkpoint
     if not load_in_4bit:
-        size = check_weights(checkpoint.name, checkpoint.revision)
+        size = bytes_of_weights(checkpoint.name, checkpoint.revision)
         return dtype_to_load(dtype, found.config, size), None
     check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
     if found.kind == "vision encoder":
