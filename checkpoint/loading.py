@@ -35,7 +35,7 @@ def loading(what: str, *, memory: int | None = None, remedy: str = AGAIN) -> Ite
         raise
     except BaseException as error:
         if memory is None and device_error(error):  # which is no fault of the file
-            error.add_note(f"loading: {what}")
+            error.add_note(f"loading {what[0].lower()}{what[1:]}")
             raise
         if isinstance(error, MemoryError):
             raise ValueError(f"{what} takes too much memory. {remedy}") from None
