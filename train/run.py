@@ -160,7 +160,7 @@ def make_trainer(
         suite_tasks(args)
     checkpoint, config = check_checkpoint(str(model_args.model_name_or_path), args, model_args.model_revision)
     peft_config = get_peft_config(model_args)
-    quantization = model_args.quantization(args)
+    quantization = model_args.quantization
     if peft_config is not None:
         language_adapter(peft_config, config, args.learning_rates(use_peft=True))  # before rows are read
     if quantization is not None:

@@ -56,6 +56,7 @@ from .keeping.summary import summary
 from .memory import MemoryEstimate, estimate_memory
 from .modules.adapter import restore_copies
 from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
+from .modules.float16 import settle_float16
 from .modules.model import MODULES, base_model, eval_frozen, freeze, load_model, module_of, train_in_float32
 from .modules.sharding import fill_gradients, name_as_unsharded, prepare_sharding
 from .options.arguments import keep_float32
@@ -153,6 +154,9 @@ class NormAlignTrainer(PushingTrainer):
             data=(train_dataset, eval_dataset, report),
             compares_rows=compute_metrics is not None,
         )
+        if args.fp16_is_tried and not args.dry_run:
+            self.args, self.train_dataset, self.data_collator = args, ready.train_dataset, ready.collator
+            settle_float16(ready.model, args, largest_batch(self))
         self.learning_rates = {module: value for module, (value, _) in ready.learning_rates.items()}
         self.record = training_record(ready.model, ready.commit, args, self.learning_rates, ready.report, options)
         self.build = read_beside(ready.model.name_or_path, BUILD_RECORD, ready.commit)

@@ -139,6 +139,6 @@ def trainer(folder: Path, checkpoint: Path, dataset=None, model=None, held_out=N
         train_dataset=rows() if dataset is None else dataset,
         eval_dataset=held_out,
         processing_class=AutoProcessor.from_pretrained(checkpoint),
-        quantization_config=model_args.quantization(args),
+        quantization_config=model_args.quantization,
         peft_config=get_peft_config(model_args),
     )

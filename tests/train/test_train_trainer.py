@@ -1,18 +1,25 @@
 import copy
 import json
+import math
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
 import training
+from rich.console import Console
 from safetensors.torch import load_file
 from training import moved, weights
-from transformers import AutoConfig, FalconConfig, GPT2Config, MixtralConfig
+from transformers import AutoConfig, BitsAndBytesConfig, FalconConfig, GPT2Config, MixtralConfig
 from trl import SFTTrainer
 
-from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.assembly.merge import merge_adapter
 from normalign_llava.hub_cards.card.hand_written import by_hand, is_ours
+from normalign_llava.train.keeping.summary import render
+from normalign_llava.train.modules.float16 import largest_hidden_state
 from normalign_llava.train.modules.model import base_model, eval_frozen, load_model, module_of
 
 
@@ -238,6 +245,7 @@ HALF, FULL = ["bfloat16"], ["float32"]
         (dict(projector_learning_rate=0.0, norm_learning_rate=0.0), FULL, HALF, FULL),
         (dict(use_peft=True), HALF, FULL, HALF),
         (dict(dtype="bfloat16"), FULL, FULL, FULL),
+        (dict(**FROZEN, dtype="float32"), FULL, FULL, FULL),
         (dict(**FROZEN, bf16=False), FULL, FULL, FULL),
         (dict(**FROZEN, bf16=False, dtype="bfloat16"), HALF, FULL, HALF),
         (dict(language_learning_rate=0.0, bf16=False, dtype="float16"), FULL, FULL, ["float16"]),
@@ -259,6 +267,16 @@ def test_what_is_trained_is_float32_and_what_is_frozen_as_it_was_read(
     trained = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     assert moved(before, trainer.model) <= trained
     assert {state["exp_avg"].dtype for state in trainer.optimizer.state.values()} == {torch.float32}
+
+
+def test_two_half_precisions_are_not_mixed(tmp_path, half):
+    stored = tmp_path / "float16"
+    shutil.copytree(half, stored)
+    NormAlignLlavaForConditionalGeneration.from_pretrained(half, dtype="float16").save_pretrained(stored)
+    trainer = training.trainer(tmp_path / "out", stored, bf16=True, **FROZEN, dry_run=True)
+    assert {dtype for row in trainer.facts["modules"] for dtype in row["dtypes"]} == {"float32"}
+    with pytest.raises(ValueError, match="dtype float16 and steps in bfloat16 .* Use --dtype bfloat16, or float32"):
+        training.trainer(tmp_path / "out", stored, bf16=True, dtype="float16", **FROZEN)
 
 
 def test_a_checkpoint_of_two_precisions_is_written_and_read_as_it_is(tmp_path, half):
@@ -299,6 +317,68 @@ def test_embeddings_and_head_beside_adapters_are_trained_in_float32(tmp_path, bf
     assert {"embed_tokens", "lm_head"} <= {part for name in names for part in name.split(".")}
     trainer.model.eval()
     trainer.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def large(half, tmp_path_factory):
+    """A function that gives the checkpoint with hidden states of about this size."""
+
+    def scaled(size: float) -> Path:
+        folder = tmp_path_factory.mktemp("large") / "model"
+        shutil.copytree(half, folder)
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(half)
+        with torch.no_grad():
+            for part in ("up_proj", "down_proj"):  # one alone would itself be beyond float16
+                model.model.language_model.layers[0].mlp.get_submodule(part).weight *= (size / 0.002) ** 0.5
+        model.save_pretrained(folder)
+        return folder
+
+    return scaled
+
+
+def test_the_largest_hidden_state_is_that_of_the_model_in_float64(large, tmp_path):
+    trainer = training.trainer(tmp_path, large(100.0), **FROZEN)
+    inputs = batch(trainer)
+    found = largest_hidden_state(trainer.model, inputs)
+    exact = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+    states = trainer.model.double()(**exact, output_hidden_states=True).hidden_states
+    assert found == pytest.approx(max(each.abs().max().item() for each in states), rel=0.01) and found > 10
+    assert largest_hidden_state(training.trainer(tmp_path, large(1e6), **FROZEN).model, inputs) == math.inf
+
+
+@pytest.mark.parametrize("bits", [{}, {"load_in_4bit": True}])
+def test_without_bfloat16_float16_is_taken_only_if_hidden_states_stay_well_below_its_end(tmp_path, large, bits):
+    def tried(size):
+        args = training.arguments(tmp_path, **FROZEN, fp16=True, bf16=None)
+        args.fp16_is_tried = True  # as on a GPU without bfloat16
+        quantization = BitsAndBytesConfig(**bits) if bits else None
+        return NormAlignTrainer(
+            str(large(size)), args, train_dataset=training.rows(), quantization_config=quantization
+        )
+
+    def products(trainer):
+        return {m.compute_dtype for m in trainer.model.modules() if type(m).__name__ == "Linear4bit"}
+
+    def said(trainer):
+        console = Console(width=200)
+        with console.capture() as shown:
+            console.print(render(trainer.facts))
+        return next(line for line in shown.get().splitlines() if line.startswith("Precision"))
+
+    small = tried(1000.0)
+    assert small.args.fp16 and small.record["options"]["fp16"] and products(small) <= {torch.float16}
+    assert re.search(
+        r"float16 autocast \(hidden states .* reach \d?,?\d{3}, and float16 ends at 65,504\)", said(small)
+    )
+    small.train()
+    for size, reach in ((15_000.0, r"reach \d\d,\d{3}"), (1e6, "overflow")):
+        trainer = tried(size)
+        assert (trainer.args.fp16, trainer.accelerator.mixed_precision) == (False, "no")
+        assert products(trainer) <= {torch.float32}
+        assert {p.dtype for p in trainer.model.parameters()} <= {torch.float32, torch.uint8}
+        assert trainer.record["options"]["dtype"] == "float32" and not trainer.record["options"]["fp16"]
+        assert re.search(rf"that of the weights \(hidden states of the longest rows {reach},.*65,504\)", said(trainer))
+        trainer.train()
 
 
 def test_language_models_of_experts_and_of_convolutions_as_linear_layers_train(tmp_path):

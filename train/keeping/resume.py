@@ -66,12 +66,12 @@ def resolve_resume(resume: str | bool | None, output_dir: str | os.PathLike, wor
     return found
 
 
-def began_in_bfloat16(resume: str | bool | None, output_dir: str | os.PathLike | None) -> bool | None:
-    """Whether the run that is resumed multiplies in bfloat16, from the record in its checkpoints; None if unknown."""
+def began_in(resume: str | bool | None, output_dir: str | os.PathLike | None) -> tuple[bool, bool] | None:
+    """`bf16` and `fp16` of the run that is resumed, from the record in its checkpoints; None if unknown."""
     for folder in (Path(str(resume)), *reversed(checkpoints_in(Path(output_dir or "trainer_output")))):
         options = (json_or_none(folder / TRAINING_RECORD) or {}).get("options", {})
         if "bf16" in options:
-            return options["bf16"]
+            return options["bf16"], options.get("fp16", False)
     return None
 
 

@@ -64,6 +64,7 @@ def summary(
         "schedule": SchedulerType(args.lr_scheduler_type).value,
         "optimizer": str(args.optim.value),
         "autocast": autocast_dtype(args),
+        "precision_because": args.precision_because,
         "memory": {**(found := static_bytes(model, args)), "total": sum(found.values())},
     }
 
@@ -174,6 +175,7 @@ def _facts_table(facts: dict[str, Any]) -> Table:
 
 def _precision(facts: dict[str, Any]) -> str:
     steps = f"{facts['autocast']} autocast" if facts["autocast"] else "that of the weights"
+    steps += f" ({facts['precision_because']})" if facts["precision_because"] else ""
     frozen = {dtype: None for row in facts["modules"] if not row["trained"] for dtype in row["dtypes"]}
     return f"{steps}; what is trained is float32{', what is frozen ' if frozen else ''}{' + '.join(frozen)}"
 

@@ -108,6 +108,8 @@ def load_model(
     kwargs["dtype"] = frozen_dtype(kwargs.get("dtype"), config, training)
     training.model_init_kwargs = {**(training.model_init_kwargs or {}), "dtype": kwargs["dtype"]}
     if quantization_config is not None:
+        quantization_config = copy.copy(quantization_config)
+        quantization_config.bnb_4bit_compute_dtype = getattr(torch, autocast_dtype(training) or "float32")
         kwargs = {"device_map": {"": training.device}, **kwargs, "quantization_config": quantization_config}
     rates = training.learning_rates(use_peft) | ({"language": 0.0} if use_peft else {})
     in_float32 = [name for module in MODULES if rates[module] for name in PLACES[module]]
@@ -144,13 +146,21 @@ def check_quantized(
 
 
 def frozen_dtype(asked: str | torch.dtype | None, config: NormAlignLlavaConfig, training: NormAlignConfig) -> str:
-    """The dtype of what is not trained: by default the checkpoint's own, or float32 if steps are not autocast."""
+    """The dtype of what is not trained: by default the checkpoint's own if steps are autocast to it, or else float32.
+
+    Raises:
+        ValueError: Another half precision was asked for than steps are autocast to, which torch does not mix.
+    """
     if is_deepspeed_zero3_enabled():
         return "float32"  # which DeepSpeed makes of all that it divides while it is loaded
+    autocast, halves = autocast_dtype(training), {"bfloat16", "float16"}
+    own = config.dtype or config.get_text_config().dtype
+    name = str(own if asked in (None, "auto") else asked).removeprefix("torch.")
     if asked in (None, "auto"):
-        asked = config.dtype or config.get_text_config().dtype
-        asked = asked if asked and autocast_dtype(training) else torch.float32
-    return str(asked).removeprefix("torch.")
+        return name if name == autocast else "float32"
+    if autocast and name in halves - {autocast}:
+        raise ValueError(f"dtype {name} and steps in {autocast} cannot be mixed. Use --dtype {autocast}, or float32.")
+    return name
 
 
 def without_weights(

@@ -16,7 +16,7 @@ from trl import ModelConfig, SFTConfig, get_quantization_config
 from ...checkpoint.limits import cores
 from ...checkpoint.precision import half_precision_pays
 from ...data.sources.arguments import check_choices
-from ..keeping.resume import began_in_bfloat16
+from ..keeping.resume import began_in
 from .fields import ModelOptions, TrainingOptions, check_refused
 
 
@@ -69,12 +69,19 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
     """TRL's `SFTConfig`, with the stage, the arm, a learning rate for each module, samples and probes.
 
     Rows longer than `max_length` are dropped, never truncated. Labels are on assistant turns alone. Unless `bf16` or
-    `fp16` is given, steps are in bfloat16 where this machine is fast in it ([`half_precision_pays`]).
+    `fp16` is given, steps are in bfloat16 where this machine is fast in it ([`half_precision_pays`]), or in float16 on
+    a GPU without bfloat16, if the model's hidden states allow it.
 
     Raises:
         ValueError: a learning rate is negative, nothing is trained, warm-up is given to a schedule that has none, or
             an option would put image tokens into the labels.
     """
+
+    fp16_is_tried = False
+    """Whether `fp16` holds only if [`settle_float16`] finds that it can."""
+
+    precision_because = ""
+    """Why the precision is what it is, for the summary, if that was measured."""
 
     def __post_init__(self):
         check_choices(self)
@@ -105,6 +112,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
             self.dataloader_persistent_workers = self.dataloader_num_workers > 0
         if self.bf16 is None and not self.fp16:
             self._choose_precision()
+        self.fp16 = bool(self.fp16)
         super().__post_init__()
         if self.router_aux_loss_coef is None:
             self.router_aux_loss_coef = 0.0  # TRL would take it from the language model's configuration
@@ -136,14 +144,19 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
 
     def _choose_precision(self) -> None:
         asked = os.environ.get("ACCELERATE_MIXED_PRECISION")  # by a configuration of accelerate
-        began = began_in_bfloat16(self.resume_from_checkpoint, self.output_dir)
-        self.fp16 = asked == "fp16"
         if asked in ("bf16", "fp16"):
-            self.bf16 = asked == "bf16"
+            self.bf16, self.fp16 = asked == "bf16", asked == "fp16"
         elif self.device_memory is not None and self.use_cpu:
             self.bf16 = True  # of a GPU that is not here, as those that have it
+        elif began := began_in(self.resume_from_checkpoint, self.output_dir):
+            self.bf16, self.fp16 = began
         else:
-            self.bf16 = half_precision_pays(device="cpu" if self.use_cpu else None) if began is None else began
+            self.bf16 = half_precision_pays(device="cpu" if self.use_cpu else None)
+            sharded = (
+                self.deepspeed or self.fsdp or {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & {*os.environ}
+            )
+            if self.fp16 is None and not (self.bf16 or self.use_cpu or sharded) and torch.cuda.is_available():
+                self.fp16 = self.fp16_is_tried = True
 
     @property
     def place_model_on_device(self) -> bool | None:
@@ -201,9 +214,10 @@ class ModelArguments(ModelOptions, ModelConfig):
         if given and not self.use_peft:
             raise ValueError(f"{', '.join(given)}: adapters are trained with use_peft alone. Add --use_peft.")
 
-    def quantization(self, training: NormAlignConfig) -> BitsAndBytesConfig | None:
-        """TRL's, with products in the precision of the steps, whatever `dtype` is."""
-        return get_quantization_config(replace(self, dtype=autocast_dtype(training) or "float32"))
+    @property
+    def quantization(self) -> BitsAndBytesConfig | None:
+        """TRL's, but that [`load_model`] sets the precision of products, which TRL takes from `dtype`."""
+        return get_quantization_config(replace(self, dtype="float32"))
 
 
 def autocast_dtype(training: NormAlignConfig) -> Literal["bfloat16", "float16"] | None:

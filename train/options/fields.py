@@ -52,6 +52,7 @@ class TrainingOptions:
     weight_decay: float = option(None, "Weight decay; never of gain, biases, norms.")
     seed: int = option(None, "Random seed.")
     bf16: bool | None = flag("Whether to multiply in bfloat16. Default: as the resumed run, or if it is fast here.")
+    fp16: bool | None = flag("The same in float16. Default: on a GPU without bfloat16, if hidden states are small.")
     max_length: int | None = option(2048, "Rows with more tokens, image tokens included, are dropped and counted.")
     use_cpu: bool | None = flag("Whether to train on the CPU. Default: if there is no accelerator.")
     dataset_num_proc: int | None = option(None, "Processes that read and check the rows. Default: one for each core.")
@@ -109,7 +110,7 @@ class ModelOptions:
 
     model_name_or_path: str | None = option(None, "Checkpoint: a folder that `normalign build` made, or a Hub id.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "Of frozen modules; what is trained is float32. auto: the checkpoint's own, if steps autocast."
+        "auto", "Of what is frozen; what is trained is float32. auto: the checkpoint's own, if steps autocast to it."
     )
     use_peft: bool = option(False, "Train LoRA adapters in place of the language model.")
     lora_r: int = option(16, "Rank of the adapters.")
