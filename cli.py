@@ -416,6 +416,6 @@ def demo(
 ) -> None:
     """Ask a checkpoint about images in the browser, and see where it looks."""
     with errors_for_people(extra="demo"):
-        from .hub_cards.space.local import run_demo
+        from .hub_cards.demo import run_demo
 
         run_demo(checkpoint, host=host, port=port)
