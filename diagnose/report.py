@@ -1,11 +1,14 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a diagnosis found: the dataclasses that `report.json` is made of. docs/report.md defines states and layers.
+"""What a diagnosis found: the dataclasses that `report.json` is made of, and how their numbers are written.
+
+docs/report.md defines states and layers.
 
 Equations, tables, figures and appendices are the paper's.
 """
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,6 +167,26 @@ class Report:
     left_out: list[str] = field(default_factory=list)  # what was not measured and why
     norm: str | None = None  # "layer_norm", "rms_norm" or "none" for models of this package
 
+    @property
+    def has_norm(self) -> bool:
+        """Whether it is a model of this package with the norm after its projector."""
+        return self.norm not in (None, "none")
+
+    @property
+    def entry_ratio(self) -> float | None:
+        """Norm of visual tokens over that of text, as received: of the vocabulary or, without one, of the data."""
+        return self.interface.ratio if self.interface.ratio is not None else self.interface.ratio_data
+
+    @property
+    def asymmetry(self) -> float | None:
+        """Mean rotation of visual tokens over that of text tokens, if it was measured."""
+        return self.depth.asymmetry if self.depth else None
+
+    @property
+    def layers(self) -> int:
+        """How many layers the decoder has; 0 if depth was not measured."""
+        return len(self.depth.rotation["visual"].mean) if self.depth else 0
+
 
 def report_json(content: dict[str, Any]) -> str:
     """The text of `report.json`: a line for each key, since maps with a number on each line would fill thousands.
@@ -183,3 +206,28 @@ class Drawing:
     title: str
     caption: str
     section: str  # "interface", "depth", "dynamics", "attention" or "theory"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """`value` with `digits` significant digits, whole numbers in full; an en dash if there is no finite value."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    if exponent < -4:
+        return f"{value:.{digits - 1}e}".replace("-", "−")
+    return f"{value:,.{max(digits - 1 - exponent, 0)}f}".replace("-", "−")
+
+
+def spread(moments: Moments | EmbeddingTable | None, digits: int = 4) -> str:
+    """Mean and standard deviation, as [`number`] writes them."""
+    return f"{number(moments.mean, digits)} ± {number(moments.std, digits)}" if moments else "–"
+
+
+def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
+    """`value` and one digit of its standard error; `value` alone with `digits` digits if there is none."""
+    if value is None or not error:
+        return number(value, digits)
+    places = max(0, -math.floor(math.log10(error)))
+    return f"{value:.{places}f} ± {error:.{places}f}"

@@ -26,7 +26,7 @@ from ..errors import Console, check_installed, escaped
 from ..html_tables import html_paragraph, html_table
 from .data import Samples, batches, image_batches, load_samples
 from .figures import draw
-from .findings import findings
+from .findings import findings, verdict
 from .load import Found, find, load
 from .measure.attention import attention_maps
 from .measure.dynamics import read_dynamics, read_training_log
@@ -36,7 +36,6 @@ from .measure.positions import tokenizer_ids
 from .measure.probe import probe
 from .page.write import write_page
 from .report import PAGE, REPORT, SCHEMA_VERSION, Attention, Report, report_json
-from .verdict import verdict
 
 
 FOLDER = "diagnostics"

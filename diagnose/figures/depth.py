@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..measure.theory import predicted_rotation
-from ..report import Curve, Drawing
-from ..verdict import number
+from ..report import Curve, Drawing, number
 from .style import COLORS, MARKERS, Shown, Sketch, compare, layer_axis, legend, log_scale, new_figure, tidy
 
 
