@@ -96,7 +96,7 @@ def build(
                 str(vision), str(language), output, arm=arm, norm=norm, select_strategy=select_strategy,
                 feature_layer=-2 if feature_layer is None else feature_layer, chat_template=chat_template, dtype=dtype,
             )  # fmt: skip
-    Console().print(report.table())
+    Console().print(report)
     if report.generation_marks:
         _print_next_command(output, "build")
 
@@ -214,7 +214,7 @@ def merge(
 
         report = merge_adapter(adapter, output, base=base, base_quantization=base_quantization, dtype=dtype)
         refresh_card(output)
-    Console().print(report.table())
+    Console().print(report)
     _print_next_command(output)
 
 

@@ -19,7 +19,7 @@ from ..checkpoint.loading import loading
 from ..checkpoint.names import BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..html_tables import html_table
+from ..errors import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .adapter import open_adapter
 from .build import torch_dtype
@@ -33,7 +33,7 @@ TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class MergeReport:
+class MergeReport(Printed):
     """What `normalign merge` prints.
 
     Attributes:
@@ -49,8 +49,8 @@ class MergeReport:
     dtype: str
     difference: float
 
-    def table(self) -> Table:
-        """The report, for `rich.console.Console.print`."""
+    def renderable(self) -> Table:
+        """The report as a table."""
         table = Table(title="Merged checkpoint", show_header=False)
         table.add_row("adapter", self.adapter)
         table.add_row("base", f"{self.base} ({self.quantization or 'not quantized'} in training)")
@@ -58,9 +58,6 @@ class MergeReport:
         table.add_row("largest difference of logits", f"{self.difference:.2g}")
         table.add_row("written to", self.output)
         return table
-
-    def _repr_html_(self) -> str:
-        return html_table(self.table())
 
 
 def merge_adapter(

@@ -21,7 +21,7 @@ from rich.table import Table
 from scipy import stats
 
 from ..checkpoint.files import atomic_write
-from ..html_tables import html_table
+from ..errors import Printed
 from .paper_columns import columns
 from .results import FOLDER, Evaluation, read_evaluations
 
@@ -70,11 +70,12 @@ class Difference:
         return self.score - self.reference
 
 
-class Comparison(list[Difference]):
-    """What [`compare`] found, which a notebook shows as [`render`] does."""
+class Comparison(list[Difference], Printed):
+    """What [`compare`] found, printed and shown in a notebook as by [`render`]."""
 
-    def _repr_html_(self) -> str:
-        return html_table(render(self))
+    def renderable(self) -> Table:
+        """The table of [`render`]."""
+        return render(self)
 
 
 def read_arm(argument: str) -> Arm:
