@@ -113,7 +113,7 @@ def _names(given: list[str] | None) -> list[str]:
 
 @app.command()
 def gain(
-    model: Annotated[str, typer.Argument(help="Folder, .gguf file or Hub id.")],
+    model: Annotated[str, typer.Argument(help="Folder, .safetensors file or Hub id.")],
     top: Annotated[int, typer.Option(metavar="N", min=0, help="How many tokens of largest norm to list.")] = 10,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     critical: Annotated[bool, typer.Option("--critical", help="Run it, and predict where rotation falls.")] = False,
@@ -287,7 +287,7 @@ def compare(
     models: Annotated[
         list[str], typer.Argument(help="Evaluated checkpoints: FOLDER, or NAME=FOLDER,FOLDER,... for several seeds.")
     ],
-    output: Annotated[Path, typer.Option(help="Folder for comparison.json and comparison.png.")] = Path("comparison"),
+    output: Annotated[Path, typer.Option(help="Folder for comparison.json.")] = Path("comparison"),
 ) -> None:
     """Compare evaluated models with the first one, over the same questions, with intervals."""
     with errors_for_people(extra="evaluate"):

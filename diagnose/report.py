@@ -10,7 +10,11 @@ Equations, tables, figures and appendices are the paper's.
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from ..assembly.gain import EmbeddingStatistics
 
 
 SCHEMA_VERSION = 1
@@ -89,26 +93,6 @@ class Depth:
 
 
 @dataclass(frozen=True)
-class TopToken:
-    """A row of an embedding matrix: its id, its text (None without a tokenizer), its L2 norm as stored."""
-
-    id: int
-    text: str | None
-    norm: float
-
-
-@dataclass(frozen=True)
-class EmbeddingTable:
-    """Norms of the rows of a language model's embedding matrix, as stored, and the largest (tables 6 to 8)."""
-
-    model: str  # whose matrix it is
-    mean: float
-    std: float
-    rows: int  # without zeros and the image token
-    top: list[TopToken]  # rows of largest norm, largest first
-
-
-@dataclass(frozen=True)
 class Gain:
     """Gain and bias of the norm after the projector (table 5); the gain started from `start`, the bias from 0."""
 
@@ -158,7 +142,7 @@ class Report:
     tokens: dict[str, int] = field(default_factory=dict)  # number by kind
     interface: Interface = field(default_factory=Interface)
     depth: Depth | None = None
-    embeddings: EmbeddingTable | None = None
+    embeddings: "EmbeddingStatistics | None" = None  # of the language model's embedding matrix
     gain: Gain | None = None
     dynamics: list[DynamicsStep] = field(default_factory=list)  # recorded by `normalign train --probe_steps`
     attention: list[Attention] = field(default_factory=list)  # of the first questions
@@ -220,7 +204,7 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:,.{max(digits - 1 - exponent, 0)}f}".replace("-", "−")
 
 
-def spread(moments: Moments | EmbeddingTable | None, digits: int = 4) -> str:
+def spread(moments: "Moments | EmbeddingStatistics | None", digits: int = 4) -> str:
     """Mean and standard deviation, as [`number`] writes them."""
     return f"{number(moments.mean, digits)} ± {number(moments.std, digits)}" if moments else "–"
 

@@ -154,26 +154,6 @@ def dynamics(models: Sequence[Shown]) -> Sketch | None:
     return figure, Drawing("dynamics.png", "Training dynamics", caption, "dynamics")
 
 
-def training(models: Sequence[Shown]) -> Sketch | None:
-    """Norms of tokens that `normalign train` logged over steps; None if none were."""
-    logged = [model for model in models if "norm/text" in model.report.training]
-    if not logged:
-        return None
-    figure = new_figure(3.0, "Norms of tokens during training")
-    axes = figure.subplots()
-    for model in logged:
-        for kind in MODALITIES:
-            if points := model.report.training.get(f"norm/{kind}"):
-                style = model.line(kind) | {"markersize": 3}
-                axes.plot(*zip(*points, strict=True), label=f"{kind}, {model.label}", **style)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    tidy(axes, "optimizer step", "L2 norm")
-    legend(figure, axes, len(logged))
-    caption = "Means over the tokens of each logged step, as they enter the first decoder layer."
-    return figure, Drawing("training.png", "Norms during training", caption, "dynamics")
-
-
 def by_layer(models: Sequence[Shown], quantity: str, title: str, label: str, factor: float = 1.0) -> Figure:
     """A figure of the field `quantity` of each model's `Depth`, times `factor`, over layers."""
     figure = new_figure(4.2, title)
