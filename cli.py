@@ -97,7 +97,7 @@ def build(
                 str(vision), str(language), output, arm=arm, norm=norm, select_strategy=select_strategy,
                 feature_layer=-2 if feature_layer is None else feature_layer, chat_template=chat_template, dtype=dtype,
             )  # fmt: skip
-    Console().print(report.table())
+    Console().print(report)
     if report.generation_marks:
         _print_next_command(output, "build")
 
@@ -114,7 +114,7 @@ def _names(given: list[str] | None) -> list[str]:
 
 @app.command()
 def gain(
-    model: Annotated[str, typer.Argument(help="Folder, .gguf file or Hub id.")],
+    model: Annotated[str, typer.Argument(help="Folder, .safetensors file or Hub id.")],
     top: Annotated[int, typer.Option(metavar="N", min=0, help="How many tokens of largest norm to list.")] = 10,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     critical: Annotated[bool, typer.Option("--critical", help="Run it, and predict where rotation falls.")] = False,
@@ -216,7 +216,7 @@ def merge(
 
         report = merge_adapter(adapter, output, base=base, base_quantization=base_quantization, dtype=dtype)
         refresh_card(output)
-    Console().print(report.table())
+    Console().print(report)
     _print_next_command(output)
 
 
@@ -289,7 +289,7 @@ def compare(
     models: Annotated[
         list[str], typer.Argument(help="Evaluated checkpoints: FOLDER, or NAME=FOLDER,FOLDER,... for several seeds.")
     ],
-    output: Annotated[Path, typer.Option(help="Folder for comparison.json and comparison.png.")] = Path("comparison"),
+    output: Annotated[Path, typer.Option(help="Folder for comparison.json.")] = Path("comparison"),
 ) -> None:
     """Compare evaluated models with the first one, over the same questions, with intervals."""
     with errors_for_people(extra="evaluate"):
@@ -418,6 +418,6 @@ def demo(
 ) -> None:
     """Ask a checkpoint about images in the browser, and see where it looks."""
     with errors_for_people(extra="demo"):
-        from .hub_cards.space.local import run_demo
+        from .hub_cards.demo import run_demo
 
         run_demo(checkpoint, host=host, port=port)

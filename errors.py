@@ -18,6 +18,8 @@ from typing import Any
 
 import rich.console
 import typer
+from rich.console import ConsoleOptions, RenderableType
+from rich.jupyter import JupyterMixin
 from rich.segment import Segment
 from rich.text import Text
 
@@ -34,6 +36,17 @@ class Console(rich.console.Console):
     def render(self, renderable, options=None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=escaped(segment.text))
+
+
+class Printed(JupyterMixin):
+    """What a terminal prints and a notebook shows as its `renderable()`, foreign text as [`Console`] prints it."""
+
+    def renderable(self) -> RenderableType:
+        """What `rich` prints of it."""
+        raise NotImplementedError
+
+    def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> Iterable[Segment]:
+        return Console().render(self.renderable(), options)
 
 
 def escaped(text: str) -> str:

@@ -25,7 +25,7 @@ from ..checkpoint.names import BUILD_RECORD
 from ..checkpoint.opening import Checkpoint, check_processor, open_checkpoint
 from ..checkpoint.provenance import licence_of
 from ..configuration_normalign_llava import NormAlignLlavaConfig
-from ..html_tables import html_table
+from ..errors import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
 from .chat_template import has_generation_marks
 from .parts import (
@@ -63,7 +63,7 @@ ARM_FIELDS = ("projector_norm", "projector_gain_init", "gradient_compensation")
 
 
 @dataclass(frozen=True)
-class BuildReport:
+class BuildReport(Printed):
     """What `normalign build` prints, and writes into `build.json`.
 
     Attributes:
@@ -91,8 +91,8 @@ class BuildReport:
     licenses: dict[str, dict[str, str | None] | None]
     from_llava: bool
 
-    def table(self) -> Table:
-        """The report, for `rich.console.Console.print`."""
+    def renderable(self) -> Table:
+        """The report as a table."""
         table = Table(title="NormAlign-LLaVA checkpoint", show_header=False)
         table.add_row("vision encoder", f"{self.vision} ({self.vision_parameters / 1e6:.1f} M parameters)")
         table.add_row("projector and norm", f"{self.projector_parameters / 1e6:.2f} M parameters")
@@ -103,9 +103,6 @@ class BuildReport:
         table.add_row("visual tokens per image", str(self.tokens_per_image))
         table.add_row("written to", self.output)
         return table
-
-    def _repr_html_(self) -> str:
-        return html_table(self.table())
 
 
 def build_checkpoint(

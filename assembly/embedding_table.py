@@ -8,14 +8,13 @@ files only, and `huggingface_hub` does not tell how long the header is, from whi
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
 from huggingface_hub import HfApi, HfFileSystem
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
 
 from ..checkpoint.find import find_model
@@ -23,7 +22,6 @@ from ..checkpoint.loading import AGAIN, loading
 from ..checkpoint.names import INDEX, PICKLES, WEIGHTS
 from ..checkpoint.opening import Checkpoint
 from ..checkpoint.untrusted import check_files, check_inside, json_object, shards
-from ..errors import check_installed
 from ..modeling_normalign_llava import embedding_row_norms
 
 
@@ -65,10 +63,6 @@ def read_embeddings(model: str, revision: str | None = None) -> EmbeddingRows:
         for name in files:
             check_inside(folder / name)
     weights = _weight_file(model, files)
-    if weights.endswith(".gguf"):
-        if not path.exists():
-            raise ValueError(f"{model} has GGUF weights only, which cannot be read in part. Download {weights} first.")
-        return _gguf(folder / weights)
     source = str(folder) if path.exists() else model
     opened, text_of = Checkpoint(source, commit, check_files(source, commit)), _token_text(source, commit)
     config = opened.config if opened.model_type in CONFIG_MAPPING else None  # None: transformers does not know it
@@ -87,14 +81,15 @@ def _weight_file(model: str, files: list[str]) -> str:
     for standard in (INDEX, WEIGHTS):
         if standard in files:
             return standard
-    for suffix in (".safetensors", ".gguf"):
-        found = [name for name in files if name.endswith(suffix)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise ValueError(f"{model} has {len(found)} {suffix} files and no index: {', '.join(found)}. Name one.")
+    found = [name for name in files if name.endswith(".safetensors")]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"{model} has {len(found)} .safetensors files and no index: {', '.join(found)}. Name one.")
+    if any(name.endswith(".gguf") for name in files):
+        raise ValueError(f"{model} has GGUF weights, which are not read. Name the checkpoint that they come from.")
     raise ValueError(
-        f"{model} has no weights in safetensors or GGUF among {', '.join(files) or 'no files'}. Pickled weights "
+        f"{model} has no weights in safetensors among {', '.join(files) or 'no files'}. Pickled weights "
         f"(*{', *'.join(PICKLES)}) run code when read: load the model where you trust it, and save it again."
     )
 
@@ -134,32 +129,6 @@ def _safetensors(model: str, file: BinaryIO, where: str) -> tuple[str, Tensor, i
         content = bytearray(file.read(min(step, rows - first) * width * dtype.itemsize))
         norms.append(embedding_row_norms(torch.frombuffer(content, dtype=dtype).view(-1, width)))
     return name, torch.cat(norms), width
-
-
-def _gguf(path: Path) -> EmbeddingRows:
-    check_installed("gguf", "gguf", f"Reading {path}")
-    from gguf import GGUFReader, dequantize
-
-    with loading(str(path)):
-        reader = GGUFReader(path)
-    tensor = next((tensor for tensor in reader.tensors if tensor.name == "token_embd.weight"), None)
-    if tensor is None:
-        raise ValueError(f"{path} has no token embedding (token_embd.weight). Name the GGUF file of a language model.")
-    width = int(tensor.shape[0])
-    chunk = max(1, _CHUNK_BYTES // (4 * width))
-    parts = (tensor.data[start : start + chunk] for start in range(0, len(tensor.data), chunk))
-    with loading(str(path)):
-        norms = [embedding_row_norms(torch.tensor(dequantize(part, tensor.tensor_type))) for part in parts]
-
-    architecture = reader.fields["general.architecture"].contents()
-    config: PreTrainedConfig | None = None
-    with suppress(ValueError):  # names that only llama.cpp knows
-        config = AutoConfig.for_model(architecture)
-        config.get_text_config().hidden_size = width
-        if multiplier := reader.fields.get(f"{architecture}.embedding_scale"):
-            config.get_text_config().embedding_multiplier = multiplier.contents()
-    tokens = reader.fields.get("tokenizer.ggml.tokens")
-    return EmbeddingRows(tensor.name, torch.cat(norms), width, config, lambda row: tokens and tokens.contents(row))
 
 
 def _token_text(source: str, revision: str | None) -> TokenText:

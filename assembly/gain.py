@@ -14,38 +14,48 @@ from .embedding_table import EmbeddingRows, read_embeddings
 
 
 @dataclass(frozen=True)
+class TopToken:
+    """A row of an embedding matrix: its id, its text (None without a tokenizer), its L2 norm as stored."""
+
+    id: int
+    text: str | None
+    norm: float
+
+
+@dataclass(frozen=True)
 class EmbeddingStatistics:
-    """Norms of a token-embedding matrix `(V, d)`, and the gain that follows from them.
+    """Norms of a token-embedding matrix `(V, d)`, and the gain that follows from them (tables 6 to 8).
 
     Rows that are all zero, the image token's row and vocabulary padding that repeats it do not count.
 
     Attributes:
-        model: What was measured.
-        tensor: Name of its embedding tensor.
+        model: Whose matrix it is.
+        mean, std: Mean and standard deviation of the L2 norms of the rows as stored.
+        rows: How many rows count.
+        top: The rows of largest norm, largest first.
+        tensor: Name of the embedding tensor; empty for a model in memory.
         model_type: The language model's; None without a configuration that transformers knows (`scale` is then 1).
         n_text: N_text, the mean norm with which text embeddings enter the decoder (eq. 11).
         gain: The start of the projector's gain: N_text / sqrt(d), without a factor that the language model applies to
             visual tokens too (Granite).
-        scale: The factor on text embeddings on their way into the decoder: `n_text = scale * raw_mean`.
-        raw_mean, std: Mean and standard deviation of the L2 norms of the rows as stored.
-        rows, zero_rows, excluded_rows: V, how many are all zero, how many belong to the image token.
+        scale: The factor on text embeddings on their way into the decoder: `n_text = scale * mean`.
+        zero_rows, excluded_rows: How many rows are all zero, and how many belong to the image token.
         hidden_size: d.
-        top: Token id, text (None without a tokenizer) and norm as stored of the rows with the largest norms.
     """
 
     model: str
+    mean: float
+    std: float
+    rows: int
+    top: list[TopToken]
     tensor: str
     model_type: str | None
     n_text: float
     gain: float
     scale: float
-    raw_mean: float
-    std: float
-    rows: int
     zero_rows: int
     excluded_rows: int
     hidden_size: int
-    top: list[tuple[int, str | None, float]]
 
     def tables(self) -> list[Table]:
         """Tables for the terminal: the numbers, and the tokens with the largest norms if `top` has any."""
@@ -56,15 +66,15 @@ class EmbeddingStatistics:
             ("language model", self.model_type or "unknown"),
             ("N_text, entering the decoder", f"{self.n_text:.3f}"),
             ("scale on the way in", scale),
-            ("row norm as stored, mean and std", f"{self.raw_mean:.4g}, {self.std:.4g}"),
-            ("rows (all zero; excluded)", f"{self.rows:,} ({self.zero_rows:,}; {self.excluded_rows:,})"),
+            ("row norm as stored, mean and std", f"{self.mean:.4g}, {self.std:.4g}"),
+            ("rows counted (all zero; image token)", f"{self.rows:,} ({self.zero_rows:,}; {self.excluded_rows:,})"),
             ("d", f"{self.hidden_size:,}"),
             ("gain", f"{self.gain:.4f}"),
         ):
             figures.add_row(name, value)
         tokens = Table("id", "token", "norm", title="Tokens of largest norm")
-        for token_id, text, norm in self.top:
-            tokens.add_row(str(token_id), "" if text is None else repr(text), f"{norm:.3f}")
+        for token in self.top:
+            tokens.add_row(str(token.id), "" if token.text is None else repr(token.text), f"{token.norm:.3f}")
         return [figures, tokens] if self.top else [figures]
 
 
@@ -82,8 +92,8 @@ def embedding_statistics(model: str, *, top: int = 10, revision: str | None = No
     """Measures the token embeddings of a language model, a LLaVA or a NormAlign-LLaVA; reads no other tensor.
 
     Args:
-        model: Folder with safetensors, sharded or not, or with one GGUF file; the path of such a file; or a Hub
-            repository with safetensors, of whose weights only the embeddings are fetched.
+        model: Folder with safetensors, sharded or not; the path of such a file; or a Hub repository, of whose weights
+            only the embeddings are fetched.
         top: How many tokens with the largest norms to name.
         revision: Branch, tag or commit of the Hub repository.
 
@@ -100,20 +110,21 @@ def statistics_of(read: EmbeddingRows, model: str, top: int) -> EmbeddingStatist
     text_config = None if config is None else config.get_text_config()
     scale_text, scale_all = (1.0, 1.0) if text_config is None else embedding_scales(text_config)
     counts = counted_rows(norms, getattr(config, "image_token_id", None))
-    raw_mean = mean_embedding_norm(norms, (~counts).nonzero().flatten().tolist())
+    mean = mean_embedding_norm(norms, (~counts).nonzero().flatten().tolist())
     largest = norms.where(counts, -1.0).topk(min(top, int(counts.sum())))
+    top_rows = zip(*(each.tolist() for each in largest), strict=True)
     return EmbeddingStatistics(
         model=model,
+        mean=mean,
+        std=norms[counts].std(correction=0).item(),
+        rows=int(counts.sum()),
+        top=[TopToken(row, text_of(row), norm) for norm, row in top_rows],
         tensor=tensor,
         model_type=None if text_config is None else text_config.model_type,
-        n_text=raw_mean * scale_text * scale_all,
-        gain=raw_mean * scale_text / hidden_size**0.5,
+        n_text=mean * scale_text * scale_all,
+        gain=mean * scale_text / hidden_size**0.5,
         scale=scale_text * scale_all,
-        raw_mean=raw_mean,
-        std=norms[counts].std(correction=0).item(),
-        rows=len(norms),
         zero_rows=int((norms == 0).sum()),
         excluded_rows=int((norms != 0).sum() - counts.sum()),
         hidden_size=hidden_size,
-        top=[(row, text_of(row), norm) for norm, row in zip(*(each.tolist() for each in largest), strict=True)],
     )

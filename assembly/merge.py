@@ -28,7 +28,7 @@ from ..checkpoint.loading import loading
 from ..checkpoint.names import BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint
 from ..checkpoint.weights import check_space, save_settings, size_of, write_weights
-from ..html_tables import html_table
+from ..errors import Printed
 from .adapter import Adapter, open_adapter, put_on_meta
 from .base_tensors import NORM, BaseTensors, on_meta
 from .build import torch_dtype
@@ -42,7 +42,7 @@ TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class MergeReport:
+class MergeReport(Printed):
     """What `normalign merge` prints.
 
     Attributes:
@@ -59,8 +59,8 @@ class MergeReport:
     dtype: str
     difference: float
 
-    def table(self) -> Table:
-        """The report, for `rich.console.Console.print`."""
+    def renderable(self) -> Table:
+        """The report as a table."""
         table = Table(title="Merged checkpoint", show_header=False)
         table.add_row("adapter", self.adapter)
         table.add_row("base", f"{self.base} ({self.quantization or 'not quantized'} in training)")
@@ -68,9 +68,6 @@ class MergeReport:
         table.add_row("largest difference of outputs", f"{self.difference:.2g}")
         table.add_row("written to", self.output)
         return table
-
-    def _repr_html_(self) -> str:
-        return html_table(self.table())
 
 
 def merge_adapter(

@@ -1,27 +1,28 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The paper's claims one by one, and whether what was measured agrees."""
+"""What was measured, in words: the main numbers, and whether they agree with each of the paper's claims.
+
+It is never about how good answers are.
+"""
 
 import math
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from .report import Curve, Report
-from .verdict import (
-    EQUAL,
-    asymmetry,
-    asymmetry_with_error,
-    change,
-    entry_ratio,
-    has_norm,
-    number,
-    same_rotation,
-    with_error,
-)
+from .report import Curve, Report, number, spread, with_error
 
+
+EQUAL = 1.25
+"""Two sizes within this factor of each other count as equal: ratios from 0.8 to 1.25."""
+
+EQUAL_ROTATION = 1.1
+"""Two rotations within this factor of each other count as equal if no standard error is known."""
 
 EQUAL_ANGLE = 10.0
 """Angles that differ by at most this many degrees count as equal."""
+
+NO_CHANGE = 1.05
+"""A ratio is nearer to 1 than another if its distance from 1 is smaller by more than this factor."""
 
 NO_CHANGE_ENTROPY = 0.01
 """Attention is less diffuse if its entropy, of at most 1, is lower by more than this."""
@@ -39,14 +40,40 @@ class Finding:
     sentence: str
 
 
+def verdict(report: Report, against: Report | None = None) -> list[str]:
+    """One or two sentences for the top of the page: the main numbers, and how they compare.
+
+    They are compared with `against` or, without it, with the paper's claims.
+    """
+    interface, ratio = report.interface, report.entry_ratio
+    if ratio is not None:
+        enter = f"Visual tokens enter the decoder at {number(ratio, 2)} × the norm of text"
+        rotate = f"rotate {_rotation(report)} × as much as text in each layer"
+        sentences = [f"{enter} and {rotate} (mean over layers 1 to {report.layers - 1})."]
+        checked = [each.outcome for each in findings(report) if each.outcome in ("agrees", "disagrees", "unclear")]
+        if checked and (against is None or against.entry_ratio is None):
+            agree = f"{checked.count('agrees')} of the {len(checked)}"
+            sentences.append(f"The measurement agrees with {agree} claims of the paper that it can check.")
+    elif interface.vocabulary is not None:
+        gain = number(interface.vocabulary.mean / math.sqrt(report.hidden_size), 3)
+        sentences = [
+            f"Text embeddings enter the language model with a norm of {spread(interface.vocabulary, 3)}; there are no "
+            f"visual tokens. For these to match, the gain would start from N_text / sqrt(d) = {gain}."
+        ]
+    else:
+        norm = spread(interface.encoder_output, 3)
+        sentences = [f"The encoder's tokens have a norm of {norm}; there is no text."]
+    return sentences if against is None else [*sentences, _compared(report, against)]
+
+
 def findings(report: Report, against: Report | None = None) -> list[Finding]:
     """The paper's claims, each with what was measured here.
 
     Claims about models without the norm are checked on `against` if only `report` has the norm. "Larger" and "as
-    large" are as `EQUAL` says, the "same angle" as `EQUAL_ANGLE`, "rotate as much" as [`same_rotation`], "nearer" as
+    large" are as `EQUAL` says, the "same angle" as `EQUAL_ANGLE`, "rotate as much" as [`_same_rotation`], "nearer" as
     `NO_CHANGE`, "less diffuse" as `NO_CHANGE_ENTROPY`.
     """
-    treated = against is not None and has_norm(report) and not has_norm(against)
+    treated = against is not None and report.has_norm and not against.has_norm
     subject = against if against is not None and treated else report
     claims = [
         ("RQ1: out of the encoder, visual tokens are larger than text embeddings.", _disparity),
@@ -70,7 +97,7 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
         ("Figure 4b: with the norm, their rotations are nearer to each other.", _remedy_rotations),
         ("Appendix G: with the norm, attention to the image is less diffuse.", _remedy_focus),
     ):
-        if not has_norm(report):
+        if not report.has_norm:
             outcome, sentence = ("does not apply", "The model has no norm after its projector.")
         elif against is None or not treated:
             outcome, sentence = ("not measured", "A model without the norm is needed to compare with.")
@@ -79,6 +106,35 @@ def findings(report: Report, against: Report | None = None) -> list[Finding]:
             outcome, sentence = compare(report, against) or unmeasured
         found.append(Finding(claim, outcome, sentence))
     return found
+
+
+def _compared(report: Report, against: Report) -> str:
+    parts = []
+    for what, name in (("norm", "entry_ratio"), ("rotation", "asymmetry")):
+        new, old = getattr(report, name), getattr(against, name)
+        if new is not None and old is not None:
+            parts.append(f"their {what} is {number(new, 2)} × that of text instead of {number(old, 2)} ×")
+    for what, name in (("text embeddings", "vocabulary"), ("the encoder's tokens", "encoder_output")):
+        norms = [getattr(each.interface, name) for each in (report, against)]
+        if not parts and None not in norms:
+            parts.append(f"{what} have a norm of {number(norms[0].mean, 3)} instead of {number(norms[1].mean, 3)}")
+    if not parts:
+        return f"Nothing was measured of both this model and {against.model}."
+    return f"Compared with {against.model}, {' and '.join(parts)}."
+
+
+def _rotation(report: Report) -> str:
+    """The asymmetry in as many digits as its standard error allows, or two if that is not known."""
+    return with_error(report.asymmetry, report.depth.asymmetry_error if report.depth else None)
+
+
+def _same_rotation(report: Report) -> bool:
+    """Whether the asymmetry cannot be told from 1: by two standard errors or, without one, by `EQUAL_ROTATION`."""
+    assert report.depth is not None and report.depth.asymmetry is not None
+    ratio, error = report.depth.asymmetry, report.depth.asymmetry_error
+    if error is not None:
+        return abs(ratio - 1) <= 2 * error
+    return 1 / EQUAL_ROTATION <= ratio <= EQUAL_ROTATION
 
 
 def _disparity(report: Report) -> Checked:
@@ -91,31 +147,31 @@ def _disparity(report: Report) -> Checked:
 
 
 def _projector(report: Report) -> Checked:
-    if has_norm(report):
+    if report.has_norm:
         return "does not apply", "A norm follows the projector, so the projector's own scale has no effect."
-    if (ratio := entry_ratio(report)) is None:
+    if (ratio := report.entry_ratio) is None:
         return None
     return _agrees(ratio > EQUAL), f"Visual tokens enter the decoder at {number(ratio, 2)} × the norm of text."
 
 
 def _asymmetry(report: Report) -> Checked:
-    ratio, rotation = entry_ratio(report), asymmetry(report)
+    ratio, rotation = report.entry_ratio, report.asymmetry
     if report.depth is None or ratio is None or rotation is None:
         return None
-    sentence = f"They rotate {asymmetry_with_error(report)} × as much as text."
+    sentence = f"They rotate {_rotation(report)} × as much as text."
     if ratio <= EQUAL:
         return "does not apply", f"Visual tokens are not larger here. {sentence}"
-    if same_rotation(report):
+    if _same_rotation(report):
         return "unclear" if report.depth.asymmetry_error else "disagrees", sentence
     return _agrees(rotation < 1), sentence
 
 
 def _vocabulary(report: Report) -> Checked:
-    ratio, rotation = entry_ratio(report), asymmetry(report)
+    ratio, rotation = report.entry_ratio, report.asymmetry
     if ratio is None or rotation is None:
         return None
     sentence = f"They enter at {number(ratio, 2)} × the norm of text and rotate {number(rotation, 2)} × as much."
-    return _agrees(ratio > EQUAL and same_rotation(report)), sentence
+    return _agrees(ratio > EQUAL and _same_rotation(report)), sentence
 
 
 def _update_size(report: Report) -> Checked:
@@ -135,7 +191,7 @@ def _update_angle(report: Report) -> Checked:
 
 
 def _bottom(report: Report) -> Checked:
-    if has_norm(report):
+    if report.has_norm:
         return "does not apply", "The claim is about models without the norm."
     biases = [fmean(each.bottom_bias) for each in report.attention if each.bottom_bias is not None]
     if not biases:
@@ -155,7 +211,7 @@ def _remedy_norms(report: Report, against: Report) -> Checked:
 
 
 def _remedy_rotations(report: Report, against: Report) -> Checked:
-    new, old = asymmetry(report), asymmetry(against)
+    new, old = report.asymmetry, against.asymmetry
     if new is None or old is None:
         return None
     sentence = f"Visual tokens rotate {number(new, 3)} × as much as text, {number(old, 3)} × without it."
@@ -184,7 +240,11 @@ def _above(value: float, threshold: float, error: float | None) -> str:
 
 
 def _nearer(new: float, old: float) -> str:
-    return {"nearer to": "agrees", "farther from": "disagrees"}.get(change(new, old), "no difference")
+    """Whether a ratio is nearer to 1 than `old`, on a logarithmic scale."""
+    now, before = (abs(math.log(ratio)) if ratio > 0 else math.inf for ratio in (new, old))
+    if now == before or abs(now - before) <= math.log(NO_CHANGE):
+        return "no difference"
+    return _agrees(now < before)
 
 
 def _agrees(agrees: bool) -> str:

@@ -1,13 +1,20 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a diagnosis found: the dataclasses that `report.json` is made of. docs/report.md defines states and layers.
+"""What a diagnosis found: the dataclasses that `report.json` is made of, and how their numbers are written.
+
+docs/report.md defines states and layers.
 
 Equations, tables, figures and appendices are the paper's.
 """
 
 import json
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from ..assembly.gain import EmbeddingStatistics
 
 
 SCHEMA_VERSION = 1
@@ -86,26 +93,6 @@ class Depth:
 
 
 @dataclass(frozen=True)
-class TopToken:
-    """A row of an embedding matrix: its id, its text (None without a tokenizer), its L2 norm as stored."""
-
-    id: int
-    text: str | None
-    norm: float
-
-
-@dataclass(frozen=True)
-class EmbeddingTable:
-    """Norms of the rows of a language model's embedding matrix, as stored, and the largest (tables 6 to 8)."""
-
-    model: str  # whose matrix it is
-    mean: float
-    std: float
-    rows: int  # without zeros and the image token
-    top: list[TopToken]  # rows of largest norm, largest first
-
-
-@dataclass(frozen=True)
 class Gain:
     """Gain and bias of the norm after the projector (table 5); the gain started from `start`, the bias from 0."""
 
@@ -155,7 +142,7 @@ class Report:
     tokens: dict[str, int] = field(default_factory=dict)  # number by kind
     interface: Interface = field(default_factory=Interface)
     depth: Depth | None = None
-    embeddings: EmbeddingTable | None = None
+    embeddings: "EmbeddingStatistics | None" = None  # of the language model's embedding matrix
     gain: Gain | None = None
     dynamics: list[DynamicsStep] = field(default_factory=list)  # recorded by `normalign train --probe_steps`
     attention: list[Attention] = field(default_factory=list)  # of the first questions
@@ -163,6 +150,26 @@ class Report:
     training: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)  # what was not measured and why
     norm: str | None = None  # "layer_norm", "rms_norm" or "none" for models of this package
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether it is a model of this package with the norm after its projector."""
+        return self.norm not in (None, "none")
+
+    @property
+    def entry_ratio(self) -> float | None:
+        """Norm of visual tokens over that of text, as received: of the vocabulary or, without one, of the data."""
+        return self.interface.ratio if self.interface.ratio is not None else self.interface.ratio_data
+
+    @property
+    def asymmetry(self) -> float | None:
+        """Mean rotation of visual tokens over that of text tokens, if it was measured."""
+        return self.depth.asymmetry if self.depth else None
+
+    @property
+    def layers(self) -> int:
+        """How many layers the decoder has; 0 if depth was not measured."""
+        return len(self.depth.rotation["visual"].mean) if self.depth else 0
 
 
 def report_json(content: dict[str, Any]) -> str:
@@ -183,3 +190,28 @@ class Drawing:
     title: str
     caption: str
     section: str  # "interface", "depth", "dynamics", "attention" or "theory"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """`value` with `digits` significant digits, whole numbers in full; an en dash if there is no finite value."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    if exponent < -4:
+        return f"{value:.{digits - 1}e}".replace("-", "−")
+    return f"{value:,.{max(digits - 1 - exponent, 0)}f}".replace("-", "−")
+
+
+def spread(moments: "Moments | EmbeddingStatistics | None", digits: int = 4) -> str:
+    """Mean and standard deviation, as [`number`] writes them."""
+    return f"{number(moments.mean, digits)} ± {number(moments.std, digits)}" if moments else "–"
+
+
+def with_error(value: float | None, error: float | None, digits: int = 2) -> str:
+    """`value` and one digit of its standard error; `value` alone with `digits` digits if there is none."""
+    if value is None or not error:
+        return number(value, digits)
+    places = max(0, -math.floor(math.log10(error)))
+    return f"{value:.{places}f} ± {error:.{places}f}"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from rich.console import Group
 from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
@@ -22,11 +23,10 @@ from transformers import PreTrainedModel, ProcessorMixin
 from ..assembly.build import torch_dtype
 from ..checkpoint.files import replaced_folder
 from ..data.rows.questions import Sample
-from ..errors import Console, escaped
-from ..html_tables import html_paragraph, html_table
+from ..errors import Console, Printed, escaped
 from .data import Samples, batches, image_batches, load_samples
 from .figures import draw
-from .findings import findings
+from .findings import findings, verdict
 from .load import Found, find, load, precision_of
 from .measure.attention import attention_maps
 from .measure.dynamics import read_dynamics, read_training_log
@@ -36,7 +36,6 @@ from .measure.positions import tokenizer_ids
 from .measure.probe import probe
 from .page.write import write_page
 from .report import PAGE, REPORT, SCHEMA_VERSION, Attention, Report, report_json
-from .verdict import verdict
 
 
 FOLDER = "diagnostics"
@@ -47,7 +46,7 @@ QUESTIONS, QUESTIONS_DRAWN = 16, 4
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Printed):
     """The reports of a model and its baseline, the verdict, and the folder that was written."""
 
     report: Report = field(repr=False)
@@ -55,12 +54,13 @@ class Diagnosis:
     verdict: list[str]
     folder: Path
 
-    def _repr_html_(self) -> str:
+    def renderable(self) -> Group:
+        """The verdict, what was left out, and the paper's claims."""
         claims = Table("the paper", "here", "measured")
         for each in findings(self.report, self.against):
             claims.add_row(each.claim, each.outcome, each.sentence)
         sentences = [*self.verdict, *self.report.left_out, f"Report: {self.folder / PAGE}"]
-        return "".join(map(html_paragraph, sentences)) + html_table(claims)
+        return Group(*sentences, claims)
 
 
 def diagnose(

@@ -22,7 +22,7 @@ from scipy import stats
 
 from ..checkpoint.files import atomic_write
 from ..checkpoint.precision import quantization_name
-from ..html_tables import html_table
+from ..errors import Printed
 from .paper_columns import columns
 from .results import FOLDER, Evaluation, read_evaluations
 
@@ -72,11 +72,12 @@ class Difference:
         return self.score - self.reference
 
 
-class Comparison(list[Difference]):
-    """What [`compare`] found, which a notebook shows as [`render`] does."""
+class Comparison(list[Difference], Printed):
+    """What [`compare`] found, printed and shown in a notebook as by [`render`]."""
 
-    def _repr_html_(self) -> str:
-        return html_table(render(self))
+    def renderable(self) -> Table:
+        """The table of [`render`]."""
+        return render(self)
 
 
 def read_arm(argument: str) -> Arm:
@@ -164,26 +165,9 @@ def render(differences: Sequence[Difference]) -> Table:
 
 
 def write(differences: Sequence[Difference], output: Path) -> None:
-    """Writes `comparison.json` and `comparison.png` into a folder."""
-    from matplotlib.figure import Figure
-
+    """Writes `comparison.json` into a folder."""
     with atomic_write(output / "comparison.json") as partial:
         partial.write_text(json.dumps([asdict(each) for each in differences], indent=2) + "\n", encoding="utf-8")
-    figure = Figure(figsize=(7, 1 + 0.5 * len(differences)), layout="constrained")
-    axes = figure.subplots()
-    for row, each in enumerate(reversed(differences)):
-        for interval, width, colour in ((each.over_seeds, 6, "lightgrey"), (each.over_questions, 2, "black")):
-            if interval:
-                axes.plot(interval, (row, row), linewidth=width, color=colour, solid_capstyle="butt")
-        axes.plot(each.value, row, "o", color="black")
-    axes.axvline(0, color="grey", linewidth=1)
-    names = [f"{each.task}\n{each.arm} - {each.against}" for each in reversed(differences)]
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(-0.6, len(names) - 0.4)
-    seeds = "; grey: over seeds" if any(each.over_seeds for each in differences) else ""
-    axes.set_xlabel(f"difference of scores, with 95 % intervals (black: over questions{seeds})")
-    with atomic_write(output / "comparison.png") as partial:
-        figure.savefig(partial, format="png", dpi=120)
 
 
 def over_questions(scores: np.ndarray, reference: np.ndarray) -> Interval:

@@ -34,9 +34,7 @@ from .results import Evaluation, Metric
 
 VISION = ("mmbench_en_dev", "mmstar", "pope", "seedbench_2_plus", "ocrbench", "scienceqa", "ai2d")
 TEXT = ("mmlu", "hellaswag")
-OFFLINE = tuple(
-    f"offline_{name}" for name in ("easy_vqa", "emoji", "presence", "counting", "sides", "perplexity", "definitions")
-)
+OFFLINE = ("offline_easy_vqa", "offline_emoji", "offline_perplexity")
 SUITES: dict[str, tuple[str, ...]] = {"paper": (*VISION, *TEXT), "vision": VISION, "text": TEXT, "offline": OFFLINE}
 """Tasks of each suite; `"paper"` has the paper's nine (table 4)."""
 
@@ -111,6 +109,8 @@ def chosen_tasks(
         if task not in manager.all_tasks:
             close = difflib.get_close_matches(task, manager.all_tasks, n=1)
             hint = f"Did you mean {close[0]}?" if close else "`lm-eval ls tasks` lists those of the harness."
+            if task.startswith("offline_"):
+                hint = f"That suite has {', '.join(OFFLINE)}; pope and mmstar ask what is in an image."
             raise ValueError(f"There is no task {task!r}. {hint}")
     if limit and "mmbench_en_dev" in chosen:
         raise ValueError("mmbench_en_dev asks each question several times, and a limit would cut them. Leave one out.")

@@ -19,7 +19,7 @@ from ..checkpoint.untrusted import json_object
 FOLDER, SUMMARY = "evaluation", "summary.json"
 """The folder within a checkpoint that holds its evaluations, and the file of their results."""
 
-TEXTS = ("offline_perplexity", "offline_definitions")  # which show what training made a model forget
+FORGETTING = "offline_perplexity"  # the task that shows what training made a model forget
 BEFORE = "before training"
 RISE = 0.1  # of bits per byte, above which text is called forgotten
 
@@ -120,7 +120,7 @@ def read_evaluations(checkpoint: Path) -> list[Evaluation]:
 
 
 def add_before(result: Evaluation, checkpoint: Path) -> None:
-    """Adds that before the first stage of training to the references of a result of `TEXTS`, if it is known.
+    """Adds that before the first stage of training to the references of a result of `FORGETTING`, if it is known.
 
     `training.json` names the checkpoint that each stage started from, without the folders above it. It is looked for
     beside `checkpoint`, and is the right one if its own `training.json` is the one recorded, or neither exists.
@@ -139,7 +139,7 @@ def add_before(result: Evaluation, checkpoint: Path) -> None:
 
 def forgotten(evaluations: Iterable[Evaluation], checkpoint: Path | None = None) -> str | None:
     """A sentence if bits per byte rose by more than `RISE`, or, of a trained `checkpoint`, if that is not known."""
-    of_text = [metric for each in evaluations if each.task == TEXTS[0] for metric in each.metrics]
+    of_text = [metric for each in evaluations if each.task == FORGETTING for metric in each.metrics]
     if metric := next((each for each in of_text if each.name == "bits_per_byte"), None):
         before = metric.references.get(BEFORE)
         if before and metric.value > (1 + RISE) * before:
@@ -150,7 +150,7 @@ def forgotten(evaluations: Iterable[Evaluation], checkpoint: Path | None = None)
         if not before and checkpoint and (checkpoint / TRAINING_RECORD).is_file():
             return (
                 "Whether it forgot text in training is not known: evaluate the model that it was trained from on "
-                f"{TEXTS[0]}, in the folder next to it, then run this again."
+                f"{FORGETTING}, in the folder next to it, then run this again."
             )
     return None
 

@@ -21,8 +21,8 @@ from .engine import SEED, SUITES, as_lm, chosen_tasks, run_task, save, saved_fil
 from .own_data import own_task
 from .results import (
     FOLDER,
+    FORGETTING,
     SUMMARY,
-    TEXTS,
     WEIGHTS,
     Evaluation,
     add_before,
@@ -140,10 +140,9 @@ def evaluate(
             console.print(f"{task} could not be run: {done.failed[task]}", style="red")
         else:
             kept[task] = result
-    for task in TEXTS:
-        if folder and task in kept:
-            add_before(kept[task], folder)
-            kept[task].write(output)
+    if folder and FORGETTING in kept:
+        add_before(kept[FORGETTING], folder)
+        kept[FORGETTING].write(output)
     done.results = [kept[task] for task in chosen if task in kept]
     done.note = forgotten(done.results, folder)
     return done

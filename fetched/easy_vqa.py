@@ -10,7 +10,6 @@ import io
 import json
 import random
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,16 +26,20 @@ from .fetch import unpack
 SYSTEM = "Answer briefly."
 EMOJI_QUESTION = "what is this?"
 EMOJI_TURNS = 2  # with an image each they make a row about as long as one of easy-VQA
-GROUPS = (
-    ("dog", "cat", "cow", "pig", "horse", "goat", "rooster", "donkey"),
-    ("monkey", "elephant", "bear", "tiger", "camel", "koala", "kangaroo", "gorilla"),
-    ("whale", "turtle", "dolphin", "crab", "shark", "lobster", "seal", "shell"),
-    ("apple", "banana", "lemon", "watermelon", "pear", "pineapple", "coconut", "avocado"),
-    ("pizza", "hamburger", "doughnut", "taco", "hotdog", "croissant", "pretzel", "waffle"),
-    ("taxi", "truck", "bike", "ambulance", "tractor", "helicopter", "scooter", "rocket"),
+EMOJI = (
+    "dog",
+    "cat",
+    "monkey",
+    "elephant",
+    "whale",
+    "turtle",
+    "apple",
+    "banana",
+    "pizza",
+    "hamburger",
+    "taxi",
+    "truck",
 )
-"""Objects that are often together; within a group, those named first are the most frequent."""
-EMOJI = tuple(name for group in GROUPS for name in group[:2])
 SHAPES = ("circle", "rectangle", "triangle")
 COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
 SIDE = 64  # pixels, of easy-VQA's images and of Google's drawings
@@ -103,17 +106,13 @@ def easy_vqa(split: str, seed: int) -> list[Question]:
 
 def emoji(split: str) -> list[Question]:
     """The names of the `EMOJI`, as drawn by Google (`"train"`) or Microsoft (`"test"`)."""
-    files = drawing_files(EMOJI, split)
-    return [Question("emoji", EMOJI_QUESTION, name, file, name) for name, file in files.items()]
-
-
-def drawing_files(names: Iterable[str], split: str) -> dict[str, Path]:
-    """The files of emoji by name: drawn by Google for `"train"`, by Microsoft for `"test"`."""
     google, fluent = unpack(GOOGLE_EMOJI) / "package", unpack(FLUENT_EMOJI) / "package"
     entries = {each["short_name"]: each for each in json.loads((google / "emoji.json").read_text(encoding="utf-8"))}
     if split == "train":
-        return {name: google / "img" / "google" / "64" / entries[name]["image"] for name in names}
-    return {name: fluent / "assets" / f"{entries[name]['unified'].lower()}.webp" for name in names}
+        files = {name: google / "img" / "google" / "64" / entries[name]["image"] for name in EMOJI}
+    else:
+        files = {name: fluent / "assets" / f"{entries[name]['unified'].lower()}.webp" for name in EMOJI}
+    return [Question("emoji", EMOJI_QUESTION, name, file, name) for name, file in files.items()]
 
 
 def training_data(rows: int, emoji_share: float = 0.30, seed: int = 0) -> Dataset:

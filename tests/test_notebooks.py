@@ -3,7 +3,6 @@
 import os
 import re
 from base64 import b64decode
-from html.parser import HTMLParser
 from pathlib import Path
 
 import nbformat
@@ -14,9 +13,9 @@ from jupyter_client import AsyncKernelManager
 from jupyter_client.provisioning import LocalProvisioner
 from nbclient import NotebookClient
 from paths import ROOT
-from rich.table import Table
 
-from normalign_llava.html_tables import html_table
+from normalign_llava.diagnose.report import Report
+from normalign_llava.diagnose.run import Diagnosis
 
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -76,7 +75,7 @@ def test_a_model_is_built_trained_merged_compared_published_and_asked(run, hub, 
     cells = run("finetune", variables, **small, REPO_ID="ann/m", CHECK_LOADING=False)
     check_figures(cells, "images", "curves", "answers")
     tables = [shown(cells[name], "text/html") for name in ("build", "recipe", "merge", "compare")]
-    assert all("<table>" in "".join(table) for table in tables)
+    assert all("<pre" in "".join(table) for table in tables)
     assert "".join(output.text for output in cells["chat"] if output.get("name") == "stdout")
     published, weights = hub.repository("ann/m"), list((tmp_path / "here/my-model").glob("*.safetensors"))
     assert weights and all(published.read(file.name) == file.read_bytes() for file in weights)
@@ -89,7 +88,7 @@ def test_any_model_is_diagnosed_with_figures_and_claims(run, checkpoint, tmp_pat
     Path(llava, "chat_template.jinja").unlink()  # which knows no images
     cells = run("diagnose", {}, MODEL=str(checkpoint), AGAINST=llava, SAMPLES=2, BATCH=2)
     check_figures(cells, "norms", "paper", "rotation", "attention")
-    assert "<table>" in "".join(shown(cells["diagnose"], "text/html"))
+    assert "<pre" in "".join(shown(cells["diagnose"], "text/html"))
     assert (tmp_path / "here/diagnosis/report.html").exists()
 
 
@@ -102,15 +101,7 @@ def test_notebooks_are_short_and_kept_without_outputs(file):
     assert not any(cell.outputs or cell.execution_count for cell in code)
 
 
-def test_names_and_answers_in_a_table_are_no_html():
-    rows = [("<script>alert(1)</script>", "a & b"), ('"</td>', "two\nlines")]
-    table = Table("<b>model</b>", "answer", title="<i>", caption="</table>")
-    for row in rows:
-        table.add_row(*row)
-    tags, texts = [], []
-    parser = HTMLParser()
-    parser.handle_starttag = lambda tag, attributes: tags.append(tag)
-    parser.handle_data = texts.append
-    parser.feed(html_table(table))
-    assert set(tags) == {"table", "caption", "tr", "th", "td", "br", "p"}
-    assert texts == ["<i>", "<b>model</b>", "answer", *rows[0], rows[1][0], "two", "lines", "</table>"]
+def test_names_in_a_notebook_are_neither_html_nor_markup(tmp_path):
+    done = Diagnosis(Report("m", "llava", "float32", 8), None, ["<i>[red]a[/b] & \x1b[31m"], tmp_path)
+    html = done._repr_mimebundle_([], [])["text/html"]
+    assert "&lt;i&gt;[red]a[/b] &amp; \\x1b[31m" in html and "the paper" in html

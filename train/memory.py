@@ -13,11 +13,12 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, convert_file_size_to_int
 from rich.box import SIMPLE_HEAD
+from rich.console import Group
 from rich.table import Table
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
-from ..html_tables import html_paragraph, html_table
+from ..errors import Printed
 from .modules.model import module_of
 from .shapes import ADAPTERS, BATCHES, GRADIENTS, OPTIMIZER, PARTS, VISION, WEIGHTS, peak_bytes
 
@@ -30,7 +31,7 @@ CONTEXT = 2**30
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
+class MemoryEstimate(Printed):
     """The memory of a training step where it is highest, on each device.
 
     Attributes:
@@ -81,8 +82,9 @@ class MemoryEstimate:
         table.add_row("all", gib(self.total))
         return table
 
-    def _repr_html_(self) -> str:
-        return html_table(self.table()) + html_paragraph(self.verdict)
+    def renderable(self) -> Group:
+        """The parts and the verdict."""
+        return Group(self.table(), self.verdict)
 
 
 def estimate_memory(

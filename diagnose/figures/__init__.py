@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..report import Drawing, Report
 from .attention import attention_figures
-from .depth import cosine, dynamics, norms, predicted, rotation, training, updates
+from .depth import cosine, dynamics, norms, predicted, rotation, updates
 from .interface import interface
 from .style import DPI, Sketch, shown
 
@@ -22,7 +22,6 @@ def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
         interface(models),
         *([norms(deep), cosine(deep), rotation(deep), updates(deep)] if deep else ()),
         dynamics(models),
-        training(models),
         *attention_figures(models, output),
         predicted(deep) if deep else None,
     ]

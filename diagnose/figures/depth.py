@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..measure.theory import predicted_rotation
-from ..report import Curve, Drawing
-from ..verdict import number
+from ..report import Curve, Drawing, number
 from .style import COLORS, MARKERS, Shown, Sketch, compare, layer_axis, legend, log_scale, new_figure, tidy
 
 
@@ -153,26 +152,6 @@ def dynamics(models: Sequence[Shown]) -> Sketch | None:
     figure.colorbar(scale, ax=grid, label="optimizer step", aspect=30, pad=0.02, ticks=ticks)
     caption = "Mean cosine similarity of a token's states before and after each layer, by recorded step (figure 5)."
     return figure, Drawing("dynamics.png", "Training dynamics", caption, "dynamics")
-
-
-def training(models: Sequence[Shown]) -> Sketch | None:
-    """Norms of tokens that `normalign train` logged over steps; None if none were."""
-    logged = [model for model in models if "norm/text" in model.report.training]
-    if not logged:
-        return None
-    figure = new_figure(3.0, "Norms of tokens during training")
-    axes = figure.subplots()
-    for model in logged:
-        for kind in MODALITIES:
-            if points := model.report.training.get(f"norm/{kind}"):
-                style = model.line(kind) | {"markersize": 3}
-                axes.plot(*zip(*points, strict=True), label=f"{kind}, {model.label}", **style)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    tidy(axes, "optimizer step", "L2 norm")
-    legend(figure, axes, len(logged))
-    caption = "Means over the tokens of each logged step, as they enter the first decoder layer."
-    return figure, Drawing("training.png", "Norms during training", caption, "dynamics")
 
 
 def by_layer(models: Sequence[Shown], quantity: str, title: str, label: str, factor: float = 1.0) -> Figure:

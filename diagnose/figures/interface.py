@@ -5,8 +5,7 @@
 from collections.abc import Sequence
 from math import isfinite
 
-from ..report import Drawing, Interface, Moments
-from ..verdict import number
+from ..report import Drawing, Interface, Moments, number
 from .style import COLORS, MARKERS, MUTED, Shown, Sketch, compare, legend, log_scale, new_figure, tidy
 
 

@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from ..report import Drawing, Report
-from ..verdict import number
+from ..report import Drawing, Report, number
 
 
 WIDTH, DPI = 7.5, 150

@@ -3,6 +3,7 @@
 """What weights alone show: norms of token embeddings (tables 6 to 8), and gain and bias of the norm (table 5)."""
 
 import math
+from dataclasses import replace
 
 import torch
 from accelerate.utils import align_module_device
@@ -13,7 +14,7 @@ from ...assembly.embedding_table import EmbeddingRows
 from ...assembly.gain import EmbeddingStatistics, embedding_statistics, statistics_of
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import embedding_row_norms, initial_gain
-from ..report import EmbeddingTable, Gain, Interface, Moments, Report, TopToken
+from ..report import Gain, Interface, Moments, Report
 
 
 def row_norms(embeddings: nn.Module) -> Tensor:
@@ -24,7 +25,7 @@ def row_norms(embeddings: nn.Module) -> Tensor:
 
 def embedding_table_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, name: str
-) -> EmbeddingTable:
+) -> EmbeddingStatistics:
     """The table of a model in memory, which may be sharded or offloaded, without the image token's row."""
     norms = row_norms(model.get_input_embeddings())
 
@@ -32,7 +33,7 @@ def embedding_table_of(
         return None if tokenizer is None or row >= len(tokenizer) else str(tokenizer.decode([row]))
 
     rows = EmbeddingRows("", norms, model.config.get_text_config().hidden_size, model.config, text)
-    return _table(statistics_of(rows, name, top=10), name)
+    return statistics_of(rows, name, top=10)
 
 
 def probe_language(
@@ -43,23 +44,22 @@ def probe_language(
     Takes what [`~normalign_llava.assembly.gain.embedding_statistics`] does, and raises the same. The report has
     `embeddings`, and of `interface` `vocabulary_raw`, `vocabulary` and `scale`; `left_out` names the rest.
     """
-    statistics = embedding_statistics(model, revision=revision)
-    scale, table = statistics.scale, _table(statistics, name)
+    table = replace(embedding_statistics(model, revision=revision), model=name)
     left_out = [
         "Visual tokens, the projector and the ratio of norms: a language model alone has none of them.",
         "Norms and rotation in depth, and attention: only the token embeddings were read.",
     ]
-    if statistics.model_type is None:
+    if table.model_type is None:
         left_out.append("Any scale of embeddings in the decoder: transformers knows no configuration; 1 is assumed.")
     return Report(
         model=name,
-        model_type=statistics.model_type or "unknown",
+        model_type=table.model_type or "unknown",
         dtype=str(config.dtype).removeprefix("torch.") if config and config.dtype else "unknown",
-        hidden_size=statistics.hidden_size,
+        hidden_size=table.hidden_size,
         interface=Interface(
             vocabulary_raw=Moments(table.mean, table.std, table.rows),
-            vocabulary=Moments(scale * table.mean, scale * table.std, table.rows),
-            scale=scale,
+            vocabulary=Moments(table.scale * table.mean, table.scale * table.std, table.rows),
+            scale=table.scale,
         ),
         embeddings=table,
         left_out=left_out,
@@ -91,14 +91,4 @@ def gain_of(model: PreTrainedModel) -> Gain | None:
         start=start,
         distance=(gain - stored).norm().item(),
         bias_distance=None if bias is None else bias.norm().item(),
-    )
-
-
-def _table(statistics: EmbeddingStatistics, name: str) -> EmbeddingTable:
-    return EmbeddingTable(
-        model=name,
-        mean=statistics.raw_mean,
-        std=statistics.std,
-        rows=statistics.rows - statistics.zero_rows - statistics.excluded_rows,
-        top=[TopToken(*token) for token in statistics.top],
     )

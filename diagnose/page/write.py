@@ -11,10 +11,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..figures.interface import STAGES
-from ..findings import findings
+from ..findings import findings, verdict
 from ..paper import paper_ratios
-from ..report import KINDS, PAGE, Drawing, Report
-from ..verdict import layers, number, spread, verdict
+from ..report import KINDS, PAGE, Drawing, Report, number, spread
 
 
 Models = Sequence[Report]
@@ -120,7 +119,7 @@ def model_table(models: Models) -> Table:
         ["Family", *(model.model_type for model in models)],
         ["Precision of the decoder", *(model.dtype for model in models)],
         ["Hidden size d", *(str(model.hidden_size) for model in models)],
-        ["Layers L of the decoder", *(str(layers(model) or "–") for model in models)],
+        ["Layers L of the decoder", *(str(model.layers or "–") for model in models)],
         ["Projector", *(model.projector or "–" for model in models)],
         ["Norm after the projector", *(model.norm or "–" for model in models)],
         ["Data", *(model.data or "–" for model in models)],

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The offline suite, from pinned archives: questions about easy-VQA's images, emoji and scenes of emoji; two texts.
+"""The offline suite, from pinned archives: questions about easy-VQA's images and emoji; a text.
 
 A document with an image is a question. The first of each wording is asked a second time with a white image, and holds
 the true answers to all questions so worded: `blank` is the accuracy of the answers to the white image over them all.
@@ -16,10 +16,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from PIL import Image
 
-from normalign_llava.evaluate.answers import named, yes_or_no
-from normalign_llava.evaluate.tasks import pope
-from normalign_llava.fetched import scenes, texts
+from normalign_llava.evaluate.answers import named
 from normalign_llava.fetched.easy_vqa import CHOICES, EMOJI, KINDS, emoji as drawn, held_out, load_image, png
+from normalign_llava.fetched.texts import passages as read_passages
 
 
 BLANK = Image.new("RGB", (64, 64), "white")
@@ -61,29 +60,9 @@ def emoji() -> dict[str, Dataset]:
     return _as_test(_row(png(load_image(each.image)), each.text, each.answer, EMOJI) for each in drawn("test"))
 
 
-def presence() -> dict[str, Dataset]:
-    """Objects in 25 scenes as POPE asks for them: 100 questions in each of three settings."""
-    return _of_scenes(scenes.presence(25, SEED), ("yes", "no"))
-
-
-def counting() -> dict[str, Dataset]:
-    """How many of 25 objects there are: 100 questions."""
-    return _of_scenes(scenes.counting(25, SEED), list(map(str, scenes.COUNTS)))
-
-
-def sides() -> dict[str, Dataset]:
-    """On which side of another an object is, for 50 pairs: 100 questions."""
-    return _of_scenes(scenes.sides(50, SEED), scenes.SIDES)
-
-
 def passages() -> dict[str, Dataset]:
     """32 passages of 128 words of one speech."""
-    return {"test": Dataset.from_list([{"text": text} for text in texts.passages(32, 128)])}
-
-
-def definitions() -> dict[str, Dataset]:
-    """100 definitions of nouns, with four words to choose from."""
-    return {"test": Dataset.from_list([each._asdict() for each in texts.definitions(100, SEED)])}
+    return {"test": Dataset.from_list([{"text": text} for text in read_passages(32, 128)])}
 
 
 def text(document: dict) -> str:
@@ -94,13 +73,14 @@ def text(document: dict) -> str:
 def results(document: dict, answers: list[str]) -> dict:
     """The scores of the answers with the image and with a white one."""
     said = [named(answer, document["choices"]) for answer in answers]
-    right = float(said[0] == document["answer"])
-    return _in_category("acc", document["category"], right) | _references(document, *said[1:])
-
-
-def presence_results(document: dict, answers: list[str]) -> dict:
-    """POPE's scores of the answer with the image, and the score of the one with a white image."""
-    return pope.results(document, answers) | _references(document, *map(yes_or_no, answers[1:]))
+    category, right = document["category"], document["answer"]
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for asked in document["blank"]:
+        for metric in _in_category("blank", asked["category"], None):
+            counts[metric][0] += said[1] == asked["answer"]
+            counts[metric][1] += 1
+    scores = _in_category("acc", category, float(said[0] == right)) | _in_category("commonest", category, right)
+    return scores | dict(counts)
 
 
 def passage_results(document: dict, likelihoods: list[float]) -> dict:
@@ -123,25 +103,8 @@ def commonest(answers: list[str]) -> float:
     return max(Counter(answers).values()) / len(answers)
 
 
-def _references(document: dict, said_of_blank: str | None = None) -> dict:
-    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for asked in document["blank"]:
-        for metric in _in_category("blank", asked["category"], None):
-            counts[metric][0] += said_of_blank == asked["answer"]
-            counts[metric][1] += 1
-    return _in_category("commonest", document["category"], document["answer"]) | dict(counts)
-
-
 def _in_category(metric: str, category: str, value: object) -> dict:
     return {metric: value} | ({f"{metric}_{category}": value} if category else {})
-
-
-def _of_scenes(questions: list[scenes.SceneQuestion], choices: Collection[str]) -> dict[str, Dataset]:
-    images = {scene: png(scenes.draw(scene)) for scene in {question.scene for question in questions}}
-    return _as_test(
-        _row(images[each.scene], each.text, each.answer, choices, each.kind if each.kind in scenes.SETTINGS else "")
-        for each in questions
-    )
 
 
 def _row(image: bytes, question: str, answer: str, choices: Collection[str], category: str = "") -> dict:

@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ...diagnose.verdict import number, with_error
+from ...diagnose.report import number, with_error
 from ...evaluate.results import Evaluation, forgotten
 from .facts import Facts
 from .markdown import part_link, table, text

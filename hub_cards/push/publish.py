@@ -21,7 +21,7 @@ from ...checkpoint.lock import LOCK, check_free
 from ...checkpoint.names import ADAPTER_CONFIG, CARD
 from ..card.hand_written import check_replaceable
 from ..card.write import AdapterBase, card_in, render_card
-from ..space.publish import check_space, push_space
+from ..demo import check_space, push_space
 from .adapter import pinned_base, published_config
 from .checkpoint_checks import check_checkpoint
 from .clean_process import Answer, ask_clean_process, difference

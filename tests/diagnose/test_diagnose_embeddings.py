@@ -3,6 +3,7 @@
 """Tables 6 to 8: norms of embedding rows, from disk and in memory, against plain sums in float64."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -17,11 +18,11 @@ from transformers import (
     GraniteConfig,
 )
 
+from normalign_llava.assembly.gain import EmbeddingStatistics, TopToken
 from normalign_llava.diagnose.measure.embeddings import embedding_table_of, probe_language
-from normalign_llava.diagnose.report import EmbeddingTable, TopToken
 
 
-def reference(weight, name, excluded=(), top=10, text=lambda row: None) -> EmbeddingTable:
+def reference(weight, name, excluded=(), top=10, text=lambda row: None) -> SimpleNamespace:
     """Row by row in plain Python floats."""
     norms = {
         row: math.sqrt(math.fsum(value * value for value in values))
@@ -32,10 +33,11 @@ def reference(weight, name, excluded=(), top=10, text=lambda row: None) -> Embed
     mean = math.fsum(norms.values()) / len(norms)
     std = math.sqrt(math.fsum((norm - mean) ** 2 for norm in norms.values()) / len(norms))
     largest = sorted(norms, key=norms.__getitem__, reverse=True)[:top]
-    return EmbeddingTable(name, mean, std, len(norms), [TopToken(row, text(row), norms[row]) for row in largest])
+    top = [TopToken(row, text(row), norms[row]) for row in largest]
+    return SimpleNamespace(model=name, mean=mean, std=std, rows=len(norms), top=top)
 
 
-def assert_same(found: EmbeddingTable, expected: EmbeddingTable):
+def assert_same(found: EmbeddingStatistics, expected: SimpleNamespace):
     assert (found.model, found.rows) == (expected.model, expected.rows)
     assert (found.mean, found.std) == pytest.approx((expected.mean, expected.std), rel=1e-12)
     assert [(token.id, token.text) for token in found.top] == [(token.id, token.text) for token in expected.top]

@@ -13,7 +13,7 @@ from PIL import Image
 
 from normalign_llava.diagnose.figures import draw
 from normalign_llava.diagnose.figures.attention import attention_figures
-from normalign_llava.diagnose.figures.depth import cosine, norms, rotation, training, updates
+from normalign_llava.diagnose.figures.depth import cosine, norms, rotation, updates
 from normalign_llava.diagnose.figures.interface import interface
 from normalign_llava.diagnose.figures.style import shown
 from normalign_llava.diagnose.report import Interface, Moments, Report
@@ -110,14 +110,6 @@ def test_interface_shows_mean_and_deviation():
     assert whiskers[0] == pytest.approx((57.83, 85.73))
     left = axes.get_xlim()[0]
     assert whiskers[2] == pytest.approx((left, 85.54)) and left > 0  # the mean less the deviation is negative
-
-
-def test_what_training_logged():
-    logged = {"norm/visual": [(1, 9.0), (2, 4.0)], "norm/text": [(1, 3.0), (2, 3.0)], "loss": [(1, 1.0)]}
-    (axes,) = training(shown(diagnosed(training=logged), diagnosed(training=logged)))[0].axes
-    assert [line.get_ydata().tolist() for line in axes.lines] == [[9.0, 4.0], [3.0, 3.0]] * 2
-    assert [line.get_xdata().tolist() for line in axes.lines] == [[1, 2]] * 4
-    assert training(shown(diagnosed(), None)) is None
 
 
 def test_attention_maps_share_their_scale(images):

@@ -2,11 +2,11 @@ import re
 from html.parser import HTMLParser
 
 from browser import chromium, load
-from diagnosed import diagnosed
+from diagnosed import diagnosed, embeddings_of
 from PIL import Image
 
 from normalign_llava.diagnose.page.write import write_page
-from normalign_llava.diagnose.report import Attention, Drawing, EmbeddingTable, Report, TopToken
+from normalign_llava.diagnose.report import Attention, Drawing, Report
 
 
 PROVENANCE = {"transformers": "5.23.0", "Data set": "easy-VQA at 1a2b3c"}
@@ -51,7 +51,7 @@ def written(folder, report, against=None) -> Contents:
 def hostile() -> tuple[Report, Report]:
     """Two reports with words that a page must neither run nor be stretched by."""
     endless = "x" * 150
-    table = EmbeddingTable(endless, 0.69, 0.16, 9, [TopToken(7, HOSTILE, 2.5), TopToken(8, endless, 2.0)])
+    table = embeddings_of(endless, [(7, HOSTILE, 2.5), (8, endless, 2.0)])
     asked = Attention(HOSTILE + endless, None, None, [[[0.5, 0.5]]], [0.2], [0.9], None, [1])
     report = diagnosed(
         1.0, "layer_norm", HOSTILE, embeddings=table, attention=[asked], left_out=[HOSTILE], data=endless

@@ -223,7 +223,7 @@ def test_against_a_language_model_the_embedding_matrices_are_compared(root, tmp_
     assert (ours.model, theirs.model) == ("ours", "its base")
     assert (ours.mean, ours.std) == pytest.approx((theirs.mean, theirs.std)) and len(ours.top) == len(theirs.top) == 10
     assert [token.id for token in ours.top] == [token.id for token in theirs.top]  # made of it, and not trained since
-    assert len(done.against.left_out) == 2 and "Compared with its base, text embeddings" in done.verdict[1]
+    assert len(done.against.left_out) == 2 and "Compared with its base, text embeddings" in done.verdict[-1]
 
 
 def test_parts_alone(root, tmp_path):

@@ -43,7 +43,7 @@ def test_two_models_over_the_same_questions(tmp_path):
     assert found.over_questions == pytest.approx((found.value - error, found.value + error), abs=0.01)
     write(compare(arms), tmp_path)
     assert json.loads((tmp_path / "comparison.json").read_text())[0]["questions"] == 200
-    assert (tmp_path / "comparison.png").stat().st_size > 5000 and render([found]).row_count == 1
+    assert render([found]).row_count == 1
 
 
 def test_scores_of_two_quantizations_are_not_compared(tmp_path):

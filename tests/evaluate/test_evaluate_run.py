@@ -209,6 +209,8 @@ def test_the_harness_s_own_command_of_the_page_gives_the_same_answers(room, tmp_
 
 @pytest.mark.nightly
 def test_unknown_names_are_refused_with_the_nearest(room, tmp_path):
+    with pytest.raises(ValueError, match="no task 'offline_counting'. That suite has offline_easy_vqa, .*; pope and"):
+        run(room, tmp_path, "offline_counting")
     with pytest.raises(ValueError, match="There is no task 'tiny_lookin'. Did you mean tiny_looking?"):
         run(room, tmp_path, "tiny_lookin")
     with pytest.raises(ValueError, match="There is no suite 'papers'"):

@@ -3,9 +3,9 @@
 import importlib.util
 from importlib.metadata import EntryPoint, entry_points
 
+import demo_parts
 import pytest
 import scripted_tasks
-import space_parts
 import tiny
 import torch
 import training
@@ -68,8 +68,8 @@ def test_a_task_of_lmms_eval_gets_the_answers_of_transformers(checkpoint, tmp_pa
     )
     said = {sample["doc_id"]: sample["resps"][0][0] for sample in found["samples"]["tiny"]}
     for number, row in enumerate(load_dataset("parquet", data_files=data, split="train", cache_dir=str(tmp_path))):
-        model, processor = space_parts.load(str(checkpoint))
-        inputs = space_parts.prompt(processor, row["image"], row["question"])
+        model, processor = demo_parts.load(checkpoint)
+        inputs = demo_parts.prompt(processor, row["image"], row["question"])
         with torch.no_grad():
             ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)
         assert said[number] == processor.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

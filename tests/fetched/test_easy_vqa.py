@@ -14,6 +14,7 @@ from normalign_llava.fetched.easy_vqa import (
     KINDS,
     SHAPES,
     easy_vqa,
+    emoji,
     held_out,
     load_image,
     training_data,
@@ -99,3 +100,11 @@ def test_what_is_taught_begins_with_what_is_seen():
                 assert fact.removeprefix("not ") in question.text
                 checked += 1
     assert checked > 5000
+
+
+@pytest.mark.nightly
+def test_no_image_or_drawing_of_the_suite_is_trained_on():
+    held = {pixels(question.image) for question in [*held_out(100), *emoji("test")]}
+    trained = {pixels(question.image) for question in [*train_questions(), *emoji("train")]}
+    trained |= {image.convert("RGB").tobytes() for row in training_data(400) for image in row["images"]}
+    assert len(held) > 200 and len(trained) > 4000 and not held & trained

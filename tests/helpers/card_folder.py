@@ -16,9 +16,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from normalign_llava.assembly.build import build_checkpoint
-from normalign_llava.diagnose.findings import findings
+from normalign_llava.diagnose.findings import findings, verdict
 from normalign_llava.diagnose.report import Drawing, Gain, Report
-from normalign_llava.diagnose.verdict import verdict
 from normalign_llava.evaluate.results import Evaluation, Metric
 
 

@@ -4,22 +4,29 @@ import math
 
 import numpy as np
 
+from normalign_llava.assembly.gain import EmbeddingStatistics, TopToken
 from normalign_llava.diagnose.measure.theory import rotation_angle
 from normalign_llava.diagnose.report import (
     Attention,
     Curve,
     Depth,
     DynamicsStep,
-    EmbeddingTable,
     Gain,
     Interface,
     Moments,
     Report,
-    TopToken,
 )
 
 
 TEXT = 1.08
+
+
+def embeddings_of(model: str, top: list[tuple[int, str | None, float]]) -> EmbeddingStatistics:
+    """Norms of the embedding matrix of `model`, with these rows on top."""
+    return EmbeddingStatistics(
+        model, 0.6908, 0.161, 49152, [TopToken(*row) for row in top], tensor="", model_type="llama", n_text=0.6908,
+        gain=0.0288, scale=1.0, zero_rows=0, excluded_rows=0, hidden_size=576,
+    )  # fmt: skip
 
 
 def diagnosed(
@@ -54,12 +61,8 @@ def diagnosed(
             ratio_data=ratio * TEXT / 1.234,
         ),
         depth=depth,
-        embeddings=EmbeddingTable(
-            "SmolLM2-135M-Instruct",
-            0.6908,
-            0.161,
-            49152,
-            [TopToken(1000 + place, f" token{place}", 2.459 - place / 8) for place in range(10)],
+        embeddings=embeddings_of(
+            "SmolLM2-135M-Instruct", [(1000 + place, f" token{place}", 2.459 - place / 8) for place in range(10)]
         ),
         gain=Gain(2.2812, 0.04, 0.0152, 0.0197, 0.8765, 0.4321) if aligned else None,
         dynamics=[

@@ -2,21 +2,19 @@
 
 from dataclasses import asdict
 
+import demo_parts
 import pytest
-import space_parts
 import tiny
 import vlm_families
-from strict_device import STRICT, on_device
+from strict_device import STRICT
 
 from normalign_llava.checkpoint.opening import check_processor
 from normalign_llava.diagnose import probe
 from normalign_llava.diagnose.measure.attention import attention_maps
 from normalign_llava.diagnose.measure.embeddings import embedding_table_of, gain_of
 from normalign_llava.diagnose.measure.encoder import probe_encoder
+from normalign_llava.hub_cards import demo_app
 from normalign_llava.hub_cards.push.clean_process import _answer, answer_each, difference
-from normalign_llava.hub_cards.space import demo
-from normalign_llava.hub_cards.space.demo.measuring import Meter
-from normalign_llava.hub_cards.space.demo.model import stream
 
 
 def same(found, expected):
@@ -56,40 +54,28 @@ def test_attention_tables_and_encoder():
     same(measured(), expected)
 
 
-def test_what_the_demo_measures(checkpoint):
-    model, processor = demo.load(str(checkpoint))
-    inputs = space_parts.prompt(processor, space_parts.noise((16, 16)), "what is it")
-    expected = Meter(model, processor).measure(inputs, [5, 6])
-    model, processor = demo.load(str(checkpoint))
-    found = Meter(model.to(STRICT), processor).measure(on_device(inputs), [5, 6])
-    same(found.norms, expected.norms)
-    assert found.shares.keys() == expected.shares.keys() != set()
-    for layer, shares in found.shares.items():
-        assert shares == pytest.approx(expected.shares[layer], rel=1e-4)
-
-
-def test_the_demo_answers_as_on_the_cpu(checkpoint):
-    model, processor = demo.load(str(checkpoint))
-    image = space_parts.noise((16, 16))
-    inputs = space_parts.prompt(processor, image, "what is it")
+def test_the_demo_answers_and_looks_as_on_the_cpu(checkpoint, tmp_path):
+    model, processor = demo_parts.load(checkpoint)
+    demo_parts.noise((16, 16)).save(tmp_path / "image.png")
     content = [{"type": "text", "text": "what is it"}]
 
-    def answers(inputs):
+    def answers():
         said = answer_each(model, processor, [[{"role": "user", "content": content}]] * 2)
-        return [*stream(model, inputs, 4)], said
+        *_, (text, maps) = demo_app.answer(model, processor, str(tmp_path / "image.png"), "what is it", 4)
+        return said, text, [caption for _, caption in maps]
 
-    expected = answers(inputs)
+    expected = answers()
     model.to(STRICT)
-    assert answers(on_device(inputs)) == expected and all(expected)
+    assert answers() == expected and all(expected)
 
 
 def test_a_clean_process_asks_a_model_that_is_not_on_the_cpu(checkpoint):
     """As bitsandbytes' are, which transformers places on the GPU."""
-    model, processor = demo.load(str(checkpoint))
+    model, processor = demo_parts.load(checkpoint)
     expected = _answer(model, processor, [])
     assert difference(_answer(model.to(STRICT), processor, []), expected) is None
 
 
 def test_a_processor_is_checked_on_the_model_s_device(checkpoint):
-    model, processor = demo.load(str(checkpoint))
+    model, processor = demo_parts.load(checkpoint)
     assert check_processor(processor, model.to(STRICT)) == 4

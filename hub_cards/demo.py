@@ -1,0 +1,123 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The demo of a model, `demo_app.py`: served here, or published as a Space."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from huggingface_hub import HfApi
+
+from ..checkpoint.find import find_checkpoint
+from ..errors import check_installed
+from .push.repository import Pushed, Repository, find_repository, push
+
+
+GRADIO_VERSION = "6.31.0"
+"""What a Space installs; the one that the tests run."""
+
+REQUIREMENTS = "torch>=2.6\ntransformers>=5.20,<6\npillow>=11.3,<13\n"
+
+CARD = """\
+---
+title: {title}
+emoji: 🔎
+colorFrom: blue
+colorTo: yellow
+sdk: gradio
+sdk_version: {gradio}
+app_file: app.py
+pinned: false
+license: apache-2.0
+models:
+  - {repo_id}
+short_description: Ask about an image, and see where the words look
+---
+
+Asks [{repo_id}](https://huggingface.co/{repo_id}/tree/{revision}) about an image. `space.json` names the commit whose
+weights, processor and code are loaded. If the model is private, give the Space a secret `HF_TOKEN` that can read it.
+"""
+
+
+def run_demo(checkpoint: str | Path, *, host: str = "127.0.0.1", port: int | None = None) -> None:
+    """Loads a checkpoint, a folder or Hub id, and serves the page until it is interrupted.
+
+    `port` is by default the first free one from 7860. Raises ImportError without Gradio, ValueError if there is no
+    NormAlign-LLaVA, and OSError if the port is taken.
+    """
+    source, revision = find_checkpoint(checkpoint)
+    check_installed("gradio", "demo", "The demo")
+    import torch
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+    from ..checkpoint.opening import open_checkpoint
+    from ..checkpoint.precision import dtype_to_load
+    from ..checkpoint.untrusted import bytes_of_weights
+    from .demo_app import ATTENTION, build_app, launch
+
+    opened = open_checkpoint(source, revision)
+    if opened.model_type != "normalign_llava":
+        raise ValueError(f"{checkpoint} is a {opened.model_type!r} model. The demo shows NormAlign-LLaVA models.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = dtype_to_load("auto", opened.config, bytes_of_weights(source, revision))
+    model = opened.load(dtype=dtype, attn_implementation=ATTENTION).to(device).eval()
+    known = Path(checkpoint).resolve().name if Path(checkpoint).exists() else checkpoint
+    app = build_app(model, opened.processor, title="NormAlign-LLaVA", source=f"Ask `{known}` about an image.")
+    names = ["localhost", "127.0.0.1"]
+    # A page of another site may reach this computer by a name of its own (DNS rebinding).
+    guard = [Middleware(TrustedHostMiddleware, allowed_hosts=names)] if host in names else []
+    launch(app, server_name=host, server_port=port, app_kwargs={"middleware": guard})
+
+
+def space_files(repo_id: str, revision: str, title: str) -> dict[str, bytes]:
+    """Path -> content of all files in the repository of a Space, which loads the model from the commit `revision`."""
+    settings = {"model": repo_id, "revision": revision, "title": title}
+    quoted = json.dumps(title, ensure_ascii=False)
+    card = CARD.format(title=quoted, gradio=GRADIO_VERSION, repo_id=repo_id, revision=revision)
+    return {
+        "README.md": card.encode(),
+        "app.py": Path(__file__).with_name("demo_app.py").read_bytes(),
+        "requirements.txt": REQUIREMENTS.encode(),
+        "space.json": (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode(),
+    }
+
+
+def check_space(api: HfApi, repo_id: str) -> Repository:
+    """The Space of a model as it is now.
+
+    Raises:
+        ValueError: It was not published by this package: it has files, and not `space.json`.
+    """
+    existing = find_repository(api, f"{repo_id}-demo", kind="space")
+    empty = existing.files <= {".gitattributes", "README.md"}  # as the Hub creates one
+    if "space.json" not in existing.files and not empty:
+        raise ValueError(
+            f"The Space {existing.repo_id} exists and was not published by this package. Rename it, or publish "
+            "without --space."
+        )
+    return existing
+
+
+def push_space(pushed: Pushed, notify: Callable[[str], object]) -> str:
+    """Publishes the Space of a model, for the pushed commit; returns its page.
+
+    A new Space is private if the model is.
+
+    Raises:
+        OSError: It failed. The model is published.
+    """
+    model = pushed.repository
+    files = space_files(model.repo_id, pushed.commit, model.repo_id.split("/")[1])
+    try:
+        existing = check_space(model.api, model.repo_id)
+        stale = [path for path in existing.files if path.startswith("demo/")]  # of earlier versions
+        push(existing, files, stale, private=model.private, notify=notify)
+    except (ValueError, OSError) as error:
+        raise OSError(
+            f"The model is published, at {pushed.commit} of {model.repo_id}; its Space is not. {error}"
+        ) from None
+    page = f"{model.api.endpoint}/spaces/{existing.repo_id}"
+    if model.private:
+        notify(f"To read the model, the Space needs a token as its secret HF_TOKEN: {page}/settings.")
+    return page

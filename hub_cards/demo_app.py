@@ -1,0 +1,182 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""A page that asks a NormAlign-LLaVA about an image, streams the answer and shows where its words look.
+
+A Hugging Face Space gets this file as its `app.py`, so it imports nothing of the package.
+"""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from threading import Event, get_ident
+from typing import Any
+
+import gradio as gr
+import torch
+from gradio.utils import get_upload_folder
+from PIL import Image, ImageDraw, ImageOps
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoProcessor, StoppingCriteriaList, TextIteratorStreamer
+
+
+ATTENTION = {"text_config": "eager"}
+"""The only implementation that gives attention maps."""
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")  # for EPS, Pillow starts Ghostscript
+
+
+def build_app(model: Any, processor: Any, *, title: str, source: str, max_new_tokens: int = 256) -> gr.Blocks:
+    """The page of a model, loaded with [`ATTENTION`], and its processor; `source` is Markdown that names the model."""
+
+    def ask(file: str | None, question: str) -> Iterator[tuple]:
+        # Gradio reads any path of this machine from a request that leaves out `meta`.
+        if file and not Path(file).resolve().is_relative_to(Path(get_upload_folder()).resolve()):
+            raise gr.Error("The image is not among those uploaded here: choose it again.")
+        yield from answer(model, processor, file, question, max_new_tokens)
+
+    return gr.Interface(
+        ask,
+        [
+            # The file as it was sent, since Gradio would open it in any format.
+            gr.Image(type="filepath", image_mode=None, sources=["upload", "clipboard"], label="Image", height=320),
+            gr.Textbox(label="Question", placeholder="What is in the image?"),
+        ],
+        [gr.Textbox(label="Answer"), gr.Gallery(label="Where the words look", format="png", object_fit="contain")],
+        examples=[[_circle(), "what color is the circle?"]],
+        cache_examples=False,
+        title=title,
+        description=f"{source} Below the answer: the attention of the words after the image to its patches, averaged "
+        "over heads and words: first the mean of all layers, then each. The percentage is what falls on the image.",
+        flagging_mode="never",
+        api_name="ask",
+        analytics_enabled=False,
+        delete_cache=(3600, 3600),
+    )
+
+
+def launch(app: gr.Blocks, **options: Any) -> None:
+    """Serves the page, with nothing from elsewhere: no tunnel, no fonts."""
+    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    app.launch(theme=theme, share=False, ssr_mode=False, show_error=True, max_file_size="20mb", **options)
+
+
+def answer(
+    model: Any, processor: Any, file: str | None, question: str, max_new_tokens: int
+) -> Iterator[tuple[str, list | None]]:
+    """The greedy answer as it grows, and with the last of it the heat maps.
+
+    A thread generates it, which stops at the next token once the iterator is closed. Raises gr.Error, which the page
+    shows, if image or question cannot be used.
+    """
+    if not file or not question.strip():
+        raise gr.Error("Give an image and a question.")
+    if processor.image_token in question:
+        raise gr.Error("Leave the image token out of the question: the image is shown before it.")
+    content = [{"type": "image", "image": open_image(file)}, {"type": "text", "text": question.strip()}]
+    chat = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **chat)
+    inputs = inputs.to(model.device, model.dtype)
+    tokens, context = inputs["input_ids"].shape[1], model.config.get_text_config().max_position_embeddings
+    if tokens >= context:
+        raise gr.Error(f"Image and question take {tokens:,} tokens, and the model reads {context:,}. Ask shorter.")
+    streamer = TextIteratorStreamer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    stopped, text = Event(), ""
+    criteria = StoppingCriteriaList([lambda ids, scores, **_: ids.new_full((1,), stopped.is_set(), dtype=torch.bool)])
+    room = min(max_new_tokens, context - tokens)
+    options = {"max_new_tokens": room, "do_sample": False, "stopping_criteria": criteria, "streamer": streamer}
+    with ThreadPoolExecutor(1) as pool:
+        generated = pool.submit(model.generate, **inputs, **options)
+        generated.add_done_callback(lambda _: streamer.end())  # also after an error, which `result` raises
+        try:
+            for piece in streamer:
+                text += piece
+                yield text, None
+        finally:
+            stopped.set()
+    yield text.strip() or "(The answer is empty.)", heat_maps(model, processor, inputs, generated.result())
+
+
+def open_image(file: str) -> Image.Image:
+    """The image as upright RGB, on white where it is transparent. Raises gr.Error if it cannot be read."""
+    try:
+        image = ImageOps.exif_transpose(Image.open(file, formats=FORMATS))
+        if image.mode[0] in "IF":
+            raise ValueError("its pixels have more than 8 bits")
+        layer = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+    except Exception as error:  # decoders raise errors of any kind on broken files
+        raise gr.Error("The image cannot be read. Save it as PNG or JPEG with 8 bits.") from error
+
+
+@torch.no_grad()
+def attention(model: Any, processor: Any, inputs: Any, ids: Tensor) -> dict[int, Tensor]:
+    """Attention from the words after the image to its patches, `(patches,)`, averaged over heads and words, by layer.
+
+    Special tokens are no words. Layers of linear attention have no map. `ids` are those of prompt and answer, `(1,
+    tokens)`.
+    """
+    special = [token for token, added in processor.tokenizer.added_tokens_decoder.items() if added.special]
+    height, width = (side // processor.patch_size for side in inputs["pixel_values"].shape[-2:])
+    places = torch.arange(ids.shape[1], device=ids.device)
+    # Class token and registers, where they are kept, come before the patches.
+    visual = places[ids[0] == model.config.image_token_id][-height * width :]
+    words = places[(places > visual[-1]) & ~torch.isin(ids[0], ids.new_tensor(special))]
+    maps: dict[int, Tensor] = {}
+    thread, hooks = get_ident(), []
+
+    def keep(number: int, module: Any, args: tuple, output: tuple) -> None:
+        if get_ident() == thread:  # an answer that was stopped may run to its next token in another
+            maps[number] = output[1][0][:, words][..., visual].mean((0, 1), dtype=torch.float32).cpu()
+
+    for number, layer in enumerate(model.get_decoder().layers, 1):
+        if (module := dict(layer.named_children()).get("self_attn")) is not None:
+            hooks.append(module.register_forward_hook(partial(keep, number)))
+    try:
+        model.base_model(input_ids=ids, pixel_values=inputs["pixel_values"], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return maps
+
+
+def heat_maps(model: Any, processor: Any, inputs: Any, ids: Tensor) -> list[tuple[Image.Image, str]]:
+    """The image as the encoder gets it under the attention to it, for all layers and for each, with captions."""
+    maps, images, pixels = attention(model, processor, inputs, ids), processor.image_processor, inputs["pixel_values"]
+    shown = pixels[0].float().cpu()
+    if images.do_normalize:
+        mean, std = (torch.tensor(value).view(3, 1, 1) for value in (images.image_mean, images.image_std))
+        shown = shown * std + mean
+    image = Image.fromarray((shown * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy())
+    image = image.resize([side * -(-336 // max(image.size)) for side in image.size], Image.Resampling.NEAREST)
+    grid = [side // processor.patch_size for side in pixels.shape[-2:]]
+    drawn = []
+    for layer, row in {"Mean": torch.stack([*maps.values()]).mean(0), **maps}.items():
+        cells = (255 * row / row.max().clamp_min(1e-30)).round().byte().view(grid).numpy()
+        heat = ImageOps.colorize(Image.fromarray(cells), "#000004", "#FCFDBF", mid="#B73779")
+        heat = heat.resize(image.size, Image.Resampling.NEAREST)
+        caption = f"{layer if layer == 'Mean' else f'Layer {layer}'}: {row.sum():.1%}"
+        drawn.append((Image.blend(image.convert("L").convert("RGB"), heat, 0.6), caption))
+    return drawn
+
+
+def _circle() -> Image.Image:
+    image = Image.new("RGB", (256, 256), "#E8E4DA")
+    ImageDraw.Draw(image).ellipse((64, 64, 192, 192), fill="red")
+    return image
+
+
+def main(folder: Path) -> None:
+    """Serves the model that `space.json` names, with the code that comes with it."""
+    settings = json.loads((folder / "space.json").read_text(encoding="utf-8"))
+    name, commit = settings["model"], settings["revision"]
+    remote: dict[str, Any] = {"revision": commit, "code_revision": commit, "trust_remote_code": True}
+    device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, attn_implementation=ATTENTION, **remote)
+    processor = AutoProcessor.from_pretrained(name, **remote)
+    source = f"Ask [{name}](https://huggingface.co/{name}) about an image."
+    launch(build_app(model.to(device).eval(), processor, title=settings["title"], source=source))
+
+
+if __name__ == "__main__":
+    main(Path(__file__).parent)

@@ -1,3 +1,0 @@
-# Copyright 2026 The NormAlign-LLaVA authors
-# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The demo of a model: its page here, or as a Space."""

@@ -1,0 +1,348 @@
+"""The demo: what it answers and measures, what it refuses, its Space, and a person who uses that in a browser."""
+
+import ast
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+
+import demo_parts
+import httpx
+import numpy as np
+import pytest
+import torch
+from asking import generate
+from browser import chromium, load
+from gradio_client import Client, handle_file
+from gradio_client.exceptions import AppError
+from hub_server import HubServer
+from huggingface_hub import SpaceCard
+from packaging.requirements import Requirement
+from paths import ROOT
+from PIL import Image
+from remote_code import BLOCK
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from normalign_llava.hub_cards import demo_app
+from normalign_llava.hub_cards.demo import GRADIO_VERSION, space_files
+
+
+pytestmark = pytest.mark.slow
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+QUESTION = "what color is it?"
+
+
+def until(holds, seconds=90.0):
+    """Waits until `holds()` is true, and returns what it gave."""
+    deadline = time.monotonic() + seconds
+    while not (value := holds()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+    return value
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return demo_parts.checkpoint(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint):
+    return demo_parts.load(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def red(tmp_path_factory):
+    file = tmp_path_factory.mktemp("images") / "red.png"
+    Image.new("RGB", (30, 40), "red").save(file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def url(loaded):
+    app = demo_app.build_app(*loaded, title="Test", source="", max_new_tokens=80)
+    port = free_port()
+    demo_app.launch(app, server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, quiet=True)
+    yield f"http://127.0.0.1:{port}/"
+    app.close()
+
+
+def client(url):
+    return Client(url, verbose=False, analytics_enabled=False)
+
+
+def test_the_page_streams_what_generate_answers_and_then_shows_the_maps(url, checkpoint, red):
+    job = client(url).submit(handle_file(red), QUESTION, api_name="/ask")
+    answer, maps = job.result()
+    expected = generate(checkpoint, QUESTION, Image.open(red), tokens=80)[0]
+    assert answer == expected.strip() != ""
+    texts = [text for text, _ in job.outputs()]
+    assert len(set(texts)) > 3 and all(answer.startswith(text.strip()) for text in texts)
+    assert [entry["caption"].partition(":")[0] for entry in maps] == ["Mean", "Layer 1", "Layer 2"]
+    assert Image.open(maps[0]["image"]).size == (336, 336)
+
+
+@pytest.mark.parametrize("vision", ["clip", "registers"])
+def test_the_maps_are_those_of_a_plain_forward_and_lie_where_the_patches_are(tmp_path, vision):
+    folder = demo_parts.checkpoint(tmp_path, vision=vision)
+    (model, processor), (reference, _) = demo_parts.load(folder), demo_parts.load(folder)
+    for layer in (*model.get_decoder().layers, *reference.get_decoder().layers):
+        layer.self_attn.q_proj.weight.data *= 50  # so that attention is uneven
+    image = demo_parts.noise((16, 32))  # of which the encoder gets the middle
+    inputs = demo_parts.prompt(processor, image, "what is it")
+    answer = processor.tokenizer("a cat<|im_end|>", add_special_tokens=False)["input_ids"]
+    ids = torch.cat([inputs["input_ids"], torch.tensor([answer])], 1)
+    maps = demo_app.attention(model, processor, inputs, ids)
+    words = processor.tokenizer.convert_ids_to_tokens(ids[0].tolist())
+    patches = [place for place, word in enumerate(words) if word == "<image>"][-4:]
+    asking = [n for n in range(patches[-1] + 1, len(words)) if words[n] not in ("<|im_start|>", "<|im_end|>")]
+    with torch.no_grad():
+        pixels = inputs["pixel_values"].double()
+        heads = reference.double()(input_ids=ids, pixel_values=pixels, output_attentions=True).attentions
+    assert list(maps) == [1, 2] == list(range(1, len(heads) + 1))
+    drawn = demo_app.heat_maps(model, processor, inputs, ids)
+    for number, row in maps.items():
+        layer = heads[number - 1][0].tolist()
+        expected = [sum(head[n][p] for head in layer for n in asking) / len(layer) / len(asking) for p in patches]
+        assert row.tolist() == pytest.approx(expected, rel=1e-5)
+        picture, caption = drawn[number]
+        assert caption == f"Layer {number}: {sum(expected):.1%}"
+        # What the map adds to the grey image is brightest where the attention is.
+        grey = np.asarray(image.crop((0, 8, 16, 24)).resize((336, 336), 0).convert("L"), float)
+        added = np.asarray(picture, float).mean(2) - 0.4 * grey
+        quarters = [added[y : y + 168, x : x + 168].mean() for y in (0, 168) for x in (0, 168)]
+        assert np.argsort(quarters).tolist() == np.argsort(expected).tolist()
+
+
+def test_an_answer_ends_with_the_context_or_when_it_is_stopped(tmp_path, red):
+    model, processor = demo_parts.load(demo_parts.checkpoint(tmp_path, context=1024))
+    model.generation_config.eos_token_id = None
+    steps = []
+    hook = model.register_forward_hook(lambda *_: steps.append(1))
+    answer = demo_app.answer(model, processor, str(red), QUESTION, 900)
+    next(answer), next(answer)
+    answer.close()
+    assert 0 < len(steps) < 900
+    hook.remove()
+    *_, (text, maps) = demo_app.answer(model, processor, str(red), "what is it? " * 78, 900)
+    assert text and len(maps) == 3
+    with pytest.raises(demo_app.gr.Error, match="the model reads 1,024"):
+        next(demo_app.answer(model, processor, str(red), "what is it? " * 90, 900))
+
+
+def test_images_are_upright_on_white_and_of_eight_bits(tmp_path):
+    turned, clear, eps, deep = (tmp_path / name for name in ("a.png", "b.png", "c.png", "d.png"))
+    exif = Image.Exif()
+    exif[274] = 6
+    Image.new("RGB", (20, 10)).save(turned, exif=exif)
+    Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(clear)
+    Image.new("RGB", (4, 4)).save(eps, "EPS")  # for which Pillow would start Ghostscript
+    Image.new("I;16", (4, 4)).save(deep)
+    assert demo_app.open_image(str(turned)).size == (10, 20)
+    assert demo_app.open_image(str(clear)).getpixel((0, 0)) == (255, 255, 255)
+    for file in (eps, deep):
+        with pytest.raises(demo_app.gr.Error, match="cannot be read"):
+            demo_app.open_image(str(file))
+
+
+@pytest.mark.parametrize("question, message", [(" \n", "Give an image"), ("is <image> one?", "image token")])
+def test_wrong_questions_get_a_message_and_the_page_goes_on(url, red, question, message):
+    user = client(url)
+    with pytest.raises(AppError, match=message):
+        user.predict(handle_file(red), question, api_name="/ask")
+    assert user.predict(handle_file(red), QUESTION, api_name="/ask")[0]
+
+
+def call(url, *data):
+    """All that the server says of one question, as its page asks it."""
+    functions = httpx.get(f"{url}config").json()["dependencies"]
+    (number,) = [function["id"] for function in functions if function["api_name"] == "ask"]
+    session = secrets.token_hex(8)
+    body = {"data": data, "fn_index": number, "session_hash": session}
+    httpx.post(f"{url}gradio_api/queue/join", json=body).raise_for_status()
+    return httpx.get(f"{url}gradio_api/queue/data", params={"session_hash": session}, timeout=60).text
+
+
+@pytest.mark.parametrize("meta", [None, {}, {"_type": "gradio.FileData"}])
+@pytest.mark.parametrize("key", ["path", "url"])
+def test_neither_files_of_the_server_nor_addresses_are_images(url, red, key, meta):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.settimeout(0)
+        for value in (str(red), f"http://127.0.0.1:{listener.getsockname()[1]}/image.png"):
+            entry = {"path": None, key: value} | ({} if meta is None else {"meta": meta})
+            said = call(url, entry, QUESTION)
+            assert '"process_completed"' in said and '"success":false' in said and "caption" not in said
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_the_command_serves_a_checkpoint_under_this_computer_s_names(prepared, checkpoint, red):
+    port = free_port()
+    process = prepared.start(["-m", "normalign_llava", "demo", checkpoint, "--port", port])
+    try:
+        with socket.socket() as connection:
+            until(lambda: connection.connect_ex(("127.0.0.1", port)) == 0 or process.poll() is not None)
+        assert process.poll() is None, process.wait().stderr
+        url = f"http://127.0.0.1:{port}/"
+        answer = client(url).predict(handle_file(red), QUESTION, api_name="/ask")[0]
+        assert answer and generate(checkpoint, QUESTION, Image.open(red), tokens=256)[0].startswith(answer)
+        for host, status in (("localhost:9000", 200), ("localhost.evil.com", 400), ("evil.com", 400)):
+            assert httpx.get(url, headers={"Host": host}).status_code == status
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+
+
+# Sends the Space of each model that is named, without the model.
+SEND = f"""
+import json, sys
+from huggingface_hub import HfApi, get_token
+from normalign_llava.hub_cards.demo import check_space, push_space
+from normalign_llava.hub_cards.push.repository import Pushed, Repository
+api, said = HfApi(token=get_token()), {{}}
+for repo_id, private in json.loads(sys.argv[1]).items():
+    pushed = Pushed(Repository(api, repo_id, private=private), {COMMIT!r}, [])
+    for does in (lambda: check_space(api, repo_id), lambda: push_space(pushed, lambda line: None)):
+        try:
+            does()
+            said.setdefault(repo_id, []).append(None)
+        except Exception as error:
+            said.setdefault(repo_id, []).append(f"{{type(error).__name__}}: {{error}}")
+print(json.dumps(said))
+"""
+
+
+def send(hub, prepared, **private):
+    """For each of Ann's models, what `check_space` and `push_space` of its Space said; None if nothing was wrong."""
+    models = json.dumps({f"ann/{name}": is_private for name, is_private in private.items()})
+    ran = prepared.run(["-c", SEND, models], HF_TOKEN=hub.token("ann"))
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_only_a_space_of_ours_or_an_empty_one_is_taken(hub, prepared):
+    hub.create("ann/other-demo", kind="space", files={"app.py": b"print()"})
+    head = hub.repository("ann/other-demo", "space").head()
+    hub.create("ann/empty-demo", kind="space", files={"README.md": b"---\nsdk: docker\n---\n"})
+    hub.create("ann/older-demo", kind="space", files={"space.json": b"{}", "demo/page.py": b"", "notes.txt": b""})
+    said = send(hub, prepared, empty=False, new=True, older=False, other=False)
+    checked, pushed = said.pop("ann/other")
+    assert said == {f"ann/{name}": [None, None] for name in ("empty", "new", "older")}
+    assert checked.startswith("ValueError: The Space ann/other-demo exists and was not published by this")
+    assert pushed.startswith("OSError: The model is published") and "not published by this package" in pushed
+    assert hub.repository("ann/other-demo", "space").head() == head
+    new, empty, older = (hub.repository(f"ann/{name}-demo", "space") for name in ("new", "empty", "older"))
+    assert (new.private, empty.private) == (True, False)
+    assert "demo/page.py" not in older.head().files and "notes.txt" in older.head().files
+    card = SpaceCard(empty.read("README.md").decode())
+    assert (card.data.sdk, card.data.models) == ("gradio", ["ann/empty"])
+    assert send(hub, prepared, new=False, empty=True) == dict.fromkeys(["ann/new", "ann/empty"], [None, None])
+    assert (new.private, empty.private) == (True, False)
+
+
+def test_the_files_of_a_space():
+    title = 'Ask "my: model" <b> & ünïcode'
+    files = space_files("user/my-model.v1.5", COMMIT, title)
+    assert set(files) == {"README.md", "requirements.txt", "space.json", "app.py"}
+    assert json.loads(files["space.json"]) == {"model": "user/my-model.v1.5", "revision": COMMIT, "title": title}
+    card = SpaceCard(files["README.md"].decode())
+    assert card.data.title == title and card.data.models == ["user/my-model.v1.5"] and COMMIT in card.text
+    assert (card.data.sdk, card.data.sdk_version, card.data.app_file) == ("gradio", GRADIO_VERSION, "app.py")
+    assert len(card.data.short_description) <= 60  # the Hub's limit
+    imported = set()
+    for node in ast.walk(ast.parse(files["app.py"])):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Import):
+            imported |= {name.name.split(".")[0] for name in node.names}
+    lines = {Requirement(line).name: line for line in files["requirements.txt"].decode().splitlines()}
+    assert {"pillow" if name == "PIL" else name for name in imported - sys.stdlib_module_names} == {*lines, "gradio"}
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    bounds = {Requirement(line).name: line for line in package}
+    assert all(line.startswith(bounds[name]) for name, line in lines.items())
+
+
+# Bars the package, and keeps a list of what the process connects to or looks up beyond this computer.
+SITECUSTOMIZE = """
+open({log!r}, "a").close()
+def watch(event, arguments):
+    if event in ("socket.getaddrinfo", "socket.connect"):
+        host = arguments[0] if event == "socket.getaddrinfo" else arguments[1][0]
+        host = host.decode() if isinstance(host, bytes) else host
+        if host not in (None, "", "localhost", "127.0.0.1", "::1", "0.0.0.0"):
+            with open({log!r}, "a") as file:
+                file.write(f"{{event}} {{host}}\\n")
+sys.addaudithook(watch)
+"""
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A Space's process that loads from a hub: its address, the checkpoint, and what it asked of others."""
+    folder = demo_parts.checkpoint(tmp_path, context=128)  # which ends answers
+    space, site = tmp_path / "space", tmp_path / "site"
+    space.mkdir()
+    site.mkdir()
+    outside, output = tmp_path / "outside.txt", tmp_path / "log.txt"
+    (site / "sitecustomize.py").write_text(BLOCK + SITECUSTOMIZE.format(log=str(outside)))
+    with HubServer({"user/model.v1.5": folder}) as hub:
+        repository = hub.repository("user/model.v1.5")
+        pinned = repository.head().oid
+        repository.advance("main", {}, "All files removed", "user", parent=pinned)
+        for path, content in space_files("user/model.v1.5", pinned, "A published model").items():
+            (space / path).write_bytes(content)
+        port = free_port()
+        environment = {
+            **hub.environment(tmp_path / "home"),
+            "PYTHONPATH": str(site),
+            "GRADIO_SERVER_PORT": str(port),
+            "GRADIO_TEMP_DIR": str(tmp_path / "uploads"),
+        }
+        environment.pop("GRADIO_ANALYTICS_ENABLED", None)
+        with open(output, "w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "app.py"], cwd=space, env=environment, stdout=file, stderr=subprocess.STDOUT
+            )
+        try:
+            until(lambda: "Running on" in output.read_text() or process.poll() is not None, 180)
+            assert process.poll() is None, output.read_text()
+            yield f"http://127.0.0.1:{port}/", folder, outside
+            assert "Traceback" not in output.read_text()
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def test_a_person_asks_a_published_space_about_an_image(tmp_path, published, red):
+    url, folder, outside = published
+    with chromium(tmp_path / "profile") as browser:
+        page = load(browser, url, 390)
+        (field,) = until(lambda: browser.find_elements(By.CSS_SELECTOR, "input[type=file]"))
+        assert browser.title == "A published model"
+        field.send_keys(str(red))
+        until(lambda: browser.find_elements(By.CSS_SELECTOR, "[data-testid=image] img, .image-frame img"))
+        question, answer = browser.find_elements(By.CSS_SELECTOR, "label textarea")
+        question.send_keys(QUESTION, Keys.ENTER)
+        until(lambda: len(browser.find_elements(By.CSS_SELECTOR, ".grid-container img, .thumbnail-item img")) >= 3)
+        said = answer.get_property("value")
+        events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+        sent = [event["params"]["request"]["url"] for event in events if event["method"].endswith("requestWillBeSent")]
+        foreign = [u for u in page.requests + sent if not u.startswith((url, "data:", "blob:"))]
+        assert browser.execute_script("return document.documentElement.scrollWidth") == 390
+    assert said and generate(folder, QUESTION, Image.open(red), tokens=128)[0].startswith(said)
+    assert foreign == [] and len(page.requests) > 20 and outside.read_text() == ""
