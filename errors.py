@@ -158,6 +158,9 @@ def errors_for_people(
         raise typer.Exit(143 if isinstance(error, Terminated) else 130) from None
     except (SystemExit, typer.Exit):
         raise
+    except BrokenPipeError:  # `| head` has read what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        raise typer.Exit(1) from None
     except BaseException as error:
         message, is_first = _message(error, extra, full), _is_first("error")
         text = message or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

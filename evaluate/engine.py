@@ -58,7 +58,12 @@ class MultimodalLM(HFMultimodalLM):
 
     def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, batch_size: int):
         self.processor = processor
-        super().__init__(model, batch_size=batch_size)
+        # The harness ties the weights of each model, which may have an adapter's own head or embeddings by now.
+        model.tie_weights = lambda *args, **kwargs: None
+        try:
+            super().__init__(model, batch_size=batch_size)
+        finally:
+            del model.tie_weights
 
     def _create_tokenizer(self, *args, **kwargs):
         self.tokenizer = text_tokenizer(self.processor.tokenizer)

@@ -101,7 +101,8 @@ def prepare(
         need_images = args.stage == "align" or not rates["language"]
         train_dataset, eval_dataset, report = checked_datasets(*data[:2], collator, args, need_images)
     if isinstance(collator, ConversationCollator):
-        collator = replace(collator, skippable=sum(source.skippable for source in report.sources))
+        readers = args.world_size * max(1, args.dataloader_num_workers or 0)  # each counts what it skips
+        collator = replace(collator, skippable=sum(source.skippable for source in report.sources) // readers)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and (longest := max([source.longest or 0 for source in report.sources], default=0)) > positions:
         logger.warning(

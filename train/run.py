@@ -23,6 +23,7 @@ from .batches.packing import check_longest
 from .callbacks.suite import suite_tasks
 from .command import next_command
 from .dry_run import remedy
+from .keeping.checkpoints import writing_result
 from .keeping.lock import only_run
 from .keeping.record import check_same_run, render_options
 from .keeping.resume import StepCounter, after_stop, resolve_resume
@@ -102,7 +103,8 @@ def train(
             pushed = trainer.push_to_hub()  # which saves first
             console.print(f"Pushed to {pushed.repository.url}, commit {pushed.commit}." if pushed else "")
         else:
-            trainer.save_model()
+            with writing_result(output):
+                trainer.save_model()
         console.print(*render_dropped(dropped), sep="\n")
         trainer.end()  # trackers, and the process group
     return output

@@ -20,6 +20,7 @@ from trl import ModelConfig, get_peft_config
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
 from normalign_llava.assembly.adapter import open_adapter
 from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.evaluate.engine import MultimodalLM
 from normalign_llava.hub_cards.push.checkpoint_checks import check_checkpoint
 from normalign_llava.train.options.arguments import ModelArguments
 from normalign_llava.train.run import main
@@ -136,10 +137,9 @@ def assert_computes_the_same(trainer, folder):
     """The model that was trained, the merged one and the adapter on its base, as asked and evaluated."""
     inputs = trainer.data_collator([trainer.train_dataset[0]])
     merged = AutoModelForImageTextToText.from_pretrained(folder / "merged")
+    evaluated = MultimodalLM(open_adapter(folder).load(), trainer.processing_class, batch_size=1).model
     with torch.no_grad():
-        expected, *found = (
-            model.eval()(**inputs).logits for model in (trainer.model, merged, open_adapter(folder).load())
-        )
+        expected, *found = (model.eval()(**inputs).logits for model in (trainer.model, merged, evaluated))
     for logits in found:
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 

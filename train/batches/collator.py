@@ -132,7 +132,12 @@ class ConversationCollator:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
                 self._skipped.add((dropped.source, dropped.row))
                 if self.bad_rows != "skip" and len(self._skipped) > self.skippable:
-                    raise BadRow(f"{dropped}. Fix it, or skip such rows with --bad_rows skip.") from error
+                    before = len(self._skipped) - 1
+                    more = f" This process skipped {before:,} rows before, as many as it may." if before else ""
+                    raise BadRow(
+                        f"{dropped}.{more} Fix it, or skip such rows with --bad_rows skip; --check_images finds all "
+                        "before the first step."
+                    ) from error
                 if self.dropped_rows and not bad:
                     self.dropped_rows.add(dropped)
                 images.append(Image.new("RGB", (64, 64), "white"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers.trainer_utils import sort_checkpoints
 
 from ...checkpoint.files import json_or_none, write_failure
-from ...checkpoint.names import STATE
+from ...checkpoint.names import ADAPTER_CONFIG, STATE, TRAINING_RECORD
 
 
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
@@ -85,6 +85,22 @@ def writing_checkpoint(checkpoint: str | os.PathLike, world_size: int) -> Iterat
             f"The checkpoint {folder} could not be written: {cause}. What was written of it is removed; {free:,.1f} "
             "MiB are free there. Make room, keep fewer checkpoints (--save_total_limit) or write to another disk "
             f"(--output_dir), then {f'resume with --resume_from_checkpoint {last}' if last else 'start again'}."
+        ) from error
+
+
+@contextmanager
+def writing_result(output: Path) -> Iterator[None]:
+    """Has the trained model written, and removes what makes its folder one of a model again if the disk is full."""
+    try:
+        yield
+    except Exception as error:
+        if (cause := write_failure(error)) is None:
+            raise
+        for name in ("config.json", ADAPTER_CONFIG, TRAINING_RECORD):
+            (output / name).unlink(missing_ok=True)
+        raise OSError(
+            f"The trained model could not be written to {output}: {cause}. Make room, and run the same command with "
+            "--resume_from_checkpoint: it goes on from the last checkpoint."
         ) from error
 
 

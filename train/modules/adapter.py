@@ -78,6 +78,8 @@ def _check_options(config: LoraConfig) -> None:
             f"init_lora_weights is {config.init_lora_weights!r}. Use True, False or 'gaussian': others are computed "
             "from the base's weights or from data, and may change the base, which the adapter would then not fit."
         )
+    if not config.lora_alpha:
+        raise ValueError("lora_alpha 0 multiplies each adapter by 0, so none would be trained. Give another.")
     if config.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(f"task_type is {config.task_type!r}. Answers are trained with 'CAUSAL_LM'.")
     if config.bias == "all":

@@ -4,7 +4,7 @@
 
 import os
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -113,6 +113,8 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         if self.bf16 is None and not self.fp16:
             self._choose_precision()
         self.fp16 = bool(self.fp16)
+        if self.report_to in (None, "None"):
+            self.report_to = "none"
         super().__post_init__()
         if self.router_aux_loss_coef is None:
             self.router_aux_loss_coef = 0.0  # TRL would take it from the language model's configuration
@@ -210,9 +212,19 @@ class ModelArguments(ModelOptions, ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        given = [f.name for f in fields(self) if f.name.startswith("lora_") and getattr(self, f.name) != f.default]
-        if given and not self.use_peft:
-            raise ValueError(f"{', '.join(given)}: adapters are trained with use_peft alone. Add --use_peft.")
+        if isinstance(self.lora_modules_to_save, str):
+            self.lora_modules_to_save = [self.lora_modules_to_save]
+        changed = [f.name for f in fields(self) if f.default is not MISSING and getattr(self, f.name) != f.default]
+        adapters = [name for name in changed if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
+        if adapters and not self.use_peft:
+            raise ValueError(f"{', '.join(adapters)}: adapters are trained with use_peft alone. Add --use_peft.")
+        bits = [name for name in changed if name.startswith("bnb_4bit_")]
+        if bits and not self.load_in_4bit:
+            raise ValueError(f"{', '.join(bits)}: nothing is quantized without load_in_4bit. Add --load_in_4bit.")
+        if "bnb_4bit_quant_storage" in bits:
+            raise ValueError(
+                "bnb_4bit_quant_storage is for FSDP, under which 4 bits are not tested here. Leave it out."
+            )
 
     @property
     def quantization(self) -> BitsAndBytesConfig | None:
