@@ -2,17 +2,21 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Output of commands: foreign text cannot control the terminal; an error is one sentence and exit status 1."""
 
+import hashlib
 import os
+import re
 import signal
 import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 
 import rich.console
 import typer
 from rich.segment import Segment
+from rich.text import Text
 
 
 class Console(rich.console.Console):
@@ -40,6 +44,10 @@ def escaped(text: str) -> str:
     return text.translate({ord(each): ascii(each)[1:-1] for each in hidden})
 
 
+_FULL = "out of memory|can't allocate memory"
+"""In a RuntimeError of torch: memory of a device, of the machine."""
+
+
 class Terminated(SystemExit):
     """SIGTERM. What the command has begun and not finished is removed, and it ends with status 143."""
 
@@ -53,7 +61,8 @@ def is_panic(error: BaseException) -> bool:
 def errors_for_people(extra: str | None = None, stopped: str = "") -> Iterator[None]:
     """Prints errors that a user can fix as a message without a traceback, and exits with status 1.
 
-    Ctrl-C and SIGTERM end the block too, with the words "Stopped." and status 130 or 143.
+    Ctrl-C and SIGTERM end the block too, with the words "Stopped." and status 130 or 143. Of the processes of a run on
+    one machine, one prints what several would, and what is an error only because another process has ended is a line.
 
     Args:
         extra: The extra of this package that a missing module belongs to.
@@ -69,20 +78,51 @@ def errors_for_people(extra: str | None = None, stopped: str = "") -> Iterator[N
         if os.environ.get("RANK", "0") == "0":
             Console(stderr=True).print("Stopped.", *getattr(error, "__notes__", [stopped]), soft_wrap=True)
         raise typer.Exit(143 if isinstance(error, Terminated) else 130) from None
+    except (SystemExit, typer.Exit):
+        raise
     except BaseException as error:
-        if is_panic(error):
-            message = f"A library stopped, at a text or a file that it cannot read: {error}. Use another checkpoint."
-        elif isinstance(error, ValueError | OSError | ImportError | FloatingPointError):
-            message = f"{error}. {install(extra)}" if extra and isinstance(error, ModuleNotFoundError) else str(error)
-        else:
+        message, is_first = _message(error, extra), _is_first("error")
+        text = message or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        is_new = _is_first(hashlib.sha256(text.encode(errors="replace")).hexdigest())
+        if message is None and is_first:
             raise
-        console = Console(stderr=True)
-        console.print("Error:", style="bold red", end=" ")
-        console.print(message, soft_wrap=True)  # paths stay whole
+        if is_new:
+            process = f" in process {os.environ.get('RANK')}" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+            head = (f"Error{process}:", "bold red") if message else f"Then{process}:"
+            line = Text.assemble(head, " ", escaped(text))  # one write, or another process writes between
+            Console(stderr=True).print(line, soft_wrap=True)  # paths stay whole
         raise typer.Exit(1) from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _message(error: BaseException, extra: str | None) -> str | None:
+    """What to print of an error that a user can do something about; None for others."""
+    if is_panic(error):
+        return f"A library stopped, at a text or a file that it cannot read: {error}. Use another checkpoint."
+    if extra and isinstance(error, ModuleNotFoundError):
+        return f"{error}. {install(extra)}"
+    text = str(error)
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and re.search(_FULL, text)):
+        return f"Memory is full ({text.partition(chr(10))[0].rstrip('.')}). Use smaller batches, or fewer bits."
+    return text if isinstance(error, ValueError | OSError | ImportError | FloatingPointError) else None
+
+
+def _is_first(name: str) -> bool:
+    """Whether this process of a run is the first on its machine to ask for `name`; alone it always is.
+
+    torch's launcher gives the processes a folder in common, which it removes. With other launchers all are first.
+    """
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if file.name == "error.json":
+        try:
+            file.parents[1].joinpath(f"first-{name}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+    return True
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

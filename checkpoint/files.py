@@ -2,20 +2,27 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The cache folder; atomic writing of files and folders, and the reason if writing fails."""
 
+import ctypes
 import errno
 import glob
 import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .lock import LOCK, busy, check_free, only_writer, writer_of
+
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+OLD = ".replaced"
+"""The folder that is replaced, in the temporary folder of the new one."""
 
 
 def cache_dir() -> Path:
@@ -43,16 +50,19 @@ def atomic_write(target: str | os.PathLike) -> Iterator[Path]:
 def finished_folder(target: str | os.PathLike) -> Iterator[Path]:
     """Yields a temporary folder that becomes `target` when the block ends without an error, and is removed otherwise.
 
-    If another process has filled `target` in the meantime, that folder stays.
+    Raises:
+        ValueError: Another process is making `target`.
+        FileExistsError: `target` was filled meanwhile. What was made is kept in a folder that the message names.
     """
     target = Path(target).resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
-        staging = Path(temporary) / target.name
-        staging.mkdir()
-        yield staging
-        if not target.exists() or not any(target.iterdir()):
-            os.replace(staging, target)
+    with _staging(target) as temporary:
+        yield temporary / target.name
+        try:
+            os.replace(temporary / target.name, target)
+        except OSError as error:
+            if not target.exists():
+                raise
+            raise FileExistsError(f"{target} was filled meanwhile, and stays. {_kept(temporary, target)}") from error
 
 
 def check_new(output: str | os.PathLike) -> None:
@@ -64,39 +74,90 @@ def check_new(output: str | os.PathLike) -> None:
 
 @contextmanager
 def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collection[str]]) -> Iterator[Path]:
-    """[`finished_folder`] for a folder that replaces its earlier version as a whole.
+    """[`finished_folder`] for a folder within a checkpoint that replaces its earlier version as a whole.
+
+    Whenever it is interrupted, one of the two is there: they change places in one step or, where a file system cannot
+    do that, in two, of which the next run makes the second.
 
     Given `target`, `written` has the names in its earlier version; a folder with anything else is not replaced.
     """
     target = Path(target).resolve()
-    found = {each.name for each in target.iterdir()} if target.exists() else set()
-    if others := sorted(found - set(written(target))):
-        raise ValueError(
-            f"{target} holds {others[0]}, which no earlier run has written there. Choose another folder, or move that "
-            "away first."
-        )
+
+    def problem() -> str:
+        found = {each.name for each in target.iterdir()} if target.exists() else set()
+        others = sorted(found - set(written(target)))
+        return f"{target} holds {others[0]}, which no earlier run has written there." if others else ""
+
+    check_free(target.parent)
+    with _staging(target) as temporary:
+        if found := problem():
+            raise ValueError(f"{found} Choose another folder, or move that away first.")
+        yield temporary / target.name
+        if found := problem():
+            raise FileExistsError(f"{found} {_kept(temporary, target)}")
+        if not target.exists():
+            os.replace(temporary / target.name, target)
+        elif not _exchanged(temporary / target.name, target):
+            os.replace(target, temporary / OLD)  # and then the second step
+
+
+@contextmanager
+def _staging(target: Path) -> Iterator[Path]:
+    """Yields a temporary folder beside `target`, with a lock and an empty folder of its name, and clears it up."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
-        staging, old = Path(temporary) / target.name, Path(temporary) / "old"
-        staging.mkdir()
-        yield staging
-        if target.exists():
-            os.replace(target, old)
-        os.replace(staging, target)
-        remove_unfinished(target)
+    if writers := remove_unfinished(target):
+        raise ValueError(busy(target, writers[0]))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        with only_writer(temporary):
+            (temporary / target.name).mkdir()
+            yield temporary
+    finally:
+        _clear(temporary, target)
 
 
-def remove_unfinished(target: Path) -> None:
+def remove_unfinished(target: Path) -> list[str]:
     """Removes the temporary folders that killed runs of [`finished_folder`] or [`replaced_folder`] left for `target`.
 
-    They are known by their names, with eight letters of `tempfile`'s, and by what alone is in them. Only one run at a
-    time may write `target`, or the folder of another is removed.
+    They are known by their names, with eight letters of `tempfile`'s, and by what alone is in them. Returns the
+    processes that still write to others, which stay.
     """
+    writers = []
     for unfinished in target.parent.glob(f".{glob.escape(target.name)}-" + "[a-z0-9_]" * 8):
         if unfinished.is_symlink() or not unfinished.is_dir():
             continue
-        if {target.name} <= {each.name for each in unfinished.iterdir()} <= {target.name, "old"}:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        found = {each.name for each in unfinished.iterdir()}
+        if found & {target.name, OLD} and found <= {target.name, OLD, LOCK}:
+            if writer := writer_of(unfinished):
+                writers.append(writer)
+            else:
+                _clear(unfinished, target)
+    return writers
+
+
+def _clear(temporary: Path, target: Path) -> None:
+    """Takes the second step of a replacement whose first one was taken, and removes what is left."""
+    if (temporary / OLD).exists() and not target.exists():
+        os.replace(temporary / target.name, target)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _kept(temporary: Path, target: Path) -> str:
+    """Keeps what was made for `target` beside it, and says where."""
+    kept = temporary.with_name(f"{target.name}-{temporary.name[-8:]}")
+    os.replace(temporary / target.name, kept)
+    return f"What was made is in {kept}."
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Has two folders change places in one step; false if the system or the file system cannot do that."""
+    first, second = os.fsencode(one), os.fsencode(other)
+    try:
+        if sys.platform == "darwin":
+            return ctypes.CDLL(None).renamex_np(first, second, 2) == 0  # RENAME_SWAP
+        return ctypes.CDLL(None).renameat2(-100, first, -100, second, 2) == 0  # AT_FDCWD, RENAME_EXCHANGE
+    except (AttributeError, TypeError):  # a C library without it, or Windows
+        return False
 
 
 def json_or_none(path: Path) -> Any:

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, BatchEncoding, PreTrainedModel, Processo
 
 from ..assembly.processing import text_tokenizer
 from ..diagnose.load import Found, load
-from .results import FOLDER, Evaluation, Metric
+from .results import Evaluation, Metric
 
 
 VISION = ("mmbench_en_dev", "mmstar", "pope", "seedbench_2_plus", "ocrbench", "scienceqa", "ai2d")
@@ -162,18 +162,19 @@ def sample_scores(lm: LM, task: str, loaded: TaskDict, *, limit: int) -> dict[st
     return {metric.name: metric.value for metric in _metrics(found, task) if metric.subset is None}
 
 
-def save(found: dict[str, Any], task: str, checkpoint: Path) -> None:
-    """Writes what [`run_task`] found in the harness's own form to `evaluation/TASK/` of a checkpoint folder."""
-    folder = checkpoint / FOLDER / task
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in [*folder.glob("results_*.json"), *folder.glob("samples_*.jsonl")]:  # of an earlier run
-        file.unlink()
+def save(found: dict[str, Any], folder: Path, *, model: str) -> None:
+    """Writes what [`run_task`] found in the harness's own form."""
     samples = found.pop("samples")
     tracker = EvaluationTracker(output_path=str(folder / "results.json"))
-    tracker.general_config_tracker.model_name_sanitized = checkpoint.name
+    tracker.general_config_tracker.model_name_sanitized = model
     tracker.save_results_aggregated(found, samples=samples)
     for name, answers in samples.items():
         tracker.save_results_samples(name, answers)
+
+
+def saved_files(folder: Path) -> set[str]:
+    """The names of what [`save`] wrote into a folder."""
+    return {file.name for pattern in ("results_*.json", "samples_*.jsonl") for file in folder.glob(pattern)}
 
 
 def summarized(found: dict[str, Any], task: str, *, weights: str, settings: dict[str, Any]) -> Evaluation:

@@ -16,13 +16,12 @@ from typing import Any
 
 from datasets import Dataset
 
-from ..data.rows.checks import check_images_are_read, parse_rows, stopped
+from ..data.rows.checks import bad_rows_message, check_images_are_read, parse_rows
 from ..data.rows.choices import chosen_letter, plain
 from ..data.rows.forms import MARKER
 from ..data.rows.images import decode_image, image_problem, short, stored_bytes
 from ..data.rows.parse import DroppedRow
 from ..data.rows.reports import ABOUT, not_read
-from ..data.rows.unread import proposal
 from ..data.sources.arguments import DataArguments, DataSource
 from ..data.sources.source import open_source
 from .answers import chosen_option
@@ -61,7 +60,7 @@ def own_task(data: str, *, image_folder: str | None = None, columns: str | None 
         except ValueError as error:
             bad.append(DroppedRow(row["source"], row["row"], row["file"], str(error)))
     if bad or not rows:
-        raise ValueError(stopped(opened, bad, len(rows), use="evaluated") if bad else f"{data} has no rows.")
+        raise ValueError(bad_rows_message(opened, bad, len(rows), use="evaluated") if bad else f"{data} has no rows.")
     left_out, changed = (Counter(chain.from_iterable(row[name] for row in rows)) for name in ("left_out", "changed"))
     for title, text in not_read(left_out, changed).items():
         logger.log(logging.INFO if title == ABOUT else logging.WARNING, f"{opened.name}: {title}: {text}")
@@ -76,10 +75,6 @@ def _document(row: dict[str, Any], first: Mapping | None) -> dict[str, Any]:
     """What is asked in a row. Raises ValueError with what is not supported in it, and the remedy."""
     if row["reason"]:
         raise ValueError(row["reason"])
-    if row["form"] in ("caption", "text") and (columns := proposal(row["raw"])):
-        raise ValueError(
-            f"its {row['form']} is read as a caption, and it has another column that may be the answer{columns}"
-        )
     contents = [[part["text"] for part in turn["content"]] for turn in row["messages"]]  # None for an image
     turns = ["".join(MARKER if text is None else text for text in each) for each in contents]
     system = turns.pop(0) if row["messages"][0]["role"] == "system" else ""

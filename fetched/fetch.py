@@ -14,6 +14,8 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -34,9 +36,8 @@ def fetch(part: Part) -> Path:
         FetchError: There is no client or no connection, or the archive has another checksum.
     """
     archives = cache_dir() / "archives"
-    archives.mkdir(parents=True, exist_ok=True)
     target = archives / part.filename
-    with FileLock(archives / f".{part.filename}.lock"):
+    with alone(target):
         if target.exists():
             _verify(target, part, archives)
             return target
@@ -55,6 +56,21 @@ def unpack(part: Part) -> Path:
     if folder.exists():
         return folder
     archive = fetch(part)
+    with alone(folder):
+        if not folder.exists():
+            _unpack(part, archive, folder)
+    return folder
+
+
+@contextmanager
+def alone(target: Path) -> Iterator[None]:
+    """Has processes that put the same thing into the cache wait for each other."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.with_name(f".{target.name}.lock")):
+        yield
+
+
+def _unpack(part: Part, archive: Path, folder: Path) -> None:
     with finished_folder(folder) as staging:
         if archive.suffix == ".whl":
             with zipfile.ZipFile(archive) as wheel:
@@ -64,7 +80,6 @@ def unpack(part: Part) -> Path:
                 # Python before 3.11.4, such as Debian 12's, has no filters; the checksum is known
                 tarball.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
                 tarball.extractall(staging, [m for m in tarball if _wanted(part, m.name)])
-    return folder
 
 
 def _download(part: Part, folder: Path, archives: Path) -> Path:

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from ..assembly.build import build_checkpoint
 from ..assembly.merge import merge_adapter
 from ..checkpoint.files import finished_folder, json_or_none, remove_unfinished, write_json
+from ..checkpoint.lock import LOCK
 from ..fetched.archives import PARTS
 from ..fetched.convert import convert_language, convert_vision
 from ..fetched.easy_vqa import Question, held_out, load_image, png, prompt, training_data
@@ -26,7 +27,7 @@ from ..fetched.fetch import fetch
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.clean_process import answer_each, ask_clean_process
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from ..train.keeping.lock import LOCK, only_run
+from ..train.keeping.lock import only_run
 from .display import draw_images, peak_rss_gib, print_results
 from .evaluate import BASELINE, OURS, ask, diagnose_once, read_report
 from .journal import JOURNAL, Journal

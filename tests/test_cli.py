@@ -121,3 +121,55 @@ def test_a_bar_in_a_file_is_a_line_a_minute_at_most():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     shown = [line.split("|")[0].strip() for line in done.stderr.split("\n") if line]
     assert shown == ["0%", "100%"]  # at its start and at its end
+
+
+FAILS = """
+import builtins, sys, typer
+from normalign_llava.errors import errors_for_people
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+@app.command()
+def fail(kind: str, text: str) -> None:
+    with errors_for_people():
+        raise getattr(builtins, kind)(text)
+
+app()
+"""
+
+
+def failing(folder, *ranks) -> list[list[str]]:
+    """What processes of a run print that fail in turn, each given as its rank, the kind of its error and a text."""
+    said = []
+    for rank, *words in ranks:
+        given = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "4",
+            "TORCHELASTIC_ERROR_FILE": str(folder / f"{rank}" / "error.json"),
+        }
+        command = [sys.executable, "-c", FAILS, *words]
+        done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True)
+        assert done.returncode == 1
+        said.append(done.stderr.splitlines())
+    return said
+
+
+def test_an_error_is_printed_by_one_process_and_what_differs_by_each(tmp_path):
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    same = failing(folders[0], *[(rank, "ValueError", "no such option") for rank in (2, 0, 1, 3)])
+    assert same == [["Error in process 2: no such option"], [], [], []]
+    full, broken = "CUDA out of memory. Tried to allocate 2 GiB", "Connection closed by peer\nmore of it"
+    assert failing(folders[1], (1, "RuntimeError", full), (3, "OSError", "no disk"), (0, "RuntimeError", broken)) == [
+        [f"Error in process 1: Memory is full ({full}). Use smaller batches, or fewer bits."],
+        ["Error in process 3: no disk"],
+        ["Then in process 0: RuntimeError: Connection closed by peer"],
+    ]
+    first, then = failing(folders[2], (3, "KeyError", "a mistake"), (1, "KeyError", "another"))
+    assert (
+        first[0].startswith("Traceback") and first[-1] == "KeyError: 'a mistake'"
+    )  # of ours, which is to be reported
+    assert then == ["Then in process 1: KeyError: 'another'"]
+    unknown = failing(tmp_path / "gone", (0, "ValueError", "x"), (1, "ValueError", "x"))  # by another launcher
+    assert unknown == [["Error in process 0: x"], ["Error in process 1: x"]]

@@ -15,11 +15,11 @@ from rich.text import Text
 
 from ..checkpoint.opening import open_checkpoint
 from ..data.rows.checks import (
+    bad_rows_message,
     check_images_are_read,
     image_files,
     parse_rows,
     share_of_bad_rows,
-    stopped,
     warn_of_captions,
 )
 from ..data.rows.images import image_problem
@@ -132,7 +132,7 @@ def check_data(source: DataSource, model: str | None = None, check_images: bool 
     if not check.rows:
         check.faults.append(f"{opened.name} has no rows.")
     if check.bad:
-        check.faults.append(stopped(opened, check.bad, check.rows, shown=None))
+        check.faults.append(bad_rows_message(opened, check.bad, check.rows, shown=None))
     try:
         check_images_are_read(opened.name, check.rows - len(check.bad), check.images, unread)
     except ValueError as error:

@@ -180,11 +180,14 @@ def check_collator(collator: DataCollator, args: NormAlignConfig, compares_rows:
     args.padding_free = padding_free
 
 
-def normalign_config(args: TrainingArguments | None, model: Any) -> NormAlignConfig:
+def normalign_config(
+    args: TrainingArguments | None, model: Any, collator: DataCollator | None = None
+) -> NormAlignConfig:
     """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it means in TRL, with three exceptions.
 
     The loss is on the assistant's turns even if `assistant_only_loss` is false, with a warning: on every token, image
-    tokens would be labels. Rows longer than `max_length` are dropped, not cut. `packing` keeps the rows of each step.
+    tokens would be labels. (A collator of another kind makes its own labels.) Rows longer than `max_length` are
+    dropped, not cut. `packing` keeps the rows of each step.
     """
     if args is None:
         return NormAlignConfig(f"{Path(str(getattr(model, 'name_or_path', model))).name}-SFT")
@@ -192,7 +195,7 @@ def normalign_config(args: TrainingArguments | None, model: Any) -> NormAlignCon
         return copy.copy(args)
     known = {field.name for field in fields(NormAlignConfig) if field.init}
     given = {field.name: getattr(args, field.name) for field in fields(args) if field.name in known}
-    if not given.get("assistant_only_loss"):
+    if not given.get("assistant_only_loss") and (collator is None or isinstance(collator, ConversationCollator)):
         logger.warning("assistant_only_loss is False, but the loss is on the assistant's turns alone: set it to True.")
     decided = {"assistant_only_loss": True, "remove_unused_columns": False, "sample_count": 0}
     return NormAlignConfig(**{**given, **decided})

@@ -19,6 +19,7 @@ from transformers.utils.hub import PushInProgress
 from trl import SFTTrainer
 
 from ..checkpoint.files import remove_unfinished
+from ..checkpoint.lock import only_writer
 from ..checkpoint.names import ADAPTER_CONFIG
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.adapter import recorded_base
@@ -175,6 +176,7 @@ def push_checkpoint(folder: Path, repo_id: str, **options: Any) -> Future | None
         try:
             parent = tempfile.TemporaryDirectory(prefix=f".{STAGING}-", dir=folder.parent, ignore_cleanup_errors=True)
             staging = Path(undone.enter_context(parent), STAGING)
+            undone.enter_context(only_writer(staging.parent))
             shutil.copytree(folder, staging, copy_function=_link)
             temporary = undone.pop_all()
             return run_as_future(job)

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
+from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch import nn
@@ -28,6 +29,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import IntervalStrategy
 from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint.files import write_json
@@ -48,6 +50,7 @@ from .callbacks.samples import SampleCallback
 from .callbacks.suite import SuiteCallback
 from .dry_run import largest_batch
 from .keeping.checkpoints import writing_checkpoint
+from .keeping.lock import only_run
 from .keeping.record import training_record
 from .keeping.summary import summary
 from .memory import MemoryEstimate, estimate_memory
@@ -60,6 +63,8 @@ from .options.arguments import keep_float32
 from .prepare import Prepared, checked_rows, normalign_config, prepare
 from .push import PushingTrainer
 
+
+logger = get_logger(__name__)  # logs in one process only
 
 OVERRIDDEN = (
     "_get_grad_norm",
@@ -135,7 +140,7 @@ class NormAlignTrainer(PushingTrainer):
     ):
         if formatting_func is not None:
             raise ValueError("formatting_func turns rows into text, without images. Give rows with messages instead.")
-        args = normalign_config(args, model)
+        args = normalign_config(args, model, data_collator)
         suite = [SuiteCallback(args, self.log)] if args.eval_suite else []
         ready = prepare(
             model,
@@ -157,7 +162,10 @@ class NormAlignTrainer(PushingTrainer):
         self.build = read_beside(ready.model.name_or_path, BUILD_RECORD, ready.commit)
         self.measurements, self.data_wait = Measurements(args), DataWait()
         # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
-        with patch.multiple(args, padding_free=False, packing=False, model_init_kwargs=None):
+        unsaid: dict[str, Any] = {"padding_free": False, "packing": False, "model_init_kwargs": None}
+        if not isinstance(ready.collator, ConversationCollator):  # another one alone knows what its rows must have
+            unsaid |= {"assistant_only_loss": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        with patch.multiple(args, **unsaid):
             super().__init__(
                 ready.model,
                 args,
@@ -209,6 +217,13 @@ class NormAlignTrainer(PushingTrainer):
         held_out = self.eval_dataset
         if isinstance(held_out, dict):
             held_out = next(iter(held_out.values()))
+        if args.sample_count is None:
+            args.sample_count = 0 if self.is_fsdp_enabled or is_deepspeed_zero3_enabled() else 4
+            if not args.sample_count and held_out is not None and args.eval_strategy != IntervalStrategy.NO:
+                logger.warning(
+                    "Evaluations answer no examples: each token would gather the whole model, which is sharded. Ask "
+                    "for some with --sample_count 4."
+                )
         if held_out is not None and args.sample_count and isinstance(collator, ConversationCollator):
             pixels, skip = collator.max_image_pixels, collator.bad_rows == "skip" or collator.skippable
             readable = (row for row in held_out if not skip or not image_problem(row["images"], ImageRules(), pixels))
@@ -324,12 +339,13 @@ class NormAlignTrainer(PushingTrainer):
         """The Trainer's training.
 
         Raises:
-            ValueError: `dry_run` loaded no weights.
+            ValueError: `dry_run` loaded no weights, or another process writes to `output_dir`.
         """
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. Make the trainer without it to train.")
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
-        result = super().train(*args, **kwargs)
+        with only_run(self.args.output_dir):
+            result = super().train(*args, **kwargs)
         self.record["seconds"] = round(time.perf_counter() - self._began, 3)
         return result
 

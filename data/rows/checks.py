@@ -152,14 +152,14 @@ def _valid(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
             dropped = DroppedRow(row["source"], row["row"], *problem)
             bad += [dropped] if share < 1 else []
             if len(bad) > share * max(number, MANY_ROWS):
-                raise BadRow(stopped(source, bad, share=share))
+                raise BadRow(bad_rows_message(source, bad, share=share))
         if not dropped:
             warn_of_captions(source.name, [row["form"]])
             yield row
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
     if len(bad) > share * number:  # there are fewer
-        raise BadRow(stopped(source, bad, number, share=share))
+        raise BadRow(bad_rows_message(source, bad, number, share=share))
 
 
 def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:
@@ -259,7 +259,7 @@ def image_problems(
         return dict(gather_object([problem for some in results for problem in some]))
 
 
-def stopped(
+def bad_rows_message(
     source: Source,
     bad: list[DroppedRow],
     found: int | None = None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
-from .images import short
+from .images import SUFFIXES, short
 from .values import as_text, is_empty, parsed, transposed
 
 
@@ -39,16 +39,16 @@ class Question:
 def read_question(raw: Mapping) -> Question:
     """Reads a row with the column `question`. Raises ValueError if options or answer are not valid."""
     options = options_of(raw)
-    asked, read = (
-        as_text(raw["question"]),
-        {"question", *({*options} if is_empty(raw.get("choices")) else {"choices"})},
-    )
+    asked = as_text(raw["question"])
+    read = {"question"} | ({*options} if is_empty(raw.get("choices")) else {"choices"})
     if isinstance(asked, str):
         hint = raw.get("hint") if options else None  # as in MMBench, which writes "nan" for none
         given = {"hint": None if hint == "nan" else hint, "question": asked, "input": raw.get("input")}
         lines = {name: text for name, value in given.items() if isinstance(text := as_text(value), str)}
         read |= lines.keys()
-        asked = "\n".join([*filter(None, lines.values()), *(f"{letter}. {text}" for letter, text in options.items())])
+        listed = [f"{letter}. {text}" for letter, text in options.items()]
+        shown = all(re.search(rf"\b{letter}\W{{1,3}}{re.escape(text)}", asked) for letter, text in options.items())
+        asked = "\n".join([*filter(None, lines.values()), *([] if shown else listed)])
     elif options:
         raise ValueError("it has options, and its question is a list of turns. Write the question as text")
     if not is_empty(index := raw.get("answer_index")):
@@ -57,11 +57,13 @@ def read_question(raw: Mapping) -> Question:
     accepted: list[str] = []
     read |= {"answer"}
     if is_empty(answer):
-        answer, read = several, read | {"answers"}
+        answer, read = None if is_empty(several) else several, read | {"answers"}
     elif answer in accepted_answers(several):
         accepted, read = accepted_answers(several), read | {"answers"}
     if options and not is_empty(answer):
-        answer = commonest(accepted_answers(answer)) if accepted_answers(answer) else answer
+        if len(right := {*accepted_answers(answer)}) > 1:
+            raise ValueError(f"it has options and several answers, {', '.join(sorted(right))}; one can be learned")
+        answer = right.pop() if right else answer
         if isinstance(text := as_text(answer), str) and (letter := chosen_letter(text, options)):
             answer = letter if plain(text).isdigit() and plain(options[letter]) != plain(text) else text
     return Question(asked, answer, options, accepted, read)
@@ -91,28 +93,32 @@ def options_of(raw: Mapping) -> dict[str, str]:
         ValueError: They are no texts or numbers, there is only one, or a letter is missing before another.
     """
     choices = transposed(parsed(raw.get("choices")))
-    if in_columns := is_empty(choices):
+    in_columns = is_empty(choices)
+    if in_columns:
         choices = {letter: raw.get(letter) for letter in LETTERS}
     elif isinstance(choices, (list, tuple)):
+        if all(isinstance(each, Mapping) and "text" in each for each in choices):
+            choices = [each["text"] for each in choices]
         choices = dict(zip(ascii_uppercase, choices, strict=False)) if len(choices) <= 26 else choices
     if not isinstance(choices, Mapping):
-        raise ValueError(
-            f"choices must be a list of two to 26 texts, got {short(choices)}; in CSV, use columns A, B and so on"
-        )
-    options = {str(letter): as_text(text) for letter, text in choices.items()}
-    if in_columns:  # MMBench fills up questions of fewer options
-        options = {letter: text for letter, text in options.items() if not is_empty(text) and text != "nan"}
-        if len(options) < 2:
-            return {}
+        raise ValueError(f"choices must be a list of two to 26 texts, got {short(choices)}")
+    options = {str(letter).upper(): as_text(text) for letter, text in choices.items()}
+    # Questions of fewer options are filled up, in MMBench with "nan".
+    options = {letter: text for letter, text in options.items() if not is_empty(text) and text != "nan"}
+    if in_columns and len(options) < 2:
+        return {}
     wanted = list(ascii_uppercase[: len(options)])
     if [*options] != wanted:
         raise ValueError(f"its options are called {', '.join(options)}, not {', '.join(wanted)}")
     if len(options) < 2 or not all(isinstance(text, str) and text.strip() for text in options.values()):
-        raise ValueError(
-            f"choices must be a list of two to 26 texts, got {short([*options.values()])}; in CSV, use columns A, B "
-            "and so on"
-        )
-    return options
+        raise ValueError(f"choices must be a list of two to 26 texts, got {short(list(choices.values()))}")
+    if any(text.lower().endswith(SUFFIXES) for text in options.values()):
+        raise ValueError(f"its options are images, {short([*options.values()])}, and only the question's are read")
+    if len({*map(plain, options.values())}) < len(options):
+        raise ValueError(f"two of its options are alike: {short([*options.values()])}")
+    bare = {letter: re.sub(rf"^\(?{letter}[.):]\s*(?=\S)", "", text) for letter, text in options.items()}
+    named = all(bare[letter] != options[letter] for letter in options)  # they have their letters already
+    return bare if named else options
 
 
 def chosen_letter(answer: Any, options: Mapping[str, str]) -> str | None:
@@ -124,15 +130,16 @@ def chosen_letter(answer: Any, options: Mapping[str, str]) -> str | None:
     """
     text = as_text(answer)
     bare = plain(text)
+    for letter in options:  # "B. dog"
+        if plain(re.sub(rf"^\(?{letter}[.):]\s*(?=\S)", "", text)) == plain(options[letter]) != bare:
+            return letter
     by_text = [letter for letter in options if plain(options[letter]) == bare]
     by_name = [bare.upper()] if bare.upper() in options else []
     if bare.isascii() and bare.isdigit() and int(bare) < len(options):
         by_name = [[*options][int(bare)]]
     if len(found := {*by_text, *by_name}) > 1:
-        raise ValueError(
-            f"the answer {text!r} is the text of an option and the letter or number of another; if it is a number "
-            "from 0, read it as such: --columns answer_index=answer"
-        )
+        remedy = "; if it is a number from 0, use --columns answer_index=answer" if bare.isdigit() else ""
+        raise ValueError(f"the answer {text!r} is the text of an option and the letter or number of another{remedy}")
     if not found and re.fullmatch(r"[A-Za-z]|-?\d+", bare):
         raise ValueError(f"the answer {short(answer)} is not just one of the choices {short([*options.values()])}")
     return found.pop() if found else None

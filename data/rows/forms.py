@@ -29,7 +29,7 @@ FORMS: tuple[tuple[str | None, str | None], ...] = (
     (None, "text"),
     (None, None),
 )
-"""Columns of question and answer. A row has the first form whose question column it has.
+"""Columns of question and answer. A row has the first form that it has both of, else the first with its question.
 
 `conversations`, `messages` and `texts` are lists of turns with both; other columns are text or lists of turns. Without
 a question column the row has an image, and the question is [`PROMPT`]. Rows without an answer can be measured, but not
@@ -125,6 +125,7 @@ def read_row(raw: Any) -> Row:
         turns += read_turns(answer, str(answers), "assistant", row.left_out)
     leave_out(row.left_out, raw, read | {name for own, name in names.items() if own in read})
     _check_other_media(named, turns, bool(images))
+    _check_meaning(named, asks, answers)
     turns = alternating(_with_system(turns, named.get("system")), row.changed)
     row.messages = [{"role": turn.role, "content": turn.content} for turn in turns]
     row.learned = [turn.learned for turn in turns if turn.role == "assistant"]
@@ -152,7 +153,11 @@ def columns(raw: Mapping) -> str:
 
 
 def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
-    given = {column for column, value in raw.items() if value is not None}
+    given = {column for column, value in raw.items() if not (is_empty(value) and value != "")}
+    given |= {"answer"} if "answers" in given or "answer_index" in given else set()
+    for asks, answers in FORMS:  # a question with its answer comes before another question
+        if asks in given and (answers is None or answers in given):
+            return asks, answers
     for asks, answers in FORMS:
         # A row of an image alone has no other columns: one of them may be a question that is not read.
         shown = has_images and (answers in given if answers else given <= {"image", "images", "label"})
@@ -166,15 +171,15 @@ def _form(raw: Mapping, has_images: bool) -> tuple[str | None, str | None]:
 
 
 def _images(raw: Mapping) -> list[Any]:
-    given = [column for column in ("image", "images") if raw.get(column) not in (None, "", [], ())]
+    given = [column for column in ("image", "images") if not is_empty(raw.get(column))]
     if len(given) > 1:
         raise ValueError("it has images in both image and images; use one of them")
     if not given:
         return []
-    images = parsed(raw[given[0]]) if given[0] == "images" else raw[given[0]]
+    images = parsed(raw[given[0]])
     images = list(images) if isinstance(images, (list, tuple)) else [images]
-    if any(each is None for each in images):
-        raise ValueError(f"{given[0]} has null in place of image {images.index(None)}; leave it out of the list")
+    if (empty := next((number for number, image in enumerate(images) if is_empty(image)), None)) is not None:
+        raise ValueError(f"{given[0]} has nothing in place of image {empty}; leave it out of the list")
     return images
 
 
@@ -203,14 +208,30 @@ def _check_other_media(raw: Mapping, turns: list[Turn], has_images: bool) -> Non
             raise ValueError(f"it has {found[0].strip()} in a text, and such marks{objects} are not filled in")
 
 
+def _check_meaning(raw: Mapping, asks: str | None, answers: str | None) -> None:
+    """Raises ValueError if what would be learned is no answer, or one that is marked as unwanted."""
+    if not asks and answers and isinstance(found := parsed(raw[answers]), Mapping):
+        raise ValueError(f"its {answers} is no caption but JSON with {', '.join(map(str, found))}")
+    for column in ("label", "kto_tag"):
+        if raw.get(column) is False and answers != column:
+            raise ValueError(f"its answer is marked as unwanted ({column} false), as KTO learns it: see docs/trl.md")
+
+
 def _image_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     return (part for message in messages for part in message["content"] if part["type"] == "image")
 
 
 def _placed(messages: list[dict[str, Any]], images: list[Any]) -> list[Any]:
-    """The images in the order of the image parts, some of which have their own."""
-    own = [part.get("image") for part in _image_parts(messages)]
+    """The images in the order of the image parts, some of which have their own, or the number of one."""
+    parts = list(_image_parts(messages))
+    own = [part.get("image") for part in parts]
     if (places := own.count(None)) != len(images):
         raise ValueError(f"it has {places} places for images ({MARKER} or image parts) and {len(images)} images")
-    rest = iter(images)
-    return [next(rest) if image is None else image for image in own]
+    rest = iter(range(len(images)))
+    placed = []
+    for part, image in zip(parts, own, strict=True):
+        number = next(rest) if image is None else None
+        if number is not None and part.get("index") not in (None, number):
+            raise ValueError(f"it has a place for image {part['index']} where image {number} of the column would be")
+        placed.append(image if number is None else images[number])
+    return placed

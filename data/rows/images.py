@@ -119,7 +119,8 @@ class ImageRules:
         if "://" in file:
             return
         if not os.path.isfile(file):
-            raise ValueError(f"{path}: {ABSENT}" + (f" in {self._place}" if self.folder else ""))
+            windows = "; write / in place of its \\" if "\\" in file else ""
+            raise ValueError(f"{path}: {ABSENT}" + (f" in {self._place}" if self.folder else "") + windows)
         folder = os.path.dirname(os.path.realpath(file) if os.path.islink(file) else file)
         if not (allows or self.allows_folder)(folder) and file != self.archive:
             raise ValueError(f"{path}: the image is a link that leaves {self._place}")

@@ -23,7 +23,7 @@ from typing import Any
 from datasets import Features, Image, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from .forms import MARKER, columns
+from .forms import MARKER, columns as columns_of
 from .images import ImageRules, printable
 from .unread import known_row, markers, proposal
 
@@ -134,6 +134,11 @@ def parse_row(
         ValueError: The row cannot be trained on, with the reason; it names neither row nor file.
     """
     row = known_row(raw)
+    if row.form == "text" and isinstance(raw.get("label"), str) and (columns := proposal(raw)):
+        raise ValueError(
+            f"its text would be learned as a caption, and label may be the answer{columns}, or, if the text is a "
+            "caption, with --columns caption=text"
+        )
     images = [(rules or ImageRules()).image(image) for image in row.images]
     _check_turns(row.messages, row.learned, raw)
     _check_texts(row.messages, image_token, control_tokens, row.learned)
@@ -156,10 +161,13 @@ def _check_turns(messages: list[dict[str, Any]], learned: list[bool], raw: Mappi
     roles = [message["role"] for message in messages]
     start = int(roles[:1] == ["system"])
     if "assistant" not in roles:
-        if columns(raw) == "image":
-            raise ValueError("it has no answer; add a metadata.csv with file_name, question and answer")
+        if columns_of(raw) == "image":
+            raise ValueError(
+                "it has no answer; add a metadata.csv with file_name, question and answer (texts beside images "
+                "are not read)"
+            )
         raise ValueError(
-            f"it has no assistant turn, and so nothing to learn; its columns are {columns(raw)}{proposal(raw)}"
+            f"it has no assistant turn, and so nothing to learn; its columns are {columns_of(raw)}{proposal(raw)}"
         )
     for number, role in enumerate(roles[start:], start):
         if role != ("user", "assistant")[(number - start) % 2]:

@@ -16,8 +16,8 @@ MAX_CHARACTERS, MAX_TURNS = 2**22, 10_000
 """Limits of a text and of a conversation, beyond what any model takes, so that no row fills the memory."""
 
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
-ROLES |= {"model": "assistant", "bot": "assistant"}
-PAIRS = (("user", "assistant"), ("human", "gpt"), ("human", "assistant"), ("question", "answer"))
+ROLES |= {"model": "assistant", "bot": "assistant", "chatgpt": "assistant", "developer": "system"}
+PAIRS = (("user", "assistant"), ("human", "gpt"), ("human", "assistant"), ("question", "answer"), ("input", "output"))
 """Keys of a question and its answer that are one element of a list of turns."""
 
 LEARNED = {"weight", "loss", "loss_scale", "train", "training", "trainable"}
@@ -25,7 +25,10 @@ LEARNED = {"weight", "loss", "loss_scale", "train", "training", "trainable"}
 
 # LLaVA's marker, or Qwen's with the path in it. LLaVA's data have a line break beside it, prompts at inference do not.
 _MARKERS = re.compile(r"(?:\r?\n)?(?:<image>|<img>([^<>\n]+)</img>)(?:\r?\n)?")
-_IMAGE_KEYS = ("image", "image_url", "url", "path", "base64")
+_IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "source")  # the last is Anthropic's
+_NO_IMAGES = {"type", "text", "index", "detail"}  # llava-instruct-mix has the number of the image
+_PARTS = {"text": "text", "input_text": "text", "output_text": "text"}
+_PARTS |= {"image": "image", "image_url": "image", "input_image": "image"}
 
 
 @dataclass
@@ -56,9 +59,12 @@ def read_turns(value: Any, column: str, text_role: str | None, left_out: list[st
     if isinstance(value, str) and text_role:
         return [Turn(text_role, _content(left_out, 0, text_role, value, column))]
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{column} must be {'text or ' * bool(text_role)}a list of turns, got {short(value)}")
+        remedy = "; write it as text, such as yes or no" if isinstance(value, bool) else ""
+        raise ValueError(f"{column} must be {'text or ' * bool(text_role)}a list of turns, got {short(value)}{remedy}")
     if len(value) > MAX_TURNS:
         raise ValueError(f"{column} has {len(value):,} turns; {MAX_TURNS:,} are allowed")
+    if not text_role and all(isinstance(each, str) for each in value) and column != "texts":  # PixMo's
+        value = [{"role": ("user", "assistant")[number % 2], "content": each} for number, each in enumerate(value)]
     return [turn for number, each in enumerate(value) for turn in _element(left_out, number, each, column)]
 
 
@@ -73,11 +79,17 @@ def _element(left_out: list[str], number: int, turn: Any, column: str) -> list[T
             f"'assistant', got {short(turn)}"
         )
     said = [("user", given[pair[0]]), ("assistant", given[pair[1]])] if pair else [(given[role], given.get(text))]
-    for name, _ in said:
-        if not isinstance(name, str) or name not in ROLES:
+    turns = []
+    for name, content in said:
+        if not isinstance(name, str) or name.lower() not in ROLES:
             raise ValueError(f"turn {number} has the role {short(name)}; known are {', '.join(ROLES)}")
-    turns = [Turn(ROLES[name], _content(left_out, number, ROLES[name], content, column)) for name, content in said]
+        name = ROLES[name.lower()]
+        turns.append(Turn(name, _content(left_out, number, name, content, column)))
     if len(given) > 2:
+        read = {role, text, *pair, *_own_images(turns[0], number, given)}
+        if pair and not number and isinstance(given.get("system"), str):  # XTuner's
+            turns.insert(0, Turn("system", [{"type": "text", "text": given["system"]}]))
+            read.add("system")
         for key in given.keys() & LEARNED:
             if given[key] not in (0, 1):
                 raise ValueError(
@@ -85,14 +97,32 @@ def _element(left_out: list[str], number: int, turn: Any, column: str) -> list[T
                 )
             turns[-1].learned &= bool(given[key])
         is_answer = turns[-1].role == "assistant"  # others are never learned, whatever they say
-        marks = {key for key in LEARNED if is_answer or not given.get(key)}
-        leave_out(left_out, given, {role, text, *pair, *marks}, f"{column}.")
+        leave_out(left_out, given, read | {key for key in LEARNED if is_answer or not given.get(key)}, f"{column}.")
     return turns
+
+
+def _own_images(turn: Turn, number: int, given: Mapping) -> list[str]:
+    """Puts the images in a key of the turn into its content, and returns the key."""
+    key = next((key for key in ("images", "image") if not is_empty(given.get(key))), None)
+    if key is None:
+        return []
+    images = list(given[key]) if isinstance(given[key], (list, tuple)) else [given[key]]
+    places = [part for part in turn.content if part["type"] == "image" and part.get("image") is None]
+    if not places:
+        places = [{"type": "image"} for _ in images]
+        turn.content = places + turn.content
+    if len(places) != len(images):
+        raise ValueError(f"turn {number} has {len(places)} places for images and {len(images)} {key}")
+    for place, image in zip(places, images, strict=True):
+        place["image"] = image
+    return [key]
 
 
 def _content(left_out: list[str], number: int, role: str, content: Any, column: str) -> list[dict[str, Any]]:
     """The parts of a turn's content."""
     content = as_text(content)
+    if isinstance(content, str) and content.startswith("[{") and _are_parts(found := parsed(content)):
+        content = found
     parts = content if isinstance(content, (list, tuple)) else [{"text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
     length = sum(len(text) for text in texts if isinstance(text, str))
@@ -105,26 +135,31 @@ def _content(left_out: list[str], number: int, role: str, content: Any, column: 
     return [_part(left_out, number, part, column) for part in content]
 
 
+def _are_parts(content: Any) -> bool:
+    given = content if isinstance(content, list) else [None]
+    return all(isinstance(each, Mapping) and each.get("type") in _PARTS for each in given)
+
+
 def _part(left_out: list[str], number: int, part: Any, column: str) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, Mapping) else None
+    kind = _PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
-        leave_out(left_out, part, {"type", "text"}, f"{column}.content.")
+        leave_out(left_out, part, {"type", "text", "index"}, f"{column}.content.")
         return {"type": "text", "text": part["text"]}
-    if kind not in ("image", "image_url"):  # TRL's, OpenAI's
+    if kind != "image":
         raise ValueError(f"turn {number} has {short(part)}, which is neither a text part nor an image part")
     key = next((key for key in _IMAGE_KEYS if part.get(key) is not None), None)
-    others = {name: value for name, value in part.items() if name not in ("type", "text") and not is_empty(value)}
+    others = {name: value for name, value in part.items() if name not in _NO_IMAGES and not is_empty(value)}
     if key is None and others:
         raise ValueError(
             f"turn {number} has an image part with {', '.join(map(str, others))}; an image is in one of "
             f"{', '.join(_IMAGE_KEYS)}"
         )
-    leave_out(left_out, part, {"type", key}, f"{column}.content.")
+    leave_out(left_out, part, {key, *_NO_IMAGES}, f"{column}.content.")
     own = part[key] if key else None
-    if isinstance(own, Mapping) and own.get("url"):
-        leave_out(left_out, own, {"url"}, f"{column}.content.image_url.")
-        own = own["url"]
-    return {"type": "image", "image": own}
+    if isinstance(own, Mapping) and (found := next((name for name in ("url", "data") if own.get(name)), None)):
+        leave_out(left_out, own, {found, "type", "media_type", "detail"}, f"{column}.content.{key}.")
+        own = own[found]
+    return {"type": "image", "image": own, "index": part.get("index")}
 
 
 def _split(text: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 """What of a row is not read: which of it is news, what looks like an image, and which `columns` would read it."""
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
@@ -14,18 +15,51 @@ from .images import SUFFIXES
 from .values import is_empty, parsed
 
 
-_QUESTIONS = ("question", "query", "instruction", "problem", "prefix", "human", "user", "prompt", "input", "text")
-_ANSWERS = ("response", "output", "solution", "suffix", "assistant", "gpt", "completion", "label", "target", "chosen")
-_IMAGES = ("image_path", "img_path", "image_file", "file_name", "img", "picture", "photo", "path")
+_QUESTIONS = (
+    "question",
+    "query",
+    "instruction",
+    "problem",
+    "prefix",
+    "human",
+    "user",
+    "prompt",
+    "input",
+    "inputs",
+    "text",
+)
+_ANSWERS = (
+    *("answer", "response", "output", "outputs", "solution", "suffix", "assistant", "gpt", "completion", "label"),
+    *("target", "ground_truth", "chosen"),
+)
+_CAPTIONS = ("captions", "description", "caption_str", "sentences", "re_caption", "raw", "ground_truth", "summary")
+_IMAGES = (
+    *(
+        "image_path",
+        "img_path",
+        "image_file",
+        "image_file_name",
+        "image_filename",
+        "file_name",
+        "filename",
+        "filepath",
+    ),
+    *("image_name", "img_name", "image_base64_str", "img", "picture", "photo", "path"),
+)
+_PREFERENCES = ({"chosen", "rejected"}, {"preferred_output", "non_preferred_output"})
 _ABOUT = re.compile(
     r"(.*[_.-])?(ids?|uu?id|idx|index|key|hash|md5|sha256|urls?|uri|links?|sources?|origin|dataset|split|subset|"
-    r"category|categories|(l2|sub)[_-]category|types?|topic|subject|field|domain|task|skill|grade|difficulty|lang|language|"
-    r"scores?|ratings?|rank|min|max|confidence|similarity|p?watermark|p?unsafe|nsfw|aesthetic|width|height|size|shape|"
-    r"licen[cs]e|copyright|author|date|created(_at)?|time(stamp)?|version|status|error_message|exif|model|generator|"
-    r"meta(data)?|detail|name)_*",
+    r"category|categories|types?|topic|subject|field|domain|task|skill|grade|difficulty|lang|language|scores?|ratings?|"
+    r"rank|min|max|confidence|similarity|p?watermark|p?unsafe|nsfw|aesthetic|width|height|size|shape|licen[cs]e|"
+    r"copyright|author|date|created(_at)?|time(stamp)?|version|status|error_message|exif|model|generator|"
+    r"meta(data)?|name)_*|\(no name\)|unnamed: ?\d+|__index_level_\d+__",
     re.I,
 )
-_LIKE_A_MARKER = re.compile(r"(?!<image>)<\|?(?:image|img)[ _-]?(?:\d+|start|pad|here|placeholder)?\|?>", re.I)
+_LIKE_A_MARKER = re.compile(
+    r"(?-i:(?!<image>))<\|?(?:start_of_)?(?:image|img)[ _-]?(?:\d+|start|pad|here|placeholder|context|patch)? ?/?\|?>"
+    r"|(?<!!)\[(?:image|img)\](?!\()",
+    re.I,
+)
 _LIKE_AN_IMAGE_COLUMN = re.compile(r"(?:^|[ _-])(?i:image|img|picture|pic|photo|frame)s?(?:$|[ _\-A-Z\d])")
 
 
@@ -57,25 +91,30 @@ def unread_image(raw: Any, messages: list[dict[str, Any]]) -> str | None:
 def markers(messages: list[dict[str, Any]]) -> Iterator[str]:
     """Texts such as `<image_1>`, which are learned as text."""
     texts = (part.get("text") or "" for message in messages for part in message["content"])
-    return (found[0] for found in (_LIKE_A_MARKER.search(text) for text in texts if "<" in text) if found)
+    return (
+        found[0] for found in (_LIKE_A_MARKER.search(text) for text in texts if "<" in text or "[" in text) if found
+    )
 
 
 def proposal(raw: Any) -> str:
     """`columns` with which a row has a question and an answer, as the end of an error; empty if there are none."""
     if not isinstance(raw, Mapping):
         return ""
-    given = [column for column, value in raw.items() if isinstance(column, str) and not is_empty(value)]
-    image = [] if {"image", "images"} & {*given} else [("image", name) for name in _IMAGES if name in given][:1]
-    turns = [[("messages", name)] for name in given if isinstance(parsed(raw[name]), (list, tuple, Mapping))]
-    pairs = [
-        [("question", asks)] * (asks != "question") + [("answer", answers)]
-        for asks, answers in product(_QUESTIONS, _ANSWERS)
-        if asks in given and answers in given
-    ]
-    tried = (image + each for each in turns + pairs)
-    found = next((each for each in tried if _reads(renamed(raw, dict(each)))), None)
-    option = "--columns " + ",".join(f"{own}={name}" for own, name in found) if found else ""
-    if {"chosen", "rejected"} <= {*given}:
+    given = {column.strip().lower(): column for column in raw if isinstance(column, str) and not is_empty(raw[column])}
+    image = [] if {"image", "images"} & {*given.values()} else [("image", name) for name in ("image", *_IMAGES)]
+    image = [(own, given[name]) for own, name in image if name in given][:1]
+    tried: list[list[tuple[str, str]]] = []
+    for asks, answers in product(_QUESTIONS, _ANSWERS):
+        if asks in given and answers in given:
+            tried.append([("question", given[asks]), ("answer", given[answers])])
+    tried += [[("caption", given[name])] for name in _CAPTIONS if name in given]
+    for name in ("chosen", "preferred_output", *given):
+        if name in given and name not in ("rejected", "non_preferred_output", "history"):
+            tried += [[("messages", given[name])]] if isinstance(parsed(raw[given[name]]), (list, Mapping)) else []
+    options = ([(own, name) for own, name in image + each if own != name] for each in tried)
+    found = next((each for each in options if each and _reads(renamed(raw, dict(each)))), None)
+    option = "--columns " + shlex.quote(",".join(f"{own}={name}" for own, name in found)) if found else ""
+    if any(each <= given.keys() for each in _PREFERENCES):
         alone = f"; the chosen answers alone are read with {option}" if option else ""
         return f". It has preferences, as DPO learns them: see docs/trl.md{alone}"
     return f". It is read with {option}" if option else ""
@@ -90,9 +129,10 @@ def renamed(raw: Mapping, own: Mapping[str, str]) -> dict[str, Any]:
 
 def _reads(raw: Mapping) -> bool:
     try:
-        return any(message["role"] == "assistant" for message in read_row(raw).messages)
+        roles = [message["role"] for message in read_row(raw).messages]
     except ValueError:
         return False
+    return roles[-1:] == ["assistant"] and "user" in roles
 
 
 def _looks_like_an_image(value: Any) -> bool:

@@ -5,6 +5,7 @@
 import ast
 import json
 import math
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,10 +13,16 @@ from .images import printable
 
 
 _MAX_LITERAL = 2**16  # characters of a list that is written as Python writes it
+_BETWEEN_TEXTS = re.compile(r"(['\"])\s+(['\"])")
 
 
 def as_text(value: Any) -> Any:
-    """A number as text; anything else unchanged. NaN, which tables have for nothing, is None."""
+    """A number as text; anything else unchanged. NaN, which tables have for nothing, is None.
+
+    Tables make 3.0 of 3 where a column has nothing in other rows.
+    """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value) if value == value else None
     return value
@@ -40,8 +47,9 @@ def parsed(value: Any) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         pass
-    try:
-        return ast.literal_eval(value.strip()) if len(value) <= _MAX_LITERAL else value
+    try:  # numpy prints no commas, and Python reads texts without them as one
+        text = _BETWEEN_TEXTS.sub(r"\1, \2", value.strip())
+        return ast.literal_eval(text) if len(value) <= _MAX_LITERAL else value
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return value
 
@@ -56,5 +64,6 @@ def transposed(value: Any) -> Any:
 
 def leave_out(left_out: list[str], values: Mapping, read: Collection[Any], place: str = "") -> None:
     """Adds to `left_out` the keys of `values` that hold something and are not among those `read`."""
-    names = (printable(f"{place}{key}"[:80]) for key in values if key not in read and not is_empty(values[key]))
+    keys = (key for key in values if key not in read and not is_empty(values[key]))
+    names = (printable(f"{place}{key}"[:80]) or "(no name)" for key in keys)
     left_out += [name for name in names if name not in left_out]

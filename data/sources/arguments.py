@@ -163,14 +163,15 @@ class DataArguments:
 
 def _columns(given: Any) -> list[str] | dict[str, str]:
     """The attribute `columns` of a data set. Raises ValueError if it is neither a list of names nor a mapping."""
-    from ..rows.forms import COLUMNS  # late, so that --help is quick
+    from ..rows.forms import ALIASES, COLUMNS  # late, so that --help is quick
 
     if isinstance(given, str):
-        given = {own: column for own, _, column in (pair.partition("=") for pair in given.split(","))}
+        pairs = (pair.partition("=") for pair in given.split(","))
+        given = {own.strip(): column.strip() for own, _, column in pairs}
     named = given.items() if isinstance(given, dict) else [(None, name) for name in given]
     if not all(isinstance(name, str) and name for _, name in named):
         raise ValueError(f"columns must be pairs such as image=image_path,answer=caption, got {given!r}.")
-    if isinstance(given, dict) and (unknown := given.keys() - COLUMNS):
+    if isinstance(given, dict) and (unknown := given.keys() - COLUMNS - ALIASES.keys()):
         raise ValueError(
             f"columns names {', '.join(map(repr, sorted(unknown)))}, which no form has. Before the = stands one of "
             f"{', '.join(sorted(COLUMNS))}; after it, a column of the data."

@@ -9,11 +9,14 @@ import csv
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..rows.forms import FORMS
 from ..rows.images import SUFFIXES, short
+from ..rows.values import parsed
 
 
 METADATA = "metadata"
@@ -102,11 +105,23 @@ def _json(file: str) -> Iterator[str]:
                 rows = json.load(content)  # an empty list, or another error with its place in the file
             except ValueError as error:
                 raise ValueError(f"{file} is not valid JSON: {error}") from error
-            if rows != []:
-                named = f"one object with {', '.join(rows) or 'nothing'}"[:200] if isinstance(rows, dict) else ""
+            if isinstance(rows, dict) and any(rows.get(str(asks or answers)) for asks, answers in FORMS):
+                yield json.dumps(rows)  # the only one
+            elif rows != []:
                 raise ValueError(
-                    f"{file} must be a JSON list of rows, or have one row a line, got {named or type(rows).__name__}."
+                    f"{file} must be a JSON list of rows, or have one row a line, got {_named(rows)}"
                 ) from None
+
+
+def _named(content: Any) -> str:
+    """What a JSON file holds in place of rows, and what could be saved as rows."""
+    if not isinstance(content, dict):
+        return f"{type(content).__name__}."
+    lists = [key for key, value in content.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    remedy = f" Save the list in {lists[0]!r} as a file." if len(lists) == 1 else ""
+    if content and all(isinstance(value, dict) for value in content.values()):
+        remedy = " Save its values as a list."
+    return f"one object with {', '.join([*content][:5]) or 'nothing'}{', ...' if len(content) > 5 else ''}.{remedy}"
 
 
 def _has_one_row_a_line(content: TextIO) -> bool:
@@ -154,8 +169,11 @@ def _csv(file: str) -> Iterator[str]:
     separator = "\t" if file.lower().endswith(".tsv") else ","
     with open(file, newline="", encoding="utf-8-sig") as lines:
         try:
-            rows = csv.DictReader(lines, delimiter=separator)
-            header, *more = rows.fieldnames or [""]
+            rows = csv.DictReader(lines, delimiter=separator, strict=True)
+            rows.fieldnames = [name.strip() for name in rows.fieldnames or [""]]
+            header, *more = rows.fieldnames
+            if twice := [name for name, count in Counter(rows.fieldnames).items() if count > 1]:
+                raise ValueError(f"{file} has several columns called {twice[0]!r}. Rename one.")
             if not more and (seems := max(",;\t|", key=header.count)) in header:
                 raise ValueError(
                     f"{file} has one column, {short(header)}; its separator seems to be {seems!r}. Save it with "
@@ -163,10 +181,23 @@ def _csv(file: str) -> Iterator[str]:
                 )
             for row in rows:
                 # More cells than the header: a comma in a text without quotes.
-                cells = list(row.values()) if None in row else {column: cell or None for column, cell in row.items()}
+                cells = list(row.values()) if None in row else {name: _cell(cell) for name, cell in row.items()}
+                if separator == "\t" and any("\t" in cell and "\n" in cell for cell in map(str, row.values())):
+                    raise ValueError(
+                        f"{file} has a cell with tabs and line breaks, near line {rows.line_num}. If the quote at its "
+                        "start is a part of the text, write it twice, and put quotes around the cell."
+                    )
                 yield json.dumps(cells)
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} is not valid CSV: {error}") from error
+            remedy = " Save it as UTF-8." if isinstance(error, UnicodeDecodeError) else ""
+            raise ValueError(f"{file} is not valid CSV: {error}.{remedy}") from error
+
+
+def _cell(text: str | None) -> Any:
+    """The text of a cell, or the list of texts that it holds; None if it is empty."""
+    found = parsed(text)
+    is_list = isinstance(found, list) and found and all(isinstance(each, str) for each in found)
+    return found if is_list else text or None
 
 
 READERS: dict[str, Callable[[str], Iterator[str]]] = {

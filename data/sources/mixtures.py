@@ -160,6 +160,8 @@ def prepare_rows(
         ValueError: Too many rows are bad, no row is left, images are needed and there are none, or seem to be there
             but are not read. A stream also raises while it is read.
     """
+    if not isinstance(data, (Dataset, IterableDataset)):
+        raise TypeError(f"{name} is a {type(data).__name__}. Give a Dataset, as Dataset.from_list makes, or a stream.")
     report = SourceReport(name, split)
     transform = data.format["format_kwargs"].get("transform") if isinstance(data, Dataset) else None
     if data.features == FEATURES or isinstance(transform, RowReader):

@@ -8,6 +8,7 @@ Hub are read as they come.
 
 import io
 import os
+import re
 import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
@@ -17,6 +18,7 @@ from datasets import Dataset, DatasetInfo, Features, Image, IterableDataset, Lis
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from ...checkpoint.limits import MAX_IMAGE_BYTES
+from ..rows.forms import COLUMNS
 from ..rows.images import SUFFIXES
 from .files import loaded
 
@@ -31,7 +33,7 @@ _SAMPLE = Features(
         "images": List(Image(decode=False)),
         "json": Value("string"),
         "txt": Value("string"),
-        "others": List(Value("string")),
+        "others": List({"name": Value("string"), "text": Value("string")}),
     }
 )
 
@@ -55,22 +57,32 @@ class Shards(WebDataset):
         )
         for sample in super()._get_pipeline_from_tar(tar_path, read):
             key, url = sample.pop("__key__"), sample.pop("__url__")
-            texts = {f".{name}".lower(): content for name, content in sample.items()}
-            json, txt = (texts[name].decode(errors="backslashreplace") if name in texts else None for name in _TEXTS)
-            images = [
-                {"path": content, "bytes": None}
-                if isinstance(content, str)
-                else {"path": f"{key}.{name}", "bytes": content}
-                for name, content in sample.items()
-                if f".{name}".lower().endswith(SUFFIXES)
-            ]
-            others = [name for name in sample if not f".{name}".lower().endswith((*SUFFIXES, *_TEXTS))]
-            yield {"__key__": key, "__url__": url, "images": images, "json": json, "txt": txt, "others": others}
+            images, others, texts = [], [], dict[str, str]()
+            for name in sorted(sample, key=_in_order):
+                content, column = sample[name], name.lower().removesuffix(".txt")
+                if f".{name}".lower().endswith(SUFFIXES):
+                    inside = {"path": f"{key}.{name}", "bytes": content}
+                    images.append({"path": content, "bytes": None} if isinstance(content, str) else inside)
+                elif f".{name}".lower() in _TEXTS:
+                    texts[name.lower()] = content.decode("utf-8-sig", "backslashreplace")
+                else:
+                    text = content.decode("utf-8-sig", "backslashreplace") if column in COLUMNS else None
+                    others.append({"name": _MEDIA.get(column, column), "text": text})
+            yield {
+                **{"__key__": key, "__url__": url, "images": images, "others": others},
+                **{name: texts.get(name) for name in ("json", "txt")},
+            }
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """By which files of a row are sorted: 2 comes before 10."""
+    return [(int(piece), "") if piece.isdigit() else (0, piece) for piece in re.split(r"(\d+)", name)]
 
 
 def _bytes_to_read(name: str) -> int:
     """How much of a file is read, at most: it may be sparse, or packed."""
-    return MAX_IMAGE_BYTES + 1 if PurePosixPath(name).suffix.lower() in (*SUFFIXES, *_TEXTS) else 0
+    suffix = PurePosixPath(name).suffix.lower()
+    return MAX_IMAGE_BYTES + 1 if suffix in (*SUFFIXES, *_TEXTS) or suffix[1:] in COLUMNS else 0
 
 
 def _is_plain(path: str) -> bool:
@@ -115,8 +127,9 @@ def are_shards(data: Dataset | IterableDataset | None) -> bool:
 def row_of_sample(raw: Any) -> Any:
     """The row of a sample of [`Shards`]; any other row unchanged.
 
-    The columns are those of its .json file; `caption` is its .txt file; images in the shard replace named ones. Other
-    files are columns that are not read, called by their suffix, videos `video` and sounds `audio`.
+    The columns are those of its .json file, and files called by a column, such as `7.question` or `7.question.txt`;
+    `caption` is its .txt file. Images in the shard replace named ones. Further files are columns that are not read,
+    called by their suffix, videos `video` and sounds `audio`.
     """
     if not isinstance(raw, dict) or raw.keys() != _SAMPLE.keys():
         return raw
@@ -125,5 +138,8 @@ def row_of_sample(raw: Any) -> Any:
         return row
     if raw["images"]:
         row = {column: value for column, value in row.items() if column != "image"} | {"images": raw["images"]}
-    others = {_MEDIA.get(name.lower(), name): f"a .{name} file" for name in raw["others"]}
-    return others | ({} if raw["txt"] is None else {"caption": raw["txt"]}) | row
+    files = {each["name"]: each["text"] or "a file" for each in raw["others"]}
+    if raw["txt"] is not None:
+        files["caption"] = raw["txt"]
+    replaced = {f"{name} of the .json file": row[name] for name in files if row.get(name) not in (None, files[name])}
+    return row | files | replaced

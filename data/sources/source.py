@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset_builder, load_from_disk
+from datasets import ClassLabel, Dataset, DatasetDict, IterableDataset, load_dataset_builder, load_from_disk
 from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
@@ -87,6 +88,12 @@ class Source:
         for start in range(0, len(self.data) if isinstance(self.data, Dataset) else 0, CHUNK):
             yield {"source": self.name, "start": start, "rows": None}
 
+    @cached_property
+    def _classes(self) -> dict[str, list[str]]:
+        """Names of the classes in columns that hold their numbers."""
+        features = (self.data.features or {}) if self.data is not None else {}
+        return {column: kind.names for column, kind in features.items() if isinstance(kind, ClassLabel)}
+
     def parsed(self, text: str) -> Any:
         """The row of a JSON text."""
         return self._selected(loaded(text))
@@ -143,6 +150,9 @@ class Source:
 
     def _selected(self, raw: Any) -> Any:
         raw = row_of_sample(raw)
+        for column, names in self._classes.items():
+            if isinstance(raw[column], int) and 0 <= raw[column] < len(names):
+                raw = {**raw, column: names[raw[column]]}
         if not self.columns or not isinstance(raw, dict):
             return raw
         if isinstance(self.columns, list):

@@ -21,11 +21,11 @@ from ...checkpoint.limits import cores
 from ..rows import checks, choices, forms, images, parse, turns, unread, values
 from ..rows.checks import (
     Checks,
+    bad_rows_message,
     check_images_are_read,
     image_problems,
     parse_rows,
     share_of_bad_rows,
-    stopped,
     tokens_per_image,
     warn_of_captions,
 )
@@ -134,7 +134,7 @@ def only_valid(table: Dataset, reader: RowReader, source: Source, checks: Checks
             long.append(too_long)
     share = share_of_bad_rows(checks.bad_rows, source, len(table))
     if len(bad) > share * len(table):
-        raise ValueError(stopped(source, bad, len(table), share=share))
+        raise ValueError(bad_rows_message(source, bad, len(table), share=share))
     report.skippable = int(share * len(table)) - len(bad)
     if len(dropped) == len(table):
         first = f" The first: {(bad + long)[0]}." if dropped else ""

@@ -14,7 +14,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ...checkpoint.files import atomic_write
+from ...checkpoint.find import check_folder
 from ...checkpoint.loading import loading
+from ...checkpoint.lock import only_writer
 from ...checkpoint.names import CARD
 from ...diagnose.paper import paper_ratios
 from .facts import Facts, Licence, Part, read_facts
@@ -150,12 +152,13 @@ def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = 
             [`render_card`]. Nothing is written.
         OSError: The folder cannot be written; the earlier card remains.
     """
-    earlier = card_in(checkpoint)
-    if not replace:
-        check_replaceable(earlier, str(checkpoint))
-    card = render_card(checkpoint, repo_id=repo_id)
-    with atomic_write(checkpoint / CARD) as file:
-        file.write_bytes(card.text.encode())
+    check_folder(checkpoint)
+    with only_writer(checkpoint):
+        if not replace:
+            check_replaceable(card_in(checkpoint), str(checkpoint))
+        card = render_card(checkpoint, repo_id=repo_id)
+        with atomic_write(checkpoint / CARD) as file:
+            file.write_bytes(card.text.encode())
     return card
 
 

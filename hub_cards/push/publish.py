@@ -17,6 +17,7 @@ from huggingface_hub import HfApi
 from rich.table import Table
 
 from ...checkpoint.find import check_folder, check_repo_id
+from ...checkpoint.lock import LOCK, check_free
 from ...checkpoint.names import ADAPTER_CONFIG, CARD
 from ..card.hand_written import check_replaceable
 from ..card.write import AdapterBase, card_in, render_card
@@ -100,6 +101,7 @@ def publish(
     checkpoint = Path(checkpoint)
     check_repo_id(repo_id)
     check_folder(checkpoint)
+    check_free(checkpoint)
     is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
     if (as_adapter or base) and not is_adapter:
         raise ValueError(
@@ -192,7 +194,7 @@ def send(
         return Publication(source, None)
     files, stale = source.files, source.stale
     if path_in_repo is not None:
-        paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "training_args.bin"]
+        paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in ("training_args.bin", LOCK)]
         inside = {path.relative_to(folder).as_posix(): path for path in paths}
         # Of what is published too, as that is: an adapter's configuration without a path of this machine.
         files = files | {f"{path_in_repo}/{name}": files.get(name, path) for name, path in inside.items()}

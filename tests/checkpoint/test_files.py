@@ -1,11 +1,13 @@
 """Files and folders that are replaced whole, or not at all."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import tiny_parts as parts
 
-from normalign_llava.checkpoint.files import atomic_write, replaced_folder
+from normalign_llava.checkpoint.files import atomic_write, finished_folder, replaced_folder
 
 
 def test_a_file_is_written_past_planted_links(tmp_path):
@@ -58,3 +60,68 @@ def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path):
     with replaced_folder(tmp_path / "out", lambda folder: []) as staging:
         (staging / "file").write_text("new")
     assert {path.name for path in tmp_path.iterdir()} == {"out", own.name, other.name}
+
+
+@pytest.mark.parametrize("make", [finished_folder, lambda target: replaced_folder(target, lambda folder: [])])
+def test_what_is_finished_is_kept_where_its_place_was_taken(tmp_path, make):
+    target = tmp_path / "out"
+    said = r"out (was filled|holds file, which).* What was made is in"
+    with pytest.raises(FileExistsError, match=said) as error, make(target) as staging:
+        (staging / "file").write_text("ours")
+        target.mkdir()
+        (target / "file").write_text("theirs")
+    (kept,) = (path for path in tmp_path.iterdir() if path != target)
+    assert f"is in {kept}." in str(error.value) and (kept / "file").read_text() == "ours"
+    assert (target / "file").read_text() == "theirs"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from normalign_llava.checkpoint import files
+
+target, exchanges, killed_at = Path(sys.argv[1]), sys.argv[2] == "True", int(sys.argv[3])
+steps, replace, exchanged = 0, os.replace, files._exchanged
+
+def killed_before_and_after(step):
+    def run(*paths):
+        global steps
+        for when in range(2):
+            if when and not (done := step(*paths)) and done is not None:
+                return done
+            steps += 1
+            if steps == killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return done
+    return run
+
+os.replace = killed_before_and_after(replace)
+files._exchanged = killed_before_and_after(exchanged) if exchanges else lambda one, other: False
+with files.replaced_folder(target, lambda folder: ["first", "second"]) as staging:
+    for name in ("first", "second"):
+        (staging / name).write_text("new")
+"""
+
+
+@pytest.mark.parametrize("exchanges", [True, False])  # as on Linux and macOS, and where the file system cannot
+def test_a_replacement_killed_at_any_step_leaves_the_old_or_the_new(tmp_path, exchanges):
+    def written() -> set[str]:
+        return {(tmp_path / "out" / name).read_text() for name in ("first", "second")}
+
+    found = []
+    for step in range(1, 10):
+        target = tmp_path / "out"
+        target.mkdir(exist_ok=True)
+        for name in ("first", "second"):
+            (target / name).write_text("old")
+        done = subprocess.run([sys.executable, "-c", KILLED, target, str(exchanges), str(step)])
+        if exchanges:  # there is always one
+            assert len(now := written()) == 1
+        if done.returncode == 0:
+            break
+        with pytest.raises(RuntimeError), replaced_folder(target, lambda folder: ["first", "second"]):
+            assert len(now := written()) == 1
+            found.append(*now)
+            raise RuntimeError
+        assert list(tmp_path.iterdir()) == [target]
+    assert found == (["old", "new"] if exchanges else ["old", "new", "new", "new"])

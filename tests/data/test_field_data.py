@@ -18,6 +18,7 @@ from train_data import arguments, assistant, image_bytes, images, llava, user, w
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
+from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.sources.arguments import DataArguments, DataSource
 from normalign_llava.data.sources.mixtures import load_data, prepare_rows
 from normalign_llava.data.sources.source import open_source
@@ -129,10 +130,27 @@ EXAMPLES = {
         {"question": "How many?", "options": {"A": 3, "B": 4}, "answer": "B"},
         chat("How many?\nA. 3\nB. 4", "[[B]]"), {}, {},
     ),
+    "options that have their letters": (
+        {"question": "Which?", "options": ["(A) cat", "(B) dog"], "answer": "B"},
+        chat("Which?\nA. cat\nB. dog", "[[B]]"), {}, {},
+    ),
     "SEED-Bench": (
         {"question": "Which?", "choice_a": "cat", "choice_b": "dog", "answer": "B", "question_type_id": 1},
         chat("Which?\nA. cat\nB. dog", "[[B]]"), {"question_type_id": 1}, {},
     ),
+    "an answer with its letter": (
+        {"question": "Which?", "choices": ["cat", "dog"], "answer": "(B) dog"},
+        chat("Which?\nA. cat\nB. dog", "[[(B) dog]]"), {}, {},
+    ),
+    "options that are in the question": (
+        {"question": "Which?\nA. cat\nB. dog", "choices": ["cat", "dog"], "answer": "B"},
+        chat("Which?\nA. cat\nB. dog", "[[B]]"), {}, {},
+    ),
+    "ARC, filled up": (
+        {"question": "Which?", "choices": {"text": ["cat", "dog", ""], "label": ["A", "B", ""]}, "answer": 1.0},
+        chat("Which?\nA. cat\nB. dog", "[[B]]"), {}, {},
+    ),
+    "a count that pandas made a fraction": ({"question": "Q", "answer": 3.0}, chat("Q", "[[3]]"), {}, {}),
     "CLEVR": ({"question": "How many?", "answer": 3, **KITE}, chat("{4}How many?", "[[3]]"), {}, {}),
     # 8: pairs
     "FineVision": (
@@ -156,6 +174,7 @@ EXAMPLES = {
     "several captions": (
         {"caption": ["A kite.", "Red."], **KITE}, chat("{4}Describe the image.", "[[A kite.]]"), {}, {},
     ),
+    "numpy's lists as text": ({"question": "Q", "answers": "['one' 'two'\n 'two']"}, chat("Q", "[[two]]"), {}, {}),
     # 11 to 14: turns
     "a leading answer": (
         {"conversations": [TURNS[1], {"from": "human", "value": "<image>\nR"}, TURNS[1]], **KITE},
@@ -178,6 +197,42 @@ EXAMPLES = {
     ),
     "conversation": ({"conversation": TURNS}, chat("Q", "[[A]]"), {}, {}),
     "texts with turns": ({"texts": TURNS, **KITE}, chat("{4}Q", "[[A]]"), {}, {}),
+    "llava-instruct-mix-vsft": (
+        {"images": ["red.png", "blue.png"], "messages": [
+            user([{"index": 0, "text": None, "type": "image"}, {"index": 1, "text": None, "type": "image"},
+                  {"index": None, "text": "Q", "type": "text"}]),
+            assistant([{"index": None, "text": "A", "type": "text"}])]},
+        chat("{4}{4}Q", "[[A]]"), {}, {},
+    ),
+    "images of a turn": (
+        {"messages": [user("Q"), assistant("A"), {**user("R"), "images": ["red.png"]}, assistant("B")]},
+        chat("Q", "[[A]]", "{4}R", "[[B]]"), {}, {},
+    ),
+    "parts as text": (
+        {"messages": [user(json.dumps([{"type": "image"}, {"type": "text", "text": "Q"}])), assistant("A")], **KITE},
+        chat("{4}Q", "[[A]]"), {}, {},
+    ),
+    "Anthropic's, OpenAI's newer parts": (
+        {"messages": [user([{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": RED}},
+                            {"type": "input_text", "text": "Q"}]), assistant("A")]},
+        chat("{4}Q", "[[A]]"), {}, {},
+    ),
+    "XTuner": (
+        {"conversation": [{"system": "S", "input": "Q", "output": "A"}, {"input": "R", "output": "B"}]},
+        chat("S:S", "Q", "[[A]]", "R", "[[B]]"), {}, {},
+    ),
+    "roles of others": (
+        {"messages": [{"role": "developer", "content": "S"}, {"role": "Human", "content": "Q"},
+                      {"role": "GPT", "content": "A"}]},
+        chat("S:S", "Q", "[[A]]"), {}, {},
+    ),
+    "PixMo": ({"messages": ["Q", "A"]}, chat("Q", "[[A]]"), {}, {}),
+    "BLINK, a prompt without completion": (
+        {"prompt": "long", "question": "Q", "answer": "A", "conversations": []}, chat("Q", "[[A]]"), {"prompt": 1}, {},
+    ),
+    "an image of nothing": (
+        {**llava("Q", "A"), "image": {"bytes": None, "path": None}}, chat("Q", "[[A]]"), {"id": 1}, {},
+    ),
     # 15: base64
     "VLMEvalKit, base64": ({"image": RED, "question": "Q", "answer": "A"}, chat("{4}Q", "[[A]]"), {}, {}),
     "a part in base64": (
@@ -230,6 +285,12 @@ def test_parquet_has_the_same_forms(processor, tmp_path):
     ]
     with pytest.raises(ValueError, match="row 0: it has no assistant turn"):
         read(tmp_path / "nan.parquet", processor)
+    classes = datasets.Features({"question": Value("string"), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    Dataset.from_dict({"question": ["Q"], "label": [1]}, features=classes).to_parquet(tmp_path / "classes.parquet")
+    for streaming in (False, True):
+        options = {"dataset_streaming": streaming, "shuffle_buffer_size": 1, "columns": "answer=label"}
+        data = read(tmp_path / "classes.parquet", processor, **options).train
+        assert batches(data, processor, 1) == [by_hand(processor, chat("Q", "[[dog]]"))]
 
 
 BAD = {
@@ -259,11 +320,23 @@ BAD = {
     "no such option": ({"question": "Q", "choices": ["a b", "c d"], "answer": 2}, "answer '2' is not just one of"),
     "a gap": ({"question": "Q", "A": "x", "C": "y", "answer": "A"}, "its options are called A, C, not A, B"),
     "NaN as an option": ({"question": "Q", "choices": ["x", float("nan")], "answer": "A"}, "choices must be a list"),
+    "options that are alike": ({"question": "Q", "choices": ["a", "A."], "answer": "a"}, "two of its options are"),
+    "options that are images": ({"question": "Q", "choices": ["a.png", "b.png"], "answer": 0}, "its options are imag"),
+    "several right options": ({"question": "Q", "choices": ["a", "b"], "answer": ["A", "B"]}, "options and several"),
+    "POPE": ({**KITE, "text": "Is it?", "label": "yes"}, "--columns question=text,answer=label, or, .* caption=text"),
+    "RLHF-V": ({**KITE, "text": json.dumps({"question": "Q", "chosen": "A"})}, "no caption but JSON with question"),
+    "KTO": ({"prompt": "Q", "completion": "A", "label": False}, "marked as unwanted .label false., as KTO learns it"),
+    "another image's number": (
+        {"images": ["red.png"], "messages": [user([{"type": "image", "index": 1}]), assistant("A")]},
+        "place for image 1",
+    ),
+    "<Image>": (llava("<Image>\nWhat?", "A"), "text <Image> .1 row.. No other image"),
+    "[IMG]": (llava("[IMG] What?", "A"), "text .IMG. .1 row.. No other image"),
     "true": ({"question": "Q", "answer": True}, "answer must be text or a list of turns, got True"),
-    "null for an image": ({**llava("<image>Q", "A"), "images": [None]}, "images has null in place of image 0"),
+    "null for an image": ({**llava("<image>Q", "A"), "images": [None, "red.png"]}, "images has nothing in place of"),
     "another kind of image part": (
-        {"messages": [user([{"type": "image", "source": {"data": "x"}}]), assistant("A")]},
-        "turn 0 has an image part with source; an image is in one of image, image_url",
+        {"messages": [user([{"type": "image", "file_id": "x"}]), assistant("A")]},
+        "turn 0 has an image part with file_id; an image is in one of image, image_url",
     ),
     "base64 of no image": ({**llava("<image>Q", "A"), "image": "Q" * 6000}, "base64 that does not begin as an"),
     "file://": ({**llava("<image>Q", "A"), "image": "file:///a.png"}, "write its path, without file://"),
@@ -281,8 +354,9 @@ def test_a_row_that_would_be_learned_wrongly_is_bad(name, processor, tmp_path):
 
 
 # ---------------------------------------------------------------------------------- proposals, tried as they are told
+QUERY = {"query": "Q", "response": "A"}
 PROPOSED = {
-    "columns question=query,answer=response": {"query": "Q", "response": "A"},
+    "columns question=query,answer=response": QUERY,
     "columns question=instruction,answer=output": {"instruction": "Q", "input": "", "output": "A"},
     "columns question=problem,answer=solution": {"problem": "Q", "solution": "A"},
     "columns question=prefix,answer=suffix": {"prefix": "Q", "suffix": "A"},
@@ -292,6 +366,16 @@ PROPOSED = {
     "columns question=prompt,answer=chosen": {"prompt": "Q", "chosen": "A", "rejected": "B"},
     "columns messages=chosen": {"chosen": TURNS, "rejected": TURNS},
     "columns answer=response": {"question": "Q", "response": "A"},
+    "columns messages=chosen ": {"rejected": [*TURNS[:1], TURNS[1]], "chosen": TURNS},
+    "columns question=prompt,answer=chosen ": {"prompt": [TURNS[0]], "chosen": [TURNS[1]], "rejected": [TURNS[1]]},
+    "columns question=query,answer=response ": {
+        "history": [{"user": "x", "assistant": "y"}],
+        "query": "Q",
+        "response": "A",
+    },
+    "columns question=problem": {"problem": "Q", "answer": "A"},
+    "columns image=img_name,caption=captions": {"img_name": "red.png", "captions": ["A", "b"]},
+    "columns question=Question,answer=Answer": {"Question": "Q", "Answer": "A"},
     "columns messages=qa_pairs": {"qa_pairs": [{"question": "Q", "answer": "A"}]},
     "columns messages=dialog": {"dialog": json.dumps(TURNS)},
 }
@@ -303,10 +387,11 @@ def test_columns_are_proposed_that_read_the_row(option, processor, tmp_path):
     with pytest.raises(ValueError) as error:
         read(path, processor)
     proposed = re.search(r"--columns (\S+?)[.\n;]", str(error.value))[1]
-    assert f"columns {proposed}" == option and ("DPO" in str(error.value)) == ("chosen" in option)
-    image = "{4}" if "img_path" in option else ""
+    assert f"columns {proposed}" == option.strip() and ("DPO" in str(error.value)) == ("chosen" in option)
+    asked = "Describe the image." if "caption" in option else "Q"
+    image = "{4}" if "img" in option else ""
     assert batches(read(path, processor, columns=proposed).train, processor, 1) == [
-        by_hand(processor, chat(f"{image}Q", "[[A]]"))
+        by_hand(processor, chat(f"{image}{asked}", "[[A]]"))
     ]
 
 
@@ -361,6 +446,57 @@ def test_files_of_other_shapes(processor, tmp_path, caplog):
         read(tmp_path / "video.tar", processor)
     with pytest.raises(ValueError, match="a split has a key of its own: path: vqav2, split: validation"):
         open_source(DataSource("vqav2:validation"), streaming=False)
+
+
+def test_tables_that_pandas_wrote(processor, tmp_path):
+    images(tmp_path, "red.png", "blue.png")
+    table = tmp_path / "data.csv"
+    table.write_text(
+        """image, question,answer\n"['red.png','blue.png']",Q,"['two', 'one', 'two']"\nred.png,R,"[0.1, 0.2]"\n"""
+    )
+    expected = [chat("{4}{4}Q", "[[two]]"), chat("{4}R", "[[[0.1, 0.2]]]")]
+    assert batches(read(table, processor).train, processor, 1) == [by_hand(processor, expected[0])]
+    assert read(table, processor).train[1]["messages"][1]["content"][0]["text"] == "[0.1, 0.2]"
+    assert own_task(str(table)).eval_docs["answers"][0] == ["two", "one", "two"]
+    for text, reason in {
+        'question\tanswer\nQ\t"A\nR\tB\nS\tC"\n': "has a cell with tabs and line breaks, near line 4",
+        'question\tanswer\nQ\t"Stop" sign\n': "is not valid CSV: '\t' expected after",
+        "question\tanswer\tanswer\nQ\tA\tB\n": "has several columns called 'answer'",
+    }.items():
+        (tmp_path / "data.tsv").write_text(text)
+        with pytest.raises(ValueError, match=reason):
+            read(tmp_path / "data.tsv", processor)
+
+
+def test_shards_of_texts_under_other_names(processor, tmp_path):
+    red, blue = image_bytes("red", form="JPEG"), image_bytes("blue", form="JPEG")
+    files = {"1.jpg": red, "1.question": "Q", "1.answer.txt": "\ufeffA", "1.tags": "x"}
+    files |= {f"2.{number}.jpg": blue if number == 2 else red for number in (1, 10, 2)}
+    files |= {"2.txt": "new", "2.json": "\ufeff" + json.dumps({"caption": "old"})}
+    data = read(shard(tmp_path / "data.tar", files), processor)
+    expected = [chat("{4}Q", "[[A]]"), chat("{4}{4}{4}Describe the image.", "[[new]]")]
+    assert batches(data.train, processor, 2) == [by_hand(processor, each) for each in expected]
+    assert data.report.sources[0].left_out == {"tags": 1, "caption of the .json file": 1}
+    assert decode_image(data.train[1]["images"][1], 10**6).getpixel((3, 3))[2] > 200
+
+
+def test_json_of_one_row_or_of_something_else(processor, tmp_path):
+    (tmp_path / "data.json").write_text(json.dumps(llava("Q", "A")))
+    assert batches(read(tmp_path / "data.json", processor).train, processor, 1) == [
+        by_hand(processor, chat("Q", "[[A]]"))
+    ]
+    for content, remedy in (
+        (
+            {"info": {}, "questions": [{"a": 1}]},
+            "one object with info, questions. Save the list in 'questions' as a file",
+        ),
+        ({"1": {"question": "Q"}, "2": {"question": "R"}}, "one object with 1, 2. Save its values as a list"),
+    ):
+        (tmp_path / "other.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=remedy):
+            read(tmp_path / "other.json", processor)
+    with pytest.raises(TypeError, match="train_dataset is a list. Give a Dataset, as Dataset.from_list makes"):
+        prepare_rows([llava("Q", "A")], processor)
 
 
 # ------------------------------------------------------------------------------------------------ what is told, shares

@@ -113,6 +113,23 @@ def test_a_new_commit_on_the_hub_is_evaluated_anew(hub, prepared, room, tmp_path
     assert not skipped()
 
 
+WRITES = """
+import sys
+from pathlib import Path
+from normalign_llava.evaluate.results import Evaluation, Metric
+
+for number in range(20):
+    Evaluation(f"{sys.argv[2]}{number}", "t", [Metric("acc", 0.5)], 1, 1, []).write(Path(sys.argv[1]))
+"""
+
+
+def test_evaluations_that_end_at_the_same_time_are_all_kept(prepared, tmp_path):
+    started = [prepared.start(["-c", WRITES, tmp_path, name]) for name in ("a", "b", "c")]
+    assert [each.wait().returncode for each in started] == [0, 0, 0]
+    assert len(read_evaluations(tmp_path)) == 60
+    assert {path.name for path in tmp_path.iterdir()} == {"evaluation"}
+
+
 def test_a_limit_does_not_replace_a_whole_result(room, tmp_path):
     done = run(room, tmp_path, "tiny_choosing", limit=2)
     assert done.results[0].partial and (done.results[0].samples, done.results[0].total) == (2, 5)

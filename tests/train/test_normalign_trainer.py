@@ -9,7 +9,6 @@ from dataclasses import fields
 import pytest
 import torch
 import train_data
-import training
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from PIL import Image
@@ -392,14 +391,57 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path, checkpoint, model):
     assert NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path).config.model_type == "normalign_llava"
 
 
-def test_rows_go_as_they_are_to_a_collator_of_ones_own(tmp_path, checkpoint):
-    collator = ConversationCollator(AutoProcessor.from_pretrained(checkpoint))
-    seen = []
+def chart(number: int) -> dict:
+    """A row of ChartQA."""
+    image = Image.new("RGB", (20, 20), COLOURS[number % 4])
+    return {"image": image, "query": f"what is {number}?", "label": [COLOURS[number % 4]]}
+
+
+def charts(count=8):
+    for number in range(count):
+        yield chart(number)
+
+
+def test_a_collator_of_ones_own_gets_rows_of_any_columns_as_stock_sfttrainer_trains_them(tmp_path, checkpoint, caplog):
+    processor = AutoProcessor.from_pretrained(checkpoint)
 
     def collate(examples):
-        seen.extend(set(example) for example in examples)
-        return collator([training.row(1) for _ in examples])
+        """That of TRL's tutorials: every token but padding and image tokens is a label."""
+        asked = [[{"type": "image"}, {"type": "text", "text": example["query"]}] for example in examples]
+        turns = [
+            [{"role": "user", "content": asked}, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+            for asked, answer in zip(asked, (example["label"][0] for example in examples), strict=True)
+        ]
+        texts = [processor.apply_chat_template(each) for each in turns]
+        images = [[example["image"]] for example in examples]
+        batch = processor(text=texts, images=images, return_tensors="pt", padding=True)
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return {**batch, "labels": labels.masked_fill(labels == processor.image_token_id, -100)}
 
-    trainer = NormAlignTrainer(str(checkpoint), options(tmp_path), collate, rows())
-    trainer.train()
-    assert seen and all(columns == {"images", "messages"} for columns in seen)
+    streamed, kept = IterableDataset.from_generator(charts), {"skip_prepare_dataset": True}
+    shared = dict(eval_strategy="steps", eval_steps=1, dataset_kwargs=kept, train_sampling_strategy="sequential")
+    lora = LoraConfig(r=2, lora_alpha=4, lora_dropout=0.0, target_modules=r".*language_model.*q_proj")
+    theirs = SFTConfig(str(tmp_path), **SHORT, **shared, remove_unused_columns=False, max_length=None)
+    ours = options(tmp_path, **shared)
+    losses = {}
+    for name, trainer_class, args, data, adapters in (
+        ("stock", SFTTrainer, theirs, rows(chart), None),
+        ("memory", NormAlignTrainer, theirs, rows(chart), None),
+        ("own options", NormAlignTrainer, ours, rows(chart).rename_column("image", "chart"), None),
+        ("stream", NormAlignTrainer, ours, streamed, None),
+        ("adapters", NormAlignTrainer, ours, rows(chart), lora),
+    ):
+        renamed = "chart" in (data.column_names or [])
+        given = (lambda each: collate([{**row, "image": row["chart"]} for row in each])) if renamed else collate
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+        trainer = trainer_class(
+            model, args, given, data, data, processing_class=processor, peft_config=copy.copy(adapters)
+        )
+        trainer.train()
+        log = trainer.state.log_history
+        losses[name] = [each[key] for key in ("loss", "eval_loss") for each in log if key in each]
+    for name in ("memory", "own options", "stream"):
+        assert losses[name] == pytest.approx(losses["stock"], rel=1e-4), name
+    assert losses["adapters"][0] == pytest.approx(losses["stock"][0], rel=1e-4)
+    assert losses["adapters"][1:] != pytest.approx(losses["stock"][1:], rel=1e-4)
+    assert "assistant_only_loss" not in caplog.text

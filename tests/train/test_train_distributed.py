@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,7 @@ class Room:
             "packed lora": {**PACKED, **LORA},
             "bad step": {"bad_steps": "skip"},
             "broken": {"save_strategy": "steps", "save_steps": 1},
+            "unasked": {"eval_dataset_name": self.data["eval"], "eval_strategy": "epoch", "max_steps": 1},
         }
         self.done: dict[tuple, Path] = {}
 
@@ -232,9 +234,9 @@ def mixed(room):
 PACKING = ("packed", "packed resumed", "packed lora")
 NIGHTLY = {
     "one": ("lora", "qlora", "bfloat16", "half", "bad step", "epochs", "epochs lora", *PACKING),
-    "ddp": ("resumed", "lora", "qlora", "skipped", "bad step", "broken")
+    "ddp": ("resumed", "lora", "qlora", "skipped", "bad step", "broken", "unasked")
     + ("grouped epochs", "grouped epochs resumed", *PACKING),
-    "fsdp2": ("resumed", "lora", "bfloat16", "autocast", "bad step", "broken", *PACKING),
+    "fsdp2": ("resumed", "lora", "bfloat16", "autocast", "bad step", "broken", "unasked", *PACKING),
 }
 
 
@@ -388,6 +390,15 @@ def assert_gain_moved(weights: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2", pytest.param("zero3", marks=ZERO)])
+def test_no_examples_are_answered_by_a_sharded_model_unless_asked_for(mode, nightly):
+    folder = nightly(mode, zero="unasked")
+    asked = mode == "ddp"
+    assert len(list((folder / "unasked" / "samples").glob("step-*.json"))) == asked
+    assert (folder / "stderr").read_text().count("Ask for some with --sample_count 4") == (not asked)
+
+
+@pytest.mark.nightly
 def test_bad_rows_of_both_processes_are_skipped_and_listed_once(nightly):
     folder = nightly("ddp")  # four steps of four rows: the eight rows twice
     assert len(seen(folder, "skipped", 1)["batches"]) == 8
@@ -416,6 +427,44 @@ def test_a_step_that_one_process_cannot_take_is_skipped_by_both(mode, nightly):
     for name, weight in expected.items():
         assert weight.isfinite().all()
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"nothing": 3}, ["There is no option --nothing 3."]),
+        pytest.param({"dataset_name": "bad"}, ["bad/data.json, row 3: ", "row 4: "], marks=pytest.mark.nightly),
+    ],
+    ids=["same", "different"],
+)
+def test_a_launched_run_says_once_what_is_wrong(room, tmp_path, options, said):
+    if "dataset_name" in options:
+        options = {"dataset_name": room.data["bad"], "check_images": "false"}
+    words = ["train", "--accelerate_config", "ddp", "--num_processes", "2", *room.words(tmp_path / "out", **options)]
+    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "normalign_llava", *words], env=environment, capture_output=True, text=True
+    )
+    lines = [line for line in done.stderr.splitlines() if re.match("Error|Then", line)]
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "elastic" not in done.stderr, done.stderr
+    assert all(re.match("(Error|Then) in process [01]: ", line) for line in lines)
+    assert any(part in lines[0] for part in said) and len(lines) <= len(said), lines
+
+
+@pytest.mark.nightly
+def test_a_launched_run_says_which_process_was_killed(room, tmp_path):
+    words = ["train", "--accelerate_config", "ddp", "--num_processes", "2"]
+    words += room.words(tmp_path / "out", max_steps=10**6)
+    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "normalign_llava", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        while "2/1000000 " not in (line := process.stdout.readline()):
+            assert line, process.stderr.read()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGKILL)
+        said = process.communicate()[1]
+    assert process.returncode == 1 and "Error: Process 1 was ended by SIGKILL." in said and "elastic" not in said
 
 
 @pytest.mark.nightly

@@ -7,6 +7,8 @@ import importlib.util
 
 import pytest
 from documented import PAGE, page_from_fields
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import SFTConfig
 
 from normalign_llava.train.options.arguments import NormAlignConfig
@@ -39,6 +41,18 @@ def test_an_option_that_does_nothing_or_harm_is_refused(tmp_path, name):
     for other in others.get(name, ({"a": 1}, "other") if default is None else (not default,)):
         with pytest.raises(ValueError, match=f"^{name} cannot be used here: .*Leave it out"):
             config(tmp_path, **{name: other})
+
+
+@pytest.mark.parametrize("name", INTEGRATION_TO_CALLBACK)
+def test_a_tracker_that_cannot_be_used_is_an_error_at_once(tmp_path, name):
+    usable = {*get_available_reporting_integrations()}
+    assert config(tmp_path, report_to="all").report_to == [*get_available_reporting_integrations()]
+    for given in (name, [*usable, name]):
+        if name in usable:
+            assert name in config(tmp_path, report_to=given).report_to
+        else:
+            with pytest.raises(ValueError, match=f"^report_to '{name}' cannot be used: .*(pip install|variable)"):
+                config(tmp_path, report_to=given)
 
 
 DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")

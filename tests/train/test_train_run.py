@@ -124,6 +124,7 @@ def test_a_bad_image_met_in_training_stops_or_is_listed(tmp_path, parts, capsys)
         (dict(global_batch_size=3), "3 is not a multiple of per_device_train_batch_size 2"),
         (dict(dataset_name="{parts}/nowhere.json"), "nowhere.json"),
         (dict(eval_strategy="steps"), "eval_dataset_name or test_split_size"),
+        (dict(report_to=["tensorboard", "nothing"]), "report_to 'nothing' cannot be used: .* only .*wandb"),
     ],
 )
 def test_errors_come_before_anything_is_written(tmp_path, parts, change, message):

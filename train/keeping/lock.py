@@ -1,47 +1,30 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""A lock, so that only one run at a time writes to an output folder."""
+"""The lock of a folder for a run in one process or several."""
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from filelock import FileLock, Timeout
 
-
-LOCK = ".train.lock"
+from ...checkpoint.lock import only_writer
 
 
 @contextmanager
 def only_run(output_dir: str | os.PathLike) -> Iterator[None]:
-    """Keeps other runs out of a folder. A folder created for that is removed again if nothing was written to it.
-
-    All processes of a run must call this; the first holds the lock. The operating system releases it when that process
-    ends, even if it is killed.
-    """
-    folder, is_first = Path(output_dir), PartialState().is_main_process
-    is_new = not folder.exists()
-    lock, problem = FileLock(folder / LOCK), [""]
-    if is_first:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=0)
-        except Timeout:
-            problem = [f"Another run is writing to {folder}. Wait for its end, or choose another output folder."]
-        except OSError as error:
-            problem = [f"The --output_dir {folder} cannot be written to: {error}. Choose another."]
-    broadcast_object_list(problem)
-    if problem[0]:
-        raise ValueError(problem[0])
-    try:
+    """[`only_writer`] for all processes of a run, which must call this: the first takes the lock, or all stop."""
+    problem = [""]
+    with ExitStack() as held:
+        if PartialState().is_main_process:
+            try:
+                held.enter_context(only_writer(output_dir, wait=0))
+            except ValueError as error:
+                problem = [str(error)]
+            except OSError as error:
+                problem = [f"The --output_dir {output_dir} cannot be written to: {error}. Choose another."]
+        broadcast_object_list(problem)
+        if problem[0]:
+            raise ValueError(problem[0])
         yield
-    finally:
-        if is_first:
-            (folder / LOCK).unlink(missing_ok=True)
-            lock.release()
-            if is_new:
-                with suppress(OSError):  # it is not empty
-                    folder.rmdir()

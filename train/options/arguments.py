@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from accelerate import DeepSpeedPlugin
 from transformers import BitsAndBytesConfig, SchedulerType
+from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig, SFTConfig, get_quantization_config
 
 from ...checkpoint.limits import cores
@@ -115,6 +116,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         if self.router_aux_loss_coef is None:
             self.router_aux_loss_coef = 0.0  # TRL would take it from the language model's configuration
         check_refused(self)
+        check_trackers(self.report_to)
         if self.do_eval and self.eval_strategy == "no":
             raise ValueError("do_eval alone evaluates nothing. Set eval_strategy.")
         if self.max_steps == 0:
@@ -220,6 +222,16 @@ class ModelArguments(ModelOptions, ModelConfig):
 def autocast_dtype(training: NormAlignConfig) -> Literal["bfloat16", "float16"] | None:
     """What steps are autocast to, if they are."""
     return "bfloat16" if training.bf16 else "float16" if training.fp16 else None
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raises ValueError if a tracker of `report_to` is not known to transformers, or cannot be used here."""
+    for name in names:
+        try:
+            for callback in get_reporting_integration_callbacks([name]):
+                type(name, (callback,), {"__del__": lambda self: None})()  # some fail again where they are deleted
+        except (ValueError, RuntimeError, ImportError) as error:
+            raise ValueError(f"report_to {name!r} cannot be used: {error}") from error
 
 
 def check_deepspeed(plugin: DeepSpeedPlugin, args: NormAlignConfig) -> None:

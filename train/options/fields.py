@@ -61,7 +61,9 @@ class TrainingOptions:
     padding_free: bool = option(False, "Put the rows of a batch one after another in one sequence, without padding.")
     packing: bool = option(False, "Divide a step's rows into passes of nearly equal tokens, without padding.")
     tokens_per_device: int | None = option(None, "With packing: the most tokens in a pass, in place of rows.")
-    sample_count: int = option(4, "Held-out examples to answer at each evaluation, in samples/.")
+    sample_count: int | None = option(
+        None, "Held-out examples to answer at each evaluation, in samples/. Default: 4, or 0 with FSDP and ZeRO-3."
+    )
     sample_max_new_tokens: int = option(64, "Longest answer of these, in tokens.")
     eval_suite: str | None = option(None, "Suites and tasks of `normalign evaluate`, to score every eval_steps.")
     eval_suite_limit: int = option(32, "Samples of each of these tasks, the first ones.")
@@ -83,7 +85,6 @@ class TrainingOptions:
     bf16_full_eval: bool = refused(False, PRECISION)
     chat_template_path: str | None = refused(None, "the checkpoint has one, set by `normalign build --chat-template`")
     completion_only_loss: bool | None = refused(None, "the loss is on all answers, or on those of the completion")
-    dataset_kwargs: dict[str, Any] | str | None = refused(None, "it is for TRL's preparation of data, which is unused")
     dataset_text_field: str = refused("text", "rows are conversations, whose form is known by their columns")
     do_predict: bool = refused(False, "training predicts nothing; evaluations answer sample_count examples")
     eval_packing: bool | None = refused(None, PACKING)
