@@ -6,7 +6,6 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -18,10 +17,9 @@ from ..checkpoint.files import check_new, finished_folder, json_or_none, write_j
 from ..checkpoint.loading import loading
 from ..checkpoint.names import BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint
-from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..html_tables import html_table
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
-from .adapter import open_adapter
+from .adapter import Adapter, open_adapter
 from .build import torch_dtype
 
 
@@ -94,7 +92,7 @@ def merge_adapter(
     opened = open_adapter(adapter, base, base_quantization)
     with finished_folder(output) as folder:
         processor = opened.processor
-        model, quantized, loaded_dtype = _load_base(opened.base, opened.config, opened.quantization)
+        model, quantized, loaded_dtype = _load_base(opened)
         dtype = (opened.config.dtype or loaded_dtype) if dtype == "auto" else dtype
         adapted = opened.put_on(model)
         image, text = Image.linear_gradient("L").convert("RGB"), f"{processor.image_token} What is in the image?"
@@ -121,13 +119,12 @@ def merge_adapter(
     )
 
 
-def _load_base(
-    base: Checkpoint, config: NormAlignLlavaConfig, quantization: dict[str, Any] | None
-) -> tuple[NormAlignLlavaForConditionalGeneration, str | None, torch.dtype]:
+def _load_base(adapter: Adapter) -> tuple[NormAlignLlavaForConditionalGeneration, str | None, torch.dtype]:
     """The base in float32 on the CPU, dequantized if it was quantized, what the quantization was, and its dtype."""
-    # The weights were quantized from the dtype that training loaded, which is TRL's compute dtype.
-    dtype = (quantization or {}).get("bnb_4bit_compute_dtype") or "auto"
-    model = base.load(dtype=dtype, config=config, quantization_config=quantization, device_map="cpu")
+    settings, config = adapter.quantization, adapter.config
+    model = adapter.base.load(
+        dtype=adapter.dtype or "auto", config=config, quantization_config=settings, device_map="cpu"
+    )
     described, loaded = None, model.dtype
     settings = getattr(model.config, "quantization_config", None)
     if settings is not None:
