@@ -46,13 +46,17 @@ CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's folder, and its base with the `config` and quantization that it had in training."""
+    """An adapter's folder, and its base with the `config` and quantization that it had in training.
+
+    A quantized base was read in `dtype` before; None if that is not known.
+    """
 
     folder: Path
     peft_config: LoraConfig
     base: Checkpoint
     config: NormAlignLlavaConfig
     quantization: dict[str, Any] | None
+    dtype: str | None
     realigned: bool
     processor: LlavaProcessor
 
@@ -76,8 +80,7 @@ class Adapter:
     def load(self) -> PeftModel:
         """The base as in training, on a GPU if there is one, with the adapter on it, in eval mode."""
         settings, config, base = self.quantization, self.config, self.base
-        dtype = (settings or {}).get("bnb_4bit_compute_dtype")
-        dtype = dtype or dtype_to_load("auto", config, bytes_of_weights(base.name, base.revision))
+        dtype = self.dtype or dtype_to_load("auto", config, bytes_of_weights(base.name, base.revision))
         device = "auto" if torch.cuda.is_available() else None
         model = base.load(dtype=dtype, config=config, quantization_config=settings, device_map=device)
         return self.put_on(model).eval()
@@ -86,7 +89,7 @@ class Adapter:
 def open_adapter(adapter: Path, base: str | None = None, base_quantization: str | None = None) -> Adapter:
     """Finds an adapter's base and checks that they fit; nothing is loaded. Arguments and errors: [`merge_adapter`]."""
     peft_config = _adapter_config(adapter)
-    quantization, changes = _training_settings(adapter, base_quantization)
+    quantization, dtype, changes = _training_settings(adapter, base_quantization)
     if quantization:
         check_installed("bitsandbytes", "qlora", "Quantizing the base as in training")
     named = peft_config.base_model_name_or_path
@@ -107,7 +110,7 @@ def open_adapter(adapter: Path, base: str | None = None, base_quantization: str 
     trained = (adapter / "processor_config.json").exists()
     processor = Checkpoint(str(adapter), None, {}).processor if trained else opened.processor
     settle(processor)
-    return Adapter(adapter, peft_config, opened, config, quantization, realigned, processor)
+    return Adapter(adapter, peft_config, opened, config, quantization, dtype, realigned, processor)
 
 
 def put_on_meta(model: NormAlignLlavaForConditionalGeneration, config: LoraConfig) -> PeftModel:
@@ -170,8 +173,10 @@ def _adapter_config(adapter: Path) -> LoraConfig:
     return config
 
 
-def _training_settings(adapter: Path, base_quantization: str | None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """How the base was quantized in training, and what was changed in its configuration."""
+def _training_settings(
+    adapter: Path, base_quantization: str | None
+) -> tuple[dict[str, Any] | None, str | None, dict[str, Any]]:
+    """How the base was quantized in training, from which dtype, and what was changed in its configuration."""
     file = adapter / TRAINING_RECORD
     record = json_object(file.read_bytes(), str(file)) if file.is_file() else {}
     changes, quantization = record.get("config_changes", {}), record.get("quantization")
@@ -188,4 +193,7 @@ def _training_settings(adapter: Path, base_quantization: str | None) -> tuple[di
             f"Give it: `normalign merge {adapter} --output DIR --base-quantization KIND`, where KIND is one of "
             f"{', '.join(BASE_QUANTIZATIONS)}."
         )
-    return quantization, changes
+    options, dtype = record.get("options"), (quantization or {}).get("bnb_4bit_compute_dtype")  # TRL's are the same
+    if quantization and isinstance(options, dict) and options.get("dtype") in ("bfloat16", "float16", "float32"):
+        dtype = options["dtype"]
+    return quantization, dtype, changes

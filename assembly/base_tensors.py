@@ -47,8 +47,8 @@ class BaseTensors:
         settings = adapter.quantization or config.__dict__.pop("quantization_config", None) or {}
         self._quantized, self.quantization = _quantized_layers(config, settings)
         self._check(model)
-        # The weights were quantized from the dtype that training loaded, which is TRL's compute dtype.
-        dtype = settings.get("bnb_4bit_compute_dtype") or config.dtype or self._stored(next(iter(self._files))).dtype
+        # The weights were quantized from the dtype that training loaded.
+        dtype = adapter.dtype or config.dtype or self._stored(next(iter(self._files))).dtype
         self.dtype = torch_dtype(dtype)
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._norm = {name: None for name in self._parameters if name.startswith(NORM)}

@@ -9,7 +9,8 @@ compared. A step is everything from one `on_step_begin` to the next: collating, 
 and logging. Every tenth step is logged, and measured by our callback; these are shown separately.
 
 On a CPU, our trainer computes logits of the answers only, and TRL's of every position; the variant "all scored" does
-so too, for a comparison at equal work.
+so too, for a comparison at equal work. All have weights in float32; `--frozen` compares ours with itself, its frozen
+weights in bfloat16, as it has them by default if a checkpoint does.
 """
 
 import argparse
@@ -32,6 +33,7 @@ WARM_UP = 2
 LOGGING_STEPS = 10
 STOCK = "stock"  # LLaVA, with TRL's trainer and collator
 OURS = "this package"
+FROZEN_HALF = "this package, frozen in bfloat16"
 ALL_SCORED = "all scored"
 NO_NORM = "all scored, no norm"
 CHATML = (
@@ -153,8 +155,9 @@ def trainer_of(folder: Path, settings: dict[str, Any], own: dict[str, Any], *, s
         seed=0,
         **settings,
     )
-    ours = NormAlignConfig(**shared, **own)
-    model_args = ModelArguments(model_name_or_path=checkpoint, use_peft=adapters, lora_dropout=0.0)
+    ours = NormAlignConfig(**shared, **{"model_init_kwargs": {"dtype": "float32"}, **own})  # as stock's
+    model_args = ModelArguments(model_name_or_path=checkpoint, use_peft=adapters)
+    model_args.lora_dropout = 0.0
     rates, adapter = ours.learning_rates(adapters), get_peft_config(model_args)
     if stock:
         model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
@@ -200,11 +203,13 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
         train_sampling_strategy="sequential",
     )
     own: dict[str, Any] = {"arm": "none" if variant == NO_NORM else None}
+    if variant == FROZEN_HALF:
+        own["model_init_kwargs"] = {"dtype": "bfloat16"}
     if options.train != "all":
         own["vision_learning_rate"] = 0.0
     if options.train == "projector":
         own["language_learning_rate"] = 0.0
-    cls = NormAlignTrainer if variant == OURS else AllScoredTrainer
+    cls = NormAlignTrainer if variant in (OURS, FROZEN_HALF) else AllScoredTrainer
     return trainer_of(folder, settings, own, stock=variant == STOCK, adapters=options.train == "lora", cls=cls)
 
 
@@ -281,6 +286,7 @@ def main() -> None:
     arguments = parser(__doc__, bf16=True)
     arguments.add_argument("--parts", default="real", choices=list(PARTS), help="real: the quickstart's; 1b: random")
     arguments.add_argument("--train", default="lora", choices=["projector", "lora", "all"])
+    arguments.add_argument("--frozen", action="store_true", help="only compare frozen weights in bfloat16 and float32")
     arguments.add_argument("--batch", type=int, default=8)
     arguments.add_argument("--steps", type=int, default=30, help="steps that count, of each variant; at least 18")
     arguments.add_argument("--repeats", type=int, default=2, help="runs, each with processes of its own")
@@ -289,6 +295,7 @@ def main() -> None:
         arguments.error(f"--steps is {options.steps}; at least 18 are needed, for two logged steps")
 
     variants = [STOCK, OURS, NO_NORM] if options.device == "cuda" else [STOCK, ALL_SCORED, NO_NORM, OURS]
+    variants = [OURS, FROZEN_HALF] if options.frozen else variants
     runs, ends, peaks = [], {}, {variant: [] for variant in variants}
     with tempfile.TemporaryDirectory() as name:
         os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
@@ -305,6 +312,7 @@ def main() -> None:
 
     with_norm = OURS if options.device == "cuda" else ALL_SCORED
     pairs = [(variant, STOCK) for variant in variants if variant != STOCK] + [(with_norm, NO_NORM)]
+    pairs = [(FROZEN_HALF, OURS)] if options.frozen else pairs
     peak = {variant: statistics.median(values) for variant, values in peaks.items()}
     precision = "bfloat16" if options.bf16 else "float32"
     found, rows = {}, []

@@ -10,7 +10,10 @@ import pytest
 import tiny
 import tiny_parts as parts
 import torch
+import training
+from bitsandbytes.functional import dequantize_4bit
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from stored import assert_merged, weights
@@ -191,6 +194,21 @@ def test_a_4_bit_base_is_dequantized_in_float32_and_merged(bases, tmp_path, base
         merge_adapter(tmp_path / "adapter", tmp_path / name, dtype="float32", base_quantization=kind)
     torch.testing.assert_close(logits(load(tmp_path / "right"), bases["tied"]), expected, rtol=0, atol=1e-5)
     assert (logits(load(tmp_path / "wrong"), bases["tied"]) - expected).abs().max() > 1e-2
+
+
+def test_a_base_is_quantized_from_the_precision_that_training_loaded(checkpoint, tmp_path):
+    """Here that of the file, float32, while steps and products are in bfloat16."""
+    trainer = training.trainer(tmp_path / "adapter", checkpoint, use_peft=True, load_in_4bit=True, bf16=True)
+    trainer.train()
+    trainer.save_model()
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    merged = NormAlignLlavaForConditionalGeneration.from_pretrained(tmp_path / "merged")
+    for name, layer in trainer.model.get_base_model().named_modules():
+        if isinstance(layer, LoraLayer):
+            state = layer.base_layer.weight.quant_state
+            state.dtype = torch.float32
+            expected = dequantize_4bit(layer.base_layer.weight.data, state) + layer.get_delta_weight("default")
+            torch.testing.assert_close(merged.get_submodule(name).weight, expected, rtol=0, atol=1e-6)
 
 
 def test_an_8_bit_base_is_dequantized_and_merged(bases, tmp_path):

@@ -169,8 +169,9 @@ class Room:
             worker = [HELPERS / "train_worker.py", mode, folder / "runs.json", folder / "seen"]
             done = self.start(worker, mode)
             assert not any(each.returncode for each in done), done[0].stderr[-6000:] + done[-1].stderr[-6000:]
-            (folder / "stdout").write_text("".join(each.stdout for each in done))
-            (folder / "stderr").write_text("".join(each.stderr for each in done))
+            for stream in ("stdout", "stderr"):  # after that of earlier runs
+                with open(folder / stream, "a") as file:
+                    file.writelines(getattr(each, stream) for each in done)
         return self.done[place]
 
     def start(self, worker: list, mode: str) -> list[subprocess.CompletedProcess]:
