@@ -33,6 +33,7 @@ from trl import SFTConfig, SFTTrainer
 from ..checkpoint.files import write_json
 from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
 from ..checkpoint.provenance import read_beside
+from ..checkpoint.weights import index_folder, no_progress_bar, stored_tensors, unchanged_files, write_weights
 from ..data.rows.images import ImageRules, image_problem
 from ..data.rows.reports import DataReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -53,7 +54,7 @@ from .keeping.summary import summary
 from .memory import MemoryEstimate, estimate_memory
 from .modules.adapter import train_in_float32
 from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
-from .modules.model import MODULES, base_model, eval_frozen, freeze, module_of
+from .modules.model import MODULES, base_model, eval_frozen, freeze, frozen_modules, module_of
 from .modules.sharding import fill_gradients, name_as_unsharded, name_fsdp_units
 from .options.arguments import keep_float32
 from .prepare import Prepared, checked_rows, normalign_config, prepare
@@ -66,6 +67,7 @@ OVERRIDDEN = (
     "_load_from_checkpoint",
     "_push_from_checkpoint",
     "_run_epoch",
+    "_save",
     "_save_checkpoint",
     "_save_rng_state",
     "_total_train_tokens",
@@ -150,6 +152,8 @@ class NormAlignTrainer(PushingTrainer):
         self.learning_rates = {module: value for module, (value, _) in ready.learning_rates.items()}
         self.record = training_record(ready.model, ready.commit, args, self.learning_rates, ready.report, options)
         self.build = read_beside(ready.model.name_or_path, BUILD_RECORD, ready.commit)
+        # Where files of frozen modules are found, the newest first. Of a given model they may have been changed.
+        self.weights_in = [] if isinstance(model, nn.Module) else index_folder(ready.model.name_or_path, ready.commit)
         self.measurements, self.data_wait = Measurements(args), DataWait()
         # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
         with patch.multiple(args, padding_free=False, packing=False, model_init_kwargs=None):
@@ -412,6 +416,18 @@ class NormAlignTrainer(PushingTrainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        # Adapters are PEFT's to save. An empty state is that of DeepSpeed if it does not gather weights.
+        if isinstance(self.model, PeftModel) or state_dict == {} or not self.args.should_save:
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        with no_progress_bar():
+            super()._save(str(folder), {})
+        layout = stored_tensors(self.model, state_dict)
+        write_weights(folder, layout, linked=unchanged_files(layout, frozen_modules(self.model), self.weights_in))
+        self.weights_in.insert(0, folder)
+
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         # PEFT loads an adapter in float32 and makes all of it trainable: the run would not resume as it was.
         dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
@@ -420,6 +436,7 @@ class NormAlignTrainer(PushingTrainer):
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
         freeze(self.model, self.learning_rates)
+        self.weights_in.insert(0, Path(resume_from_checkpoint))
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"

@@ -91,7 +91,7 @@ def test_a_person_asks_a_published_space_about_an_image(tmp_path, published):
     assert log.read_text() == "" and "Traceback" not in (tmp_path / "log.txt").read_text()
     code = list((tmp_path / "home").rglob("transformers_modules/**/modeling_normalign_llava.py"))
     assert code, "the model's code did not come from its repository"
-    assert hub.sent["user/model.v1.5/model.safetensors"] > 0
+    assert hub.sent["user/model.v1.5/model-vision_tower-00001-of-00001.safetensors"] > 0
 
 
 def _messages(driver):

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import stored
 import train_data
 from huggingface_hub import ModelCard
 
@@ -23,12 +24,13 @@ REPO = "ann/tiny-llava"
 HEAD, END = "<!-- by hand: notes -->\n", "<!-- end by hand -->"
 MODEL = {
     *(".gitattributes", "README.md", "build.json", "chat_template.jinja", "config.json", "generation_config.json"),
-    *("configuration_normalign_llava.py", "modeling_normalign_llava.py", "model.safetensors", "training.json"),
+    *("configuration_normalign_llava.py", "modeling_normalign_llava.py", "training.json"),
+    *stored.FILES,
     *("processor_config.json", "tokenizer.json", "tokenizer_config.json"),
 }
 ADAPTER = MODEL - {
     *("config.json", "generation_config.json", "configuration_normalign_llava.py", "modeling_normalign_llava.py"),
-    "model.safetensors",
+    *stored.FILES,
 } | {"adapter_config.json", "adapter_model.safetensors"}
 RUN = "import sys; from normalign_llava.train.run import main; main(sys.argv[1:])"
 KILLED = """
@@ -118,8 +120,9 @@ def test_every_commit_of_a_run_is_a_repository_that_loads(hub, run, prepared, tm
     out = tmp_path / "out"
     assert is_ours((out / "README.md").read_text()) and not list(out.glob(".push*"))
     final, _, first = (commit.oid for commit in repository.commits()[:3])
-    early, trained = (repository.read("model.safetensors", oid) for oid in (first, final))
-    assert early != trained == (out / "model.safetensors").read_bytes()
+    name = "model-multi_modal_projector-00001-of-00001.safetensors"
+    early, trained = (repository.read(name, oid) for oid in (first, final))
+    assert early != trained == (out / name).read_bytes()
     assert ask_clean_process(REPO, revision=first).logits
     seconds = [json.loads(repository.read("training.json", oid))["seconds"] for oid in (first, final)]
     assert 0 < seconds[0] < seconds[1]
@@ -142,7 +145,7 @@ def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, run, tmp_path):
     assert token not in done.stderr + again.stdout + again.stderr
     assert len(commits(hub)) == 1
     assert missing_from(tmp_path / "again" / "checkpoint-2", 1) == []
-    assert (tmp_path / "again" / "model.safetensors").exists()
+    assert stored.weights(tmp_path / "again")
 
 
 def test_a_resumed_run_removes_what_a_killed_push_has_left(hub, run, tmp_path):
