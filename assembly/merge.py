@@ -112,7 +112,7 @@ def merge_adapter(
     for parameter in merged.parameters():
         parameter.data = parameter.data.to(dtype)
     layout = stored_tensors(merged)
-    check_space(Path(output), size_of(layout), "Free some there, or write elsewhere.")
+    check_space(Path(output), size_of(layout), "Make room, or write elsewhere.")
     differences = [0.0]
     with finished_folder(output) as folder:
         merged.generation_config = _generation_config(opened.base) or merged.generation_config

@@ -170,11 +170,19 @@ def size_of(layout: Mapping[str, Tensor]) -> int:
     return sum(each.nbytes for each in layout.values())
 
 
+def free_space(folder: Path) -> int:
+    """Bytes that are free on the file system of a folder, which need not exist."""
+    return shutil.disk_usage(
+        next(each for each in (folder.resolve(), *folder.resolve().parents) if each.exists())
+    ).free
+
+
 def check_space(folder: Path, size: int, remedy: str) -> None:
-    """Raises ValueError if the file system of `folder`, which need not exist, has less than `size` bytes free."""
-    folder = next(each for each in (folder.resolve(), *folder.resolve().parents) if each.exists())
-    if (free := shutil.disk_usage(folder).free) < size:
-        raise ValueError(f"{size / 1e9:.1f} GB are to be written, but {folder} has {free / 1e9:.1f} GB free. {remedy}")
+    """Raises ValueError if there is less space for a folder than `size` bytes."""
+    if (free := free_space(folder)) < size:
+        raise ValueError(
+            f"{size / 1e9:,.1f} GB are to be written to {folder}, where {free / 1e9:,.1f} GB are free. {remedy}"
+        )
 
 
 def module_of_file(tensor: str) -> str:

@@ -33,7 +33,13 @@ from trl import SFTConfig, SFTTrainer
 from ..checkpoint.files import write_json
 from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
 from ..checkpoint.provenance import read_beside
-from ..checkpoint.weights import index_folder, no_progress_bar, stored_tensors, unchanged_files, write_weights
+from ..checkpoint.weights import (
+    index_folder,
+    no_progress_bar,
+    stored_tensors,
+    unchanged_files,
+    write_weights,
+)
 from ..data.rows.images import ImageRules, image_problem
 from ..data.rows.reports import DataReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -49,6 +55,7 @@ from .callbacks.samples import SampleCallback
 from .callbacks.suite import SuiteCallback
 from .dry_run import largest_batch
 from .keeping.checkpoints import writing_checkpoint
+from .keeping.disk import check_disk, disk_use
 from .keeping.record import training_record
 from .keeping.summary import summary
 from .memory import MemoryEstimate, estimate_memory
@@ -181,6 +188,8 @@ class NormAlignTrainer(PushingTrainer):
         args, rows = self.args, self.get_total_train_batch_size(self.args)
         steps = self.set_initial_training_values(args, self.get_train_dataloader())[-1]
         self.facts = summary(self.model, args, ready.learning_rates, ready.report, rows, steps)
+        if not is_deepspeed_zero3_enabled():  # whose parameters are empty until they are gathered
+            self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
         self._add_samples_and_probe()
 
@@ -322,10 +331,12 @@ class NormAlignTrainer(PushingTrainer):
         """The Trainer's training.
 
         Raises:
-            ValueError: `dry_run` loaded no weights.
+            ValueError: `dry_run` loaded no weights, or the disk has no room for the checkpoints.
         """
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. Make the trainer without it to train.")
+        if self.args.should_save and "disk" in self.facts:
+            check_disk(self.args.output_dir, self.facts["disk"]["total"])
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
         result = super().train(*args, **kwargs)
         self.record["seconds"] = round(time.perf_counter() - self._began, 3)

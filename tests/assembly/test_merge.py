@@ -271,7 +271,9 @@ def test_a_base_that_is_stored_quantized(bases, tmp_path, kind):
 
 
 def test_more_than_the_disk_has_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ValueError, match=rf"1000000.0 GB are to be written, but {tmp_path} has .* GB free. Do this."):
+    with pytest.raises(
+        ValueError, match=rf"1,000,000.0 GB are to be written to {tmp_path}/new/folder, where .* GB are free. Do"
+    ):
         check_space(tmp_path / "new" / "folder", 10**15, "Do this.")
     assert not (tmp_path / "new").exists()
 

@@ -55,7 +55,7 @@ def test_published_again_nothing_changes_and_one_file_is_one_commit(publish, hub
 
 def test_stale_files_of_ours_go_and_files_of_others_stay(publish, hub, folder):
     stale = {
-        *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"),
+        *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors"),
         *("adapter_config.json", "adapter_model.safetensors", "tokenizer.model", "preprocessor_config.json"),
         *("training.json", "evaluation/summary.json", "diagnostics/report.json", "diagnostics/rotation.png"),
     }

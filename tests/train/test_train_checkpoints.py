@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, writing_checkpoint
 from normalign_llava.train.keeping.resume import resolve_resume
+from normalign_llava.train.options.arguments import NormAlignConfig
 
 
 pytestmark = pytest.mark.slow
@@ -320,3 +321,56 @@ def test_a_resumed_run_links_to_the_checkpoint_that_it_resumes_from(checkpoint, 
     assert linked(run / "checkpoint-2", run / "checkpoint-1") == linked(run, run / "checkpoint-1") == {*FROZEN}
     found = stored.weights(run)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def bytes_of(folder) -> int:
+    """Bytes of weights and optimizer, without links."""
+    files = [path.stat() for pattern in ("*.safetensors", "optimizer.pt") for path in folder.rglob(pattern)]
+    return sum({each.st_ino: each.st_size for each in files if each.st_nlink == 1}.values())
+
+
+@pytest.mark.parametrize("how", ["align", "tune", "adapters", "one file"])
+def test_what_a_run_writes_is_known_before_it_starts(tmp_path, how):
+    large = training.checkpoint(tmp_path / "large", hidden_size=256, intermediate_size=2048, head_dim=128)
+    options = {**SAVED, "max_steps": 5, "save_steps": 1, "save_total_limit": 2}
+    options |= {"use_peft": True, "lora_r": 32} if how == "adapters" else {}
+    if how in ("align", "one file"):
+        options |= {"language_learning_rate": 0.0, "vision_learning_rate": 0.0}
+    if how == "one file":
+        stored.in_one_file(large)
+    trainer = training.trainer(tmp_path / "run", large, **options)
+    trainer.train()
+    trainer.save_model()
+    disk, newest = trainer.facts["disk"], tmp_path / "run" / "checkpoint-5"
+    assert disk["checkpoints"] == 3  # while the newest is written
+    assert bytes_of(newest) == pytest.approx(disk["checkpoint"], rel=0.05)
+    frozen = sum(weight_file(newest, each).stat().st_size for each in FROZEN) if how == "one file" else 0
+    assert bytes_of(tmp_path / "run") + frozen + disk["checkpoint"] == pytest.approx(disk["total"], rel=0.05)
+
+
+def test_a_run_that_does_not_fit_the_disk_is_refused_before_its_first_step(checkpoint, tmp_path):
+    trainer = training.trainer(tmp_path / "run", checkpoint, **SAVED)
+    trainer.facts["disk"]["total"] = 10**15
+    with pytest.raises(
+        ValueError, match=f"1,000,000.0 GB are to be written to {tmp_path}/run, where .*--save_total_l"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 0 and not list((tmp_path / "run").glob("*"))
+
+
+@pytest.mark.parametrize(
+    "stage, given, expected", [("align", {}, (0.1, 2)), ("tune", {"save_steps": 7}, (7, 2)), (None, {}, (500, None))]
+)
+def test_a_stage_saves_ten_times_and_keeps_two(tmp_path, stage, given, expected):
+    args = NormAlignConfig(output_dir=str(tmp_path), stage=stage, use_cpu=True, bf16=False, **given)
+    assert (args.save_steps, args.save_total_limit) == expected
+    best = NormAlignConfig(
+        output_dir=str(tmp_path),
+        stage="tune",
+        use_cpu=True,
+        bf16=False,
+        load_best_model_at_end=True,
+        eval_strategy="steps",
+        eval_steps=100,
+    )
+    assert best.save_steps == 500

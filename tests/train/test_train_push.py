@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """`push_to_hub` of a training run: real runs, in processes of their own, that push to the tests' hub."""
 
+import hashlib
 import json
 import signal
 from pathlib import Path
@@ -126,6 +127,20 @@ def test_every_commit_of_a_run_is_a_repository_that_loads(hub, run, prepared, tm
     assert ask_clean_process(REPO, revision=first).logits
     seconds = [json.loads(repository.read("training.json", oid))["seconds"] for oid in (first, final)]
     assert 0 < seconds[0] < seconds[1]
+
+
+def test_what_is_not_trained_is_sent_once(hub, run, tmp_path):
+    done = run(hub.token("ann"), stage="align", vision_learning_rate=0)
+    assert done.returncode == 0 and len(commits(hub)) == 3, done.stderr
+    sent = {path.name: set() for path in (tmp_path / "out").glob("*.safetensors")}
+    for path in (tmp_path / "out").rglob("*.safetensors"):
+        sent[path.name].add(digest := hashlib.sha256(path.read_bytes()).hexdigest())
+        assert hub.received[digest] == path.stat().st_size
+    assert {name.split("-")[1]: len(found) for name, found in sent.items()} == {
+        "language_model": 1,
+        "vision_tower": 1,
+        "multi_modal_projector": 2,  # the second checkpoint's is the result's
+    }
 
 
 def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, run, tmp_path):
