@@ -24,6 +24,7 @@ from ..checkpoint.loading import loading
 from ..checkpoint.names import BUILD_RECORD
 from ..checkpoint.opening import Checkpoint, check_processor, open_checkpoint
 from ..checkpoint.provenance import licence_of
+from ..checkpoint.weights import save_model
 from ..configuration_normalign_llava import NormAlignLlavaConfig
 from ..errors import Printed
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignLlavaMultiModalProjector
@@ -272,7 +273,7 @@ def _finish(
     model.generation_config.suppress_tokens = sorted(suppressed)
     for part in (config.text_config, config.vision_config):
         part._name_or_path = _public_name(part._name_or_path)
-    model.save_pretrained(folder)
+    save_model(model, folder)
     processor.save_pretrained(folder)
     kept = {key: value for key, value in asdict(report).items() if key != "output"}
     write_json(folder / BUILD_RECORD, kept)

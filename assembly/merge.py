@@ -27,10 +27,10 @@ from ..checkpoint.files import check_new, finished_folder, json_or_none, write_j
 from ..checkpoint.loading import loading
 from ..checkpoint.names import BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint
-from ..checkpoint.weights import check_space, save_settings, size_of, write_weights
+from ..checkpoint.weights import check_space, no_progress_bar, size_of, stored_tensors, write_weights
 from ..errors import Printed
 from .adapter import Adapter, open_adapter, put_on_meta
-from .base_tensors import NORM, BaseTensors, on_meta
+from .base_tensors import BaseTensors, on_meta
 from .build import torch_dtype
 
 
@@ -106,16 +106,15 @@ def merge_adapter(
     dtype = (opened.config.dtype or tensors.dtype) if dtype == "auto" else dtype
     with loading(f"The adapter {adapter}"):
         merged = put_on_meta(on_meta(opened.config), opened.peft_config).merge_and_unload()
-    for name, parameter in merged.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if name.startswith(NORM) else dtype)
-    layout = merged.state_dict()
-    if merged.lm_head.weight is merged.get_input_embeddings().weight:
-        del layout["lm_head.weight"]
-    check_space(Path(output), size_of(layout), "Free some there, or write elsewhere.")
+    for parameter in merged.parameters():
+        parameter.data = parameter.data.to(dtype)
+    layout = stored_tensors(merged)
+    check_space(Path(output), size_of(layout), "Make room, or write elsewhere.")
     differences = [0.0]
     with finished_folder(output) as folder:
         merged.generation_config = _generation_config(opened.base) or merged.generation_config
-        save_settings(merged, folder)
+        with no_progress_bar():
+            merged.save_pretrained(folder, state_dict={})
         values = _merged_tensors(opened, tensors, layout, differences)
         shown = Console(stderr=True)
         write_weights(folder, layout, track(values, "Merging", len(layout), console=shown, transient=True))

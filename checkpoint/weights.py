@@ -6,20 +6,21 @@ Tensors are written one at a time, so that a model need not be in memory to be s
 """
 
 import json
-import math
+import os
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
-from .files import write_json
-from .names import INDEX
+from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from .files import atomic_write, write_json
+from .names import INDEX, WEIGHTS
 
 
 SHARD_BYTES = 5 * 10**9
@@ -39,58 +40,120 @@ _DTYPES = {
 }
 
 
-def save_settings(model: PreTrainedModel, folder: Path) -> None:
-    """`save_pretrained` without the weights: configurations and code."""
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """For `save_pretrained` without weights, of which it would show that no file is written."""
     shows = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # it would show that no file is written
+    logging.disable_progress_bar()
     try:
-        model.save_pretrained(folder, state_dict={})
+        yield
     finally:
         if shows:
             logging.enable_progress_bar()
 
 
-def write_weights(folder: Path, layout: Mapping[str, Tensor], values: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes tensors into an empty folder, with the index.
+def save_model(model: NormAlignLlavaForConditionalGeneration, folder: Path) -> None:
+    """`save_pretrained`, with a file for each module."""
+    with no_progress_bar():
+        model.save_pretrained(folder, state_dict={})
+    write_weights(folder, stored_tensors(model))
+
+
+def stored_tensors(
+    model: NormAlignLlavaForConditionalGeneration, state_dict: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The tensors that `save_pretrained` stores of a model or its state: gain and bias in float32, tied ones once."""
+    tensors = dict(model.state_dict() if state_dict is None else state_dict)
+    tensors |= {name: value.float() for name, value in tensors.items() if "projector.norm." in name}
+    if model.lm_head.weight is model.get_input_embeddings().weight:
+        tensors.pop("lm_head.weight", None)
+    return tensors
+
+
+def write_weights(
+    folder: Path,
+    layout: Mapping[str, Tensor],
+    values: Iterable[tuple[str, Tensor]] | None = None,
+    linked: Mapping[str, Path] | None = None,
+) -> None:
+    """Writes tensors and the index into a folder, in place of its earlier weights.
+
+    A file that exists is replaced by another, never written into: it may be linked from other checkpoints.
 
     Args:
         layout: All tensors by name, for shapes and dtypes; on meta they may be.
-        values: Name and value of each, in any order. They are cast to the dtype in `layout`.
+        values: Name and value of each, in any order; by default those of `layout`. They are cast to its dtypes.
+        linked: Files that are not written but linked, or copied where links cannot be: see [`unchanged_files`].
     """
-    files, places = shards_of(layout), {}
+    files, places, linked = shards_of(layout), dict[str, tuple[BinaryIO, int]](), linked or {}
     with ExitStack() as opened:
         for file_name, names in files.items():
+            partial = opened.enter_context(atomic_write(folder / file_name))
+            if file_name in linked:
+                link_or_copy(linked[file_name], partial)
+                continue
             # The format wants tensors one after the other; by size of their numbers, each begins at a multiple of it.
             names = sorted(names, key=lambda name: (-layout[name].itemsize, name))
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             end = 0
             for name in names:
                 begin, end = end, end + layout[name].nbytes
-                kind, shape = _DTYPES[layout[name].dtype], list(layout[name].shape)
-                header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+                header[name] = {**_described(layout[name]), "data_offsets": [begin, end]}
             text = json.dumps(header, separators=(",", ":")).encode()
             text += b" " * (-len(text) % 8)
-            file = opened.enter_context((folder / file_name).open("xb"))
+            file: BinaryIO = opened.enter_context(partial.open("wb"))
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
                 places[name] = file, 8 + len(text) + header[name]["data_offsets"][0]
-        for name, value in values:
-            file, start = places.pop(name)
-            value = value.detach().to("cpu", layout[name].dtype).contiguous().reshape(-1)
-            file.seek(start)
-            file.write(value.view(torch.uint8).numpy())
-    if places:
-        raise ValueError(f"{len(places)} tensors were not written, among them {min(places)}.")
-    sizes = {"total_parameters": sum(math.prod(each.shape) for each in layout.values()), "total_size": size_of(layout)}
+        for name, value in layout.items() if values is None else values:
+            if name in places:
+                file, start = places.pop(name)
+                value = value.detach().to("cpu", layout[name].dtype).contiguous().reshape(-1)
+                file.seek(start)
+                file.write(value.view(torch.uint8).numpy())
+        if places:
+            raise ValueError(f"{len(places)} tensors have no value, among them {min(places)}.")
+    sizes = {"total_parameters": sum(each.numel() for each in layout.values()), "total_size": size_of(layout)}
     weight_map = {name: file_name for file_name, names in files.items() for name in names}
     write_json(folder / INDEX, {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))})
+    for earlier in {*folder.glob("model-*.safetensors"), folder / WEIGHTS} - {folder / name for name in files}:
+        earlier.unlink(missing_ok=True)
+
+
+def unchanged_files(layout: Mapping[str, Tensor], frozen: Collection[str], folders: Sequence[Path]) -> dict[str, Path]:
+    """Files of weights that need not be written, since a checkpoint among `folders` has them.
+
+    They are those of modules in `frozen` whose tensors have the same names, shapes and dtypes there and, unless
+    `layout` is on meta, the same first rows: a model may have been changed by hand.
+    """
+    found = dict[str, Path]()
+    for file_name, names in shards_of(layout).items():
+        if module_of_file(names[0]) in frozen:
+            tensors = {name: layout[name] for name in names}
+            if holding := next((folder for folder in folders if _holds(folder / file_name, tensors)), None):
+                found[file_name] = holding / file_name
+    return found
+
+
+def index_folder(name: str, revision: str | None) -> list[Path]:
+    """The folder of a checkpoint's index, of a Hub id in the cache; none if its weights are in one file."""
+    index = cached_file(name, INDEX, revision=revision, _raise_exceptions_for_missing_entries=False)
+    return [Path(index).parent] if index else []
+
+
+def link_or_copy(source: str | os.PathLike, target: str | os.PathLike) -> None:
+    """A hard link, or a copy on a file system that has none, or on another one."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def shards_of(layout: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """The names of the tensors in each file: those of one module, in the model's order, up to `SHARD_BYTES`."""
     modules: dict[str, list[list[str]]] = {}
     for name, tensor in layout.items():
-        shards = modules.setdefault(_module_of(name), [[]])
+        shards = modules.setdefault(module_of_file(name), [[]])
         if shards[-1] and sum(layout[each].nbytes for each in shards[-1]) + tensor.nbytes > SHARD_BYTES:
             shards.append([])
         shards[-1].append(name)
@@ -107,12 +170,41 @@ def size_of(layout: Mapping[str, Tensor]) -> int:
     return sum(each.nbytes for each in layout.values())
 
 
+def free_space(folder: Path) -> int:
+    """Bytes that are free on the file system of a folder, which need not exist."""
+    return shutil.disk_usage(
+        next(each for each in (folder.resolve(), *folder.resolve().parents) if each.exists())
+    ).free
+
+
 def check_space(folder: Path, size: int, remedy: str) -> None:
-    """Raises ValueError if the file system of `folder`, which need not exist, has less than `size` bytes free."""
-    folder = next(each for each in (folder.resolve(), *folder.resolve().parents) if each.exists())
-    if (free := shutil.disk_usage(folder).free) < size:
-        raise ValueError(f"{size / 1e9:.1f} GB are to be written, but {folder} has {free / 1e9:.1f} GB free. {remedy}")
+    """Raises ValueError if there is less space for a folder than `size` bytes."""
+    if (free := free_space(folder)) < size:
+        raise ValueError(
+            f"{size / 1e9:,.1f} GB are to be written to {folder}, where {free / 1e9:,.1f} GB are free. {remedy}"
+        )
 
 
-def _module_of(name: str) -> str:
-    return next((each for each in ("vision_tower", "multi_modal_projector") if f"{each}." in name), "language_model")
+def module_of_file(tensor: str) -> str:
+    """The module whose file holds a tensor."""
+    modules = ("vision_tower", "multi_modal_projector")
+    return next((each for each in modules if f"{each}." in tensor), "language_model")
+
+
+def _described(tensor: Tensor) -> dict[str, Any]:
+    return {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape]}
+
+
+def _holds(path: Path, tensors: Mapping[str, Tensor]) -> bool:
+    if not path.is_file():
+        return False
+    with safe_open(path, "pt") as file:
+        if {*file.keys()} != tensors.keys():
+            return False
+        for name, tensor in tensors.items():
+            found = file.get_slice(name)
+            if {"dtype": found.get_dtype(), "shape": found.get_shape()} != _described(tensor):
+                return False
+            if tensor.ndim and not tensor.is_meta and not torch.equal(found[:1], tensor[:1].detach().cpu()):
+                return False
+    return True

@@ -3,7 +3,6 @@
 """Pushing from a training run what `normalign publish` would push, of the result or of a checkpoint."""
 
 import logging
-import os
 import shlex
 import shutil
 import tempfile
@@ -21,6 +20,7 @@ from trl import SFTTrainer
 from ..checkpoint.files import remove_unfinished
 from ..checkpoint.lock import only_writer
 from ..checkpoint.names import ADAPTER_CONFIG
+from ..checkpoint.weights import link_or_copy
 from ..hub_cards.card.write import write_card
 from ..hub_cards.push.adapter import recorded_base
 from ..hub_cards.push.publish import check_cards, send
@@ -177,16 +177,9 @@ def push_checkpoint(folder: Path, repo_id: str, **options: Any) -> Future | None
             parent = tempfile.TemporaryDirectory(prefix=f".{STAGING}-", dir=folder.parent, ignore_cleanup_errors=True)
             staging = Path(undone.enter_context(parent), STAGING)
             undone.enter_context(only_writer(staging.parent))
-            shutil.copytree(folder, staging, copy_function=_link)
+            shutil.copytree(folder, staging, copy_function=link_or_copy)
             temporary = undone.pop_all()
             return run_as_future(job)
         except Exception as error:
             warn(error)
     return None
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, target)

@@ -95,7 +95,7 @@ def train(
                 trainer.facts["memory"] |= trainer.estimate_memory().to_dict()
         except ValueError as error:  # which is no reason not to train
             console.print(str(error), soft_wrap=True)
-        console.print(render_options(trainer.record), render(trainer.facts))
+        console.print(render_options(trainer.record), render(trainer.facts, output))
         console.print(*render_dropped(dropped), sep="\n")
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         trainer.save_state()
@@ -116,6 +116,7 @@ def dry_run(arguments: Sequence[str]) -> bool:
     Returns:
         False if it does not fit.
     """
+    outputs: list[str] = []
     with TemporaryDirectory() as folder:
 
         def make(words: Sequence[str]) -> NormAlignTrainer:
@@ -126,6 +127,7 @@ def dry_run(arguments: Sequence[str]) -> bool:
             check_checkpoint(str(model.model_name_or_path), args, model.model_revision)
             if args.push_to_hub and args.process_index == 0:
                 check_hub(Path(args.output_dir), args.hub_model_id, args.hub_token, args.hub_revision)
+            outputs.append(args.output_dir)
             args.output_dir, args.push_to_hub = folder, False  # which the Trainer makes when it is made
             trainer = make_trainer(data, args, model, DroppedRows(Path(folder) / "dropped_rows.jsonl"))
             if resume:
@@ -136,7 +138,7 @@ def dry_run(arguments: Sequence[str]) -> bool:
         estimate = trainer.estimate_memory()
         del trainer.facts["memory"]  # without activations
         console = Console(quiet=not trainer.is_world_process_zero())
-        console.print(render_options(trainer.record), render(trainer.facts), estimate.table())
+        console.print(render_options(trainer.record), render(trainer.facts, outputs[0]), estimate.table())
         console.print(estimate.verdict, soft_wrap=True)
         other = trainer.estimate_memory(checkpointing := not trainer.args.gradient_checkpointing)
         instead = f"{'With' if checkpointing else 'Without'} gradient checkpointing: {gib(other.total)}"

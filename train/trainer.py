@@ -35,6 +35,13 @@ from trl import SFTConfig, SFTTrainer
 from ..checkpoint.files import write_json
 from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
 from ..checkpoint.provenance import read_beside
+from ..checkpoint.weights import (
+    index_folder,
+    no_progress_bar,
+    stored_tensors,
+    unchanged_files,
+    write_weights,
+)
 from ..data.rows.images import ImageRules, image_problem
 from ..data.rows.reports import DataReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -50,6 +57,7 @@ from .callbacks.samples import SampleCallback
 from .callbacks.suite import SuiteCallback
 from .dry_run import largest_batch
 from .keeping.checkpoints import writing_checkpoint
+from .keeping.disk import check_disk, disk_use
 from .keeping.lock import only_run
 from .keeping.record import training_record
 from .keeping.summary import summary
@@ -57,7 +65,16 @@ from .memory import MemoryEstimate, estimate_memory
 from .modules.adapter import restore_copies
 from .modules.extra_inputs import ANSWERS, BLANK_IMAGE, blank_image, take_extra_inputs
 from .modules.float16 import settle_float16
-from .modules.model import MODULES, base_model, eval_frozen, freeze, load_model, module_of, train_in_float32
+from .modules.model import (
+    MODULES,
+    base_model,
+    eval_frozen,
+    freeze,
+    frozen_modules,
+    load_model,
+    module_of,
+    train_in_float32,
+)
 from .modules.sharding import fill_gradients, name_as_unsharded, prepare_sharding
 from .options.arguments import keep_float32
 from .prepare import Prepared, checked_rows, normalign_config, prepare
@@ -160,6 +177,8 @@ class NormAlignTrainer(PushingTrainer):
         self.learning_rates = {module: value for module, (value, _) in ready.learning_rates.items()}
         self.record = training_record(ready.model, ready.commit, args, self.learning_rates, ready.report, options)
         self.build = read_beside(ready.model.name_or_path, BUILD_RECORD, ready.commit)
+        # Where files of frozen modules are found, the newest first. Of a given model they may have been changed.
+        self.weights_in = [] if isinstance(model, nn.Module) else index_folder(ready.model.name_or_path, ready.commit)
         self.measurements, self.data_wait = Measurements(args), DataWait()
         # TRL refuses the first two for images (huggingface/trl#4339), and reports the third as ignored.
         unsaid: dict[str, Any] = {"padding_free": False, "packing": False, "model_init_kwargs": None}
@@ -190,6 +209,8 @@ class NormAlignTrainer(PushingTrainer):
         args, rows = self.args, self.get_total_train_batch_size(self.args)
         steps = self.set_initial_training_values(args, self.get_train_dataloader())[-1]
         self.facts = summary(self.model, args, ready.learning_rates, ready.report, rows, steps)
+        if not is_deepspeed_zero3_enabled():  # whose parameters are empty until they are gathered
+            self.facts["disk"] = disk_use(self.model, args, steps, self.weights_in)
         self.record["run"] = {name: value for name, value in self.facts.items() if name != "data"}
         self._add_samples_and_probe()
 
@@ -339,10 +360,12 @@ class NormAlignTrainer(PushingTrainer):
         """The Trainer's training.
 
         Raises:
-            ValueError: `dry_run` loaded no weights, or another process writes to `output_dir`.
+            ValueError: `dry_run` loaded no weights, another process writes to `output_dir`, or the disk has no room.
         """
         if self.args.dry_run:
             raise ValueError("With dry_run no weights are loaded. Make the trainer without it to train.")
+        if self.args.should_save and "disk" in self.facts:
+            check_disk(self.args.output_dir, self.facts["disk"]["total"])
         self._began = time.perf_counter() - self.record["seconds"]  # of a resumed run, those before
         with only_run(self.args.output_dir):
             result = super().train(*args, **kwargs)
@@ -444,15 +467,23 @@ class NormAlignTrainer(PushingTrainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
-    def _save(self, output_dir=None, state_dict=None) -> None:
-        # Frozen layers that were quantized, without adapters, are written as they were read.
-        model = self.model
-        if not isinstance(model, PeftModel) and getattr(model.config, "quantization_config", None) is not None:
-            trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-            model = load_model(model.name_or_path, self.args)
-            model.load_state_dict(trained, strict=False)
-        with patch.object(self, "model", model):
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        # Adapters are PEFT's to save. An empty state is that of DeepSpeed if it does not gather weights.
+        if isinstance(self.model, PeftModel) or state_dict == {} or not self.args.should_save:
             super()._save(output_dir, state_dict)
+            return
+        folder, model, frozen = Path(output_dir or self.args.output_dir), self.model, frozen_modules(self.model)
+        if (
+            getattr(model.config, "quantization_config", None) is not None
+        ):  # frozen layers are written as they were read
+            trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+            model, state_dict = load_model(model.name_or_path, self.args), None
+            model.load_state_dict(trained, strict=False)
+        with no_progress_bar(), patch.object(self, "model", model):
+            super()._save(str(folder), {})
+        layout = stored_tensors(model, state_dict)
+        write_weights(folder, layout, linked=unchanged_files(layout, frozen, self.weights_in))
+        self.weights_in.insert(0, folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         # PEFT loads an adapter in float32 and makes all of it trainable: the run would not resume as it was.
@@ -462,6 +493,7 @@ class NormAlignTrainer(PushingTrainer):
             if parameter.dtype != dtypes[name]:
                 parameter.data = parameter.data.to(dtypes[name])
         freeze(self.model, self.learning_rates)
+        self.weights_in.insert(0, Path(resume_from_checkpoint))
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"

@@ -51,7 +51,7 @@ pipe = pipeline("image-text-to-text", model=folder, trust_remote_code=True)
 said = pipe(images=[image], text=text, max_new_tokens=5, do_sample=False, return_full_text=False)
 model.save_pretrained(again)
 shutil.copytree(folder, damaged)
-state = {k: v for k, v in load_file(folder + "/model.safetensors").items() if k != "lm_head.weight"}
+state = {k: v for k, v in load_file(again + "/model.safetensors").items() if k != "lm_head.weight"}
 save_file(state, damaged + "/model.safetensors", metadata={"format": "pt"})
 errors = []
 for load in (

@@ -30,6 +30,7 @@ PROMPT = "<image> and <image>, which"
 # their own in the decoder alone, one row without padding or cache, embeddings and images merged outside the model.
 ENGINE = """
 import json, torch
+from glob import glob
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoProcessor
@@ -49,7 +50,7 @@ config.get_text_config()._attn_implementation = "engine"
 with torch.device("meta"):
     half = AutoModel.from_config(config, dtype=torch.bfloat16, trust_remote_code=True)
 base = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=True).eval()
-weights = load_file(folder + "/model.safetensors")
+weights = {name: value for file in glob(folder + "/*.safetensors") for name, value in load_file(file).items()}
 head = weights.pop("lm_head.weight")
 base.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()})
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hostile_checkpoints as hostile
 import pytest
+import stored
 import tiny_parts as parts
 import train_data
 import training
@@ -35,7 +36,7 @@ OPTIONS += ["--report_to", "none", "--disable_tqdm", "true"]
 def good(tmp_path_factory):
     """A checkpoint, data to train it on, images to measure it on, and an adapter of it."""
     root = tmp_path_factory.mktemp("good")
-    training.checkpoint(root)
+    stored.in_one_file(training.checkpoint(root))
     colours = ("red", "green", "blue")
     rows = [train_data.llava(f"<image>\nwhat is {i}?", f"it is {i}", f"{colours[i % 3]}.png") for i in range(6)]
     (root / "data").mkdir()

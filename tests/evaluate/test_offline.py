@@ -10,11 +10,11 @@ from collections import Counter
 from functools import cache
 
 import pytest
+import stored
 import tiny_parts as parts
 import torch
 from lm_eval import evaluate as harness
 from lm_eval.tasks import TaskManager
-from safetensors.torch import load_file, save_file
 from scripted_tasks import TASKS, Script
 from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
@@ -159,9 +159,9 @@ def test_the_checkpoint_before_the_first_stage_counts(tmp_path):
 
 def test_a_trained_checkpoint_is_held_against_its_base(checkpoint, tmp_path):
     base, model = (shutil.copytree(checkpoint, tmp_path / name) for name in ("base", "model"))
-    weights = load_file(model / "model.safetensors")
+    weights = stored.weights(model)
     weights["model.language_model.norm.weight"] *= 5
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    stored.store(model, weights)
     (model / "training.json").write_text(json.dumps({"options": {"model_name_or_path": "base"}}))
     unknown, before, done = (evaluate(str(each), tasks=[OFFLINE[2]], limit=1) for each in (model, base, model))
     assert "not known: evaluate the model that it was trained from on offline_perplexity" in unknown.note

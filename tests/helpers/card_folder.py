@@ -8,12 +8,12 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
+import stored
 import tiny_parts as parts
 from diagnosed import diagnosed
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from PIL import Image
-from safetensors.torch import load_file, save_file
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.diagnose.findings import findings, verdict
@@ -100,15 +100,15 @@ def run(**changes) -> dict:
 
 def normed(folder: Path, gain: float, bias: float = 0.0) -> None:
     """Sets every element of the norm's gain, and of its bias."""
-    weights = load_file(folder / "model.safetensors")
+    weights = stored.weights(folder)
     weights["model.multi_modal_projector.norm.weight"].fill_(gain)
     weights["model.multi_modal_projector.norm.bias"].fill_(bias)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    stored.store(folder, weights)
 
 
 def measured(folder: Path, baseline: Report | None = NO_NORM) -> None:
     """A diagnosis with a baseline, and its figures; one of them shows samples of the data."""
-    gain = load_file(folder / "model.safetensors")["model.multi_modal_projector.norm.weight"].abs().mean().item()
+    gain = stored.weights(folder)["model.multi_modal_projector.norm.weight"].abs().mean().item()
     found = Gain(2.2812, gain, 0.0152, 0.0197, 0.8765, 0.4321)
     report = diagnosed(1.02, "layer_norm", folder.name, gain=found)
     figures = [("interface.png", "interface"), ("rotation.png", "depth"), ("norms.png", "depth")]

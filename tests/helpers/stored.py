@@ -4,10 +4,32 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
+from normalign_llava.checkpoint.weights import write_weights
+
+
+FILES = {"model.safetensors.index.json"}
+FILES |= {
+    f"model-{module}-00001-of-00001.safetensors"
+    for module in ("language_model", "vision_tower", "multi_modal_projector")
+}
+"""Those with the weights of a small checkpoint."""
+
+
+def store(folder, tensors) -> None:
+    """Replaces the weights of a checkpoint."""
+    write_weights(Path(folder), tensors)
+
+
+def in_one_file(folder) -> None:
+    """Puts the weights of a checkpoint into one file, as transformers does."""
+    tensors = weights(folder)
+    for name in FILES:
+        (Path(folder) / name).unlink()
+    save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
 
 def weights(folder) -> dict[str, Tensor]:

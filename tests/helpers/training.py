@@ -16,6 +16,7 @@ from transformers import AutoProcessor
 from trl import get_peft_config
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, build_checkpoint
+from normalign_llava.checkpoint.weights import save_model
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.train.options.arguments import ModelArguments, NormAlignConfig
 from normalign_llava.train.trainer import NormAlignTrainer
@@ -39,7 +40,7 @@ def _made(arm="gwc", vision="clip", norm="layer_norm", **kwargs) -> TemporaryDir
     with torch.no_grad():
         model.model.multi_modal_projector.linear_1.weight *= 40.0
         model.model.multi_modal_projector.linear_2.weight *= 40.0
-    model.save_pretrained(folder / "model")
+    save_model(model, folder / "model")
     AutoProcessor.from_pretrained(folder / "built").save_pretrained(folder / "model")
     (folder / "model" / "build.json").write_bytes((folder / "built" / "build.json").read_bytes())
     return made

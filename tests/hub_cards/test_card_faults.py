@@ -5,10 +5,10 @@ from pathlib import Path
 
 import card_folder as made
 import pytest
+import stored
 import tiny
 import tiny_parts as parts
 from card_folder import data, rows, section, tokens
-from safetensors.torch import load_file, save_file
 
 from normalign_llava.assembly.build import build_checkpoint, retrofit_checkpoint
 from normalign_llava.evaluate.results import Evaluation, Metric
@@ -81,9 +81,9 @@ def test_an_arm_that_was_not_trained(tmp_path):
     vision, language = parts.vision(tmp_path / "vision"), parts.language(tmp_path / "language")
     build_checkpoint(vision, language, tmp_path / "built", arm="unit")
     assert "**not trained**" in render_card(tmp_path / "built").text
-    weights = load_file(tmp_path / "built" / "model.safetensors")
+    weights = stored.weights(tmp_path / "built")
     weights |= {name: tensor + 0.1 for name, tensor in weights.items() if "projector.norm" in name}
-    save_file(weights, tmp_path / "built" / "model.safetensors", metadata={"format": "pt"})
+    stored.store(tmp_path / "built", weights)
     card = render_card(tmp_path / "built")
     assert "How it was trained is not recorded here." in card.text
     assert rows(section(card, "Licence"))["data"] == ["what it was trained on", "not recorded"]

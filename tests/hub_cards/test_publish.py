@@ -5,8 +5,8 @@
 import re
 
 import pytest
+import stored
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file, save_file
 
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def test_published_again_nothing_changes_and_one_file_is_one_commit(publish, hub
 
 def test_stale_files_of_ours_go_and_files_of_others_stay(publish, hub, folder):
     stale = {
-        *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"),
+        *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors"),
         *("adapter_config.json", "adapter_model.safetensors", "tokenizer.model", "preprocessor_config.json"),
         *("training.json", "evaluation/summary.json", "diagnostics/report.json", "diagnostics/rotation.png"),
     }
@@ -73,7 +73,7 @@ def test_stale_files_of_ours_go_and_files_of_others_stay(publish, hub, folder):
 def test_what_the_repository_ignores_is_sent_all_the_same(publish, hub, folder):
     repository = hub.create("ann/m", files={".gitignore": b"*.safetensors\n*.json\n"})
     assert publish(folder, "--no-verify")[0] == 0
-    assert {"model.safetensors", "config.json"} <= set(repository.head().files)
+    assert {*stored.FILES, "config.json"} <= set(repository.head().files)
 
 
 def test_what_was_written_by_hand_stays_and_the_rest_is_new(publish, hub, folder):
@@ -115,11 +115,11 @@ def test_a_dry_run_asks_nobody_and_loads_the_folder(publish, hub, folder):
     status, shown = publish(folder, "--dry-run", "--no-verify", token=" ")
     assert status == 0 and "optimizer.pt" in shown and "It passed the other checks" in shown, shown
     assert hub.requests == []
-    weights = load_file(folder / "model.safetensors")
+    weights = stored.weights(folder)
     name = "model.multi_modal_projector.linear_1.weight"
     projector = weights.pop(name)
     for changed, words in (({}, name), ({name: projector * float("nan")}, "NaN")):  # which only loading shows
-        save_file(weights | changed, folder / "model.safetensors", {"format": "pt"})
+        stored.store(folder, weights | changed)
         status, shown = publish(folder, "--dry-run")
         assert status == 1 and "does not work in a process without this package" in shown and words in shown
 
@@ -130,7 +130,7 @@ def test_a_pull_request_and_a_commit_that_nobody_can_load(publish, hub, folder):
     hub.fault(404, r"(GET|HEAD) /bob/m/resolve/\w{40}/config.json", times=99)
     status, shown = publish(folder, "--create-pr", repo_id="bob/m")
     proposed = repository.head("refs/pr/1")
-    assert repository.head() == before and proposed.parent == before.oid and "model.safetensors" in proposed.files
+    assert repository.head() == before and proposed.parent == before.oid and set(proposed.files) >= stored.FILES
     assert status == 1 and proposed.oid in shown and before.oid in shown
     hub.faults.clear()
     status, shown = publish(folder, "--create-pr", "--no-verify", repo_id="bob/m")

@@ -1,9 +1,11 @@
 """Whether what would be sent may be sent, and whether the checkpoint is fit for it: every fault is made on disk."""
 
 import json
+import os
 import shutil
 
 import pytest
+import stored
 import tiny_parts as parts
 import torch
 from peft import LoraConfig, get_peft_model
@@ -35,13 +37,12 @@ def change(file, **values):
 
 def put(folder, **tensors):
     """Writes the weights again with these tensors; None takes one away."""
-    file = folder / "model.safetensors"
-    stored = load_file(file) | tensors
-    save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, file, {"format": "pt"})
+    tensors = stored.weights(folder) | tensors
+    stored.store(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
 def gain_of(folder):
-    return load_file(folder / "model.safetensors")[GAIN]
+    return stored.weights(folder)[GAIN]
 
 
 def trained(folder):
@@ -66,7 +67,6 @@ def test_every_arm_is_fit_as_built(tmp_path, arm):
 
 def test_sharded_weights_are_fit_until_a_shard_is_gone(folder):
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
-    (folder / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size="40KB")
     check_checkpoint(folder)
     first = sorted(folder.glob("model-*.safetensors"))[0]
@@ -90,7 +90,7 @@ def test_the_configuration_agrees_with_the_tensors_on_whether_they_are_tied(fold
     change(folder / "config.json", **untied)
     said = "tie_word_embeddings is True, and in text_config False, but the weights have no head of their own"
     assert_only_fault(folder, said)
-    head = torch.ones_like(load_file(folder / "model.safetensors")["model.language_model.embed_tokens.weight"])
+    head = torch.ones_like(stored.weights(folder)["model.language_model.embed_tokens.weight"])
     put(folder, **{"lm_head.weight": head})
     assert_only_fault(folder, "weights have a head of their own", "save it")
     change(folder / "config.json", **untied, tie_word_embeddings=False)
@@ -130,7 +130,7 @@ def test_a_trained_gain_is_told_from_one_that_was_never_set(folder):
 
 def test_embeddings_may_be_trained_away_from_a_norm_that_is_not(folder):
     name = "model.language_model.embed_tokens.weight"
-    put(folder, **{name: load_file(folder / "model.safetensors")[name] * 1.2})
+    put(folder, **{name: stored.weights(folder)[name] * 1.2})
     assert_only_fault(folder, "not aligned")
     trained(folder)
     check_checkpoint(folder)
@@ -149,12 +149,11 @@ def test_gain_and_bias_are_finite_and_float32(folder):
 
 
 def test_the_weights_are_whole(folder):
-    size = (folder / "model.safetensors").stat().st_size
-    with (folder / "model.safetensors").open("rb+") as file:
-        file.truncate(size // 2)
+    file = folder / "model-language_model-00001-of-00001.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
     assert_only_fault(folder, "weights: ")
-    (folder / "model.safetensors").unlink()
-    assert_only_fault(folder, "weights: ", "model.safetensors")
+    file.unlink()
+    assert_only_fault(folder, "weights: ", file.name)
 
 
 def test_the_processor_fits_the_model(folder):
@@ -179,9 +178,9 @@ def adapter(built, tmp_path):
 def test_the_norm_of_an_adapter_is_whole_and_finite(adapter):
     check_checkpoint(adapter)
     file = adapter / "adapter_model.safetensors"
-    stored = load_file(file)
-    name = next(name for name in stored if name.endswith("norm.weight"))
-    save_file(stored | {name: torch.full((WIDTH,), float("nan"))}, file)
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("norm.weight"))
+    save_file(tensors | {name: torch.full((WIDTH,), float("nan"))}, file)
     assert_only_fault(adapter, "NaN or infinite", name)
     file.write_bytes(file.read_bytes()[:100])
     assert_only_fault(adapter, "adapter_model.safetensors cannot be read")
@@ -197,8 +196,8 @@ def private(source):
 def test_tokens_are_found_anywhere(folder):
     (folder / "README.md").write_text(f"# Model\n\nlogin with {TOKEN}\nand {SECRET}\nnot hf_{'x' * 34}\n")
     (folder / "chat_template.jinja").write_text(f"{{# {SECRET} #}}")
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors, folder / "model.safetensors", {"format": "pt", "by": TOKEN})
+    file = folder / "model-vision_tower-00001-of-00001.safetensors"
+    save_file(load_file(file), file, {"format": "pt", "by": TOKEN})
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"][TOKEN] = 999
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -206,7 +205,7 @@ def test_tokens_are_found_anywhere(folder):
     places = [fault[2:].split(":")[0] for fault in found]
     assert sorted(places) == [
         *("README.md, line 3", "README.md, line 4", "chat_template.jinja, line 1"),
-        *("model.safetensors, line 1", "tokenizer.json, line 1"),
+        *(f"{file.name}, line 1", "tokenizer.json, line 1"),
     ]
     assert "your token, my-t... (19 characters)" in found[0]
     assert "a Hugging Face token, hf_A... (37 characters). Remove it, and revoke it" in found[1]

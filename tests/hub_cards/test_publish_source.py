@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import stored
 import training
 from paths import ROOT
 from PIL import Image
@@ -15,9 +16,10 @@ from normalign_llava.hub_cards.push.source import INDEX, WEIGHTS, choose_files
 
 
 REPORT = ROOT / "docs/quickstart/report.json"
+SHARD = "model-vision_tower-00001-of-00001.safetensors"
 BUILT = {
     *("build.json", "chat_template.jinja", "config.json", "configuration_normalign_llava.py"),
-    *("generation_config.json", "model.safetensors", "modeling_normalign_llava.py", "processor_config.json"),
+    *("generation_config.json", "modeling_normalign_llava.py", "processor_config.json", *stored.FILES),
     *("tokenizer.json", "tokenizer_config.json"),
 }
 
@@ -26,7 +28,6 @@ BUILT = {
 def sharded(built, tmp_path_factory):
     folder = Path(shutil.copytree(built, tmp_path_factory.mktemp("sharded") / "model"))
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
-    (folder / WEIGHTS).unlink()
     model.save_pretrained(folder, max_shard_size="40KB")
     return folder
 
@@ -41,7 +42,7 @@ def test_a_built_checkpoint_is_sent_whole(folder):
     found = choose_files(folder, {"README.md": b"# Card"})
     assert found.files.keys() == BUILT | {"README.md"} and found.excluded == {}
     assert found.files["config.json"] == (folder / "config.json").read_bytes()
-    assert found.files[WEIGHTS] == folder / WEIGHTS and found.files["README.md"] == b"# Card"
+    assert found.files[SHARD] == folder / SHARD and found.files["README.md"] == b"# Card"
 
 
 def test_of_a_trainers_checkpoint_the_adapter_is_sent_alone(built, tmp_path):
@@ -95,6 +96,7 @@ def test_the_shards_that_the_index_names_are_sent(sharded, tmp_path):
 
 
 def test_weights_of_two_saves_and_none_are_errors(folder, sharded):
+    stored.in_one_file(folder)
     shutil.copyfile(sharded / INDEX, folder / INDEX)
     with pytest.raises(ValueError, match=f"{WEIGHTS} and {INDEX}, weights of two saves"):
         choose_files(folder, {})

@@ -4,10 +4,10 @@
 
 import datasets
 import pytest
+import stored
 import tiny_parts as parts
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.fetched.easy_vqa import FEATURES, png
@@ -51,7 +51,7 @@ def test_a_stage_that_was_killed_while_its_result_was_moved_is_finished(untraine
     options = stage("quickstart-align", **SHORT)
     given = {"model_name_or_path": untrained, "dataset_name": data, "output_dir": tmp_path / "cut-trainer"}
     main(words({**options, **given, "bf16": False}))
-    (tmp_path / "cut-trainer" / "model.safetensors").rename(tmp_path / "straight.model.safetensors")
+    (tmp_path / "cut-trainer").rename(tmp_path / "straight")
     train_stage(options, untrained, data, tmp_path / "cut")
-    expected, got = (load_file(next(each.glob("*model.safetensors"))) for each in (tmp_path, tmp_path / "cut"))
+    expected, got = (stored.weights(tmp_path / each) for each in ("straight", "cut"))
     assert expected.keys() == got.keys() and all(torch.equal(got[name], expected[name]) for name in expected)

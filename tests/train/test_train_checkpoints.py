@@ -8,17 +8,21 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
 import pytest
+import stored
 import torch
 import training
 from paths import HELPERS
 from transformers import TrainerCallback
 
+from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.train.keeping.checkpoints import missing_from, newest_complete, writing_checkpoint
 from normalign_llava.train.keeping.resume import resolve_resume
+from normalign_llava.train.options.arguments import NormAlignConfig
 
 
 pytestmark = pytest.mark.slow
@@ -192,9 +196,9 @@ CHILD = """
 
 def test_a_full_disk_leaves_the_last_checkpoint_and_names_a_remedy(tmp_path):
     large = training.checkpoint(tmp_path / "large", hidden_size=256, intermediate_size=2048, head_dim=128)
-    weights = (large / "model.safetensors").stat().st_size
+    weights = sum(file.stat().st_size for file in large.glob("*.safetensors"))
     # The first file that cannot be written is text, the weights, or the optimizer's, which is twice as large.
-    limits = {300: "OSError", weights // 2: "SafetensorError", weights * 3 // 2: "RuntimeError"}
+    limits = {300: "OSError", weights // 2: "OSError", weights * 3 // 2: "RuntimeError"}
     source = textwrap.dedent(CHILD).format(tests=[str(HELPERS), str(Path(__file__).parent)])
     command = [sys.executable, "-c", source, str(large), str(tmp_path), *map(str, limits)]
     done = subprocess.run(command, capture_output=True, text=True)  # to pipes, which have no limit
@@ -209,3 +213,164 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_names_a_remedy(tmp_path):
             assert option in said
         assert [path.name for path in output.glob("*checkpoint*")] == ["checkpoint-2"]
         assert resolve_resume("last", output, 1) == output / "checkpoint-2"
+
+
+FROZEN = ("language_model", "vision_tower")
+
+
+def weight_file(folder, module):
+    return folder / f"model-{module}-00001-of-00001.safetensors"
+
+
+def aligned(folder, checkpoint, **options):
+    """A run of stage 1 with two checkpoints."""
+    rates = {"language_learning_rate": 0.0, "vision_learning_rate": 0.0}
+    trainer = training.trainer(folder, checkpoint, **{**SAVED, **rates, "max_steps": 2, "save_steps": 1, **options})
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+def linked(folder, other) -> set[str]:
+    """The modules whose files in two folders are one."""
+    modules = (*FROZEN, "multi_modal_projector")
+    return {each for each in modules if weight_file(folder, each).samefile(weight_file(other, each))}
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_frozen_modules_are_links_to_what_training_began_with_and_stay_whatever_becomes_of_that(checkpoint, tmp_path):
+    base = shutil.copytree(checkpoint, tmp_path / "base")
+    run = tmp_path / "run"
+    trainer = aligned(run, base)
+    saved = [run / "checkpoint-1", run / "checkpoint-2", run]
+    for folder in saved:
+        assert linked(folder, base) == {*FROZEN}
+        assert {path.name for path in folder.glob("model[.-]*")} == stored.FILES
+        loaded = NormAlignLlavaForConditionalGeneration.from_pretrained(folder)
+        assert training.weights(loaded).keys() == training.weights(trainer.model).keys()
+    assert not training.moved(training.weights(trainer.model), loaded)
+    before = stored.weights(base)
+    changed = {name for name, value in stored.weights(run).items() if not torch.equal(value, before[name])}
+    assert changed and all("multi_modal_projector" in name for name in changed)
+
+    kept = [contents(folder) for folder in saved]
+    stored.store(base, {name: value + 1 for name, value in before.items()})  # as every save of ours
+    assert not linked(run, base) and [contents(folder) for folder in saved] == kept
+    again = aligned(tmp_path / "again", run)
+    again.save_model(str(saved[0]))  # into a folder whose files are others' too
+    shutil.rmtree(base)
+    assert [contents(folder) for folder in saved[1:]] == kept[1:]
+    assert linked(saved[0], run) == {*FROZEN}
+
+
+@pytest.mark.parametrize("how", ["in one file", "in bfloat16", "changed by hand", "from the Hub's cache"])
+def test_what_the_base_does_not_hold_is_written_once(checkpoint, tmp_path, how):
+    base, run, model = shutil.copytree(checkpoint, tmp_path / "base"), tmp_path / "run", None
+    if how == "in one file":
+        stored.in_one_file(base)
+    elif how == "in bfloat16":
+        stored.store(base, {name: value.bfloat16() for name, value in stored.weights(base).items()})
+    elif how == "changed by hand":
+        model = NormAlignLlavaForConditionalGeneration.from_pretrained(base)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+    else:
+        snapshot, base = base, tmp_path / "models--a--b" / "snapshots" / "c"
+        base.mkdir(parents=True)
+        snapshot.rename(tmp_path / "models--a--b" / "blobs")
+        for file in (tmp_path / "models--a--b" / "blobs").iterdir():
+            (base / file.name).symlink_to(Path("../../blobs") / file.name)
+    trainer = aligned(run, base, model=model)
+    saved = stored.weights(run)
+    for name, value in trainer.model.state_dict().items():
+        assert name == "lm_head.weight" or torch.equal(saved[name], value), name
+    assert linked(run, run / "checkpoint-1") == linked(run / "checkpoint-2", run) == {*FROZEN}
+    if how == "from the Hub's cache":
+        assert linked(run, base) == {*FROZEN} and not any(weight_file(run, each).is_symlink() for each in FROZEN)
+    elif how != "in one file":
+        assert not linked(run, base)
+
+
+def test_only_what_was_not_trained_is_linked_and_copied_where_links_cannot_be(checkpoint, tmp_path):
+    run = tmp_path / "run"
+    aligned(run, checkpoint, language_learning_rate=1e-3)
+    assert linked(run, checkpoint) == linked(run, run / "checkpoint-1") == {"vision_tower"}
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no other file system")
+    with tempfile.TemporaryDirectory(dir=shared) as other:
+        aligned(tmp_path / "copied", shutil.copytree(checkpoint, Path(other) / "base"))
+    for folder in (tmp_path / "copied" / "checkpoint-1", tmp_path / "copied"):
+        for module in FROZEN:
+            assert weight_file(folder, module).read_bytes() == weight_file(checkpoint, module).read_bytes()
+
+
+def test_a_resumed_run_links_to_the_checkpoint_that_it_resumes_from(checkpoint, tmp_path):
+    base, run = shutil.copytree(checkpoint, tmp_path / "base"), tmp_path / "run"
+    stored.in_one_file(base)
+    aligned(run, base)
+    expected = stored.weights(run)
+    shutil.rmtree(run / "checkpoint-2")
+    rates = {"language_learning_rate": 0.0, "vision_learning_rate": 0.0}
+    trainer = training.trainer(run, base, **{**SAVED, **rates, "max_steps": 2, "save_steps": 1})
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-1"))
+    trainer.save_model()
+    assert linked(run / "checkpoint-2", run / "checkpoint-1") == linked(run, run / "checkpoint-1") == {*FROZEN}
+    found = stored.weights(run)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def bytes_of(folder) -> int:
+    """Bytes of weights and optimizer, without links."""
+    files = [path.stat() for pattern in ("*.safetensors", "optimizer.pt") for path in folder.rglob(pattern)]
+    return sum({each.st_ino: each.st_size for each in files if each.st_nlink == 1}.values())
+
+
+@pytest.mark.parametrize("how", ["align", "tune", "adapters", "one file"])
+def test_what_a_run_writes_is_known_before_it_starts(tmp_path, how):
+    large = training.checkpoint(tmp_path / "large", hidden_size=256, intermediate_size=2048, head_dim=128)
+    options = {**SAVED, "max_steps": 5, "save_steps": 1, "save_total_limit": 2}
+    options |= {"use_peft": True, "lora_r": 32} if how == "adapters" else {}
+    if how in ("align", "one file"):
+        options |= {"language_learning_rate": 0.0, "vision_learning_rate": 0.0}
+    if how == "one file":
+        stored.in_one_file(large)
+    trainer = training.trainer(tmp_path / "run", large, **options)
+    trainer.train()
+    trainer.save_model()
+    disk, newest = trainer.facts["disk"], tmp_path / "run" / "checkpoint-5"
+    assert disk["checkpoints"] == 3  # while the newest is written
+    assert bytes_of(newest) == pytest.approx(disk["checkpoint"], rel=0.05)
+    frozen = sum(weight_file(newest, each).stat().st_size for each in FROZEN) if how == "one file" else 0
+    assert bytes_of(tmp_path / "run") + frozen + disk["checkpoint"] == pytest.approx(disk["total"], rel=0.05)
+
+
+def test_a_run_that_does_not_fit_the_disk_is_refused_before_its_first_step(checkpoint, tmp_path):
+    trainer = training.trainer(tmp_path / "run", checkpoint, **SAVED)
+    trainer.facts["disk"]["total"] = 10**15
+    with pytest.raises(
+        ValueError, match=f"1,000,000.0 GB are to be written to {tmp_path}/run, where .*--save_total_l"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 0 and not list((tmp_path / "run").glob("*"))
+
+
+@pytest.mark.parametrize(
+    "stage, given, expected", [("align", {}, (0.1, 2)), ("tune", {"save_steps": 7}, (7, 2)), (None, {}, (500, None))]
+)
+def test_a_stage_saves_ten_times_and_keeps_two(tmp_path, stage, given, expected):
+    args = NormAlignConfig(output_dir=str(tmp_path), stage=stage, use_cpu=True, bf16=False, **given)
+    assert (args.save_steps, args.save_total_limit) == expected
+    best = NormAlignConfig(
+        output_dir=str(tmp_path),
+        stage="tune",
+        use_cpu=True,
+        bf16=False,
+        load_best_model_at_end=True,
+        eval_strategy="steps",
+        eval_steps=100,
+    )
+    assert best.save_steps == 500

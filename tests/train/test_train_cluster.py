@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import stored
 import torch
 import train_data
 import training
@@ -96,5 +97,5 @@ def test_the_job_file_trains_on_one_node_with_two_processes_and_resumes(tmp_path
     said = submit()
     assert "4 rows = 1 per device x 2 process(es) x 2 accumulation step(s)" in said
     assert "Resuming from the beginning" in said
-    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert stored.weights(tmp_path / "out")
     assert f"Resuming from {tmp_path / 'out' / 'checkpoint-2'}" in submit("--max_steps", "3")

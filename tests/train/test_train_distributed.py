@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import stored
 import suite_tasks
 import torch
 import train_data
@@ -201,7 +202,7 @@ def seen(folder: Path, name: str, rank: int) -> dict:
 
 def assert_same_run(ours: Path, reference: Path, weights: float, figures: float, check_dtype: bool = True) -> None:
     """Weights within an absolute tolerance, losses and the other figures of the log within a relative one."""
-    found, expected = (load_file(next(folder.glob("*model.safetensors"))) for folder in (ours, reference))
+    found, expected = (stored.weights(folder) for folder in (ours, reference))
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(
@@ -277,7 +278,7 @@ def test_what_was_saved_loads_and_is_complete(mode, mixed):
     loaded, report = NormAlignLlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     state = loaded.state_dict()
-    for name, weight in load_file(folder / "model.safetensors").items():
+    for name, weight in stored.weights(folder).items():
         assert torch.equal(state[name], weight), name
     auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
     assert auto_map["AutoModelForImageTextToText"] == f"modeling_normalign_llava.{type(loaded).__name__}"
@@ -333,7 +334,7 @@ def test_qlora_in_two_processes_trains_adapters_and_a_float32_gain(nightly):
 def test_fsdp2_trains_a_checkpoint_in_bfloat16_with_its_float32_gain(name, nightly):
     folder, one = nightly("fsdp2"), nightly("one")
     assert seen(folder, name, 1)["gain dtype"] == "torch.float32"
-    assert_gain_moved(load_file(folder / name / "model.safetensors"))
+    assert_gain_moved(stored.weights(folder / name))
     losses, expected = (
         [step["loss"] for step in seen(where, kind, 0)["logs"] if "loss" in step]
         for where, kind in ((folder, name), (one, "bfloat16"))
@@ -347,7 +348,7 @@ def test_deepspeed_in_bfloat16_trains_and_saves_float32(mode, room, nightly):
     for name in ("half", "half resumed"):
         folder = room.runs(mode, name)
         assert_same_run(folder / name, nightly("one") / "half", weights=5e-5, figures=1e-3)
-        weights = load_file(folder / name / "model.safetensors")
+        weights = stored.weights(folder / name)
         for part in ("weight", "bias"):
             values = weights[f"model.multi_modal_projector.norm.{part}"]
             assert values.std() > 1e-4  # it begins with one value in every place
@@ -421,9 +422,7 @@ def test_what_is_not_finite_on_one_process_stops_both(mode, nightly):
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_a_step_that_one_process_cannot_take_is_skipped_by_both(mode, nightly):
-    found, expected = (
-        load_file(folder / "bad step" / "model.safetensors") for folder in (nightly(mode), nightly("one"))
-    )
+    found, expected = (stored.weights(folder / "bad step") for folder in (nightly(mode), nightly("one")))
     for name, weight in expected.items():
         assert weight.isfinite().all()
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")

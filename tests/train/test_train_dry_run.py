@@ -58,7 +58,7 @@ def test_a_dry_run_finds_what_stops_training(tmp_path, parts, words, message):
 
 def test_a_dry_run_refuses_pickled_weights(tmp_path, parts):
     checkpoint = tmp_path / "pickled"
-    shutil.copytree(parts / "model", checkpoint, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(parts / "model", checkpoint, ignore=shutil.ignore_patterns("*.safetensors*"))
     (checkpoint / "pytorch_model.bin").write_bytes(b"")
     file = training.recipe(tmp_path, parts, model_name_or_path=str(checkpoint))
     done = CliRunner().invoke(app, ["train", file, "--dry_run"])

@@ -3,10 +3,10 @@
 import math
 
 import pytest
+import stored
 import torch
 import training
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 from torch.amp import GradScaler
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -124,9 +124,7 @@ def test_a_step_can_be_skipped(make, tmp_path, caplog):
     trainer = make(bad_steps="skip")
     trainer = in_step(trainer, {2, 3}, gradients_of_the_norm(trainer))
     assert math.isfinite(trainer.train().training_loss)
-    first, second, third, fourth = (
-        load_file(tmp_path / "out" / f"checkpoint-{step}" / "model.safetensors") for step in (1, 2, 3, 4)
-    )
+    first, second, third, fourth = (stored.weights(tmp_path / "out" / f"checkpoint-{step}") for step in (1, 2, 3, 4))
     assert all(torch.equal(first[name], value) for name, value in {**second, **third}.items())
     assert any(not torch.equal(first[name], value) for name, value in fourth.items())
     assert all(value.isfinite().all() for value in fourth.values())

@@ -2,11 +2,13 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """`push_to_hub` of a training run: real runs, in processes of their own, that push to the tests' hub."""
 
+import hashlib
 import json
 import signal
 from pathlib import Path
 
 import pytest
+import stored
 import train_data
 from huggingface_hub import ModelCard
 
@@ -23,12 +25,13 @@ REPO = "ann/tiny-llava"
 HEAD, END = "<!-- by hand: notes -->\n", "<!-- end by hand -->"
 MODEL = {
     *(".gitattributes", "README.md", "build.json", "chat_template.jinja", "config.json", "generation_config.json"),
-    *("configuration_normalign_llava.py", "modeling_normalign_llava.py", "model.safetensors", "training.json"),
+    *("configuration_normalign_llava.py", "modeling_normalign_llava.py", "training.json"),
+    *stored.FILES,
     *("processor_config.json", "tokenizer.json", "tokenizer_config.json"),
 }
 ADAPTER = MODEL - {
     *("config.json", "generation_config.json", "configuration_normalign_llava.py", "modeling_normalign_llava.py"),
-    "model.safetensors",
+    *stored.FILES,
 } | {"adapter_config.json", "adapter_model.safetensors"}
 RUN = "import sys; from normalign_llava.train.run import main; main(sys.argv[1:])"
 KILLED = """
@@ -118,11 +121,26 @@ def test_every_commit_of_a_run_is_a_repository_that_loads(hub, run, prepared, tm
     out = tmp_path / "out"
     assert is_ours((out / "README.md").read_text()) and not list(out.glob(".push*"))
     final, _, first = (commit.oid for commit in repository.commits()[:3])
-    early, trained = (repository.read("model.safetensors", oid) for oid in (first, final))
-    assert early != trained == (out / "model.safetensors").read_bytes()
+    name = "model-multi_modal_projector-00001-of-00001.safetensors"
+    early, trained = (repository.read(name, oid) for oid in (first, final))
+    assert early != trained == (out / name).read_bytes()
     assert ask_clean_process(REPO, revision=first).logits
     seconds = [json.loads(repository.read("training.json", oid))["seconds"] for oid in (first, final)]
     assert 0 < seconds[0] < seconds[1]
+
+
+def test_what_is_not_trained_is_sent_once(hub, run, tmp_path):
+    done = run(hub.token("ann"), stage="align", vision_learning_rate=0)
+    assert done.returncode == 0 and len(commits(hub)) == 3, done.stderr
+    sent = {path.name: set() for path in (tmp_path / "out").glob("*.safetensors")}
+    for path in (tmp_path / "out").rglob("*.safetensors"):
+        sent[path.name].add(digest := hashlib.sha256(path.read_bytes()).hexdigest())
+        assert hub.received[digest] == path.stat().st_size
+    assert {name.split("-")[1]: len(found) for name, found in sent.items()} == {
+        "language_model": 1,
+        "vision_tower": 1,
+        "multi_modal_projector": 2,  # the second checkpoint's is the result's
+    }
 
 
 def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, run, tmp_path):
@@ -142,7 +160,7 @@ def test_a_push_on_the_way_may_fail_and_the_last_may_not(hub, run, tmp_path):
     assert token not in done.stderr + again.stdout + again.stderr
     assert len(commits(hub)) == 1
     assert missing_from(tmp_path / "again" / "checkpoint-2", 1) == []
-    assert (tmp_path / "again" / "model.safetensors").exists()
+    assert stored.weights(tmp_path / "again")
 
 
 def test_a_resumed_run_removes_what_a_killed_push_has_left(hub, run, tmp_path):

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import stored
 import torch
 import train_data
 import training
 from paths import HELPERS
-from safetensors.torch import load_file
 
 from normalign_llava.train.options.parsing import parse
 from normalign_llava.train.run import main
@@ -56,7 +56,7 @@ def result(output: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
     timed.add("time/data_share")
     state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
     logged = [{key: value for key, value in entry.items() if key not in timed} for entry in state["log_history"]]
-    return logged, load_file(next(output.glob("*model.safetensors")))
+    return logged, stored.weights(output)
 
 
 def killed(when: str, file: str, output: Path) -> list:
@@ -81,7 +81,7 @@ def test_killed_in_a_save_and_resumed_is_as_if_never_stopped(prepared, tmp_path,
     main([file, "--output_dir", str(whole)])
     done = prepared.run(killed("save:4", file, stopped))
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
-    assert not list(stopped.glob("*model.safetensors"))
+    assert not list(stopped.glob("*.safetensors"))
 
     capfd.readouterr()
     main([file, "--output_dir", str(stopped), "--resume_from_checkpoint"])
@@ -181,7 +181,7 @@ def test_two_runs_do_not_share_a_folder(prepared, tmp_path, parts):
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     (tmp_path / "out-go-on").touch()
     assert first.wait().returncode == 0
-    assert (out / "model.safetensors").exists() and not list(out.glob(".*"))
+    assert stored.weights(out) and not list(out.glob(".*"))
 
 
 def test_a_run_resumed_at_its_end_takes_no_further_step(tmp_path, parts):
@@ -195,7 +195,7 @@ def test_a_run_resumed_at_its_end_takes_no_further_step(tmp_path, parts):
     main([file, "--output_dir", str(output), "--resume_from_checkpoint"])
     assert {path.name for path in output.iterdir()} == names and "README.md" in names
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 2
-    weights, again = (load_file(next(path.glob("*model.safetensors"))) for path in (output / "checkpoint-2", output))
+    weights, again = (stored.weights(path) for path in (output / "checkpoint-2", output))
     assert weights.keys() == again.keys() and all(torch.equal(value, again[name]) for name, value in weights.items())
     with pytest.raises(ValueError, match="learning_rates"):
         main([file, "--output_dir", str(output), "--resume_from_checkpoint", "--learning_rate", "1e-4"])

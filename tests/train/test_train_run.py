@@ -32,6 +32,7 @@ def test_what_is_trained_is_shown_first_and_kept_beside_the_checkpoint(tmp_path,
     memory = record["run"]["memory"]
     assert memory["activations"] > 0 and memory["process"] > memory["total"]
     assert "of the whole process" in shown
+    assert "Disk " in shown and record["run"]["disk"]["checkpoints"] == 2 and "are free" in shown
     assert record["learning_rates"] == {"vision": 0.0, "projector": 1e-3, "norm": 1e-3, "language": 0.0}
     assert record["options"]["seed"] == 5
     assert record["options"]["warmup_steps"] == 0.03

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What a run will train, printed before its first step and kept in `training.json`."""
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from transformers import SchedulerType
 
+from ...checkpoint.weights import free_space
 from ...data.rows.parse import DroppedRows
 from ...data.rows.reports import DataReport, counted, not_read
 from ..memory import gib, parameter_count, static_bytes
@@ -95,9 +97,10 @@ def modules(model: nn.Module, learning_rates: dict[str, tuple[float, str]]) -> l
     return [row for row in found.values() if row["parameters"]]
 
 
-def render(facts: dict[str, Any]) -> Group:
+def render(facts: dict[str, Any], output_dir: str | os.PathLike) -> Group:
     """What [`summary`] found, for `rich.console.Console.print`; 100 columns are enough."""
-    return Group(_modules_table(facts["modules"]), _data_table(facts["data"]), *_not_read(facts), _facts_table(facts))
+    tables = _modules_table(facts["modules"]), _data_table(facts["data"])
+    return Group(*tables, *_not_read(facts), _facts_table(facts, free_space(Path(output_dir))))
 
 
 def render_dropped(dropped: DroppedRows) -> list[str]:
@@ -150,7 +153,7 @@ def _not_read(facts: dict[str, Any]) -> Iterator[Text]:
             yield Text(f"{Path(source['source']).name}, {title}: {text}")
 
 
-def _facts_table(facts: dict[str, Any]) -> Table:
+def _facts_table(facts: dict[str, Any], free: int) -> Table:
     batch = facts["batch"]
     table = Table.grid(padding=(0, 2))
     passes = f"{batch['processes']:,} process(es) x {batch['accumulation']:,} accumulation step(s)"
@@ -166,6 +169,9 @@ def _facts_table(facts: dict[str, Any]) -> Table:
         "Precision": _precision(facts),
     }.items():
         table.add_row(name, Text(value))
+    if disk := facts.get("disk"):
+        checkpoints = f"{disk['checkpoints']:,} checkpoint(s) of {gib(disk['checkpoint'])} at a time"
+        table.add_row("Disk", f"{gib(disk['total'])} ({checkpoints}); {gib(free)} are free")
     if used := facts.get("memory"):
         parts = ", ".join(f"{name} {gib(used[name])}" for name in PARTS if used.get(name))
         more = "" if ACTIVATIONS in used else ", and activations"

@@ -27,6 +27,7 @@ from ...assembly.parts import check_feature_layer
 from ...checkpoint.names import PICKLES, TRAINING_RECORD
 from ...checkpoint.opening import Checkpoint, open_checkpoint
 from ...checkpoint.untrusted import check_weights
+from ...checkpoint.weights import module_of_file
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..command import NO_MODEL
@@ -234,6 +235,13 @@ def freeze(model: PreTrainedModel, learning_rates: dict[str, float]) -> None:
             continue  # packed 4-bit weights
         trained = learning_rates[module_of(name)] > 0
         parameter.requires_grad_(trained and (parameter.requires_grad or not isinstance(model, PeftModel)))
+
+
+def frozen_modules(model: nn.Module) -> set[str]:
+    """The modules without a trained parameter, as their files of weights are called."""
+    named = list(model.named_parameters())
+    trained = {module_of_file(name) for name, parameter in named if parameter.requires_grad}
+    return {module_of_file(name) for name, _ in named} - trained
 
 
 def train_in_float32(model: nn.Module) -> None:

@@ -50,6 +50,8 @@ BOTH_STAGES: dict[str, Any] = {
     "warmup_steps": 0.03,  # a ratio, since it is below 1
     "weight_decay": 0.0,
     "seed": 42,
+    "save_steps": 0.1,
+    "save_total_limit": 2,
 }
 """Defaults of both stages."""
 
@@ -93,6 +95,8 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         if self.tokens_per_device:
             self.per_device_train_batch_size = 1  # in whose place it is
         defaults = {**BOTH_STAGES, **STAGES[self.stage]} if self.stage else {}
+        if self.load_best_model_at_end:
+            defaults.pop("save_steps", None)  # it must be a multiple of eval_steps
         if self.lr_scheduler_type in WITHOUT_WARMUP:
             if self.warmup_steps:
                 schedule = SchedulerType(self.lr_scheduler_type).value

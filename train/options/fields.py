@@ -77,6 +77,8 @@ class TrainingOptions:
     dry_run: bool = option(False, "Check all that training checks, and whether a step fits in memory.")
     device_memory: str | None = option(None, "With dry_run: a GPU's memory, such as 24GiB. Default: this device's.")
 
+    save_steps: float = option(None, "Steps between checkpoints, or their share of all steps if below 1.")
+    save_total_limit: int | None = option(None, "How many checkpoints are kept, the newest.")
     eval_strategy: Literal["no", "steps", "epoch"] = option("no", "When held-out rows are evaluated.")
     report_to: None | str | list[str] = option("none", "Trackers such as tensorboard or wandb.")
 
