@@ -365,7 +365,7 @@ def test_a_projector_in_float32_is_trained_beside_frozen_modules_in_bfloat16(mod
     kept = torch.float32 if mode == "zero3" else torch.bfloat16  # DeepSpeed divides all in one precision
     assert_same_run(folder / "frozen", one / "frozen", 5e-4, 5e-3, check_dtype=kept == torch.bfloat16)
     assert_same_run(folder / "frozen resumed", folder / "frozen", weights=0, figures=0)
-    weights = load_file(folder / "frozen" / "model.safetensors")
+    weights = stored.weights(folder / "frozen")
     for name, weight in weights.items():
         assert weight.dtype == (torch.float32 if "projector" in name else kept), name
     assert_gain_moved(weights)

@@ -1,11 +1,11 @@
 import json
 
 import pytest
+import stored
 import torch
 import training
 from peft import LoraConfig
 from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import BitsAndBytesConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration, NormAlignTrainer
@@ -87,14 +87,14 @@ def test_beside_a_frozen_quantized_model_the_projector_is_trained_and_all_is_wri
     trainer = training.trainer(tmp_path, half, **FROZEN, **options, save_strategy="steps", save_steps=2)
     kinds = {type(each).__name__ for each in trainer.model.model.language_model.modules()}
     assert {4: "Linear4bit", 8: "Linear8bitLt"}[bits] in kinds
-    built, before = load_file(half / "model.safetensors"), training.weights(trainer.model)
+    built, before = stored.weights(half), training.weights(trainer.model)
     projector = {name for name in built if "projector" in name}
     assert all(torch.equal(before[name], built[name]) for name in projector)  # float32, and not rounded
     trainer.train()
     assert training.moved(before, trainer.model) == projector
     for folder in (tmp_path, tmp_path / "checkpoint-2"):
         trainer.save_model() if folder == tmp_path else None
-        written = load_file(folder / "model.safetensors")
+        written = stored.weights(folder)
         assert written.keys() == built.keys()
         for name, tensor in written.items():
             expected = trainer.model.get_parameter(name) if name in projector else built[name]

@@ -135,7 +135,7 @@ def test_resumed_from_what_a_kill_leaves_is_as_if_never_stopped(tmp_path, parts,
         options["datasets"] = [{"path": str(parts / name / "data.json"), "fraction": share} for name, share in shares]
         options["dataset_name"] = None
     file, whole, stopped = recipe(tmp_path / "run", parts, **options), tmp_path / "whole", tmp_path / "stopped"
-    main([file, "--output_dir", str(whole), "--dataloader_num_workers", str(before)])
+    main([file, "--output_dir", str(whole), "--dataloader_num_workers", str(before), "--save_total_limit", "9"])
     step = 2 if case == "streamed mixture" else 4
     shutil.copytree(whole / f"checkpoint-{step}", stopped / f"checkpoint-{step}")
     workers = ["--dataloader_num_workers", str(after)]

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import stored
 import tiny
 import torch
 import training
 from rich.console import Console
-from safetensors.torch import load_file
 from training import moved, weights
 from transformers import AutoConfig, BitsAndBytesConfig, FalconConfig, GPT2Config, MixtralConfig
 from trl import SFTTrainer
@@ -283,7 +283,7 @@ def test_a_checkpoint_of_two_precisions_is_written_and_read_as_it_is(tmp_path, h
     trainer = training.trainer(tmp_path / "aligned", half, bf16=True, **FROZEN)
     trainer.train()
     trainer.save_model()
-    built, aligned = load_file(half / "model.safetensors"), load_file(tmp_path / "aligned" / "model.safetensors")
+    built, aligned = stored.weights(half), stored.weights(tmp_path / "aligned")
     assert built.keys() == aligned.keys()
     for name, tensor in aligned.items():
         if "projector" in name:
@@ -299,7 +299,7 @@ def test_a_checkpoint_of_two_precisions_is_written_and_read_as_it_is(tmp_path, h
         assert torch.equal(value, aligned[f"model.multi_modal_projector.{name}"])
     tuned.save_model()
     assert AutoConfig.from_pretrained(tmp_path / "tuned").dtype == torch.float32
-    written = load_file(tmp_path / "tuned" / "model.safetensors")
+    written = stored.weights(tmp_path / "tuned")
     assert {written[name].dtype for name in written if "vision_tower" in name} == {torch.bfloat16}
     assert {written[name].dtype for name in written if "vision_tower" not in name} == {torch.float32}
 
