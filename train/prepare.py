@@ -157,7 +157,7 @@ def trained_model(
         peft_config.revision = commit  # PEFT stores the base's name alone
     if name is not None:
         if quantization_config is not None:
-            check_quantized(config, quantization_config, args, peft_config is not None)
+            check_quantized(config, quantization_config, args, peft_config)
         model = load_model(name, args, quantization_config, peft_config is not None)
         norm = projector_norm(model)
         if any(parameter.is_meta for parameter in norm.parameters()):

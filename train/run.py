@@ -168,7 +168,7 @@ def make_trainer(
     if peft_config is not None:
         language_adapter(peft_config, config, args.learning_rates(use_peft=True))  # before rows are read
     if quantization is not None:
-        check_quantized(config, quantization, args, peft_config is not None)
+        check_quantized(config, quantization, args, peft_config)
     processor = checkpoint.processor
     collator = ConversationCollator(
         processor,

@@ -211,8 +211,13 @@ NEITHER = {
     ),
     "a pattern of nothing": (
         dict(target_modules=r".*\.c_attn"),
-        "PEFT cannot put these adapters on the model: No modules were targeted",
+        MODULES.format("c_attn", "there is no such module"),
     ),
+    "a typing error in a pattern": (
+        dict(target_modules=r".*\.(q_proj|no_such)"),
+        MODULES.format("no_such", "there is no such module"),
+    ),
+    "no effect": (dict(lora_alpha=0), "lora_alpha 0 multiplies each adapter by 0"),
     "no pattern": (dict(target_modules="*q_proj"), "is no regular expression: nothing to repeat"),
     "excluded too": (
         dict(target_modules=["q_proj", "v_proj"], exclude_modules=["v_proj"]),
@@ -366,6 +371,16 @@ def test_a_command_refuses_it_before_rows_are_read_and_a_trainer_for_a_model_too
     command += ["--model_name_or_path", str(unloadable[True]), "--use_peft", "--report_to", "none"]
     with pytest.raises(ValueError, match="target_modules names w_proj"):
         main([*command, "--lora_target_modules", "q_proj", "w_proj"])
+    with pytest.raises(
+        ValueError, match="modules_to_save names gate_proj, of which model.*gate_proj would be"
+    ):
+        main([*command, "--load_in_4bit", "--lora_modules_to_save", "gate_proj"])
+    for words in (["--use_dora"], ["--use_rslora"], ["--bnb_4bit_quant_type", "fp4"]):
+        without = [word for word in command if word != "--use_peft"]
+        with pytest.raises(
+            ValueError, match=f"{words[0][2:]}: (adapters are trained with use_peft|nothing is quantized)"
+        ):
+            main([*without, *words])
     model = NormAlignLlavaForConditionalGeneration.from_pretrained(bases[True])
     with pytest.raises(ValueError, match="The embeddings of this model are its head too"):
         trained(LoraConfig(target_modules=["embed_tokens"]), model, tmp_path)

@@ -138,6 +138,9 @@ def _check_targets(config: LoraConfig, model: nn.Module) -> None:
     if isinstance(targets, str):
         left_out = {_last(name) for name in names if re.fullmatch(targets, name)} - adapted
         left_out = {name for name in left_out if name in targets}
+        if "(?" not in targets:  # words of an alternation that are in no path
+            words = re.findall(r"[A-Za-z]\w{2,}", re.sub(r"\\[A-Za-z]|\[[^]]*\]", " ", targets))
+            left_out |= {word for word in words if not any(word in name for name in names)}
     else:
         left_out = {name for name in targets if not _adapted(config, names, target_modules={name})}
     for name in sorted(left_out):

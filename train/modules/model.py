@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -128,14 +128,26 @@ def load_model(
 
 
 def check_quantized(
-    config: NormAlignLlavaConfig, quantization: BitsAndBytesConfig, training: NormAlignConfig, use_peft: bool
+    config: NormAlignLlavaConfig,
+    quantization: BitsAndBytesConfig,
+    training: NormAlignConfig,
+    peft_config: LoraConfig | None,
 ) -> None:
     """Raises ValueError if a layer that would be quantized would also be trained, other than by adapters."""
+    use_peft = peft_config is not None
+    saved = [*(peft_config.modules_to_save or ())] if peft_config else []
     with torch.device("meta"):
         model = NormAlignLlavaForConditionalGeneration(config)
     _quantizer(quantization).preprocess_model(model=model, device_map=None)
     for name, layer in model.named_modules():
-        module = module_of(f"{name}.")
+        module, parts = module_of(f"{name}."), name.split(".")
+        paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        own = next((each for each in saved if any(path.endswith(each) for path in paths)), None)  # as PEFT finds them
+        if own and type(layer).__name__ in ("Linear4bit", "Linear8bitLt"):
+            raise ValueError(
+                f"modules_to_save names {own}, of which {name} would be quantized, and quantized weights cannot be "
+                "trained. Leave out one of them, or name it in target_modules: adapters can be put on it."
+            )
         rate, origin = training.explained_learning_rates(use_peft)[module]
         if type(layer).__name__ in ("Linear4bit", "Linear8bitLt") and rate and not (use_peft and module == "language"):
             option = f"{module}_learning_rate"
