@@ -371,9 +371,7 @@ def test_a_command_refuses_it_before_rows_are_read_and_a_trainer_for_a_model_too
     command += ["--model_name_or_path", str(unloadable[True]), "--use_peft", "--report_to", "none"]
     with pytest.raises(ValueError, match="target_modules names w_proj"):
         main([*command, "--lora_target_modules", "q_proj", "w_proj"])
-    with pytest.raises(
-        ValueError, match="modules_to_save names gate_proj, of which model.*gate_proj would be"
-    ):
+    with pytest.raises(ValueError, match="modules_to_save names gate_proj, of which model.*gate_proj would be"):
         main([*command, "--load_in_4bit", "--lora_modules_to_save", "gate_proj"])
     for words in (["--use_dora"], ["--use_rslora"], ["--bnb_4bit_quant_type", "fp4"]):
         without = [word for word in command if word != "--use_peft"]
