@@ -18,6 +18,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, Tra
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
@@ -25,9 +26,18 @@ from transformers.utils import cached_file
 
 from ..checkpoint.files import check_new, finished_folder, json_or_none, write_json
 from ..checkpoint.loading import loading
-from ..checkpoint.names import BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
+from ..checkpoint.names import ADAPTER_WEIGHTS, BUILD_RECORD, CARD, DYNAMICS, STATE, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint
-from ..checkpoint.weights import check_space, no_progress_bar, size_of, stored_tensors, write_weights
+from ..checkpoint.weights import (
+    check_space,
+    index_folder,
+    module_of_file,
+    no_progress_bar,
+    size_of,
+    stored_tensors,
+    unchanged_files,
+    write_weights,
+)
 from ..errors import Printed
 from .adapter import Adapter, open_adapter, put_on_meta
 from .base_tensors import BaseTensors, on_meta
@@ -109,6 +119,10 @@ def merge_adapter(
     for parameter in merged.parameters():
         parameter.data = parameter.data.to(dtype)
     layout = stored_tensors(merged)
+    with safe_open(adapter / ADAPTER_WEIGHTS, "pt") as file:
+        adapted = {module_of_file(name) for name in file.keys()}  # noqa: SIM118
+    frozen = {"vision_tower"} - adapted if dtype == tensors.dtype else ()
+    linked = unchanged_files(layout, frozen, index_folder(opened.base.name, opened.base.revision))
     check_space(Path(output), size_of(layout), "Make room, or write elsewhere.")
     differences = [0.0]
     with finished_folder(output) as folder:
@@ -116,8 +130,8 @@ def merge_adapter(
         with no_progress_bar():
             merged.save_pretrained(folder, state_dict={})
         values = _merged_tensors(opened, tensors, layout, differences)
-        shown = Console(stderr=True)
-        write_weights(folder, layout, track(values, "Merging", len(layout), console=shown, transient=True))
+        shown = track(values, "Merging", len(layout), console=Console(stderr=True), transient=True)
+        write_weights(folder, layout, shown, linked)
         opened.processor.save_pretrained(folder)
         _carry(adapter, opened.base, folder)
     return MergeReport(

@@ -35,13 +35,7 @@ from trl import SFTConfig, SFTTrainer
 from ..checkpoint.files import write_json
 from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
 from ..checkpoint.provenance import read_beside
-from ..checkpoint.weights import (
-    index_folder,
-    no_progress_bar,
-    stored_tensors,
-    unchanged_files,
-    write_weights,
-)
+from ..checkpoint.weights import index_folder, no_progress_bar, stored_tensors, unchanged_files, write_weights
 from ..data.rows.images import ImageRules, image_problem
 from ..data.rows.reports import DataReport
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration

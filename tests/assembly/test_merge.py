@@ -111,6 +111,17 @@ def test_the_checkpoint_is_adapter_plus_base(bases, tmp_path, kind, base):
     assert stored.keys() == merged_norm.keys() == {"weight", "bias"}
     for name, value in stored.items():
         assert merged_norm[name].dtype == torch.float32 and torch.equal(merged_norm[name], value)
+    tower = "model-vision_tower-00001-of-00001.safetensors"
+    assert (tmp_path / "merged" / tower).samefile(bases[base] / tower)
+
+
+def test_a_trained_tower_is_the_adapter_s_and_one_in_another_dtype_is_no_link(bases, tmp_path):
+    make_adapter(bases["tied"], tmp_path / "adapter", modules_to_save=["multi_modal_projector", "vision_tower"])
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    assert_merged(tmp_path / "merged", tmp_path / "adapter", bases["tied"])
+    make_adapter(bases["tied"], tmp_path / "other")
+    merge_adapter(tmp_path / "other", tmp_path / "half", dtype="float16")
+    assert_merged(tmp_path / "half", tmp_path / "other", bases["tied"], dtype=torch.float16)
 
 
 def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):

@@ -45,7 +45,14 @@ def parts(tmp_path_factory):
 def recipe(folder: Path, parts: Path, **options) -> str:
     folder.mkdir()
     data = str(parts / "first" / "data.json")
-    options = {"max_steps": STEPS, "save_steps": 2, "gradient_checkpointing": False, "dataset_name": data, **options}
+    options = {
+        "max_steps": STEPS,
+        "save_steps": 2,
+        "save_total_limit": STEPS,
+        "gradient_checkpointing": False,
+        "dataset_name": data,
+        **options,
+    }
     return training.recipe(folder, parts, **options)
 
 
