@@ -136,6 +136,8 @@ def check_quantized(
     """Raises ValueError if a layer that would be quantized would also be trained, other than by adapters."""
     use_peft = peft_config is not None
     saved = [*(peft_config.modules_to_save or ())] if peft_config else []
+    if peft_config and peft_config.use_dora and quantization.load_in_8bit and training.device.type == "cpu":
+        raise ValueError("use_dora with load_in_8bit fails in PEFT on a CPU. Leave one of them out, or use 4 bits.")
     with torch.device("meta"):
         model = NormAlignLlavaForConditionalGeneration(config)
     _quantizer(quantization).preprocess_model(model=model, device_map=None)
@@ -143,7 +145,7 @@ def check_quantized(
         module, parts = module_of(f"{name}."), name.split(".")
         paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         own = next((each for each in saved if any(path.endswith(each) for path in paths)), None)  # as PEFT finds them
-        if own and type(layer).__name__ in ("Linear4bit", "Linear8bitLt"):
+        if own and module == "language" and type(layer).__name__ in ("Linear4bit", "Linear8bitLt"):
             raise ValueError(
                 f"modules_to_save names {own}, of which {name} would be quantized, and quantized weights cannot be "
                 "trained. Leave out one of them, or name it in target_modules: adapters can be put on it."

@@ -6,6 +6,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from trl import TrlParser
 
@@ -18,6 +19,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAl
     """Parses `RECIPE --option value ...`; the recipe is a file, or the name of one that comes with the package."""
     words = with_recipe_file(sys.argv[1:] if arguments is None else arguments)
     parser = option_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
     data, training, model, unknown = parser.parse_args_and_config(words, return_remaining_strings=True)
     if unknown:
         options = [option for action in parser._actions for option in action.option_strings]
@@ -29,6 +31,11 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[DataArguments, NormAl
         if getattr(data, name) and training.eval_strategy == "no":
             raise ValueError(f"{name} needs eval_strategy steps or epoch. Set that, or leave {name} out.")
     return data, training, model
+
+
+def _refuse(message: str) -> NoReturn:
+    """In place of argparse's, which each process of a run would print."""
+    raise ValueError(f"{message[:1].upper()}{message[1:]}. `normalign train --help-all` lists the options.")
 
 
 def option_parser() -> TrlParser:
