@@ -139,13 +139,15 @@ def train(folder: Path, words: list[str], device: str, predicts: bool = False) -
 
 
 def merge(folder: Path) -> str:
+    """Merges an adapter that was trained here, and says by how much outputs differ."""
     from normalign_llava.assembly.merge import merge_adapter
 
     report = merge_adapter(folder / "run", folder / "merged")
-    return f"base in {report.quantization}, logits differ by {report.difference:.0e}"
+    return f"base in {report.quantization}, outputs differ by {report.difference:.0e}"
 
 
 def answer(folder: Path) -> str:
+    """Asks a model in 4 bits; what it answers does not matter."""
     from PIL import Image
 
     from normalign_llava.evaluate.ask import ask
@@ -156,6 +158,7 @@ def answer(folder: Path) -> str:
 
 
 def run_tests(seconds: float) -> str:
+    """Runs `TESTS` for at most so many seconds, and gives the last line of pytest."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{each}" for each in TESTS)]
     command += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"] if find_spec("xdist") else []
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=seconds)
