@@ -20,7 +20,6 @@ from ..data.sources.mixtures import load_data
 from ..errors import Console, Terminated
 from .batches.collator import ConversationCollator
 from .batches.packing import check_longest
-from .callbacks.suite import suite_tasks
 from .command import next_command
 from .dry_run import remedy
 from .keeping.checkpoints import writing_result
@@ -160,8 +159,6 @@ def make_trainer(
     args.gradient_accumulation_steps = accumulation_steps(args)
     if (model_args.load_in_4bit or model_args.load_in_8bit) and is_deepspeed_zero3_enabled():
         raise ValueError("load_in_4bit and load_in_8bit cannot be used with ZeRO-3. Use ddp or zero2.")
-    if args.eval_suite:
-        suite_tasks(args)
     checkpoint, config = check_checkpoint(str(model_args.model_name_or_path), args, model_args.model_revision)
     peft_config = get_peft_config(model_args)
     quantization = model_args.quantization

@@ -48,7 +48,6 @@ from .callbacks.finite import FiniteCheck
 from .callbacks.measurements import Measurements
 from .callbacks.progress import DataWait, show_lines
 from .callbacks.samples import SampleCallback
-from .callbacks.suite import SuiteCallback
 from .dry_run import largest_batch
 from .keeping.checkpoints import writing_checkpoint
 from .keeping.disk import check_disk, disk_use
@@ -152,7 +151,6 @@ class NormAlignTrainer(PushingTrainer):
         if formatting_func is not None:
             raise ValueError("formatting_func turns rows into text, without images. Give rows with messages instead.")
         args = normalign_config(args, model, data_collator)
-        suite = [SuiteCallback(args, self.log)] if args.eval_suite else []
         ready = prepare(
             model,
             args,
@@ -188,7 +186,7 @@ class NormAlignTrainer(PushingTrainer):
                 ready.processor,
                 compute_loss_func=compute_loss_func,
                 compute_metrics=compute_metrics,
-                callbacks=[self.measurements, self.data_wait, *suite, *(callbacks or [])],
+                callbacks=[self.measurements, self.data_wait, *(callbacks or [])],
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
