@@ -29,6 +29,7 @@ def refused(default: Any, reason: str) -> Any:
 PACKING = "packing here divides the rows of each step and cuts none; evaluation has no padding with it"
 PRECISION = "it would round the gain, which is float32; evaluation has the precision of training"
 LIGER = "Liger has no kernels for this architecture"
+PUSHES = "push_to_hub publishes the result once, at the end; send a checkpoint with `normalign publish CHECKPOINT`"
 SUITE = "benchmarks are run on a checkpoint, with `normalign evaluate CHECKPOINT`"
 
 
@@ -92,6 +93,8 @@ class TrainingOptions:
     eval_suite_limit: int | None = refused(None, SUITE)
     eval_suite_path: str | None = refused(None, SUITE)
     fp16_full_eval: bool = refused(False, PRECISION)
+    hub_always_push: bool = refused(False, PUSHES)
+    hub_strategy: str = refused("end", PUSHES)
     include_num_input_tokens_seen: str | bool = refused("no", "num_tokens is logged without it")
     label_names: list[str] | None = refused(None, "the labels are always called labels")
     length_column_name: str = refused("length", "lengths are counted here, in tokens, image tokens included")
