@@ -25,31 +25,22 @@ def derived_keys(card: str) -> set[str]:
     return set(mark[1].split(", ")) if mark else set()
 
 
-def decode_card(card: bytes, where: str) -> str:
-    """The text of a `README.md`, line ends unchanged. Raises ValueError, which names `where`, if it is not UTF-8."""
-    try:
-        return card.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"README.md of {where} is not text in UTF-8 ({error}). Save it as UTF-8.") from error
-
-
 def by_hand(card: str, where: str = "README.md") -> dict[str, str]:
     """The parts of a card that were written by hand, by name, byte for byte.
 
     Raises ValueError, which names `where`, if a part has no end, comes twice, or is none of [`SECTIONS`].
     """
     found: dict[str, str] = {}
-    position = 0
-    while start := _START.search(card, position):
-        name, end = start[1], card.find(_END, start.end())
+    _, *pieces = _START.split(card)
+    for name, part in zip(pieces[::2], pieces[1::2], strict=True):
         if name not in SECTIONS or name in found:
             raise ValueError(
                 f"{where} has a part by hand {name!r}, where a card has one of {', '.join(SECTIONS)} each. Move "
                 "its text there."
             )
-        if end < 0 or _START.search(card, start.end(), end):
+        if _END not in part:
             raise ValueError(f"The part by hand {name!r} of {where} has no end. Put the line {_END} after it.")
-        found[name], position = card[start.end() : end], end
+        found[name] = part.partition(_END)[0]
     return found
 
 

@@ -1,74 +1,86 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The tables of a card about the model and its measurements, and the limits of these.
-
-Rows without any known figure are left out.
-"""
+"""The tables of a card, in Markdown. Rows without any known figure are left out."""
 
 import math
+import re
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
+from urllib.parse import quote
 
 from markupsafe import Markup
 
 from ...diagnose.report import number, with_error
-from ...evaluate.results import Evaluation, forgotten
-from .facts import Facts
-from .markdown import part_link, table, text
-from .training_tables import DASH, run, title, trained_rows
+from ...evaluate.results import Evaluation
+from .facts import Facts, Part
 
 
-STALE = "The diagnosis was made of other weights: its figures are not this model's."
+DASH = "–"
 
 
-def glance(facts: Facts, licence: Any) -> list[tuple[str, Any]]:
-    """The summary at the top of the card: name and value."""
-    config, last = facts.config, facts.stages[-1] if facts.stages else {}
-    tokens = config.image_seq_length if config else run(last).get("tokens_per_image")
-    context = config and getattr(config.text_config, "max_position_embeddings", None)
-    dtype = config and config.dtype and str(config.dtype).removeprefix("torch.")
-    weights = f"{facts.weights.size / 1e9:.2f} GB"
-    if facts.weights.parameters:
-        weights = f"{facts.weights.parameters:,} parameters, {weights}" + (f" in {dtype}" if dtype else "")
-    rows = [
-        *((part.role.capitalize(), part_link(part)) for part in facts.parts),
-        ("Weights", weights),
-        ("An image is", tokens and f"{tokens:,} visual tokens"),
-        ("Context", context and f"{context:,} tokens"),
-        (
-            "Trained on",
-            "; ".join(f"{title(facts, stage)}: {rows}" for stage in facts.stages if (rows := trained_rows(stage))),
-        ),
-        *((text(evaluation.title), _headline(evaluation)) for evaluation in facts.evaluations),
-        ("Licence", licence),
-    ]
-    return [(name, value) for name, value in rows if value]
+def text(value: Any) -> Markup:
+    """`value` on one line, as what others wrote is shown: what Markdown or HTML would read as markup is escaped."""
+    if isinstance(value, Markup):
+        return value
+    line = "".join(character for character in " ".join(str(value).split()) if character.isprintable())
+    line = re.sub(r"([\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)  # inside a word, _ is not markup
+    return Markup(re.sub(r"^(\d*)(?=[#=]|[+-](?:[\s-]|$)|(?<=\d)[.)](?:\s|$))", r"\1\\", line))  # headings, lists
+
+
+def link(name: str, address: str) -> Markup:
+    """`name` as a link to `address`."""
+    return Markup(f"[{text(name)}]({quote(address, safe='/:@#?&=%+')})")
+
+
+def part_link(part: Part) -> Markup:
+    """A part's name, linked if the Hub has it, with its commit if known."""
+    if part.hub_id is None:
+        return text(part.name)
+    address = f"https://huggingface.co/{'datasets/' if part.role == 'data' else ''}{part.hub_id}"
+    commit = f" ({link(part.revision[:7], f'{address}/tree/{part.revision}')})" if part.revision else ""
+    return Markup(link(part.name, address) + commit)
+
+
+def table(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Markup:
+    """A table of the rows with anything known in them, or nothing. Columns of numbers are aligned to the right."""
+    cells = [[text(DASH if cell in (None, "") else cell).replace(" ± ", "\xa0±\xa0") for cell in row] for row in rows]
+    cells = [row for row in cells if {*row[1:]} != {DASH}]
+    if not cells:
+        return Markup()
+    numbers = [all(re.match(r"[\d–−-]", cell) for cell in column) for column in zip(*cells, strict=True)]
+    cells = [[text(column) for column in columns], [Markup("---:" if each else "---") for each in numbers], *cells]
+    return Markup("".join(f"| {' | '.join(row)} |\n" for row in cells))
 
 
 def alignment(facts: Facts) -> Markup:
     """The measurements of norm and rotation, of this model and of the baseline if there is one."""
-    reports = [each for each in map((facts.diagnosis or {}).get, ("report", "against")) if each]
-    gains = [facts.weights.gain, *(each.get("gain") or {} for each in reports[1:])]
-    n_texts = [(each["interface"].get("vocabulary") or {}).get("mean") for each in reports[1:]]
-    rows = [["Mean norm of text embeddings, N_text", *map(number, [facts.setting("text_embedding_norm"), *n_texts])]]
-    rows += [
-        [name, *(number(gain.get(key), digits) for gain in gains)]
-        for name, key, digits in (
-            ("Gain at the start, every element", "start", 4),
-            ("Gain now, mean magnitude", "mean_abs", 4),
-            ("Bias now, mean magnitude (0 at the start)", "bias_mean_abs", 2),
-        )
-    ]
-    measured = [
-        ("Norm of visual tokens as they enter", lambda each: _moments(each["interface"].get("visual"))),
-        ("Norm of text tokens in the same data", lambda each: _moments(each["interface"].get("text"))),
-        ("Norm, visual over N_text", lambda each: number(each["interface"].get("ratio"), 3)),
-        ("Norm, visual over text in the same data", lambda each: number(each["interface"].get("ratio_data"), 3)),
-        ("Rotation by layer, visual over text", lambda each: _asymmetry(each.get("depth"))),
-    ]
-    if reports:
-        rows += [[name, *(value(report) for report in reports)] for name, value in measured]
-    titles = ["", "this model", *(f"baseline: {report['model']}" for report in reports[1:])]
-    return table(titles, [row for row in rows if set(row[1:]) != {DASH}])
+    report, baseline = (facts.diagnosis or {}).get("report") or {}, (facts.diagnosis or {}).get("against")
+    columns = [_measured(report, facts.gain, facts.setting("text_embedding_norm"))]
+    if baseline:
+        vocabulary = baseline["interface"].get("vocabulary") or {}
+        columns.append(_measured(baseline, baseline.get("gain") or {}, vocabulary.get("mean")))
+    return _by_row(["this model", *([f"baseline: {baseline['model']}"] if baseline else [])], columns)
+
+
+def _measured(report: dict[str, Any], gain: dict[str, Any], n_text: float | None) -> dict[str, str]:
+    interface, depth = report.get("interface") or {}, report.get("depth") or {}
+    moments = {
+        key: f"{number(each['mean'], 3)} (σ {number(each['std'], 2)})"
+        for key in ("visual", "text")
+        if (each := interface.get(key))
+    }
+    return {
+        "Mean norm of text embeddings, N_text": number(n_text),
+        "Gain at the start, every element": number(gain.get("start")),
+        "Gain now, mean magnitude": number(gain.get("mean_abs")),
+        "Bias now, mean magnitude (0 at the start)": number(gain.get("bias_mean_abs"), 2),
+        "Norm of visual tokens as they enter": moments.get("visual", DASH),
+        "Norm of text tokens in the same data": moments.get("text", DASH),
+        "Norm, visual over N_text": number(interface.get("ratio"), 3),
+        "Norm, visual over text in the same data": number(interface.get("ratio_data"), 3),
+        "Rotation by layer, visual over text": with_error(depth.get("asymmetry"), depth.get("asymmetry_error"), 3),
+    }
 
 
 def is_stale(facts: Facts) -> bool:
@@ -77,8 +89,59 @@ def is_stale(facts: Facts) -> bool:
     norm, measured = facts.setting("projector_norm"), (report.get("gain") or {}).get("mean_abs")
     if None not in (norm, report.get("norm")) and norm != report["norm"]:
         return True
-    now = facts.weights.gain.get("mean_abs")
+    now = facts.gain.get("mean_abs")
     return now is not None and measured is not None and not math.isclose(now, measured, rel_tol=0.01)
+
+
+def training(facts: Facts) -> Markup:
+    """How it was trained, one column for each stage. Options are in the recipe below."""
+    columns = []
+    for stage in facts.stages:
+        run, hardware = stage.get("run") or {}, stage.get("hardware") or {}
+        modules, batch, seconds = run.get("modules", ()), run.get("batch"), stage.get("seconds")
+        steps = dict.fromkeys(each for each in (stage.get("steps_done"), run.get("steps")) if each is not None)
+        rates = [f"{each['module']} {each['learning_rate']:g}" for each in modules if each["trained"]]
+        factors = batch and f"{batch['per_device']} × {batch['processes']} × {batch['accumulation']}"
+        devices = [hardware.get("count"), ", ".join(hardware.get("devices") or ())]
+        columns.append(
+            {
+                "Trained, at a peak learning rate": ", ".join(rates),
+                "Frozen": ", ".join(each["module"] for each in modules if not each["trained"]),
+                "Steps": " of ".join(f"{each:,}" for each in steps),
+                "Rows a step: a device × processes × accumulated": batch and f"{batch['rows']:,} ({factors})",
+                "Data": "; ".join(map(_chosen, stage.get("data", ()))),
+                "Hardware": ", ".join(
+                    filter(None, [" × ".join(map(str, filter(None, devices))), hardware.get("machine")])
+                ),
+                "Time": seconds and str(timedelta(seconds=round(seconds))),
+                "Software": ", ".join(f"{name} {version}" for name, version in stage["versions"].items()),
+                "Commit of the code": stage.get("commit"),
+            }
+        )
+    return _by_row([title(facts, stage) for stage in facts.stages], columns)
+
+
+def _chosen(source: dict[str, Any]) -> str:
+    """How many rows of a data set were used, and why others were not."""
+    name = (source.get("dataset") or {}).get("id") or source["source"]
+    used, found, bad, too_long = (source.get(key) for key in ("used", "found", "bad", "too_long"))
+    rows = "" if used is None else f", {used:,} of {found:,} rows"
+    left_out = f" ({bad:,} bad, {too_long:,} too long)" if bad or too_long else ""
+    return name + rows + left_out + ("" if source.get("split") == "train" else ", held out")
+
+
+def _by_row(titles: Sequence[Any], columns: Sequence[dict[str, Any]]) -> Markup:
+    """A table of columns that have the same rows."""
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]] if columns else []
+    return table(["", *titles], rows)
+
+
+def title(facts: Facts, stage: dict[str, Any]) -> str:
+    """A stage's name: "stage 1 (align)", or "align" where no other is recorded."""
+    name = stage.get("stage")
+    if len(facts.stages) == 1:
+        return name or "training"
+    return f"stage {facts.stages.index(stage) + 1}" + (f" ({name})" if name else "")
 
 
 def results(evaluation: Evaluation) -> Markup:
@@ -86,55 +149,8 @@ def results(evaluation: Evaluation) -> Markup:
     references = list(dict.fromkeys(name for metric in evaluation.metrics for name in metric.references))
     rows = []
     for metric in evaluation.metrics:
-        value = with_error(metric.value, metric.stderr, 3)
         beside = [number(metric.references.get(name), 3) for name in references]
-        samples = DASH if metric.samples is None else f"{metric.samples:,}"
+        samples = None if metric.samples is None else f"{metric.samples:,}"
+        value = with_error(metric.value, metric.stderr, 3)
         rows.append([metric.subset or "all", metric.name, value, *beside, samples])
     return table(["", "metric", "this model", *references, "n"], rows)
-
-
-def limits(facts: Facts) -> list[str]:
-    """Sentences for a person who decides whether to rely on the model."""
-    found = []
-    if facts.stages:
-        seeds = dict.fromkeys(str(stage["options"]["seed"]) for stage in facts.stages if "seed" in stage["options"])
-        seed = f", seed {', '.join(seeds)}" if seeds else ""
-        found.append(f"This is one training run{seed}: how much another run would differ was not measured.")
-    found += filter(None, [forgotten(facts.evaluations)])
-    if facts.outdated:
-        found.append(
-            f"Evaluated with other weights, so the results are not this model's: {', '.join(facts.outdated)}."
-        )
-    if not facts.evaluations:
-        found.append("No evaluation is recorded: how good its answers are is not known.")
-    found.append("Bias, safety and made-up answers were not measured.")
-    if facts.diagnosis is None:
-        return [*found, "Norms and rotation of visual tokens were not measured on this checkpoint."]
-    report, baseline = facts.diagnosis["report"], facts.diagnosis.get("against")
-    found += [STALE] if is_stale(facts) else []
-    if report.get("samples"):
-        on = f" of {report['data']}" if report.get("data") else ""
-        found.append(
-            f"Norms and rotation were measured on {report['samples']:,} samples{on}, in {report['dtype']}; on other "
-            "images they may differ."
-        )
-    if baseline is None and report.get("norm") not in (None, "none"):
-        found.append("No baseline without the norm was measured with it: what the norm changed is not shown.")
-    return [*found, *(f"Not measured: {sentence}" for sentence in report.get("left_out", ()))]
-
-
-def _headline(evaluation: Evaluation) -> str | None:
-    metric = next((each for each in evaluation.metrics if each.subset is None), None)
-    if metric is None:
-        return None
-    noted = [f"{name} {number(value, 3)}" for name, value in metric.references.items()]
-    noted += [f"partial: {evaluation.samples:,} of {evaluation.total:,} samples"] if evaluation.partial else []
-    return f"{metric.name} {with_error(metric.value, metric.stderr, 3)}" + (f" ({', '.join(noted)})" if noted else "")
-
-
-def _moments(moments: dict[str, Any] | None) -> str:
-    return f"{number(moments['mean'], 3)} (σ {number(moments['std'], 2)})" if moments else DASH
-
-
-def _asymmetry(depth: dict[str, Any] | None) -> str:
-    return with_error(depth.get("asymmetry"), depth.get("asymmetry_error"), 3) if depth else DASH

@@ -5,9 +5,9 @@
 What the author writes between its marks, and adds to the front matter, is kept when it is rendered again.
 """
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -19,18 +19,14 @@ from ...checkpoint.loading import loading
 from ...checkpoint.lock import only_writer
 from ...checkpoint.names import CARD
 from ...diagnose.paper import paper_ratios
-from .facts import Facts, Licence, Part, read_facts
-from .hand_written import SECTIONS, by_hand, check_replaceable, decode_card, derived_keys, is_ours
-from .markdown import link, literal, part_link, text, yaml_block
-from .metadata import ORDER, Terms, merged, metadata, read_front_matter, terms, unlisted
-from .tables import alignment, glance, is_stale, limits, results
-from .training_tables import data, title, training
+from ...evaluate.results import forgotten
+from . import tables
+from .facts import Facts, Part, read_facts
+from .hand_written import SECTIONS, by_hand, check_replaceable, derived_keys, is_ours
+from .metadata import ORDER, merge_front_matter, metadata, read_front_matter, terms
 
 
-INLINE = ("interface.png", "rotation.png")
-"""The figures shown in full; the others are folded."""
-
-_FIX = "Fix or remove training.json, build.json, or the files in the folders diagnostics and evaluation."
+FIGURES = ("interface.png", "rotation.png")  # of a diagnosis
 
 
 @dataclass(frozen=True)
@@ -41,107 +37,84 @@ class Card:
     warnings: list[str]
 
 
-@dataclass(frozen=True)
-class AdapterBase:
-    """The base of an adapter that is published as such: a Hub repository, and its commit."""
-
-    repo_id: str
-    revision: str
-
-    @property
-    def commit(self) -> str | None:
-        """The revision, if it is a commit."""
-        return self.revision if re.fullmatch("[0-9a-f]{40}", self.revision) else None
-
-
 def render_card(
     checkpoint: Path,
     *,
     repo_id: str | None = None,
     revision: str = "main",
     hub_card: str | None = None,
-    adapter: AdapterBase | None = None,
+    base: Part | None = None,
 ) -> Card:
     """Renders the card of a checkpoint folder; nothing is written. The same folder gives the same card.
 
-    What was written by hand is taken from the card on the Hub, and from the folder's where that has none.
+    What people added is taken from the card on the Hub, and where that has none of it, from the folder's.
 
     Args:
         checkpoint: Folder of a checkpoint or an adapter.
-        repo_id: Repository that the card's code loads from; by default the folder itself, ".".
-        revision: Its branch.
+        repo_id, revision: Repository and branch that the card's code loads from; by default the folder itself, ".".
         hub_card: `README.md` on the Hub; ignored if this package did not write it.
-        adapter: The base of an adapter. By default the Hub id that its training started from, if it was one.
+        base: That of an adapter. By default what its training started from, if that is on the Hub.
 
     Raises:
         ValueError: The folder is not a checkpoint, a file in it cannot be read, or a part by hand has no end.
     """
-    with loading(f"What {checkpoint} records of itself", remedy=_FIX):  # of any type, in any field
+    remedy = "Fix or remove training.json, build.json, or the files in the folders diagnostics and evaluation."
+    with loading(f"What {checkpoint} records of itself", remedy=remedy):  # of any type, in any field
         facts = read_facts(checkpoint)
-        earlier = [card for card in (hub_card, card_in(checkpoint)) if card and is_ours(card)]
         by_hand(hub_card or "", f"README.md of {repo_id} on the Hub")  # for an error that names it
-        parts = [by_hand(card) for card in earlier]
-        hand = {part: next((each[part] for each in parts if each.get(part, "").strip()), "") for part in SECTIONS}
-        name = " ".join((repo_id or facts.name).rpartition("/")[2].split())
-        if facts.adapter is not None and adapter is None and facts.started_from:
-            adapter = AdapterBase(facts.started_from, facts.stages[-1].get("model_revision") or "main")
-        licensed = [*facts.parts, *facts.data]  # everything whose licence bears on the model's
-        base = adapter and Part("base model", adapter.repo_id, adapter.repo_id, adapter.commit)
-        if base and not facts.parts:
-            licensed.insert(0, base)
-        if not facts.stages and facts.weights.moved:
-            licensed.append(Part("data", "what it was trained on"))
-        follows = terms(licensed)
-        derived = metadata(facts, adapter.repo_id if adapter else None, follows)
-        partly = [("license", follows.warning), ("base_model", unlisted(facts))]
-        to_author = [key for key in ORDER for group, is_open in partly if is_open and key.startswith(group)]
-        content = merged(derived, [(read_front_matter(card), derived_keys(card)) for card in earlier], to_author)
-        names = (content.get(key) for key in ("license_name", "license_link"))
-        stated = Licence(str(content["license"]), *names) if content.get("license") else None
-        by_author = stated is not None and content.get("license") != derived.get("license")
-        named = content.get("base_model") != derived.get("base_model")
+        earlier = [card for card in (card_in(checkpoint), hub_card) if card and is_ours(card)]
+        hand, previous = dict.fromkeys(SECTIONS, ""), dict[str, Any]()
+        for card in earlier:
+            hand |= {part: text for part, text in by_hand(card).items() if text.strip()}
+            theirs = derived_keys(card) - {"tags"}  # of which the author's are told from ours by themselves
+            previous |= {key: value for key, value in read_front_matter(card).items() if key not in theirs}
+        own = by_hand(earlier[0]) if earlier else {}  # of two cards, that of the folder
+        unused = [part for part, text in own.items() if text.strip() not in ("", hand[part].strip())]
+        if facts.adapter is not None and base is None and facts.started_from:
+            revision_then = facts.stages[-1].get("model_revision") or "main"
+            base = Part("base model", facts.started_from, facts.started_from, revision_then)
+        parts = [*([base] if base and not facts.parts else []), *facts.parts, *facts.data]  # whose licence matters
+        if not facts.stages and facts.moved:
+            parts.append(Part("data", "what it was trained on"))
+        licence, terms_sentence, no_licence = terms(parts)
+        derived = metadata(facts, base, licence)
+        whole = facts.adapter is None and not facts.started_from
+        nameless = [part.name for part in facts.parts if whole and not part.hub_id]  # which base_model lacks
+        author_keys = [key for key, is_open in (("license", no_licence), ("base_model", nameless)) if is_open]
+        content = merge_front_matter(derived, previous, author_keys)
+        if content.get("license") not in (None, derived.get("license")):
+            stated = content.get("license_name") or content["license"]
+            terms_sentence, no_licence = f"Its author states: {stated}.", None
+        if content.get("base_model") != derived.get("base_model"):
+            nameless = []
+        kept = [key for key in derived if content[key] == derived[key] and not key.startswith(tuple(author_keys))]
         environment = Environment(
             loader=FileSystemLoader(Path(__file__).parent / "templates"),
             undefined=StrictUndefined,
-            finalize=text,  # all that others wrote is escaped, unless it is Markup
+            finalize=tables.text,  # all that others wrote is escaped, unless it is Markup
             trim_blocks=True,
             lstrip_blocks=True,
             keep_trailing_newline=True,
         )
         rendered = environment.get_template("card.md.jinja").render(
             front_matter=Markup(ModelCardData(**content).to_yaml(original_order=ORDER)),
-            derived=Markup(", ".join(key for key in derived if content[key] == derived[key] and key not in to_author)),
-            name=name,
+            derived=Markup(", ".join(kept)),
+            name=(repo_id or facts.name).rpartition("/")[2],
             facts=facts,
-            source=literal(repo_id or "."),
-            revision=literal(revision),
-            adapter=adapter,
-            base=adapter and {"repo_id": literal(adapter.repo_id), "revision": literal(adapter.revision)},
-            part={part.role: part_link(part) for part in [*facts.parts, *([base] if base else [])]},
+            source=repo_id or ".",
+            revision=revision,
+            base=base,
+            part={part.role: tables.part_link(part) for part in [*facts.parts, *([base] if base else [])]},
             ratios=paper_ratios(),
-            glance=glance(facts, stated),
-            alignment=alignment(facts),
-            training=training(facts),
-            data=data(facts),
-            results=[(evaluation, results(evaluation)) for evaluation in facts.evaluations],
-            shown=[figure for file in INLINE for figure in facts.figures if figure["file"] == file],
-            folded=[figure for figure in facts.figures if figure["file"] not in INLINE],
-            limits=limits(facts),
-            licences=licensed,
-            licence=f"Its author states: {stated}." if by_author else follows.sentence,
+            parts=parts,
+            figures=[figure for file in FIGURES for figure in facts.figures if figure["file"] == file],
+            terms=terms_sentence,
+            forgotten=forgotten(facts.evaluations),
             hand={name: Markup(text) for name, text in hand.items()},
-            part_link=part_link,
-            link=link,
-            title=title,
-            yaml_block=yaml_block,
-            literal=literal,
+            tables=tables,
         )
         ModelCard(rendered)  # the Hub's own reading of it
-        warnings = _warnings(facts, follows, by_author, named, adapter)
-        for part, text_here in (parts[-1] if parts else {}).items():
-            if text_here.strip() and text_here.strip() != hand[part].strip():
-                warnings.append(f"The part {part!r} written by hand on the Hub stays; that of the folder is not used.")
-        return Card(rendered, warnings)
+        return Card(rendered, [*filter(None, [no_licence]), *_warnings(facts, base, nameless, unused)])
 
 
 def write_card(checkpoint: Path, *, repo_id: str | None = None, replace: bool = False) -> Card:
@@ -169,26 +142,26 @@ def refresh_card(checkpoint: Path) -> None:
 
 
 def card_in(folder: Path) -> str | None:
-    """`README.md` of a folder, whoever wrote it; None if there is none. Raises ValueError if it is not text."""
+    """`README.md` of a folder, line ends unchanged; None if there is none. Raises ValueError if it is not UTF-8."""
     file = folder / CARD
-    return decode_card(file.read_bytes(), str(folder)) if file.is_file() else None
+    try:
+        return file.read_bytes().decode("utf-8-sig") if file.is_file() else None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not text in UTF-8 ({error}). Save it as UTF-8.") from error
 
 
-def _warnings(facts: Facts, follows: Terms, by_author: bool, named: bool, adapter: AdapterBase | None) -> list[str]:
-    found = [follows.warning] if follows.warning and not by_author else []
-    if (missing := unlisted(facts)) and not named:
-        have, them = ("have", "them as bases") if missing[1:] else ("has", "it as a base")
-        found.append(
-            f"{' and '.join(missing)} {have} no Hub id in the checkpoint, so the metadata does not name {them}. "
-            "Write `base_model:` into the front matter of README.md, if the Hub has them; it is kept."
-        )
-    if facts.weights.moved is False and not facts.stages and facts.build and not facts.build.get("from_llava"):
-        found.append(f"{facts.name} was never trained: its projector is random, so it cannot see yet.")
-    if is_stale(facts):
-        found.append(
-            f"diagnostics/report.json was measured on other weights than those of {facts.name}, and the card shows "
-            "its figures. Diagnose again, or remove the folder diagnostics."
-        )
-    if facts.adapter is not None and adapter is None:
-        found.append("The adapter's base is not on the Hub, so the card cannot say how others load it.")
-    return found
+def _warnings(facts: Facts, base: Part | None, nameless: list[str], unused: list[str]) -> list[str]:
+    """What the author should know: of parts without a Hub id, of `unused` parts by hand, and else."""
+    unseeing = facts.moved is False and not facts.stages and facts.build and not facts.build.get("from_llava")
+    found = {
+        f"The metadata does not name {' and '.join(nameless)} as base, of which the checkpoint has no Hub id. If the "
+        "Hub has it, write `base_model:` into the front matter of README.md; it is kept.": nameless,
+        f"Written by hand on the Hub and kept: {', '.join(unused)}. That of the folder is not used.": unused,
+        f"{facts.name} was never trained: its projector is random, so it cannot see yet.": unseeing,
+        f"diagnostics/report.json was measured on other weights than those of {facts.name}, and the card shows its "
+        "figures. Diagnose again, or remove the folder diagnostics.": tables.is_stale(facts),
+        "The adapter's base is not on the Hub, so the card cannot say how others load it.": (
+            facts.adapter is not None and base is None
+        ),
+    }
+    return [warning for warning, holds in found.items() if holds]

@@ -11,40 +11,41 @@ from ...checkpoint.find import find_checkpoint
 from ...checkpoint.names import ADAPTER_CONFIG, TRAINING_RECORD
 from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
-from ..card.facts import read_json
-from ..card.write import AdapterBase
-from .source import CODE, PACKAGE
+from ..card.facts import Part
+from .source import CODE, PACKAGE, read_json
 
 
 REMEDY = "Publish the base first, and name it: --base user/name. Or publish the merged model, without --adapter."
 
 
-def recorded_base(adapter: Path) -> AdapterBase | None:
+def recorded_base(adapter: Path) -> Part | None:
     """The base that an adapter names; None for a folder of this machine, and for an adapter that names none."""
     config = read_json(adapter / ADAPTER_CONFIG) or {}
     name = config.get("base_model_name_or_path")
-    return AdapterBase(name, config.get("revision") or "main") if name and not Path(name).exists() else None
+    return (
+        Part("base model", name, name, config.get("revision") or "main") if name and not Path(name).exists() else None
+    )
 
 
-def published_config(adapter: Path, base: AdapterBase | None) -> bytes:
+def published_config(adapter: Path, base: Part | None) -> bytes:
     """`adapter_config.json` as it is published: naming `base`, or without the path of a base that is a folder here."""
     config = read_json(adapter / ADAPTER_CONFIG) or {}
     config["base_model_name_or_path"] = Path(config.get("base_model_name_or_path") or "").name
     if base is not None:
-        config |= {"base_model_name_or_path": base.repo_id, "revision": base.revision}
+        config |= {"base_model_name_or_path": base.hub_id, "revision": base.revision}
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 
-def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> AdapterBase:
+def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> Part:
     """The base of an adapter that is published as one: `base`, or the one that it names; with `ask_hub` its commit."""
     found = recorded_base(adapter)
-    if base is not None and (found is None or base != found.repo_id):
-        found = None if Path(base).exists() else AdapterBase(base, "main")
+    if base is not None and (found is None or base != found.hub_id):
+        found = None if Path(base).exists() else Part("base model", base, base, "main")
     if found is None:
         raise ValueError(f"The adapter's base is a folder, not on the Hub, so nobody else could load it. {REMEDY}")
     if not ask_hub:
         return found
-    base, commit = find_checkpoint(found.repo_id, found.revision, remedy=REMEDY)
+    base, commit = find_checkpoint(found.name, found.revision, remedy=REMEDY)
     config = check_files(base, commit)
     files = cached_files(base, CODE, revision=commit, _raise_exceptions_for_missing_entries=False) or []
     code = {Path(file).name: Path(file).read_bytes() for file in files}
@@ -67,4 +68,4 @@ def pinned_base(adapter: Path, base: str | None, *, ask_hub: bool) -> AdapterBas
             f"The adapter was trained with {'; '.join(changed)} as in config.json of its base {base}. Publish the "
             "merged model, without --adapter."
         )
-    return AdapterBase(base, str(commit))
+    return Part("base model", base, base, commit)

@@ -15,8 +15,7 @@ from ...checkpoint.opening import check_processor, open_checkpoint
 from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration, initial_gain
-from ..card.facts import read_norm
-from .source import CODE, PACKAGE, weight_files
+from .source import CODE, PACKAGE, read_norm, weight_files
 
 
 TOLERANCE = 1e-3

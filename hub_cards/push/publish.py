@@ -19,8 +19,9 @@ from rich.table import Table
 from ...checkpoint.find import check_folder, check_repo_id
 from ...checkpoint.lock import LOCK, check_free
 from ...checkpoint.names import ADAPTER_CONFIG, CARD
+from ..card.facts import Part
 from ..card.hand_written import check_replaceable
-from ..card.write import AdapterBase, card_in, render_card
+from ..card.write import card_in, render_card
 from ..demo import check_space, push_space
 from .adapter import pinned_base, published_config
 from .checkpoint_checks import check_checkpoint
@@ -154,7 +155,7 @@ def publish(
 def send(
     folder: Path,
     repository: Repository,
-    base: AdapterBase | None,
+    base: Part | None,
     *,
     notify: Callable[[str], object],
     warn: Callable[[str], object],
@@ -176,7 +177,7 @@ def send(
     """
     check_cards(folder, repository, replace=replace_card)
     card = render_card(
-        folder, repo_id=repository.repo_id, revision=repository.branch, hub_card=repository.card, adapter=base
+        folder, repo_id=repository.repo_id, revision=repository.branch, hub_card=repository.card, base=base
     )
     for warning in card.warnings:
         warn(warning)
@@ -241,7 +242,7 @@ def check_cards(folder: Path, repository: Repository, *, replace: bool = False) 
         check_replaceable(repository.card, repository.repo_id)
 
 
-def verify(pushed: Pushed, base: AdapterBase | None, before: Answer) -> None:
+def verify(pushed: Pushed, base: Part | None, before: Answer) -> None:
     """Loads the commit. Raises OSError if that fails, or if it answers differently from the folder."""
     repository = pushed.repository
     try:
@@ -256,7 +257,7 @@ def verify(pushed: Pushed, base: AdapterBase | None, before: Answer) -> None:
         )
 
 
-def _ask(source: str | Path, revision: str | None, base: AdapterBase | None, api: HfApi) -> Answer:
-    base_id, base_revision = (base.repo_id, base.revision) if base else (None, None)
+def _ask(source: str | Path, revision: str | None, base: Part | None, api: HfApi) -> Answer:
+    base_id, base_revision = (base.hub_id, base.revision) if base else (None, None)
     token = str(api.token) if api.token else None
     return ask_clean_process(source, revision=revision, base=base_id, base_revision=base_revision, token=token)

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFound
 
 from ... import __version__
 from ...checkpoint.names import CARD
-from ..card.hand_written import decode_card
+from ..card.write import card_in
 
 
 LOG_IN = "Log in with `hf auth login`, or set HF_TOKEN, with a token from https://huggingface.co/settings/tokens"
@@ -112,7 +112,7 @@ def find_repository(api: HfApi, repo_id: str, *, kind: str = "model", branch: st
         card = None
         if CARD in files:
             file = Path(api.hf_hub_download(repo_id, CARD, repo_type=kind, revision=info.sha))
-            card = decode_card(file.read_bytes(), repo_id)
+            card = card_in(file.parent)
     return Repository(api, repo_id, kind, branch, info.sha, has_branch, bool(info.private), files, card)
 
 

@@ -2,12 +2,17 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What is published of a checkpoint folder: the files on a list of names. All others stay, with a reason."""
 
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
 
 from ...checkpoint.names import (
     ADAPTER_CONFIG,
@@ -127,7 +132,7 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
         content["figures"] = [each for each in content["figures"] if re.fullmatch(_FIGURE, each["file"])]
         content["provenance"].pop("first question", None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a valid report: {error}") from error
+        raise ValueError(f"{DIAGNOSTICS}/{REPORT} is not valid: {error}. Diagnose again, or remove it.") from error
     return report_json(content).encode(), [each["file"] for each in content["figures"]]
 
 
@@ -154,6 +159,29 @@ def weight_files(folder: Path) -> list[Path]:
     if absent := [path.name for path in found if not path.is_file()]:
         raise ValueError(f"{folder} lacks {', '.join(absent)}, which {INDEX} names. Save the model again.")
     return found
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """The JSON object in `file`, None if it does not exist. Raises ValueError if it holds anything else."""
+    return json_object(file.read_bytes(), str(file)) if file.is_file() else None
+
+
+def read_norm(files: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Gain and bias of the norm after the projector, by name, and how many parameters each tensor has.
+
+    Raises ValueError if a file is not whole. Of other tensors only the headers are read.
+    """
+    norm, sizes = {}, {}
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    sizes[name] = math.prod(file.get_slice(name).get_shape())
+                    if "multi_modal_projector.norm." in name:
+                        norm[name] = file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path} cannot be read: {error}. Was it cut short? Copy it again.") from error
+    return norm, sizes
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -1,7 +1,5 @@
 """Every figure and sentence of a card, by hand from what `card_folder` writes."""
 
-import json
-import re
 
 import card_folder as made
 import pytest
@@ -9,31 +7,14 @@ from card_folder import listed, rows, section
 from diagnosed import diagnosed
 
 from normalign_llava.evaluate.results import WEIGHTS, Evaluation, Metric, files_hash
-from normalign_llava.hub_cards.card.tables import STALE
 from normalign_llava.hub_cards.card.write import render_card
+
+
+STALE = "The diagnosis was made of other weights"
 
 
 def limits(folder):
     return listed(section(render_card(folder), "Limits"))[:-1]  # the last is the same in every card
-
-
-def test_at_a_glance(full):
-    table = rows(render_card(full).text.partition("<!-- end by hand -->\n")[2].partition("## Use")[0])
-    weights = table.pop("Weights")[0]
-    assert re.fullmatch(r"\d{2},\d{3} parameters, 0.00 GB in float32", weights)
-    assert table == {
-        "At a glance": [""],
-        "Vision encoder": [
-            "[google/encoder](https://huggingface.co/google/encoder) "
-            f"([ccccccc](https://huggingface.co/google/encoder/tree/{'c' * 40}))"
-        ],
-        "Language model": ["[Qwen/decoder](https://huggingface.co/Qwen/decoder)"],
-        "An image is": ["4 visual tokens"],
-        "Context": ["256 tokens"],
-        "Trained on": ["stage 1 (align): 500 rows; stage 2 (tune): 60 rows"],
-        "POPE": ["accuracy 0.81 ± 0.02 (blank image 0.500, commonest answer 0.510)"],
-        "Licence": ["apache-2.0"],
-    }
 
 
 def test_measured_alignment(full):
@@ -59,51 +40,29 @@ def test_measured_alignment(full):
 def test_training(full):
     part = section(render_card(full), "Training")
     both = {
-        "Trained": "projector, norm",
+        "Trained, at a peak learning rate": "projector 0.001, norm 0.002",
         "Frozen": "vision tower, language model",
-        "Learning rate, peak": "projector 0.001, norm 0.002",
         "Steps": "32",
         "Rows a step: a device × processes × accumulated": "16 (4 × 2 × 2)",
         "Hardware": "2 × NVIDIA H200, x86_64 Linux",
         "Software": "torch 2.13.0, normalign_llava 0.1.0",
         "Commit of the code": "d" * 40,
     }
-    assert rows(part.partition("| data set")[0]) == {
+    assert rows(part) == {
         "": ["stage 1 (align)", "stage 2 (tune)"],
         **{name: [value, value] for name, value in both.items()},
-        "Rows trained on": ["500 rows", "60 rows"],
+        "Data": ["user/data, 500 of 505 rows (3 bad, 2 too long)", "user/data, 60 of 60 rows"],
         "Time": ["1:30:00", "0:00:42"],
     }
-    assert part.count("| 505 | 3 | 2 | 500 |") == 1 and part.count("| 60 | 0 | 0 | 60 |") == 1
 
 
-def test_what_a_short_run_took_and_no_more(full):
-    made.edit(full / "training.json", before=None, run=made.run(steps=2))
-    record = json.loads((full / "training.json").read_text())
-    record["data"][0] |= {"used": 1_200_000, "found": 1_200_000}
-    made.edit(full / "training.json", **record)
-    text = render_card(full).text
-    assert rows(text)["Trained on"] == ["tune: 32 rows"]  # two steps of 16
-    assert rows(section(render_card(full), "Training"))["Rows trained on"] == ["32 rows"]
-    made.edit(full / "training.json", run=made.run(steps=100_000))
-    assert rows(render_card(full).text)["Trained on"] == ["tune: 1,200,000 rows"]
-
-
-def test_a_run_that_was_cut_short(full):
-    made.edit(full / "training.json", before=None, run=made.run(steps=3), steps_done=1)
+def test_a_run_that_was_cut_short_on_a_stream(full):
+    stream = {"source": "stream", "split": "train", "used": None}
+    made.edit(full / "training.json", before=None, run=made.run(steps=3), steps_done=1, data=[stream])
     table = rows(section(render_card(full), "Training"))
-    assert table["Steps"] == ["1 of 3"] and table["Rows trained on"] == ["16 rows"]
-    made.edit(full / "training.json", steps_done=3)
+    assert table["Steps"] == ["1 of 3"] and table["Data"] == ["stream"]
+    made.edit(full / "training.json", steps_done=3, run=None)
     assert rows(section(render_card(full), "Training"))["Steps"] == ["3"]
-
-
-def test_streams(full):
-    record = json.loads((full / "training.json").read_text())
-    record["data"].append({"source": "stream", "split": "train", "used": None})
-    made.edit(full / "training.json", **record)
-    assert rows(render_card(full).text)["Trained on"] == ["stage 1 (align): 500 rows; stage 2 (tune): 512 rows"]
-    made.edit(full / "training.json", run=None)
-    assert rows(render_card(full).text)["Trained on"] == ["stage 1 (align): 500 rows"]
 
 
 def test_limits(full):
@@ -138,13 +97,15 @@ def test_what_the_norm_does(full, changes, expected):
 
 def test_a_diagnosis_of_other_weights_is_no_figure_of_this_model(full):
     assert not [warning for warning in render_card(full).warnings if "report.json" in warning]
-    assert STALE not in limits(full)
+    assert not any(STALE in sentence for sentence in limits(full))
     made.normed(full, 3.0)
-    assert "Diagnose again" in " ".join(render_card(full).warnings) and STALE in limits(full)
+    assert "Diagnose again" in " ".join(render_card(full).warnings) and any(
+        STALE in sentence for sentence in limits(full)
+    )
     made.measured(full)
-    assert STALE not in limits(full)
+    assert not any(STALE in sentence for sentence in limits(full))
     made.edit(full / "config.json", projector_norm="rms_norm")
-    assert STALE in limits(full)
+    assert any(STALE in sentence for sentence in limits(full))
 
 
 def test_results_of_other_weights_are_called_so(full):

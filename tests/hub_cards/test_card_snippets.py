@@ -10,7 +10,8 @@ from PIL import Image
 from remote_code import run_blocked
 from safetensors.torch import load_file
 
-from normalign_llava.hub_cards.card.write import AdapterBase, render_card
+from normalign_llava.hub_cards.card.facts import Part
+from normalign_llava.hub_cards.card.write import render_card
 from normalign_llava.hub_cards.push.publish import SNIPPET
 from normalign_llava.train.modules.model import base_model
 
@@ -83,7 +84,9 @@ def executed(adapter, checkpoint, tmp_path_factory):
     of_model = snippets(render_card(folder, repo_id=str(folder)).text)
     assert ["generate(" in each for each in of_model] == [True, False, False]
     of_model.insert(0, SNIPPET.format(repo_id=folder, commit="main"))
-    card = render_card(adapter, repo_id=str(adapter), adapter=AdapterBase(str(checkpoint), "main"))
+    card = render_card(
+        adapter, repo_id=str(adapter), base=Part("base model", str(checkpoint), str(checkpoint), "main")
+    )
     (of_adapter,) = snippets(card.text)
     Image.new("RGB", (20, 16), (200, 40, 0)).save(root / "image.jpg")
     (root / "snippets.json").write_text(json.dumps([of_model, [of_adapter]]))
