@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 
 from ..checkpoint.find import find_checkpoint
 from ..errors import check_installed
-from .push.repository import Pushed, Repository, find_repository, push
+from .push.repository import Repository, find_repository, push
 
 
 GRADIO_VERSION = "6.31.0"
@@ -99,25 +99,19 @@ def check_space(api: HfApi, repo_id: str) -> Repository:
     return existing
 
 
-def push_space(pushed: Pushed, notify: Callable[[str], object]) -> str:
-    """Publishes the Space of a model, for the pushed commit; returns its page.
-
-    A new Space is private if the model is.
+def push_space(api: HfApi, repo_id: str, commit: str, notify: Callable[[str], object]) -> str:
+    """Publishes the Space of a model, for a commit; returns its page. A new Space is private if the model is.
 
     Raises:
         OSError: It failed. The model is published.
     """
-    model = pushed.repository
-    files = space_files(model.repo_id, pushed.commit, model.repo_id.split("/")[1])
     try:
-        existing = check_space(model.api, model.repo_id)
+        private, existing = find_repository(api, repo_id).private, check_space(api, repo_id)
         stale = [path for path in existing.files if path.startswith("demo/")]  # of earlier versions
-        push(existing, files, stale, private=model.private, notify=notify)
+        push(existing, space_files(repo_id, commit, repo_id.split("/")[1]), stale, private=private)
     except (ValueError, OSError) as error:
-        raise OSError(
-            f"The model is published, at {pushed.commit} of {model.repo_id}; its Space is not. {error}"
-        ) from None
-    page = f"{model.api.endpoint}/spaces/{existing.repo_id}"
-    if model.private:
+        raise OSError(f"The model is published, at {commit} of {repo_id}; its Space is not. {error}") from None
+    page = f"{api.endpoint}/spaces/{existing.repo_id}"
+    if private:
         notify(f"To read the model, the Space needs a token as its secret HF_TOKEN: {page}/settings.")
     return page

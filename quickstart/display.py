@@ -64,8 +64,8 @@ def print_results(console: Console, results: dict[str, Any], output: Path, pages
     console.print(table)
     total = sum(seconds for name, seconds in results["seconds"].items() if name != "fetch")
     console.print(f"All but fetching took {total:.0f} seconds, and {results['peak_rss_gib']:.1f} GiB of memory.")
-    same = "the same answers" if results["reloaded_answers_identical"] else "[red]other answers"
-    console.print(f"Reloaded in a clean process from its own code: {same} to {results['reloaded_answers']} questions.")
+    same = "the same logits" if results["reloaded_alike"] else "[red]other logits"
+    console.print(f"Reloaded in a clean process from its own code: {same}.")
     for name, sentences in results["verdicts"].items():
         console.print(f"Report on {name}: {' '.join(sentences)}", highlight=False, markup=False)
     model, images = output / "model", output / "images.png"

@@ -22,10 +22,10 @@ from ..checkpoint.files import finished_folder, json_or_none, remove_unfinished,
 from ..checkpoint.lock import LOCK
 from ..fetched.archives import PARTS
 from ..fetched.convert import convert_language, convert_vision
-from ..fetched.easy_vqa import Question, held_out, load_image, png, prompt, training_data
+from ..fetched.easy_vqa import Question, held_out, load_image, prompt, training_data
 from ..fetched.fetch import fetch
 from ..hub_cards.card.write import write_card
-from ..hub_cards.push.clean_process import answer_each, ask_clean_process
+from ..hub_cards.push.clean_process import ask_clean_process, difference, first_logits
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from ..train.keeping.lock import only_run
 from .display import draw_images, peak_rss_gib, print_results
@@ -145,7 +145,7 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
         kinds = dict.fromkeys(question.kind for question in questions)
         of_kinds = [[question for question in questions if question.kind == kind] for kind in kinds]
         shown = [question for of_kind in of_kinds for question in of_kind[: settings.shown_per_kind]]
-        here, elsewhere = reload_elsewhere(model, shown, output / "shown")
+        here, elsewhere_differs = reload(model, shown)
         draw_images(list(zip(shown, here, strict=True)), output / "images.png")
 
     of_baseline, plain = None, None
@@ -172,8 +172,7 @@ def _run_quickstart(output: Path, settings: Settings, full_baseline: bool, conso
         "baseline": of_baseline and {key: of_baseline[key] for key in ("accuracy", "blank")},
         "majority": after["majority"],
         "count": after["count"],
-        "reloaded_answers": len(elsewhere),
-        "reloaded_answers_identical": here == elsewhere,
+        "reloaded_alike": elsewhere_differs is None,
         "verdicts": {page.parent.parent.name: read_report(page.parent.parent)["verdict"] for page in pages},
         "settings": asdict(settings),
         "bf16": bf16,
@@ -205,15 +204,18 @@ def write_data(output: Path, settings: Settings) -> None:
         rows.select(range(first, first + second)).save_to_disk(folder / "stage2")
 
 
-def reload_elsewhere(checkpoint: Path, questions: list[Question], folder: Path) -> tuple[list[str], list[str]]:
-    """Answers by the installed package, and by the checkpoint's own code in a process without the package."""
-    asked = []
-    for number, question in enumerate(questions):
-        image = folder.resolve() / f"{number}.png"
-        image.parent.mkdir(parents=True, exist_ok=True)
-        image.write_bytes(png(load_image(question.image)))
-        asked.append(prompt(question.text, str(image)))
-    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
-    here = answer_each(model, AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False), asked)
-    del model
-    return here, ask_clean_process(checkpoint, asked=asked).answers
+def reload(checkpoint: Path, questions: list[Question]) -> tuple[list[str], str | None]:
+    """Answers by the installed package; and a sentence if the checkpoint's own code, in a process without the package,
+    computes something else."""
+    model = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint)
+    processor, answers = AutoProcessor.from_pretrained(checkpoint, trust_remote_code=False), []
+    with torch.inference_mode():
+        for question in questions:
+            inputs = processor.apply_chat_template(
+                prompt(question.text, load_image(question.image)),
+                add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+            )  # fmt: skip
+            tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+            answers.append(processor.decode(tokens, skip_special_tokens=True).strip())
+        logits = first_logits(model, processor)
+    return answers, difference(logits, ask_clean_process(checkpoint))

@@ -102,7 +102,7 @@ def train(
         console.print(*render_dropped(dropped), sep="\n")
         if args.push_to_hub:
             done = trainer.publish()
-            console.print(f"Published as {done.pushed.repository.url}, commit {done.pushed.commit}." if done else "")
+            console.print(f"Published as {done.repository.url}, commit {done.commit.oid}." if done else "")
         trainer.end()  # trackers, and the process group
     return output
 

@@ -5,15 +5,11 @@
 This file is also the script of that process, so it imports nothing of the package.
 """
 
-import errno
-import faulthandler
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +17,7 @@ from typing import Any
 TOLERANCE = 1e-5
 """How far logits of the same weights may differ, as a share of the largest."""
 
-TIME_LIMIT = 1800
-"""Seconds for the answers, once the model is loaded; a chat template may run without end."""
-
 QUESTION = "What is in the image?"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer of a checkpoint to a fixed image and question.
-
-    Attributes:
-        logits: Of the first token of the answer.
-        answers: To the further conversations.
-    """
-
-    logits: list[float]
-    answers: list[str]
 
 
 def ask_clean_process(
@@ -47,9 +27,8 @@ def ask_clean_process(
     base: str | None = None,
     base_revision: str | None = None,
     token: str | None = None,
-    asked: Sequence[list[dict[str, Any]]] = (),
-) -> Answer:
-    """Loads a checkpoint in a clean process with `trust_remote_code=True`, and asks it about an image.
+) -> list[float]:
+    """The [`first_logits`] of a checkpoint that a clean process loads with `trust_remote_code=True`.
 
     The process cannot import this package, and starts from an empty cache in the temporary folder, which must have
     room for a repository's files. It computes on the CPU; a quantized checkpoint where transformers places it. Without
@@ -59,21 +38,13 @@ def ask_clean_process(
         source: Folder of a checkpoint or, with `base`, of an adapter; or its Hub id.
         revision: Branch, tag or commit of a Hub id, of the code too; None for a folder.
         base, base_revision: Hub id and commit of the adapter's base.
-        asked: Further conversations to answer, each up to the user's turn; images as paths.
 
     Raises:
-        ValueError: The checkpoint does not load, its results are wrong, or it takes longer than `TIME_LIMIT`; the
-            message ends with the output of the process, without the token.
-        OSError: The temporary folder has no room.
+        ValueError: The checkpoint does not load, or its results are wrong; the message ends with the output of the
+            process, without the token.
     """
-    request = {
-        "source": str(source if revision else Path(source).resolve()),
-        "revision": revision,
-        "base": base,
-        "base_revision": base_revision,
-        "asked": list(asked),
-        "time_limit": TIME_LIMIT,
-    }
+    name = str(source if revision else Path(source).resolve())
+    request = {"source": name, "revision": revision, "base": base, "base_revision": base_revision}
     # Settings of the Hub's client on this machine, which others do not have.
     own = ("TOKEN", "CACHE", "OFFLINE")
     environment = {
@@ -85,32 +56,45 @@ def ask_clean_process(
     environment |= {"HF_TOKEN": token} if token else {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
     environment |= {} if revision or base_revision else {"HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory(prefix="clean-process-") as folder:
-        question, reply = Path(folder) / "question.json", Path(folder) / "reply.json"
-        question.write_text(json.dumps(request), encoding="utf-8")
         run = subprocess.run(
-            [sys.executable, __file__, str(question), str(reply)],
+            [sys.executable, __file__],
             cwd=folder, env=environment | {"HF_HOME": f"{folder}/home"},
-            stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            input=json.dumps(request), capture_output=True, text=True,
         )  # fmt: skip
-        if run.returncode and os.strerror(errno.ENOSPC) in run.stderr:
-            raise OSError(f"{tempfile.gettempdir()} has no room to load {source}. Set TMPDIR to a folder that has.")
-        if run.returncode:
-            output = run.stderr[-2000:].strip() or f"It ended with status {run.returncode} and no output."
-            output = output.replace(token, "[token]") if token else output
-            raise ValueError(f"{source} does not work in a process without this package:\n{output}")
-        return Answer(**json.loads(reply.read_text(encoding="utf-8")))
+    if run.returncode:
+        output = run.stderr[-2000:].strip() or f"It ended with status {run.returncode} and no output."
+        output = output.replace(token, "[token]") if token else output
+        raise ValueError(f"{source} does not work in a process without this package:\n{output}")
+    return json.loads(run.stdout.splitlines()[-1])
 
 
-def difference(before: Answer, after: Answer) -> str | None:
-    """A sentence if the logits of two answers differ by more than `TOLERANCE`."""
-    apart = max(abs(one - other) for one, other in zip(before.logits, after.logits, strict=True))
-    if apart > TOLERANCE * (largest := max(map(abs, before.logits))):
+def difference(before: list[float], after: list[float]) -> str | None:
+    """A sentence if logits differ by more than `TOLERANCE`."""
+    apart = max(abs(one - other) for one, other in zip(before, after, strict=True))
+    if apart > TOLERANCE * (largest := max(map(abs, before))):
         return f"It answers differently: logits are up to {apart:.3g} apart, of at most {largest:.3g}."
     return None
 
 
-def main(request: Path, reply: Path) -> None:
-    """Loads what `request` names, and writes the answer."""
+def first_logits(model: Any, processor: Any) -> list[float]:
+    """The logits of the first token of a model's answer to a fixed image and question."""
+    from PIL import Image
+
+    ramp = Image.linear_gradient("L")
+    image = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
+    content = [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+    ).to(model.device, model.dtype)  # fmt: skip
+    logits = model(**inputs).logits[0, -1].double().cpu()
+    if not logits.isfinite().all():
+        raise ValueError("the model's logits are NaN or infinite")
+    return logits.tolist()
+
+
+def main() -> None:
+    """Loads what the request on the standard input names, and prints its logits."""
     here = Path(__file__).resolve().parent
     # The names of the files beside this one would shadow other modules.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
@@ -120,16 +104,11 @@ def main(request: Path, reply: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    content = json.loads(request.read_text(encoding="utf-8"))
-    asked, time_limit = content.pop("asked"), content.pop("time_limit")
     with torch.inference_mode():
-        model, processor = _load(**content)
-        faulthandler.dump_traceback_later(time_limit, exit=True)
-        answer = _answer(model, processor, asked)
-    reply.write_text(json.dumps(asdict(answer)), encoding="utf-8")
+        print(json.dumps(first_logits(*_load(**json.load(sys.stdin)))))
 
 
-def _load(source: str, revision: str | None, base: str | None, base_revision: str | None):
+def _load(source: str, revision: str | None, base: str | None, base_revision: str | None) -> tuple[Any, Any]:
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from transformers.utils import cached_file
 
@@ -151,33 +130,5 @@ def _load(source: str, revision: str | None, base: str | None, base_revision: st
     return model.eval(), AutoProcessor.from_pretrained(name, revision=at, trust_remote_code=True)
 
 
-def answer_each(model, processor, asked: Sequence[list[dict[str, Any]]]) -> list[str]:
-    """Answers conversations one by one, greedily, in at most 16 tokens."""
-    answers = []
-    for messages in asked:
-        inputs = processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-        )
-        tokens = model.generate(**inputs.to(model.device, model.dtype), max_new_tokens=16, do_sample=False)
-        answers.append(processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())
-    return answers
-
-
-def _answer(model, processor, asked: list[list[dict[str, Any]]]) -> Answer:
-    from PIL import Image
-
-    ramp = Image.linear_gradient("L")
-    image = Image.merge("RGB", (ramp, ramp.rotate(90), Image.radial_gradient("L")))
-    content = [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-    ).to(model.device, model.dtype)  # fmt: skip
-    logits = model(**inputs).logits[0, -1].double().cpu()
-    if not logits.isfinite().all():
-        raise ValueError("the model's logits are NaN or infinite")
-    return Answer(logits.tolist(), answer_each(model, processor, asked))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()

@@ -1,23 +1,19 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Publishing: a checkpoint folder to a Hub repository in one commit, checked before and loaded after.
-
-`normalign publish` is [`publish`].
-"""
+"""Publishing: a checkpoint folder to a Hub repository in one commit, checked before and loaded after."""
 
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import CommitInfo, HfApi
 from rich.table import Table
 
 from ...checkpoint.find import check_folder, check_repo_id
-from ...checkpoint.lock import LOCK, check_free
+from ...checkpoint.lock import check_free
 from ...checkpoint.names import ADAPTER_CONFIG, CARD
 from ..card.facts import Part
 from ..card.hand_written import check_replaceable
@@ -25,9 +21,9 @@ from ..card.write import card_in, render_card
 from ..demo import check_space, push_space
 from .adapter import pinned_base, published_config
 from .checkpoint_checks import check_checkpoint
-from .clean_process import Answer, ask_clean_process, difference
+from .clean_process import ask_clean_process, difference
 from .leaks import check_private
-from .repository import Pushed, Repository, find_repository, log_in, push
+from .repository import Repository, find_repository, log_in, push
 from .source import DIAGNOSTICS, EVALUATION, PublishSource, choose_files
 
 
@@ -47,12 +43,14 @@ class Publication:
     """What was published, or by a dry run would be.
 
     Attributes:
-        pushed: The commit; None for a dry run.
+        repository: The branch before.
+        commit: The commit that holds the files: the new one, or the head if nothing had to change; None for a dry run.
         space: Page of the Space, if one was published.
     """
 
     source: PublishSource
-    pushed: Pushed | None
+    repository: Repository
+    commit: CommitInfo | None = None
     space: str | None = None
 
 
@@ -114,14 +112,15 @@ def publish(
         )
     repository = Repository(HfApi(token=token), repo_id, branch=revision)
     if not dry_run:
-        api = log_in(repo_id, token, create_pr)
-        repository = find_repository(api, repo_id, branch=revision)
+        repository = find_repository(log_in(repo_id, token, create_pr), repo_id, branch=revision)
         if repository.commit and private not in (None, repository.private):
             is_now = "private" if repository.private else "public"
             raise ValueError(f"{repo_id} exists and is {is_now}. Change that in its settings on the Hub.")
         if space:
-            check_space(api, repo_id)
-    check_cards(checkpoint, repository, replace=replace_card)
+            check_space(repository.api, repo_id)
+    if not replace_card:
+        check_replaceable(card_in(checkpoint), str(checkpoint))
+        check_replaceable(repository.card, repo_id)
     with ExitStack() as temporary:
         folder, pinned = checkpoint, None
         if as_adapter:
@@ -135,77 +134,30 @@ def publish(
             if measured := [name for name in (EVALUATION, DIAGNOSTICS) if (checkpoint / name).exists()]:
                 notify(f"Warning: {' and '.join(measured)} of the adapter stay here, since it is merged.")
         check_checkpoint(folder)
-        done = send(
-            folder,
-            repository,
-            pinned,
-            notify=notify,
-            warn=lambda text: notify(f"Warning: {text}"),
-            replace_card=replace_card,
-            check_loading=check_loading,
-            dry_run=dry_run,
-            private=private,
-            create_pr=create_pr,
-        )
-    if done.pushed and not check_loading:
-        notify(f"{repo_id} was not loaded, neither from the folder nor from the Hub: whether others can is unknown.")
-    return replace(done, space=push_space(done.pushed, notify) if space and done.pushed else None)
-
-
-def send(
-    folder: Path,
-    repository: Repository,
-    base: Part | None,
-    *,
-    notify: Callable[[str], object],
-    warn: Callable[[str], object],
-    replace_card: bool = False,
-    check_loading: bool = False,
-    dry_run: bool = False,
-    path_in_repo: str | None = None,
-    **how: Any,
-) -> Publication:
-    """Sends a folder with its card in one commit, for `normalign publish` and for training runs.
-
-    Args:
-        base: That of an adapter, None if it is not on the Hub.
-        notify, warn: Receive messages about the progress, and what the author should know.
-        replace_card, check_loading, dry_run: As in [`publish`].
-        path_in_repo: Folder of the repository to which the whole checkpoint is sent as well, optimizer state included,
-            to resume from; but for `training_args.bin`, which holds the token.
-        how: Arguments of [`push`].
-    """
-    check_cards(folder, repository, replace=replace_card)
-    card = render_card(
-        folder, repo_id=repository.repo_id, revision=repository.branch, hub_card=repository.card, base=base
-    )
-    for warning in card.warnings:
-        warn(warning)
-    generated = {CARD: card.text.encode()}
-    if (folder / ADAPTER_CONFIG).is_file():
-        generated[ADAPTER_CONFIG] = published_config(folder, base)
-    source = choose_files(folder, generated, repository.files)
-    check_private(source, str(repository.api.token or ""))
-    before = None
-    if check_loading and not (dry_run and base):
-        notify("Loading it in a clean process.")
-        before = _ask(folder, None, base, repository.api)
-    if dry_run:
-        notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
-        return Publication(source, None)
-    files, stale = source.files, source.stale
-    if path_in_repo is not None:
-        paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in ("training_args.bin", LOCK)]
-        inside = {path.relative_to(folder).as_posix(): path for path in paths}
-        # Of what is published too, as that is: an adapter's configuration without a path of this machine.
-        files = files | {f"{path_in_repo}/{name}": files.get(name, path) for name, path in inside.items()}
-        # An earlier run on more processes left more random states.
-        stale += [path for path in repository.files if path.startswith(f"{path_in_repo}/") and path not in files]
-    pushed = push(repository, files, stale, notify=notify, **how)
+        card = render_card(folder, repo_id=repo_id, revision=revision, hub_card=repository.card, base=pinned)
+        for warning in card.warnings:
+            notify(f"Warning: {warning}")
+        generated = {CARD: card.text.encode()}
+        if as_adapter:
+            generated[ADAPTER_CONFIG] = published_config(folder, pinned)
+        source = choose_files(folder, generated, repository.files)
+        check_private(source, str(repository.api.token or ""))
+        before = None
+        if check_loading and not (dry_run and pinned):
+            notify("Loading it in a clean process.")
+            before = _ask(folder, None, pinned, repository.api)
+        if dry_run:
+            notify("It passed the checks." if before else "It passed the other checks, but was not loaded.")
+            return Publication(source, repository)
+        notify(f"Sending those of {len(source.files)} files that {repo_id} lacks.")
+        commit = push(repository, source.files, source.stale, private=private, create_pr=create_pr)
     if before:
-        notify(f"Loading {repository.repo_id} in the same way, at {pushed.commit}.")
-        verify(pushed, base, before)
-    return Publication(source, pushed)
+        notify(f"Loading {repo_id} in the same way, at {commit.oid}.")
+        _verify(repository, commit.oid, pinned, before)
+    else:
+        notify(f"{repo_id} was not loaded, neither from the folder nor from the Hub: whether others can is unknown.")
+    page = push_space(repository.api, repo_id, commit.oid, notify) if space else None
+    return Publication(source, repository, commit, page)
 
 
 def unsent_tables(done: Publication, repo_id: str) -> list[Table]:
@@ -222,42 +174,34 @@ def unsent_tables(done: Publication, repo_id: str) -> list[Table]:
 
 def summary(done: Publication) -> str:
     """What was sent and where to, and how to load exactly that."""
-    pushed = done.pushed
-    assert pushed is not None
-    repository, commit = pushed.repository, pushed.commit
-    sent = f"{len(done.source.files)} files in one commit" if commit != repository.commit else "nothing changed"
-    lines = [f"Sent to {repository.repo_id}: {sent}; removed: {', '.join(pushed.deleted) or 'nothing'}."]
-    lines += [f"Commit: {commit}", f"Repository: {repository.url}"]
-    lines += [f"Pull request: {pushed.pull_request}"] if pushed.pull_request else []
+    repository, source, commit = done.repository, done.source, done.commit
+    assert commit is not None
+    sent = f"{len(source.files)} files in one commit" if commit.oid != repository.commit else "nothing changed"
+    lines = [f"Sent to {repository.repo_id}: {sent}; removed: {', '.join(source.stale) or 'nothing'}."]
+    lines += [f"Commit: {commit.oid}", f"Repository: {repository.url}"]
+    lines += [f"Pull request: {commit.pr_url}"] if commit.pr_url else []
     lines += [f"Space: {done.space}"] if done.space else []
-    if ADAPTER_CONFIG in done.source.files:
-        return "\n".join([*lines, f'Load exactly this as its card says, with revision = "{commit}".'])
-    return "\n".join([*lines, "Load exactly this:", "", SNIPPET.format(repo_id=repository.repo_id, commit=commit)])
+    if ADAPTER_CONFIG in source.files:
+        return "\n".join([*lines, f'Load exactly this as its card says, with revision = "{commit.oid}".'])
+    snippet = SNIPPET.format(repo_id=repository.repo_id, commit=commit.oid)
+    return "\n".join([*lines, "Load exactly this:", "", snippet])
 
 
-def check_cards(folder: Path, repository: Repository, *, replace: bool = False) -> None:
-    """Raises ValueError if somebody else wrote the card of the folder or of the repository, unless to `replace` it."""
-    if not replace:
-        check_replaceable(card_in(folder), str(folder))
-        check_replaceable(repository.card, repository.repo_id)
-
-
-def verify(pushed: Pushed, base: Part | None, before: Answer) -> None:
+def _verify(repository: Repository, commit: str, base: Part | None, before: list[float]) -> None:
     """Loads the commit. Raises OSError if that fails, or if it answers differently from the folder."""
-    repository = pushed.repository
     try:
-        found = difference(before, _ask(repository.repo_id, pushed.commit, base, repository.api))
+        problem = difference(before, _ask(repository.repo_id, commit, base, repository.api))
     except (OSError, ValueError) as error:
-        found = str(error)
-    if found is not None:
+        problem = str(error)
+    if problem is not None:
         raise OSError(
-            f"{repository.repo_id} is at {pushed.commit}, but a clean process does not get from there what it gets "
-            f"from the folder. {found} The commit before it, {repository.commit}, still exists. Publish again to load "
-            "it once more; if that fails in the same way, report a bug."
+            f"{repository.repo_id} is at {commit}, but a clean process does not get from there what it gets from the "
+            f"folder. {problem} The commit before it, {repository.commit}, still exists. Publish again to load it "
+            "once more; if that fails in the same way, report a bug."
         )
 
 
-def _ask(source: str | Path, revision: str | None, base: Part | None, api: HfApi) -> Answer:
+def _ask(source: str | Path, revision: str | None, base: Part | None, api: HfApi) -> list[float]:
     base_id, base_revision = (base.hub_id, base.revision) if base else (None, None)
     token = str(api.token) if api.token else None
     return ask_clean_process(source, revision=revision, base=base_id, base_revision=base_revision, token=token)

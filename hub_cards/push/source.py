@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What is published of a checkpoint folder: the files on a list of names. All others stay, with a reason."""
 
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ...checkpoint.find import check_adapter
 from ...checkpoint.names import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -22,11 +22,10 @@ from ...checkpoint.names import (
     DYNAMICS,
     INDEX,
     PICKLES,
-    STATE,
     TRAINING_RECORD,
     WEIGHTS,
 )
-from ...checkpoint.untrusted import json_object, shards
+from ...checkpoint.untrusted import check_weights, json_object
 from ...diagnose.report import PAGE, REPORT, SCHEMA_VERSION, report_json
 from ...evaluate.results import FOLDER as EVALUATION, SUMMARY
 
@@ -54,17 +53,11 @@ BY_PEOPLE = (CARD, "LICENSE*", "LICENCE*", "NOTICE*")
 """Sent too, but never removed from a repository."""
 
 _EXCLUDED = {
-    "optimizer*": "optimizer state",
-    STATE: "the trainer's own state",
-    "checkpoint-*": "a checkpoint of training",
-    "samples": "answers to samples of the data",
-    "dropped_rows.jsonl": "rows of the data",
-    PAGE: "it shows images and questions of the data",
+    **dict.fromkeys(("samples", "dropped_rows.jsonl", PAGE), "it shows rows of the data"),
+    **dict.fromkeys([f"*{suffix}" for suffix in PICKLES], "a pickle"),
     REPORT: "not a report that this version can read",
-    "*.safetensors": "weights that this checkpoint does not load",
-    **{f"*{suffix}": "a pickle" for suffix in PICKLES},
-    **{f"{name}_[0-9]*.png": "it shows a sample of the data" for name in ("attention", "image", "baseline_image")},
-    ".*": "hidden",
+    **dict.fromkeys(("*.safetensors", INDEX), "weights that this checkpoint does not load"),
+    "*.png": "no figure of the report, or it shows rows of the data",
 }
 _FIGURE = r"(?!attention_\d|(baseline_)?image_\d)\w[\w.-]*\.png"  # of no sample, and with no folder in its name
 
@@ -74,8 +67,7 @@ class PublishSource:
     """What is published of a folder.
 
     Attributes:
-        files: Path in the repository -> content; of weights the file.
-        sizes: Path in the repository -> bytes.
+        files, sizes: Path in the repository -> content (of weights the file), and its bytes.
         excluded: Path in the folder -> why it is not sent. The path of a whole folder ends in "/".
         stale: Files of the repository that are removed: written by this package or transformers, and no longer sent.
     """
@@ -99,6 +91,7 @@ def choose_files(folder: Path, generated: Mapping[str, bytes], existing: Collect
     """
     folder = folder.resolve()
     chosen = {path.name for path in weight_files(folder)}
+    chosen |= set() if WEIGHTS in chosen else {INDEX}
     report = f"{DIAGNOSTICS}/{REPORT}"
     with suppress(OSError, ValueError):
         content, figures = public_report((folder / report).read_text("utf-8"))
@@ -113,8 +106,8 @@ def choose_files(folder: Path, generated: Mapping[str, bytes], existing: Collect
         else:
             files[relative] = path if path.suffix == ".safetensors" else path.read_bytes()
     files = dict(sorted({**files, **generated}.items()))
-    sizes = {path: len(each) if isinstance(each, bytes) else each.stat().st_size for path, each in files.items()}
     stale = sorted(path for path in existing if path not in files and _matches(path, WRITTEN))
+    sizes = {path: len(each) if isinstance(each, bytes) else each.stat().st_size for path, each in files.items()}
     return PublishSource(folder, files, sizes, dict(sorted(excluded.items())), stale)
 
 
@@ -137,28 +130,11 @@ def public_report(text: str) -> tuple[bytes, list[str]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that `from_pretrained` would read.
-
-    Raises:
-        ValueError: There are none, or those of two saves, or a shard is missing.
-    """
-    found = [folder / name for name in (WEIGHTS, INDEX, ADAPTER_WEIGHTS) if (folder / name).exists()]
-    if len(found) > 1:
-        raise ValueError(
-            f"{folder} holds {' and '.join(path.name for path in found)}, weights of two saves. Remove those that "
-            "should not be published."
-        )
-    if not found:
-        raise ValueError(
-            f"{folder} has no weights: no {WEIGHTS}, {INDEX} or {ADAPTER_WEIGHTS}. Pickled weights are not sent: load "
-            "the model and save it again."
-        )
-    if found == [folder / INDEX]:
-        index = json_object(found[0].read_bytes(), str(found[0]))
-        found = [folder / name for name in shards(index, f"{folder / INDEX}")]
-    if absent := [path.name for path in found if not path.is_file()]:
-        raise ValueError(f"{folder} lacks {', '.join(absent)}, which {INDEX} names. Save the model again.")
-    return found
+    """The safetensors files that would be loaded. Raises ValueError if there are none, or one is missing or broken."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        check_adapter(folder)
+        return [folder / ADAPTER_WEIGHTS]
+    return check_weights(folder)
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
@@ -166,22 +142,21 @@ def read_json(file: Path) -> dict[str, Any] | None:
     return json_object(file.read_bytes(), str(file)) if file.is_file() else None
 
 
-def read_norm(files: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Gain and bias of the norm after the projector, by name, and how many parameters each tensor has.
+def read_norm(files: Iterable[Path]) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Gain and bias of the norm after the projector, by name, and the names of all tensors.
 
-    Raises ValueError if a file is not whole. Of other tensors only the headers are read.
+    Raises ValueError if a file is not whole.
     """
-    norm, sizes = {}, {}
+    norm, names = dict[str, torch.Tensor](), set[str]()
     for path in files:
         try:
             with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    sizes[name] = math.prod(file.get_slice(name).get_shape())
-                    if "multi_modal_projector.norm." in name:
-                        norm[name] = file.get_tensor(name)
+                names |= {*file.keys()}
+                of_norm = [name for name in file.keys() if "multi_modal_projector.norm." in name]  # noqa: SIM118
+                norm |= {name: file.get_tensor(name) for name in of_norm}
         except SafetensorError as error:
             raise ValueError(f"{path} cannot be read: {error}. Was it cut short? Copy it again.") from error
-    return norm, sizes
+    return norm, names
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -199,7 +174,7 @@ def _matches(path: str, patterns: Mapping[str, tuple[str, ...]]) -> bool:
 
 def _reason(path: Path, relative: str, chosen: Collection[str]) -> str | None:
     """Why a file or folder is not sent; None for one that is."""
-    by_choice = path.suffix in (".safetensors", ".png") or path.name == REPORT
+    by_choice = path.suffix in (".safetensors", ".png") or path.name in (INDEX, REPORT)
     listed = _matches(relative, WRITTEN) or _matches(relative, {"": BY_PEOPLE})
     if listed and path.is_file() and path.suffix not in PICKLES and (relative in chosen or not by_choice):
         return None

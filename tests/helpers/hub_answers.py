@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
@@ -185,14 +184,11 @@ def validate_yaml(hub: "HubServer", request: Request) -> Answer:
 def preupload(hub: "HubServer", request: Request, kind: str, repo_id: str, revision: str) -> Answer:
     repository = visible(hub, request, kind, repo_id)
     files, answered = repository.resolve(revision).files, []
-    hosted = repository.read(".gitignore", revision).decode() if ".gitignore" in files else ""
-    ignored = request.json().get("gitIgnore", hosted).splitlines()
     for asked in request.json()["files"]:
         path, sample = asked["path"], base64.b64decode(asked["sample"])
         mode = "lfs" if stored_in_lfs(path, asked["size"], sample) else "regular"
         known = {"oid": files[path]} if path in files else {}
-        ignore = any(fnmatch(path, pattern) for pattern in ignored)
-        answered.append({"path": path, "uploadMode": mode, "shouldIgnore": ignore, **known})
+        answered.append({"path": path, "uploadMode": mode, "shouldIgnore": False, **known})
     return reply({"files": answered})
 
 

@@ -9,7 +9,6 @@
 import os
 import re
 import secrets
-import socket
 from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,8 +28,8 @@ class Fault:
     """A fault, for the first `times` of the requests `"METHOD /path"` that match the regular expression `request`.
 
     Attributes:
-        kind: A status, or "close" (the connection ends): nothing is done. "lost": done, but the connection ends
-            without an answer. "pause": done once `released` is set; `reached` is set when the request has come.
+        kind: A status, and nothing is done. "pause": done once `released` is set; `reached` is set when the request
+            has come.
     """
 
     kind: str | int
@@ -148,8 +147,6 @@ class _Handler(BaseHTTPRequestHandler):
             if fault:
                 fault.times -= 1
         kind, body = fault.kind if fault else None, self._body()
-        if kind == "close":
-            return self._hang_up()
         if isinstance(kind, int):
             return self._send(reply({"error": "this request was made to fail"}, kind))
         if fault and kind == "pause":
@@ -160,8 +157,6 @@ class _Handler(BaseHTTPRequestHandler):
                 answer = self._answer(body)
         except Refusal as refusal:
             answer = reply({"error": str(refusal)}, refusal.status, refusal.headers)
-        if kind == "lost":
-            return self._hang_up()
         self._send(answer)
 
     def _answer(self, body: bytes) -> Answer:
@@ -192,10 +187,6 @@ class _Handler(BaseHTTPRequestHandler):
         if len(chunk) < size:
             raise ConnectionAbortedError("the client went away")
         return chunk
-
-    def _hang_up(self) -> None:
-        self.close_connection = True
-        self.connection.shutdown(socket.SHUT_RDWR)
 
     def _send(self, answer: Answer) -> None:
         if self.command == "GET" and answer.download:

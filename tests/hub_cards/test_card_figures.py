@@ -1,6 +1,5 @@
 """Every figure and sentence of a card, by hand from what `card_folder` writes."""
 
-
 import card_folder as made
 import pytest
 from card_folder import listed, rows, section

@@ -7,7 +7,6 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.hub_cards.push import clean_process
 from normalign_llava.hub_cards.push.clean_process import QUESTION, ask_clean_process
 
 
@@ -34,12 +33,4 @@ def test_without_a_token_of_this_machine_it_gets_what_the_package_gives(built, m
     inputs = processor(images=image, text=text, return_tensors="pt")
     with torch.no_grad():
         logits = model(**inputs).logits[0, -1].double()
-    torch.testing.assert_close(torch.tensor(answer.logits).double(), logits, rtol=1e-5, atol=1e-6)
-
-
-def test_a_chat_template_without_end_is_stopped_and_named(folder, monkeypatch):
-    monkeypatch.setattr(clean_process, "TIME_LIMIT", 3)
-    loops = "".join("{% for each in range(9999) %}" for _ in range(5)) + "{% endfor %}" * 5
-    (folder / "chat_template.jinja").write_text(loops)
-    with pytest.raises(ValueError, match=r"(?s)does not work in a process.*Timeout.*in apply_chat_template"):
-        ask_clean_process(folder)
+    torch.testing.assert_close(torch.tensor(answer).double(), logits, rtol=1e-5, atol=1e-6)

@@ -212,11 +212,9 @@ SEND = f"""
 import json, sys
 from huggingface_hub import HfApi, get_token
 from normalign_llava.hub_cards.demo import check_space, push_space
-from normalign_llava.hub_cards.push.repository import Pushed, Repository
 api, said = HfApi(token=get_token()), {{}}
-for repo_id, private in json.loads(sys.argv[1]).items():
-    pushed = Pushed(Repository(api, repo_id, private=private), {COMMIT!r}, [])
-    for does in (lambda: check_space(api, repo_id), lambda: push_space(pushed, lambda line: None)):
+for repo_id in json.loads(sys.argv[1]):
+    for does in (lambda: check_space(api, repo_id), lambda: push_space(api, repo_id, {COMMIT!r}, lambda line: None)):
         try:
             does()
             said.setdefault(repo_id, []).append(None)
@@ -228,8 +226,9 @@ print(json.dumps(said))
 
 def send(hub, prepared, **private):
     """For each of Ann's models, what `check_space` and `push_space` of its Space said; None if nothing was wrong."""
-    models = json.dumps({f"ann/{name}": is_private for name, is_private in private.items()})
-    ran = prepared.run(["-c", SEND, models], HF_TOKEN=hub.token("ann"))
+    for name, is_private in private.items():
+        hub.create(f"ann/{name}", private=is_private)
+    ran = prepared.run(["-c", SEND, json.dumps([f"ann/{name}" for name in private])], HF_TOKEN=hub.token("ann"))
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 

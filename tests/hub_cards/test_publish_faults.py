@@ -22,28 +22,19 @@ def published(hub, folder, commits):
     return same and len(repository.commits()) == commits
 
 
-@pytest.mark.parametrize("kind, request_", [(403, CREATE), (500, COMMIT), ("close", COMMIT)])
+@pytest.mark.parametrize("kind, request_", [(403, CREATE), (500, COMMIT)])
 def test_a_fault_leaves_the_branch_and_the_next_run_sends_the_rest(publish, hub, folder, kind, request_):
     if request_ != CREATE:
         hub.create("ann/m", files={"config.json": b"old"})
     before = {name: repository.head() for name, repository in hub.repositories.items()}
     hub.fault(kind, request_)
     status, shown = publish(folder, "--no-verify")
-    assert status == 1 and (kind == "close" or f"({kind})" in shown)
-    assert "Nothing was sent" in shown or "ann/m is unchanged" in shown
+    assert status == 1 and f"({kind})" in shown and "Run the command again" in shown
     assert {name: repository.head() for name, repository in hub.repositories.items()} == before
     received = hub.received.total()
     status, shown = publish(folder, "--no-verify")
     assert status == 0 and published(hub, folder, 3 if before else 2)
     assert not received or hub.received.total() == received, "what was uploaded was sent again"
-
-
-def test_after_a_lost_answer_the_next_run_makes_no_second_commit(publish, hub, folder):
-    hub.fault("lost", COMMIT)
-    status, shown = publish(folder, "--no-verify")
-    assert status == 1 and f"has moved since, to {hub.repository('ann/m').commit}" in shown
-    status, shown = publish(folder, "--no-verify")
-    assert status == 0 and "nothing changed" in shown and published(hub, folder, 2)
 
 
 def test_killed_during_the_upload_and_run_again(start, publish, hub, folder):
@@ -62,11 +53,10 @@ def test_tokens_that_may_not_publish(publish, hub, folder):
     for token, words in {
         hub.token("ann", role="read"): "may only read",
         " ": "hf auth login",
-        hub.token("bob", orgs=("lab",)): "ann/m belongs to ann",
+        hub.token("bob", orgs=("lab",)): "bob may publish as bob/... or lab/..., not as ann/m",
     }.items():
         status, shown = publish(folder, token=token)
         assert status == 1 and words in shown, shown
-    assert "bob/... or lab/..." in shown and "--create-pr" in shown
     assert not [line for line in hub.requests if line.startswith(("POST", "PUT"))]
 
 
@@ -81,6 +71,6 @@ def test_of_two_publishers_the_slower_gets_an_error(start, publish, hub, folder,
     theirs = repository.commit
     pause.released.set()
     done = slower.wait()
-    assert done.returncode == 1 and theirs in done.stderr and repository.commit == theirs
+    assert done.returncode == 1 and "A commit has happened since" in done.stderr and repository.commit == theirs
     assert publish(folder, "--no-verify")[0] == 0 and repository.head().parent == theirs
     assert "training.json" not in repository.head().files

@@ -54,8 +54,7 @@ def test_of_a_trainers_checkpoint_the_adapter_is_sent_alone(built, tmp_path):
         assert {"adapter_config.json", "adapter_model.safetensors"} <= found.files.keys()
         assert not any(path.endswith((".bin", ".pt", ".pth")) for path in found.files)
         assert found.excluded["training_args.bin"] == "a pickle"
-    assert found.excluded["optimizer.pt"] == "optimizer state"
-    assert found.excluded["trainer_state.json"] == "the trainer's own state"
+    assert {"optimizer.pt", "trainer_state.json"} <= found.excluded.keys()
 
 
 def test_everything_else_is_excluded_with_a_reason(folder):
@@ -66,15 +65,15 @@ def test_everything_else_is_excluded_with_a_reason(folder):
     found = choose_files(folder, {})
     assert found.files.keys() == BUILT | {*sent, "README.md", "dynamics.jsonl", "training.json"}
     assert found.excluded == {
-        ".cache/": "hidden",
-        ".env": "hidden",
+        ".cache/": "not on the list of what is sent",
+        ".env": "not on the list of what is sent",
         "LICENSE.pt": "a pickle",
-        "dropped_rows.jsonl": "rows of the data",
+        "dropped_rows.jsonl": "it shows rows of the data",
         "evaluation/pope/": "not on the list of what is sent",
         "my.py": "not on the list of what is sent",
         "notes.txt": "not on the list of what is sent",
         "pytorch_model.bin": "a pickle",
-        "samples/": "answers to samples of the data",
+        "samples/": "it shows rows of the data",
         "tf/": "not on the list of what is sent",
         "tokenizer.pkl": "a pickle",
     }
@@ -91,18 +90,18 @@ def test_the_shards_that_the_index_names_are_sent(sharded, tmp_path):
     assert found.excluded == {stale: "weights that this checkpoint does not load"} and found.stale == [stale]
 
     (folder / shards[1]).unlink()
-    with pytest.raises(ValueError, match=f"lacks {shards[1]}, which {INDEX} names"):
+    with pytest.raises(ValueError, match=f"names {shards[1]}, which"):
         choose_files(folder, {})
 
 
-def test_weights_of_two_saves_and_none_are_errors(folder, sharded):
+def test_of_two_saves_the_weights_that_are_loaded_are_sent(folder, sharded):
     stored.in_one_file(folder)
     shutil.copyfile(sharded / INDEX, folder / INDEX)
-    with pytest.raises(ValueError, match=f"{WEIGHTS} and {INDEX}, weights of two saves"):
-        choose_files(folder, {})
+    found = choose_files(folder, {}, existing=[INDEX])
+    assert WEIGHTS in found.files and found.excluded.keys() == {INDEX} == {*found.stale}
     (folder / INDEX).unlink()
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"no weights.*save it again"):
+    with pytest.raises(ValueError, match="no weights in safetensors"):
         choose_files(folder, {})
 
 
@@ -128,9 +127,8 @@ def test_a_diagnosis_is_sent_without_samples(diagnosed):
     figures = {drawing["file"] for drawing in before["figures"]}
     samples = {name for name in figures if name.startswith("attention_") and name != "attention_depth.png"}
     assert samples and sent == figures - samples | {"report.json"}
-    assert found.excluded["diagnostics/report.html"] == "it shows images and questions of the data"
-    assert found.excluded["diagnostics/image_9.png"] == "it shows a sample of the data"
-    assert "diagnostics/stray.png" in found.excluded
+    assert found.excluded["diagnostics/report.html"] == "it shows rows of the data"
+    assert {"diagnostics/image_9.png", "diagnostics/stray.png"} <= found.excluded.keys()
 
     after = json.loads(found.files["diagnostics/report.json"])
     assert {drawing["file"] for drawing in after["figures"]} == figures - samples

@@ -14,7 +14,7 @@ from normalign_llava.diagnose.measure.attention import attention_maps
 from normalign_llava.diagnose.measure.embeddings import embedding_table_of, gain_of
 from normalign_llava.diagnose.measure.encoder import probe_encoder
 from normalign_llava.hub_cards import demo_app
-from normalign_llava.hub_cards.push.clean_process import _answer, answer_each, difference
+from normalign_llava.hub_cards.push.clean_process import difference, first_logits
 
 
 def same(found, expected):
@@ -57,12 +57,10 @@ def test_attention_tables_and_encoder():
 def test_the_demo_answers_and_looks_as_on_the_cpu(checkpoint, tmp_path):
     model, processor = demo_parts.load(checkpoint)
     demo_parts.noise((16, 16)).save(tmp_path / "image.png")
-    content = [{"type": "text", "text": "what is it"}]
 
     def answers():
-        said = answer_each(model, processor, [[{"role": "user", "content": content}]] * 2)
         *_, (text, maps) = demo_app.answer(model, processor, str(tmp_path / "image.png"), "what is it", 4)
-        return said, text, [caption for _, caption in maps]
+        return text, [caption for _, caption in maps]
 
     expected = answers()
     model.to(STRICT)
@@ -72,8 +70,8 @@ def test_the_demo_answers_and_looks_as_on_the_cpu(checkpoint, tmp_path):
 def test_a_clean_process_asks_a_model_that_is_not_on_the_cpu(checkpoint):
     """As bitsandbytes' are, which transformers places on the GPU."""
     model, processor = demo_parts.load(checkpoint)
-    expected = _answer(model, processor, [])
-    assert difference(_answer(model.to(STRICT), processor, []), expected) is None
+    expected = first_logits(model, processor)
+    assert difference(first_logits(model.to(STRICT), processor), expected) is None
 
 
 def test_a_processor_is_checked_on_the_model_s_device(checkpoint):
