@@ -23,7 +23,6 @@ from ..assembly.processing import text_tokenizer
 from .load import find, load
 from .measure.depth import DepthProbe
 from .measure.families import decoder_layers, find_parts
-from .measure.theory import rotation_angle
 from .report import KINDS
 
 
@@ -35,6 +34,17 @@ LARGEST = 1e6
 
 PASSAGES = files(__package__).joinpath("passages.txt").read_text(encoding="utf-8").splitlines()
 """What the layers read: plain text of several kinds."""
+
+
+def rotation_angle(norm: float, update: float, angle: float) -> float:
+    """Angle between a state h and h + dh, in [0, pi]: tan(omega) = c sin(phi) / (||h|| + c cos(phi)) (eqs. 8, 13).
+
+    Args:
+        norm: ||h||, the norm of the state.
+        update: c, the norm of the update dh. If it more than undoes the state, the angle is over pi/2.
+        angle: phi, the angle between the state and its update, in radians.
+    """
+    return math.atan2(update * math.sin(angle), norm + update * math.cos(angle))
 
 
 @dataclass(frozen=True)

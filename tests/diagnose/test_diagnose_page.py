@@ -36,10 +36,10 @@ class Contents(HTMLParser):
 
 def drawings(folder) -> list[Drawing]:
     Image.new("RGB", (1125, 450), "white").save(folder / "depth.png")
-    Image.new("RGB", (600, 900), "white").save(folder / "predicted.png")
+    Image.new("RGB", (600, 900), "white").save(folder / "rotation.png")
     return [
         Drawing("depth.png", "Norms in depth", "Mean norm by layer (figure 4a).", "depth"),
-        Drawing("predicted.png", "Predicted", "Predicted and measured.", "theory"),
+        Drawing("rotation.png", "Rotation", "By layer.", "depth"),
     ]
 
 
@@ -86,7 +86,7 @@ def test_the_page_loads_nothing_from_outside_and_runs_no_text_of_data(tmp_path):
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in text
     assert not re.search(r"https?:|url\(|@import", text) and str(tmp_path) not in text
-    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "depth.png", "predicted.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "depth.png", "rotation.png"}
 
 
 def test_tables_are_accessible(tmp_path):

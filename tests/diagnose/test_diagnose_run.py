@@ -137,7 +137,7 @@ def test_every_file_is_listed_and_every_figure_there(compared, alone):
             Image.open(path).verify()
     names = {name.removesuffix(".png") for name in listed(stored(compared[0].folder))}
     assert {f"{kind}_{number}" for kind in ("attention", "image", "baseline_image") for number in (1, 4)} <= names
-    assert {"interface", "norms", "cosine", "rotation", "dynamics", "predicted"} <= names
+    assert {"interface", "norms", "cosine", "rotation", "dynamics"} <= names
 
 
 def test_no_path_and_nobody_is_named(compared, alone, root):
