@@ -16,7 +16,7 @@ from textwrap import shorten
 from typing import Any
 from unittest.mock import patch
 
-from lm_eval import evaluate, evaluator, simple_evaluate
+from lm_eval import evaluator, simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.loggers import EvaluationTracker
@@ -149,23 +149,6 @@ def run_task(lm: LM, task: str | Task, manager: TaskManager, *, limit: int | Non
     assert found is not None  # in the first process
     found["config"]["apply_chat_template"] = chat  # which the harness does not write
     return found
-
-
-def load_task(task: str, manager: TaskManager) -> TaskDict:
-    """A task or group of tasks with its data, for [`sample_scores`]."""
-    loaded = manager.load([task])
-    for each in loaded["tasks"].values():
-        each.set_fewshot_seed(SEED)
-        if each.get_config("num_fewshot") is None:
-            each.set_config("num_fewshot", 0)
-    return loaded
-
-
-def sample_scores(lm: LM, task: str, loaded: TaskDict, *, limit: int) -> dict[str, float]:
-    """The scores of a task on its first samples, by metric; those of its parts are left out."""
-    options = {"log_samples": False, "apply_chat_template": _is_chat(lm, loaded)}
-    found = evaluate(lm, loaded, limit=limit, bootstrap_iters=0, **options)
-    return {metric.name: metric.value for metric in _metrics(found, task) if metric.subset is None}
 
 
 def save(found: dict[str, Any], folder: Path, *, model: str) -> None:

@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job, and then in all it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONGEST = ["quickstart_run", "docs", "train_push", "publish", "diagnose_run", "offline", "device", "demo"]
+LONGEST = ["quickstart_run", "docs", "publish", "train_push", "diagnose_run", "offline", "device", "demo"]
 
 
 def pytest_collection_modifyitems(items):

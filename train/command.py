@@ -48,7 +48,7 @@ SHOWN = {
         *("global_batch_size", "per_device_train_batch_size", "packing", "tokens_per_device"),
     ),
     "Adapters": ("use_peft", "lora_r", "load_in_4bit"),
-    "While training": ("eval_strategy", "eval_suite", "report_to", "resume_from_checkpoint"),
+    "While training": ("eval_strategy", "report_to", "resume_from_checkpoint"),
     "Memory": ("dry_run", "device_memory"),
     "Several processes": ("accelerate_config", "num_processes"),
 }

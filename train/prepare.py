@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from torch import nn
 from torch.optim import Optimizer
 from transformers import AutoProcessor, BitsAndBytesConfig, DataCollator, LlavaProcessor, TrainingArguments
+from transformers.trainer_utils import HubStrategy
 
 from ..assembly.processing import settle
 from ..checkpoint.find import find_checkpoint
@@ -184,11 +185,11 @@ def check_collator(collator: DataCollator, args: NormAlignConfig, compares_rows:
 def normalign_config(
     args: TrainingArguments | None, model: Any, collator: DataCollator | None = None
 ) -> NormAlignConfig:
-    """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it means in TRL, with three exceptions.
+    """A copy of the options as `NormAlignConfig`. An `SFTConfig` means what it means in TRL, with four exceptions.
 
     The loss is on the assistant's turns even if `assistant_only_loss` is false, with a warning: on every token, image
     tokens would be labels. (A collator of another kind makes its own labels.) Rows longer than `max_length` are
-    dropped, not cut. `packing` keeps the rows of each step.
+    dropped, not cut. `packing` keeps the rows of each step. Nothing is pushed before the end of training.
     """
     if args is None:
         return NormAlignConfig(f"{Path(str(getattr(model, 'name_or_path', model))).name}-SFT")
@@ -199,6 +200,8 @@ def normalign_config(
     if not given.get("assistant_only_loss") and (collator is None or isinstance(collator, ConversationCollator)):
         logger.warning("assistant_only_loss is False, but the loss is on the assistant's turns alone: set it to True.")
     decided = {"assistant_only_loss": True, "remove_unused_columns": False, "sample_count": 0}
+    if given.get("hub_strategy") == HubStrategy.EVERY_SAVE:  # TRL's default
+        decided["hub_strategy"] = HubStrategy.END
     return NormAlignConfig(**{**given, **decided})
 
 

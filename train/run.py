@@ -20,7 +20,6 @@ from ..data.sources.mixtures import load_data
 from ..errors import Console, Terminated
 from .batches.collator import ConversationCollator
 from .batches.packing import check_longest
-from .callbacks.suite import suite_tasks
 from .command import next_command
 from .dry_run import remedy
 from .keeping.checkpoints import writing_result
@@ -34,7 +33,6 @@ from .modules.model import check_checkpoint, check_quantized
 from .options.arguments import ModelArguments, NormAlignConfig
 from .options.parsing import accumulation_steps, parse
 from .prepare import check_one_gpu
-from .push import check_hub
 from .shapes import ACTIVATIONS
 from .trainer import NormAlignTrainer
 
@@ -99,13 +97,12 @@ def train(
         console.print(*render_dropped(dropped), sep="\n")
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         trainer.save_state()
-        if args.push_to_hub:
-            pushed = trainer.push_to_hub()  # which saves first
-            console.print(f"Pushed to {pushed.repository.url}, commit {pushed.commit}." if pushed else "")
-        else:
-            with writing_result(output):
-                trainer.save_model()
+        with writing_result(output):
+            trainer.save_model(_internal_call=True)
         console.print(*render_dropped(dropped), sep="\n")
+        if args.push_to_hub:
+            done = trainer.publish()
+            console.print(f"Published as {done.pushed.repository.url}, commit {done.pushed.commit}." if done else "")
         trainer.end()  # trackers, and the process group
     return output
 
@@ -125,10 +122,8 @@ def dry_run(arguments: Sequence[str]) -> bool:
                 raise ValueError("dry_run cannot count ZeRO-3. Count with fsdp2, which divides as much.")
             resume = resolve_resume(args.resume_from_checkpoint, Path(args.output_dir), args.world_size)
             check_checkpoint(str(model.model_name_or_path), args, model.model_revision)
-            if args.push_to_hub and args.process_index == 0:
-                check_hub(Path(args.output_dir), args.hub_model_id, args.hub_token, args.hub_revision)
             outputs.append(args.output_dir)
-            args.output_dir, args.push_to_hub = folder, False  # which the Trainer makes when it is made
+            args.output_dir, args.push_to_hub = folder, False  # the Trainer would create both
             trainer = make_trainer(data, args, model, DroppedRows(Path(folder) / "dropped_rows.jsonl"))
             if resume:
                 check_same_run(trainer.record, resume)
@@ -160,8 +155,6 @@ def make_trainer(
     args.gradient_accumulation_steps = accumulation_steps(args)
     if (model_args.load_in_4bit or model_args.load_in_8bit) and is_deepspeed_zero3_enabled():
         raise ValueError("load_in_4bit and load_in_8bit cannot be used with ZeRO-3. Use ddp or zero2.")
-    if args.eval_suite:
-        suite_tasks(args)
     checkpoint, config = check_checkpoint(str(model_args.model_name_or_path), args, model_args.model_revision)
     peft_config = get_peft_config(model_args)
     quantization = model_args.quantization

@@ -3,6 +3,7 @@
 """`NormAlignTrainer`: TRL's `SFTTrainer` for a model with a norm, and what it does differently."""
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,10 +31,11 @@ from transformers import (
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import IntervalStrategy
+from transformers.utils import CONFIG_NAME
 from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint.files import write_json
-from ..checkpoint.names import BUILD_RECORD, TRAINING_RECORD
+from ..checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
 from ..checkpoint.provenance import read_beside
 from ..checkpoint.weights import index_folder, no_progress_bar, stored_tensors, unchanged_files, write_weights
 from ..data.rows.images import ImageRules, image_problem
@@ -48,7 +50,6 @@ from .callbacks.finite import FiniteCheck
 from .callbacks.measurements import Measurements
 from .callbacks.progress import DataWait, show_lines
 from .callbacks.samples import SampleCallback
-from .callbacks.suite import SuiteCallback
 from .dry_run import largest_batch
 from .keeping.checkpoints import writing_checkpoint
 from .keeping.disk import check_disk, disk_use
@@ -72,7 +73,6 @@ from .modules.model import (
 from .modules.sharding import fill_gradients, name_as_unsharded, prepare_sharding
 from .options.arguments import keep_float32
 from .prepare import Prepared, checked_rows, normalign_config, prepare
-from .push import PushingTrainer
 
 
 logger = get_logger(__name__)  # logs in one process only
@@ -81,20 +81,19 @@ OVERRIDDEN = (
     "_get_grad_norm",
     "_get_train_sampler",
     "_load_from_checkpoint",
-    "_push_from_checkpoint",
     "_run_epoch",
     "_save",
     "_save_checkpoint",
     "_save_rng_state",
     "_total_train_tokens",
 )
-"""What is private in the Trainer and overridden here and in [`PushingTrainer`]."""
+"""What is private in the Trainer and overridden here."""
 
 if renamed := set(OVERRIDDEN) - {*dir(SFTTrainer), *SFTTrainer.__init__.__code__.co_names}:
     raise ImportError(f"TRL's SFTTrainer has no {', '.join(sorted(renamed))} any more. Install an older transformers.")
 
 
-class NormAlignTrainer(PushingTrainer):
+class NormAlignTrainer(SFTTrainer):
     """[`SFTTrainer`] for NormAlign-LLaVA, with the same arguments in the same order.
 
     Args:
@@ -152,7 +151,6 @@ class NormAlignTrainer(PushingTrainer):
         if formatting_func is not None:
             raise ValueError("formatting_func turns rows into text, without images. Give rows with messages instead.")
         args = normalign_config(args, model, data_collator)
-        suite = [SuiteCallback(args, self.log)] if args.eval_suite else []
         ready = prepare(
             model,
             args,
@@ -188,7 +186,7 @@ class NormAlignTrainer(PushingTrainer):
                 ready.processor,
                 compute_loss_func=compute_loss_func,
                 compute_metrics=compute_metrics,
-                callbacks=[self.measurements, self.data_wait, *suite, *(callbacks or [])],
+                callbacks=[self.measurements, self.data_wait, *(callbacks or [])],
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -437,11 +435,11 @@ class NormAlignTrainer(PushingTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves what the Trainer saves, the records of building and training, and in `output_dir` the card.
 
-        With `push_to_hub`, a user's call also pushes `output_dir`, as the Trainer does. Under FSDP and ZeRO-3 all
+        With `push_to_hub`, a user's call also publishes `output_dir`, as the Trainer's. Under FSDP and ZeRO-3 all
         processes must call it, as the Trainer's; otherwise the first one alone may.
 
         Raises:
-            ValueError, OSError: What [`push_to_hub`] raises.
+            ValueError, OSError: What [`publish`] raises.
             FloatingPointError: Training made weights NaN or infinite.
         """
         self.finite.check_weights(self.model)
@@ -459,7 +457,58 @@ class NormAlignTrainer(PushingTrainer):
         if folder == Path(self.args.output_dir):
             self.create_model_card()
         if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save")
+            self.publish()
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """Writes our card into `output_dir`, if there is a model; text written by hand is kept. Arguments are ignored.
+
+        TRL's card would call it a text-generation model fine-tuned from None. A card that somebody else wrote, or a
+        damaged record, is only a warning: training is done, and the steps that follow must not fail because of it.
+        """
+        folder = Path(self.args.output_dir)
+        if self.is_world_process_zero() and any((folder / name).exists() for name in (CONFIG_NAME, ADAPTER_CONFIG)):
+            from ..hub_cards.card.write import write_card
+
+            try:
+                write_card(folder, repo_id=self.hub_model_id)
+            except ValueError as error:
+                logger.warning(f"The card of {folder} was not written: {error}")
+
+    def push_to_hub(self, *args, token: str | None = None, revision: str | None = None, **kwargs) -> Any:
+        """Saves the model, and [`publish`]es it. Other arguments of the Trainer's are ignored."""
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token)
+        self.save_model(_internal_call=True)
+        return self.publish(token=token, revision=revision)
+
+    def publish(self, token: str | None = None, revision: str | None = None) -> Any:
+        """Publishes what lies in `output_dir` as [`normalign_llava.publish`] does, whose result it returns.
+
+        An adapter is sent as one if its base is on the Hub; otherwise it is merged. Processes other than the first do
+        nothing.
+
+        Raises:
+            ValueError, OSError: It was not published. The message names the command that does it.
+        """
+        if not self.is_world_process_zero():
+            return None
+        from ..hub_cards.push.adapter import recorded_base
+        from ..hub_cards.push.publish import publish
+
+        folder, repo_id = self.args.output_dir, self.hub_model_id
+        revision = revision or self.args.hub_revision or "main"
+        as_adapter = recorded_base(Path(folder)) is not None
+        try:
+            return publish(
+                folder, repo_id, revision=revision, as_adapter=as_adapter, token=token or self.args.hub_token
+            )
+        except (ValueError, OSError) as error:
+            words = ["normalign", "publish", folder, "--repo-id", repo_id, "--revision", revision]
+            words += ["--adapter"] if as_adapter else []
+            raise (ValueError if isinstance(error, ValueError) else OSError)(
+                f"{error}\nThe trained model is complete in {folder}. Once that is fixed, publish it with "
+                f"`{shlex.join(words)}`; it need not be trained again."
+            ) from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         # Adapters are PEFT's to save. An empty state is that of DeepSpeed if it does not gather weights.

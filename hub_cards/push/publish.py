@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Publishing: a checkpoint folder to a Hub repository in one commit, checked before and loaded after.
 
-`normalign publish` is [`publish`]. It and training runs (`train/push.py`) send with [`send`].
+`normalign publish` is [`publish`].
 """
 
 import os

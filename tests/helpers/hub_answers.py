@@ -157,11 +157,11 @@ def download(
 
 
 def create_repository(hub: "HubServer", request: Request) -> Answer:
-    asked = request.json()
-    kind, repo_id = (
-        asked.get("type") or "model",
-        f"{asked.get('organization') or signed_in(request).name}/{asked['name']}",
-    )
+    asked, account = request.json(), signed_in(request)
+    kind, owner = asked.get("type") or "model", asked.get("organization") or account.name
+    if account.role == "read" or owner not in (account.name, *account.orgs):
+        raise Refusal(403, "Forbidden", f"You may not create a {kind} under the namespace {owner}")
+    repo_id = f"{owner}/{asked['name']}"
     url = {"url": f"{hub.url}/{address(kind, repo_id)}"}
     if address(kind, repo_id) in hub.repositories:
         message = f"You already created this {kind} repo"

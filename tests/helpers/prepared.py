@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 MODULES = [
-    *(f"normalign_llava.{name}" for name in ("cli", "train.run", "train.push", "diagnose.run", "assembly.merge")),
+    *(f"normalign_llava.{name}" for name in ("cli", "train.run", "diagnose.run", "assembly.merge")),
     *(f"normalign_llava.hub_cards.{name}" for name in ("push.publish", "card.write")),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llava", "llama", "clip", "siglip")),
     *("transformers.models.llava.processing_llava", "transformers.tokenization_utils_tokenizers"),

@@ -1,4 +1,4 @@
-"""Two tiny tasks, written into a folder, and the options that evaluate them in training."""
+"""Two tiny tasks, written into a folder."""
 
 import training
 import yaml
@@ -14,11 +14,6 @@ def said(document, answers):
     random.random(), np.random.rand(), torch.rand(3)
     return {"letters": sum(map(ord, answers[0])), "e": answers[0].count("e")}
 """
-
-
-def options(tasks) -> dict:
-    names = "tiny_looking, tiny_choosing"
-    return {"eval_suite": names, "eval_suite_path": str(tasks), "eval_suite_limit": 3}
 
 
 def write(tasks) -> None:

@@ -194,6 +194,7 @@ def test_every_option_of_trl_arrives(tmp_path):
     given = SFTConfig(**changed)
     decided = {
         "assistant_only_loss": True,
+        "hub_strategy": "end",
         "logging_nan_inf_filter": False,
         "remove_unused_columns": False,
         "router_aux_loss_coef": 0.0,
@@ -206,6 +207,8 @@ def test_every_option_of_trl_arrives(tmp_path):
     for name, value in decided.items():
         assert getattr(ours, name) == value
     assert ours.hub_token == "secret"
+    with pytest.raises(ValueError, match="hub_strategy cannot be used here: .* `normalign publish CHECKPOINT`"):
+        normalign_config(SFTConfig(**{**changed, "hub_strategy": "checkpoint"}), "model")
     assert ours.learning_rates(use_peft=False) == dict.fromkeys(("vision", "projector", "norm", "language"), 2e-5)
     assert (
         normalign_config(TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=3e-4), "").learning_rate == 3e-4

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import stored
-import suite_tasks
 import torch
 import train_data
 import training
@@ -102,9 +101,7 @@ class Room:
         for number in (3, 4):  # the one is met by process 1, the other by process 0
             (folder / "bad" / f"{number}.png").write_bytes(b"no image")
         untied = {"model_name_or_path": self.bare, "arm": "gwc"}
-        suite_tasks.write(folder / "tasks")
-        suite = suite_tasks.options(folder / "tasks")
-        mixed = {**untied, "eval_dataset_name": self.data["eval"], **EVALUATED, **suite}
+        mixed = {**untied, "eval_dataset_name": self.data["eval"], **EVALUATED}
         mixed["probe_steps"] = 2
         half = {**untied, "bf16": "true", "save_strategy": "steps", "save_steps": 2}
         frozen = {**half, "model_name_or_path": self.half, "language_learning_rate": 0, "vision_learning_rate": 0}
@@ -210,14 +207,13 @@ def assert_same_run(ours: Path, reference: Path, weights: float, figures: float,
         )
     logs = (json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (ours, reference))
     for step, same_step in zip(*logs, strict=True):
-        assert step.keys() & {"loss", "eval_loss", "train_loss", *SUITE}
+        assert step.keys() & {"loss", "eval_loss", "train_loss"}
         for key in step.keys() & FIGURES:
             assert step[key] == pytest.approx(same_step[key], rel=figures, abs=1e-12), (step["step"], key)
 
 
 FIGURES = {"loss", "eval_loss", "learning_rate", "grad_norm", "gain/l2", "gain/mean_abs", "bias/mean_abs"}
-SUITE = {"eval_tiny_looking_letters", "eval_tiny_looking_e", "eval_tiny_choosing_acc"}
-FIGURES |= SUITE | {"gwc/factor", "norm/visual", "norm/text", "clip/share", "cosine/visual", "cosine/text"}
+FIGURES |= {"gwc/factor", "norm/visual", "norm/text", "clip/share", "cosine/visual", "cosine/text"}
 FIGURES |= {f"{kind}/{part}" for kind in ("grad_norm", "update_ratio") for part in PARTS}
 
 

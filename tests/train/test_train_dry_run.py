@@ -47,8 +47,6 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(tmp_path, parts):
         (["--device_memory", "24"], "--device_memory must have a unit, as 24GiB has, got 24"),
         (["--dry_run", "false", "--device_memory", "24GiB"], "--device_memory is for a dry run"),
         (["--global_batch_size", "3"], "3 is not a multiple"),
-        (["--push_to_hub"], "There is no token to publish with"),
-        (["--dry_run", "false", "--push_to_hub"], "There is no token to publish with"),
     ],
 )
 def test_a_dry_run_finds_what_stops_training(tmp_path, parts, words, message):

@@ -142,7 +142,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         if not any(self.learning_rates(use_peft=False).values()):
             raise ValueError("Every learning rate is 0, so nothing would be trained. Give some module another.")
         least_of = {"per_device_train_batch_size": 1, "global_batch_size": 1, "probe_rows": 1, "sample_count": 0}
-        least_of |= {"tokens_per_device": 1, "eval_suite_limit": 1}
+        least_of |= {"tokens_per_device": 1}
         least_of |= {each.name: 0 for each in fields(self) if each.name.endswith("learning_rate")}
         for name, least in least_of.items():
             if (value := getattr(self, name)) is not None and value < least:

@@ -29,6 +29,8 @@ def refused(default: Any, reason: str) -> Any:
 PACKING = "packing here divides the rows of each step and cuts none; evaluation has no padding with it"
 PRECISION = "it would round the gain, which is float32; evaluation has the precision of training"
 LIGER = "Liger has no kernels for this architecture"
+PUSHES = "push_to_hub publishes the result once, at the end; send a checkpoint with `normalign publish CHECKPOINT`"
+SUITE = "benchmarks are run on a checkpoint, with `normalign evaluate CHECKPOINT`"
 
 
 @dataclass
@@ -65,9 +67,6 @@ class TrainingOptions:
         None, "Held-out examples to answer at each evaluation, in samples/. Default: 4, or 0 with FSDP and ZeRO-3."
     )
     sample_max_new_tokens: int = option(64, "Longest answer of these, in tokens.")
-    eval_suite: str | None = option(None, "Suites and tasks of `normalign evaluate`, to score every eval_steps.")
-    eval_suite_limit: int = option(32, "Samples of each of these tasks, the first ones.")
-    eval_suite_path: str | None = option(None, "Folder with task files of your own.")
     probe_steps: list[int] | None = option(None, "Steps at which inter-layer cosines are recorded (figure 5).")
     probe_rows: int = option(4, "Rows in that batch.")
     bad_steps: Literal["stop", "skip"] = option("stop", "If loss or gradients are not finite: stop, or skip the step.")
@@ -90,7 +89,12 @@ class TrainingOptions:
     dataset_text_field: str = refused("text", "rows are conversations, whose form is known by their columns")
     do_predict: bool = refused(False, "training predicts nothing; evaluations answer sample_count examples")
     eval_packing: bool | None = refused(None, PACKING)
+    eval_suite: str | None = refused(None, SUITE)
+    eval_suite_limit: int | None = refused(None, SUITE)
+    eval_suite_path: str | None = refused(None, SUITE)
     fp16_full_eval: bool = refused(False, PRECISION)
+    hub_always_push: bool = refused(False, PUSHES)
+    hub_strategy: str = refused("end", PUSHES)
     include_num_input_tokens_seen: str | bool = refused("no", "num_tokens is logged without it")
     label_names: list[str] | None = refused(None, "the labels are always called labels")
     length_column_name: str = refused("length", "lengths are counted here, in tokens, image tokens included")
