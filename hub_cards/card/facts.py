@@ -17,7 +17,7 @@ from ...checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
 from ...checkpoint.untrusted import check_files, json_object
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
-from ...evaluate.results import WEIGHTS as WEIGHT_FILES, Evaluation, files_hash, read_evaluations
+from ...evaluate.results import WEIGHT_FILES, Evaluation, files_hash, read_evaluations
 from ...modeling_normalign_llava import initial_gain
 from ..push.source import DIAGNOSTICS, public_report, weight_files
 

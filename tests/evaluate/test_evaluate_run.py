@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from normalign_llava.cli import app
 from normalign_llava.evaluate import tasks
-from normalign_llava.evaluate.compare import compare, read_arm
+from normalign_llava.evaluate.compare import compare_arms, read_arm
 from normalign_llava.evaluate.results import read_evaluations
-from normalign_llava.evaluate.run import evaluate, render
+from normalign_llava.evaluate.run import evaluate
 
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path)
     (raw,) = (tmp_path / "evaluation" / "tiny_choosing").glob("results_*.json")
     stored = json.loads(raw.read_text())
     assert stored["results"]["tiny_choosing"]["acc,none"] == right / 5 and stored["git_hash"] is None
-    assert render(done).row_count == 3
+    assert done.table().row_count == 3
 
 
 def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_path, capsys):
@@ -177,7 +177,7 @@ def test_a_language_model_alone_is_opened_with_the_same_care(room, tmp_path):
     assert f"quantized: 4-bit NF4, double quantization, products in {settings['dtype']}." in result.protocol[-1]
     arms = [read_arm(str(tmp_path / name)) for name in ("whole", "quantized")]
     with pytest.raises(ValueError, match=r": whole, not quantized; quantized, 4-bit NF4, double"):
-        compare(arms)
+        compare_arms(arms)
     torch.save(load_file(language / "model.safetensors"), language / "pytorch_model.bin")
     (language / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="no weights in safetensors"):
