@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument, BadParameter, Context, Exit, Option, Typer, echo
 
 from . import __version__
 from .errors import Console, errors_for_people
@@ -17,34 +17,34 @@ from .notices import hide_notices
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 FEWER = "Use a smaller --batch-size, or --load-in-4bit."
 AGAIN = "Run the same command again: it resumes where it stopped."
-DtypeOption = Annotated[Dtype, typer.Option(help="Of the weights; auto: the checkpoint's.")]
-BuiltDtypeOption = Annotated[Dtype, typer.Option(help="Of all but the norm; auto: the language model's.")]
-In4BitOption = Annotated[bool, typer.Option("--load-in-4bit", help="Quantize with bitsandbytes.")]
+DtypeOption = Annotated[Dtype, Option(help="Weight dtype. auto keeps the checkpoint's.")]
+In4BitOption = Annotated[bool, Option("--load-in-4bit", help="Quantize the language model.")]
 ImageFolderOption = Annotated[
     str | None,
-    typer.Option(help="Folder or .zip file that image paths in the data start from.", show_default="the data's own"),
+    Option(help="Folder or .zip file that image paths in the data start from.", show_default="the data's own"),
 ]
 ColumnsOption = Annotated[
-    str | None, typer.Option(help="Names of the data's columns, such as image=image_path,answer=caption.")
+    str | None, Option(help="Names of the data's columns, such as image=image_path,answer=caption.")
 ]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
+TrustOption = Annotated[bool, Option("--trust-remote-code", help="Run code that comes with a checkpoint.")]
+NewFolderOption = Annotated[Path, Option(help="Folder to create.")]
 
 if not sys.stderr.isatty():  # in a file, a bar is a line a minute; tqdm reads this when it is imported
     os.environ |= {name: os.environ.get(name, "60") for name in ("TQDM_MININTERVAL", "TQDM_MAXINTERVAL")}
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"normalign-llava {__version__}")
-        raise typer.Exit()
+        echo(f"normalign-llava {__version__}")
+        raise Exit()
 
 
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Vision-language models whose visual tokens enter the language model with the norm of text."""
@@ -59,34 +59,37 @@ def _layers(text: str) -> int | list[int]:
 @app.command()
 def build(
     *,
-    vision: Annotated[str | None, typer.Option(help="Vision encoder: folder or Hub id.")] = None,
-    language: Annotated[str | None, typer.Option(help="Causal language model: folder or Hub id.")] = None,
-    from_llava: Annotated[str | None, typer.Option(help="LLaVA checkpoint to retrofit, instead of the two.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder to create.")],
+    vision: Annotated[str | None, Option(help="Vision encoder: folder or Hub id.")] = None,
+    language: Annotated[str | None, Option(help="Causal language model: folder or Hub id.")] = None,
+    from_llava: Annotated[str | None, Option(help="LLaVA checkpoint to retrofit, instead of two parts.")] = None,
+    output: NewFolderOption,
     arm: Annotated[
         Literal["none", "unit", "aligned", "gwc"],
-        typer.Option(help="No norm; gain 1; gain of the text embeddings; the same with gradient compensation."),
+        Option(help="No norm; gain 1; gain aligned with text embeddings; aligned, with gradient compensation."),
     ] = "gwc",
-    norm: Annotated[Literal["layer_norm", "rms_norm"], typer.Option(help="Norm after the projector.")] = "layer_norm",
+    norm: Annotated[Literal["layer_norm", "rms_norm"], Option(help="Kind of norm.")] = "layer_norm",
     feature_layer: Annotated[
-        Any, typer.Option(parser=_layers, metavar="N,...", help="The encoder's states to read.", show_default="-2")
+        Any, Option(parser=_layers, metavar="N,...", show_default="-2", help="Hidden states that the projector reads.")
     ] = None,
     select_strategy: Annotated[
         Literal["default", "full"] | None,
-        typer.Option(help="Visual tokens without the class token, or all.", show_default="what suits the encoder"),
+        Option(help="Visual tokens: without the class token, or all.", show_default="what suits the encoder"),
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja file to use as the chat template.", exists=True, dir_okay=False)
+        Path | None, Option(help="Jinja file to use as the chat template.", exists=True, dir_okay=False)
     ] = None,
-    dtype: BuiltDtypeOption = "auto",
+    dtype: DtypeOption = "auto",
 ) -> None:
-    """Join a vision encoder and a language model, or retrofit a LLaVA checkpoint, into a checkpoint folder."""
+    """Join a vision encoder and a language model into a checkpoint folder, or add the norm to a LLaVA checkpoint.
+
+    The norm is float32 in every dtype; auto keeps the language model's.
+    """
     joined = (vision, language, feature_layer, select_strategy, chat_template)
-    if from_llava and any(each is not None for each in joined):
+    if from_llava and any(option is not None for option in joined):
         others = "--vision, --language, --feature-layer, --select-strategy and --chat-template"
-        raise typer.BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {others}.")
+        raise BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {others}.")
     if not from_llava and not (vision and language):
-        raise typer.BadParameter("Give --vision and --language, or --from-llava.")
+        raise BadParameter("Give --vision and --language, or --from-llava.")
     with errors_for_people():
         from .assembly.build import build_checkpoint, retrofit_checkpoint
 
@@ -108,16 +111,18 @@ def _print_next_command(checkpoint: Path, stage: str | None = None) -> None:
     Console().print(f"Next: {next_command(checkpoint, stage, adapters=False)}", soft_wrap=True)
 
 
-def _names(given: list[str] | None) -> list[str]:
-    return [name for each in given or () for name in each.split(",") if name]
+def _names(lists: list[str] | None) -> list[str]:
+    return [name for text in lists or () for name in text.split(",") if name]
 
 
 @app.command()
 def gain(
-    model: Annotated[str, typer.Argument(help="Folder, .safetensors file or Hub id.")],
-    top: Annotated[int, typer.Option(metavar="N", min=0, help="How many tokens of largest norm to list.")] = 10,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
-    critical: Annotated[bool, typer.Option("--critical", help="Run it, and predict where rotation falls.")] = False,
+    model: Annotated[str, Argument(help="Folder, .safetensors file or Hub id.")],
+    top: Annotated[int, Option(metavar="N", min=0, help="Number of tokens of largest norm to list.")] = 10,
+    revision: Annotated[str | None, Option(help="Branch, tag or commit on the Hub.")] = None,
+    critical: Annotated[
+        bool, Option("--critical", help="Also run the model and predict the norm at which rotation drops.")
+    ] = False,
 ) -> None:
     """Measure N_text and the gain of a model, reading only its embedding tensor unless --critical is given."""
     with errors_for_people():
@@ -140,9 +145,9 @@ def gain(
     add_help_option=False,
 )
 def train(
-    context: typer.Context,
-    accelerate_config: Annotated[str | None, typer.Option("--accelerate_config")] = None,
-    num_processes: Annotated[int | None, typer.Option("--num_processes", min=1)] = None,
+    context: Context,
+    accelerate_config: Annotated[str | None, Option("--accelerate_config")] = None,
+    num_processes: Annotated[int | None, Option("--num_processes", min=1)] = None,
 ) -> None:
     """Train a checkpoint as RECIPE.yaml and options say: `normalign train RECIPE.yaml [--any_option value]`.
 
@@ -175,11 +180,11 @@ def train(
 
 @app.command()
 def data(
-    source: Annotated[str, typer.Argument(metavar="DATA", help="File, folder or Hub data set (DATA:SPLIT).")],
+    source: Annotated[str, Argument(metavar="DATA", help="File, folder or Hub data set (DATA:SPLIT).")],
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    model: Annotated[str | None, typer.Option(help="Checkpoint that counts tokens and shows what is learned.")] = None,
-    check_images: Annotated[bool, typer.Option("--check-images", help="Decode every image.")] = False,
+    model: Annotated[str | None, Option(help="Checkpoint that counts tokens and shows what is learned.")] = None,
+    check_images: Annotated[bool, Option("--check-images", help="Decode every image.")] = False,
 ) -> None:
     """Check data before training: count rows by form, images and tokens, and name every fault at once."""
     with errors_for_people():
@@ -195,21 +200,21 @@ def data(
         console.print(check.rendered(console.is_terminal), soft_wrap=True)
     if check.faults:
         Console(stderr=True).print("", *check.faults, sep="\n", soft_wrap=True)
-        raise typer.Exit(int(check.stops))
+        raise Exit(int(check.stops))
 
 
 @app.command()
 def merge(
-    adapter: Annotated[str, typer.Argument(help="Folder of an adapter that `normalign train` wrote.")],
-    output: Annotated[Path, typer.Option(help="Folder to create.")],
-    base: Annotated[str | None, typer.Option(help="Checkpoint that it was trained on, if it has moved.")] = None,
+    adapter: Annotated[str, Argument(help="Folder of an adapter that `normalign train` wrote.")],
+    output: NewFolderOption,
+    base: Annotated[str | None, Option(help="Checkpoint that it was trained on, if it has moved.")] = None,
     base_quantization: Annotated[
         Literal["none", "nf4", "nf4-double", "int8"] | None,
-        typer.Option(help="How the base was quantized in training, in place of what the adapter says."),
+        Option(help="Quantization of the base in training.", show_default="what training.json says"),
     ] = None,
-    dtype: BuiltDtypeOption = "auto",
+    dtype: DtypeOption = "auto",
 ) -> None:
-    """Merge a LoRA adapter into its base: a checkpoint folder that needs no PEFT."""
+    """Merge a LoRA adapter into its base: a checkpoint folder that needs no PEFT. The norm is always float32."""
     with errors_for_people(extra="qlora"):
         from .assembly.merge import merge_adapter
         from .hub_cards.card.write import refresh_card
@@ -222,19 +227,21 @@ def merge(
 
 @app.command()
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a model, or an adapter's folder.")],
-    suite: Annotated[list[str] | None, typer.Option(help="Of paper, vision, text, offline; with commas.")] = None,
-    tasks: Annotated[list[str] | None, typer.Option(help="Of lm-evaluation-harness; with commas.")] = None,
-    include_path: Annotated[Path | None, typer.Option(help="Folder with task files of your own.")] = None,
-    data: Annotated[str | None, typer.Option(help="Questions of your own: file, folder or Hub data set.")] = None,
+    model: Annotated[str, Argument(help="Folder or Hub id of a model, or an adapter's folder.")],
+    suite: Annotated[
+        list[str] | None, Option(help="Suites, with commas between: paper, vision, text, offline.")
+    ] = None,
+    tasks: Annotated[list[str] | None, Option(help="Tasks of lm-evaluation-harness, with commas between.")] = None,
+    include_path: Annotated[Path | None, Option(help="Folder with task files of your own.")] = None,
+    data: Annotated[str | None, Option(help="Questions of your own: file, folder or Hub data set.")] = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first N samples of a task.")] = None,
+    limit: Annotated[int | None, Option(metavar="N", min=1, help="Use the first N samples of a task.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for evaluation/.", show_default="MODEL's, or evaluations/MODEL for a Hub id"),
+        Option(help="Folder in which to write evaluation/.", show_default="MODEL, or evaluations/MODEL for a Hub id"),
     ] = None,
-    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Samples together.")] = 1,
+    batch_size: Annotated[int, Option(metavar="N", min=1, help="Samples per batch.")] = 1,
     dtype: DtypeOption = "auto",
     load_in_4bit: In4BitOption = False,
     trust_remote_code: TrustOption = False,
@@ -245,31 +252,25 @@ def evaluate(
 
         find_model(model)
 
-        from .evaluate.run import evaluate as run, render
+        from .evaluate.run import evaluate as run
 
-        done = run(
+        evaluated = run(
             model, suites=_names(suite), tasks=_names(tasks), include_path=include_path, data=data,
             image_folder=image_folder, columns=columns, limit=limit, batch_size=batch_size, dtype=dtype,
             load_in_4bit=load_in_4bit, trust_remote_code=trust_remote_code, output=output,
         )  # fmt: skip
         console = Console()
-        console.print(render(done))
-        if done.results:
-            console.print(f"Written to {done.file}.", soft_wrap=True)
-        if done.note:
-            console.print(done.note, soft_wrap=True)
-        for task, reason in done.failed.items():
-            console.print(f"Not evaluated: {task}. {reason}", soft_wrap=True)
-        if done.failed:
-            raise typer.Exit(1)
+        console.print(evaluated.table())
+        console.print(*evaluated.sentences(), sep="\n", soft_wrap=True)
+        raise Exit(int(bool(evaluated.failed)))
 
 
 @app.command()
 def ask(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a vision-language model, or an adapter's folder.")],
-    image: Annotated[Path, typer.Argument(help="Image file.")],
-    question: Annotated[str, typer.Argument(help="In quotes.")],
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Most tokens of the answer.")] = 128,
+    model: Annotated[str, Argument(help="Folder or Hub id of a vision-language model, or an adapter's folder.")],
+    image: Annotated[Path, Argument(help="Image file.")],
+    question: Annotated[str, Argument(help="Question, in quotes.")],
+    max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Largest length of the answer.")] = 128,
     dtype: DtypeOption = "auto",
     load_in_4bit: In4BitOption = False,
     trust_remote_code: TrustOption = False,
@@ -287,47 +288,41 @@ def ask(
 @app.command()
 def compare(
     models: Annotated[
-        list[str], typer.Argument(help="Evaluated checkpoints: FOLDER, or NAME=FOLDER,FOLDER,... for several seeds.")
+        list[str], Argument(help="Evaluated checkpoints: FOLDER, or NAME=FOLDER,FOLDER,... for several seeds.")
     ],
-    output: Annotated[Path, typer.Option(help="Folder for comparison.json.")] = Path("comparison"),
+    output: Annotated[Path, Option(help="Folder in which to write comparison.json.")] = Path("comparison"),
 ) -> None:
     """Compare evaluated models with the first one, over the same questions, with intervals."""
     with errors_for_people(extra="evaluate"):
-        from .evaluate.compare import compare as run, left_out, read_arm, render, write
-        from .evaluate.paper_columns import render as render_paper
+        from .evaluate.compare import compare_arms, read_arm
 
-        arms = [read_arm(model) for model in models]
-        found = run(arms)
-        write(found, output)
-        console = Console()
-        console.print(render(found))
-        for sentence in left_out(arms):
-            console.print(sentence, soft_wrap=True)
-        if columns := render_paper({arm.name: arm.columns for arm in arms}):
-            console.print(columns)
-        console.print(f"Written to {output}.", soft_wrap=True)
+        comparison = compare_arms([read_arm(model) for model in models])
+        comparison.write(output)
+    console = Console()
+    console.print(comparison)
+    console.print(*comparison.left_out(), f"Written to {output}.", sep="\n", soft_wrap=True)
 
 
 @app.command()
 def diagnose(
-    model: Annotated[str, typer.Argument(help="Folder or Hub id of a model or a part of one, or an adapter's.")],
-    against: Annotated[str | None, typer.Option(help="Baseline, measured on the same images.")] = None,
+    model: Annotated[str, Argument(help="Folder or Hub id of a model or a part of one, or an adapter's folder.")],
+    against: Annotated[str | None, Option(help="Baseline to compare with, on the same images.")] = None,
     data: Annotated[
         str | None,
-        typer.Option(
-            help="What can be trained on (docs/data.md), or mmbench, pope, mmstar or paper (all three).",
+        Option(
+            help="Images and questions: data that can be trained on, or mmbench, pope, mmstar, or paper (all three).",
             show_default="the quickstart's held-out images",
         ),
     ] = None,
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
-    samples: Annotated[int, typer.Option(metavar="N", min=1, help="How many questions with images.")] = 64,
+    samples: Annotated[int, Option(metavar="N", min=1, help="Number of questions with images.")] = 64,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder to write.", show_default="MODEL/diagnostics, or diagnostics/MODEL for a Hub id"),
+        Option(help="Folder of the report.", show_default="MODEL/diagnostics, or diagnostics/MODEL for a Hub id"),
     ] = None,
-    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Images per batch.")] = 8,
-    seed: Annotated[int, typer.Option(help="Decides which samples are drawn.")] = 0,
+    batch_size: Annotated[int, Option(metavar="N", min=1, help="Images per batch.")] = 8,
+    seed: Annotated[int, Option(help="Seed by which the questions are drawn.")] = 0,
     dtype: DtypeOption = "auto",
     load_in_4bit: In4BitOption = False,
     trust_remote_code: TrustOption = False,
@@ -336,22 +331,23 @@ def diagnose(
     with errors_for_people(extra="qlora", stopped="Nothing was written.", full=FEWER):
         from .diagnose.run import diagnose as measure
 
-        done = measure(
+        diagnosis = measure(
             model, against=against, data=data, image_folder=image_folder, columns=columns, samples=samples,
             output=output, batch_size=batch_size, seed=seed, dtype=dtype, load_in_4bit=load_in_4bit,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
     console = Console()
-    for sentence in [*done.verdict, *done.report.left_out]:
-        console.print(sentence)
-    console.print(f"Report: {done.folder / 'report.html'}", soft_wrap=True)
+    console.print(*diagnosis.verdict, *diagnosis.report.left_out, sep="\n")
+    console.print(f"Report: {diagnosis.folder / 'report.html'}", soft_wrap=True)
 
 
 @app.command()
 def quickstart(
-    output: Annotated[Path, typer.Option(help="Folder for all that it makes.")] = Path("outputs/quickstart"),
-    full_baseline: Annotated[bool, typer.Option("--full-baseline", help="Train the baseline to the end.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of data, initial weights and training.")] = 0,
+    output: Annotated[Path, Option(help="Folder for data, checkpoints and results.")] = Path("outputs/quickstart"),
+    full_baseline: Annotated[
+        bool, Option("--full-baseline", help="Also train without the norm, and compare.")
+    ] = False,
+    seed: Annotated[int, Option(help="Seed of data, initial weights and training.")] = 0,
 ) -> None:
     """Fetch real parts and data, build, train, evaluate and diagnose a small model: minutes on two CPU cores."""
     with errors_for_people(extra="quickstart", stopped=AGAIN):
@@ -362,9 +358,9 @@ def quickstart(
 
 @app.command()
 def card(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
-    repo_id: Annotated[str | None, typer.Option(help="Repository that the card's code loads from: user/name.")] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Overwrite a README.md of your own.")] = False,
+    checkpoint: Annotated[Path, Argument(help="Checkpoint folder.")],
+    repo_id: Annotated[str | None, Option(help="Repository that the card's code loads from: user/name.")] = None,
+    replace: Annotated[bool, Option("--replace", help="Overwrite a README.md of your own.")] = False,
 ) -> None:
     """Write the model card, README.md, from the checkpoint's records; text between its marks is kept."""
     with errors_for_people():
@@ -382,19 +378,19 @@ def card(
 
 @app.command()
 def publish(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint, or of an adapter.")],
-    repo_id: Annotated[str, typer.Option(help="Repository: user/name or organisation/name.")],
+    checkpoint: Annotated[Path, Argument(help="Folder of a checkpoint, or of an adapter.")],
+    repo_id: Annotated[str, Option(help="Repository: user/name or organisation/name.")],
     private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Of a new repository.", show_default="your account's")
+        bool | None, Option("--private/--public", help="Of a new repository.", show_default="your account's")
     ] = None,
-    revision: Annotated[str, typer.Option(help="Branch; made if it does not exist.")] = "main",
-    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of committing.")] = False,
-    space: Annotated[bool, typer.Option("--space", help="Publish a demo as well: the Space REPO_ID-demo.")] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Publish an adapter without merging it.")] = False,
-    base: Annotated[str | None, typer.Option(help="The adapter's base, if it has moved: folder or Hub id.")] = None,
-    replace_card: Annotated[bool, typer.Option("--replace-card", help="Overwrite a card of your own.")] = False,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not load the model, if it is large.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and show what would be sent.")] = False,
+    revision: Annotated[str, Option(help="Branch; made if it does not exist.")] = "main",
+    create_pr: Annotated[bool, Option("--create-pr", help="Open a pull request instead of committing.")] = False,
+    space: Annotated[bool, Option("--space", help="Publish a demo as well: the Space REPO_ID-demo.")] = False,
+    adapter: Annotated[bool, Option("--adapter", help="Publish an adapter without merging it.")] = False,
+    base: Annotated[str | None, Option(help="The adapter's base, if it has moved: folder or Hub id.")] = None,
+    replace_card: Annotated[bool, Option("--replace-card", help="Overwrite a card of your own.")] = False,
+    no_verify: Annotated[bool, Option("--no-verify", help="Do not load the model, if it is large.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check, and show what would be sent.")] = False,
 ) -> None:
     """Check a checkpoint, send it to the Hub in one commit, and load it from there in a clean process."""
     console = Console()
@@ -412,9 +408,9 @@ def publish(
 
 @app.command()
 def demo(
-    checkpoint: Annotated[str, typer.Argument(help="Folder or Hub id.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(help="Port.", show_default="the first that is free from 7860")] = None,
+    checkpoint: Annotated[str, Argument(help="Folder or Hub id.")],
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int | None, Option(help="Port.", show_default="the first that is free from 7860")] = None,
 ) -> None:
     """Ask a checkpoint about images in the browser, and see where it looks."""
     with errors_for_people(extra="demo"):

@@ -55,9 +55,9 @@ def escaped(text: str) -> str:
     Line breaks, tabs and the joiners of letters and emoji stay.
     """
     # Control (C0, C1), format (bidirectional, of no width), half of a surrogate pair, line or paragraph separator.
-    hidden = {each for each in text if unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
+    hidden = {letter for letter in text if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
     hidden -= {"\n", "\t", "\u200c", "\u200d"}
-    return text.translate({ord(each): ascii(each)[1:-1] for each in hidden})
+    return text.translate({ord(letter): ascii(letter)[1:-1] for letter in hidden})
 
 
 class Terminated(SystemExit):
@@ -65,7 +65,7 @@ class Terminated(SystemExit):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust stopped, such as a tokenizer at a text. That is no `Exception`."""
+    """Whether a library written in Rust crashed, such as tokenizers at a text. That is no `Exception`."""
     return type(error).__module__ == "pyo3_runtime"
 
 
@@ -77,7 +77,7 @@ _KERNELS = re.compile(r"-packages[\\/](bitsandbytes|triton|flash_attn|kernels)[\
 
 
 def device_error(error: BaseException, remedy: str = "Use a machine with more.") -> str | None:
-    """What to say of memory that is full, and of an error of a GPU or of a library of kernels; None for others.
+    """A sentence about full memory, or an error of a GPU or of a library of kernels; None for other errors.
 
     Args:
         remedy: What to do if memory is full, as a sentence.
@@ -100,9 +100,9 @@ def device_error(error: BaseException, remedy: str = "Use a machine with more.")
 
 
 def first_cause(error: BaseException) -> tuple[str, str]:
-    """What an error says, and the files through which it was raised.
+    """An error's message, and the files through which it was raised.
 
-    Of errors in quantizing or placing weights, transformers only logs a traceback, and raises one that names none.
+    Of errors in quantizing or placing weights, transformers logs a traceback and raises another that names no cause.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in frames:
@@ -119,7 +119,7 @@ def _readable(size: str) -> str:
 
 
 def _peak() -> str:
-    """What this process has taken at most: of the GPU, once it is used, or else of this machine."""
+    """The most memory that this process has used: of the GPU, once it is used, or else of this machine."""
     torch: Any = sys.modules.get("torch")
     if torch and torch.cuda.is_initialized():
         size, whole = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
@@ -181,7 +181,7 @@ def errors_for_people(
 def _message(error: BaseException, extra: str | None, full: str) -> str | None:
     """What to print of an error that a user can do something about; None for others."""
     if is_panic(error):
-        return f"A library stopped, at a text or a file that it cannot read: {error}. Use another checkpoint."
+        return f"A native library crashed while it read a file: {error}. Use another checkpoint."
     if extra and isinstance(error, ModuleNotFoundError):
         return f"{error}. {install(extra)}"
     known = isinstance(error, ValueError | OSError | ImportError | FloatingPointError)

@@ -75,7 +75,11 @@ class _CompensatedRMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), None, None, (grad * x_hat).sum_to_size(gain.shape).to(gain.dtype)
 
 
-class _WarnsOfHalfPrecision(nn.Module):
+class _CompensatedNorm(nn.Module):
+    def __init__(self, hidden_size: int, eps: float = 1e-5, gain_floor: float = 1e-3, compensate: bool = True):
+        super().__init__(hidden_size, eps=eps, dtype=torch.float32)
+        self.gain_floor, self.compensate = gain_floor, compensate
+
     def train(self, mode: bool = True):
         # Weights are here as the optimizer has them; in a step FSDP2 may have copies. DeepSpeed keeps float32 copies.
         if mode and self.weight.requires_grad and self.weight.itemsize < 4 and deepspeed_config() is None:
@@ -86,7 +90,7 @@ class _WarnsOfHalfPrecision(nn.Module):
         return super().train(mode)
 
 
-class GlobalWeightCompensatedLayerNorm(_WarnsOfHalfPrecision, nn.LayerNorm):
+class GlobalWeightCompensatedLayerNorm(_CompensatedNorm, nn.LayerNorm):
     """LayerNorm whose backward pass does not shrink with its gain (Global Weight Compensation, eqs. 12, 24-26).
 
     Forward: `gain * (x - mean) / sqrt(var + eps) + bias`, [`torch.nn.functional.layer_norm`] bit for bit. Backward:
@@ -101,10 +105,6 @@ class GlobalWeightCompensatedLayerNorm(_WarnsOfHalfPrecision, nn.LayerNorm):
         compensate (`bool`): `False` is a plain LayerNorm.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, gain_floor: float = 1e-3, compensate: bool = True):
-        super().__init__(hidden_size, eps=eps, dtype=torch.float32)
-        self.gain_floor, self.compensate = gain_floor, compensate
-
     def forward(self, x: Tensor) -> Tensor:
         if self.compensate and x.requires_grad and torch.is_grad_enabled():
             return _CompensatedLayerNorm.apply(x, self.eps, self.gain_floor, self.weight, self.bias)
@@ -113,12 +113,8 @@ class GlobalWeightCompensatedLayerNorm(_WarnsOfHalfPrecision, nn.LayerNorm):
         return F.layer_norm(x.to(dtype), self.normalized_shape, gain, bias, self.eps).to(x.dtype)
 
 
-class GlobalWeightCompensatedRMSNorm(_WarnsOfHalfPrecision, nn.RMSNorm):
+class GlobalWeightCompensatedRMSNorm(_CompensatedNorm, nn.RMSNorm):
     """The same for `gain * x / sqrt(mean(x^2) + eps)` (eq. 3), without bias; a normalised token has norm sqrt(d)."""
-
-    def __init__(self, hidden_size: int, eps: float = 1e-5, gain_floor: float = 1e-3, compensate: bool = True):
-        super().__init__(hidden_size, eps=eps, dtype=torch.float32)
-        self.gain_floor, self.compensate = gain_floor, compensate
 
     def forward(self, x: Tensor) -> Tensor:
         if self.compensate and x.requires_grad and torch.is_grad_enabled():

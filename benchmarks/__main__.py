@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Runs the scripts of this folder one after another, and writes what they found as a table into docs/method.md.
 
-    python benchmarks [norm startup ...] [--output results.json]
+    python benchmarks [norm step ...] [--output results.json]
 
 The table is written only if all scripts have run. A script that fails is named, in the file too, and the others run.
 """
@@ -28,13 +28,10 @@ OPTIONS: dict[str, list[str]] = {
     "norm": ["--tokens", "23328", "--rounds", "6"],
     "step": ["--steps", "18", "--repeats", "1", "--batch", "3"],
     "packing": ["--steps", "3", "--rows_per_step", "12", "--rows_per_pass", "4"],
-    "probe": ["--rounds", "4"],
-    "generate": ["--tokens", "32", "--rounds", "14"],
-    "startup": ["--rounds", "7"],
     "feed": ["--images", "64", "--rounds", "3"],
     "memory": [],
 }
-"""The scripts, with options that keep all of them together under 30 minutes on 2 cores."""
+"""The scripts, with options that keep all of them together under 20 minutes on 2 cores."""
 
 
 def run(script: str, options: list[str], folder: Path) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,15 +27,15 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import torch
 from measuring import machine
 from norm import HookLayerNorm, compare, step
-from recipes import make_checkpoint
 from rich.console import Console
 from rich.table import Table
+from shapes import SHAPES
+from step import random_checkpoint, write_rows
 
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -196,7 +197,10 @@ def in_time(function: Callable[..., Any], *arguments: Any, seconds: float) -> tu
 
 def made(folder: Path, shape: str, device: str) -> str:
     """Writes a checkpoint of random weights and its rows into a folder."""
-    make_checkpoint(folder, shape, 8, device, argparse.Namespace(send=lambda found: None))
+    random_checkpoint(folder, shape, device)
+    write_rows(folder, SHAPES[shape][0]["image_size"], [(1, 256)] * 8)
+    for part in ("vision", "language"):
+        shutil.rmtree(folder / part)
     size = sum(file.stat().st_size for file in (folder / "checkpoint").glob("*.safetensors"))
     return f"{size / 2**30:.1f} GiB"
 
@@ -210,7 +214,7 @@ def main() -> None:
     options = parser.parse_args()
     FORKS.set_forkserver_preload(["normalign_llava.train.run", "normalign_llava.assembly.merge"])  # imported once
     wanted = ("bitsandbytes", "triton", "flash_attn", "pytest", "cc")
-    lacking = {name for name in wanted if find_spec(name) is None and which(name) is None}
+    lacking = {name for name in wanted if find_spec(name) is None and shutil.which(name) is None}
     lacking |= {"cuda"} - {device := options.device}
     shape = "135m" if device == "cuda" else "tiny"
     here, rows, console = machine(device), [], Console()

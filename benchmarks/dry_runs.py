@@ -75,17 +75,12 @@ def main() -> None:
             write_rows(Path(name, shape), 384, [(1, 640)] * 4)
         for recipe in options.recipes:
             folder = Path(name, SHAPES[recipe])
-            given = [
-                "--model_name_or_path",
-                folder / "checkpoint",
-                "--dataset_name",
-                folder / "data",
-                "--image_folder",
-                "",
-            ]
-            given += ["--output_dir", Path(name, "run"), "--dry_run", "--device_memory", options.device_memory]
+            given = {
+                "model_name_or_path": folder / "checkpoint", "dataset_name": folder / "data", "image_folder": "",
+                "output_dir": Path(name, "run"), "dry_run": True, "device_memory": options.device_memory,
+            }  # fmt: skip
             print(f"\n== {' '.join([recipe, *words])}", flush=True)
-            dry_run([recipe, *map(str, given), *words])
+            dry_run([recipe, *(word for key, value in given.items() for word in (f"--{key}", str(value))), *words])
 
 
 if __name__ == "__main__":

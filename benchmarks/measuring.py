@@ -77,9 +77,9 @@ def spread(ratios: Sequence[float]) -> str:
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
-def in_process(function: Callable[..., None], *arguments: Any, start: str = "spawn") -> Any:
+def in_process(function: Callable[..., None], *arguments: Any) -> Any:
     """What a function sends from a process of its own to the pipe that is its last argument."""
-    context = multiprocessing.get_context(start)
+    context = multiprocessing.get_context("forkserver")
     pipe, theirs = context.Pipe()
     process = context.Process(target=function, args=(*arguments, theirs))
     process.start()

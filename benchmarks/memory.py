@@ -125,7 +125,7 @@ def main() -> None:
                 ratios = []
                 for checkpointing in ("true", "false"):
                     given = [*METHODS[method], "--gradient_checkpointing", checkpointing]
-                    found = in_process(measure, Path(name), shape, given, options, start="forkserver")
+                    found = in_process(measure, Path(name), shape, given, options)
                     figures[f"{shape}, {method}, checkpointing {checkpointing}"] = found
                     ratios.append(f"{found['predicted'] / found['measured']:.3f}")
                     print(f"{shape}, {method}, checkpointing {checkpointing}: {ratios[-1]}", flush=True)

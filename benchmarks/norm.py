@@ -4,9 +4,8 @@
 
     python benchmarks/norm.py [--device cuda] [--bf16] [--no-compile] [--output results.json]
 
-Ratios of times, and of bytes kept for backward; and the share of the memory's bandwidth that a copy of the tokens has:
-forward reads and writes them once, backward reads tokens and gradient and writes a gradient. Compiling is
-`torch.compile(fullgraph=True)`, which needs a C++ compiler on a CPU and Triton on a GPU.
+Ratios of times, and of bytes kept for backward. Compiling is `torch.compile(fullgraph=True)`, which needs a C++
+compiler on a CPU and Triton on a GPU.
 """
 
 import argparse
@@ -20,7 +19,6 @@ from normalign_llava import GlobalWeightCompensatedLayerNorm, GlobalWeightCompen
 
 LAYER, RMS = "torch's LayerNorm", "torch's RMSNorm"
 OURS, OURS_RMS, HOOK = "LayerNorm, compensated", "RMSNorm, compensated", "LayerNorm, hook form"
-COPY = "copy"
 PAIRS = ((OURS, LAYER), (OURS_RMS, RMS), (HOOK, OURS))
 
 
@@ -82,12 +80,8 @@ def compare(width: int, options: argparse.Namespace) -> dict[str, list[float]]:
             forms[f"{name}, compiled"] = torch.compile(forms[name], fullgraph=True, dynamic=False)
         pairs += [(f"{ours}, compiled", f"{theirs}, compiled") for ours, theirs in PAIRS[:2]]
     calls = {name: lambda norm=norm: step(norm, x, upstream) for name, norm in forms.items()}
-    spare = torch.empty_like(upstream)
-    calls[COPY] = lambda: spare.copy_(upstream)
     times = in_turns(calls, options.rounds, lambda call: seconds(call, device))
     found = {f"{form}: time / {reference}": quartiles(times[form], times[reference]) for form, reference in pairs}
-    for form in (OURS, OURS_RMS):  # five tensors of this size are moved, two by a copy
-        found[f"{form}: share of the memory's bandwidth"] = quartiles([5 / 2 * t for t in times[COPY]], times[form])
     return {**found, f"{OURS}: kept for backward / {LAYER}": [kept] * 3}
 
 

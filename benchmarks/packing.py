@@ -2,19 +2,19 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """What padding costs: tokens per second of ours packed, ours padded, and TRL's `SFTTrainer` on stock LLaVA.
 
-    python benchmarks/packing.py [--data quickstart|mixture|mixture-1b] [--device cuda] [--output results.json]
+    python benchmarks/packing.py [--device cuda] [--output results.json]
 
 All variants train on the same rows for one epoch, LoRA on the language model with projector and norm, each in its own
 process, and the processes take turns step by step. Peak memory is that of the process; on a CPU, with what glibc keeps
 of freed memory.
 
-The mixture stands in for LLaVA-NeXT's data, whose lengths are not published: kinds of rows in the proportions that
-its authors give (500 thousand rows of short answers, 158 of conversations, 50 of long answers, 40 of text alone), one
-row in twenty with two to four images, and lengths as in `KINDS`.
+The rows stand in for LLaVA-NeXT's data, whose lengths are not published: kinds of rows in the proportions that its
+authors give (500 thousand rows of short answers, 158 of conversations, 50 of long answers, 40 of text alone), one row
+in twenty with two to four images, and lengths as in `KINDS`.
 
 Padding and balance depend on the lengths alone. They are counted for eight processes and 128 rows a step, over 16,384
-rows of the mixture, or over the quickstart's rows 50 times: tokens that are padding, and by how much the process with
-the most tokens is off the mean of all, in a forward pass and in a step.
+rows: tokens that are padding, and by how much the process with the most tokens is off the mean of all, in a forward
+pass and in a step.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from measuring import parser, report
-from step import prepared_rows, random_checkpoint, real_parts, run, trainer_of, write_rows
+from step import prepared_rows, run, trainer_of, write_rows
 from torch.utils.data import BatchSampler
 
 
@@ -35,15 +35,15 @@ TRL, TRL_GROUPED = "TRL, padded", "TRL, grouped"
 VARIANTS = [PACKED, PADDED, GROUPED, TRL, TRL_GROUPED]
 KINDS = {"short": (500, 20, 120), "conversation": (158, 150, 500), "long": (50, 250, 800), "text": (40, 300, 2000)}
 """Thousands of rows, and the least and most tokens of text."""
-PATCHES = 576
-"""Tokens of an image in LLaVA-1.5. Text is shortened as much as images are."""
+PATCHES, TOKENS_PER_IMAGE = 576, 64
+"""Tokens of an image in LLaVA-1.5, and here. Text is shortened as much as images are."""
 PROCESSES, ROWS_PER_STEP, ROWS_PER_PASS = 8, 128, 4
 """For the counts."""
 
 
-def mixture_lengths(rows: int, tokens_per_image: int, seed: int = 0) -> list[tuple[int, int]]:
+def mixture_lengths(rows: int) -> list[tuple[int, int]]:
     """Images and tokens of text of each row."""
-    rng, scale, found = random.Random(seed), tokens_per_image / PATCHES, []
+    rng, scale, found = random.Random(0), TOKENS_PER_IMAGE / PATCHES, []
     for kind in rng.choices(list(KINDS), [share for share, _, _ in KINDS.values()], k=rows):
         _, least, most = KINDS[kind]
         images = 0 if kind == "text" else rng.choice((2, 3, 4)) if rng.random() < 0.05 else 1
@@ -58,16 +58,7 @@ def mixture(folder: Path, rows: int) -> None:
     from normalign_llava.fetched.convert import convert_language, convert_vision
 
     build_checkpoint(str(convert_vision(112)), str(convert_language()), folder / "checkpoint", feature_layer=-4)
-    write_rows(folder, 112, mixture_lengths(rows, tokens_per_image=64))
-
-
-def large_mixture(folder: Path, rows: int) -> None:
-    """Random weights of 1B in size with images of 729 tokens, and rows of the mixture."""
-    random_checkpoint(folder, "1b")
-    write_rows(folder, 384, mixture_lengths(rows, tokens_per_image=729))
-
-
-DATA = {"quickstart": real_parts, "mixture": mixture, "mixture-1b": large_mixture}
+    write_rows(folder, 112, mixture_lengths(rows))
 
 
 def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps: int):
@@ -128,7 +119,6 @@ def counts(lengths: list[int]) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Runs the comparison and prints it."""
     arguments = parser(__doc__, bf16=True)
-    arguments.add_argument("--data", default="mixture", choices=list(DATA))
     arguments.add_argument("--steps", type=int, default=14, help="optimizer steps of the epoch")
     arguments.add_argument("--rows_per_step", type=int, default=16)
     arguments.add_argument("--rows_per_pass", type=int, default=8, help="what fits in memory without packing")
@@ -137,20 +127,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
-        DATA[options.data](folder, options.rows_per_step * options.steps)
+        mixture(folder, options.rows_per_step * options.steps)
         lengths = prepared_rows(folder).with_format(None)["length"][:]
         seconds, ends = run(folder, VARIANTS, options, options.steps, make_trainer)
     spent = {variant: sum(times) for variant, times in seconds.items()}
-    patches = {"mixture": 64, "mixture-1b": 729}.get(options.data)
-    many = [count * patches + text for count, text in mixture_lengths(16_384, patches)] if patches else lengths * 50
-    balance = counts(many)
+    balance = counts([images * TOKENS_PER_IMAGE + text for images, text in mixture_lengths(16_384)])
 
-    what = f"packing, {options.data}"
+    what = "packing, mixture"
     faster = ", ".join(f"{spent[variant] / spent[PACKED]:.2f}" for variant in VARIANTS[1:])
     rows = [(what, f"tokens per second / {'; '.join(VARIANTS[1:])}", faster)]
     figures = [f"{each['padding']:.1%}, {each['pass'] - 1:.1%}, {each['step'] - 1:.1%}" for each in balance.values()]
     rows.append((what, f"padding, imbalance of passes, of steps: {'; '.join(balance)}", "; ".join(figures)))
-    title = f"{options.data}, {len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens, {options.device}"
+    title = f"Packing, {len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens, {options.device}"
     report(title, rows, options, lengths=lengths, seconds=seconds, ends=ends, balance=balance)
 
 

@@ -57,7 +57,7 @@ SHAPES: dict[str, tuple[dict[str, Any], PreTrainedConfig]] = {
 (appendix E)."""
 
 
-def llava_config(shape: str, cls: type[LlavaConfig] = LlavaConfig) -> LlavaConfig:
+def llava_config(shape: str, cls: type[LlavaConfig]) -> LlavaConfig:
     """The configuration of a model of this shape, whose image token is the last of the vocabulary."""
     vision, language = SHAPES[shape]
     return cls(

@@ -1,16 +1,15 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""What a training step costs: ours and stock LLaVA with TRL's `SFTTrainer`, with the same parts, rows and options.
+"""What a training step costs: ours and stock LLaVA with TRL's `SFTTrainer`, on the quickstart's parts and rows.
 
-    python benchmarks/step.py [--device cuda] [--parts 1b] [--train projector|lora|all] [--output results.json]
+    python benchmarks/step.py [--device cuda] [--train projector|lora|all] [--output results.json]
 
 Each variant trains in its own process, and the processes take turns step by step, so that times of the same batch are
 compared. A step is everything from one `on_step_begin` to the next: collating, forward, backward, optimizer, callbacks
 and logging. Every tenth step is logged, and measured by our callback; these are shown separately.
 
 On a CPU, our trainer computes logits of the answers only, and TRL's of every position; the variant "all scored" does
-so too, for a comparison at equal work. All have weights in float32; `--frozen` compares ours with itself, its frozen
-weights in bfloat16, as it has them by default if a checkpoint does.
+so too, for a comparison at equal work. All have weights in float32.
 """
 
 import argparse
@@ -33,7 +32,6 @@ WARM_UP = 2
 LOGGING_STEPS = 10
 STOCK = "stock"  # LLaVA, with TRL's trainer and collator
 OURS = "this package"
-FROZEN_HALF = "this package, frozen in bfloat16"
 ALL_SCORED = "all scored"
 NO_NORM = "all scored, no norm"
 CHATML = (
@@ -50,13 +48,6 @@ def real_parts(folder: Path, rows: int) -> None:
 
     build_checkpoint(str(convert_vision(56)), str(convert_language()), folder / "checkpoint", feature_layer=-4)
     training_data(rows).save_to_disk(folder / "data")
-
-
-def random_parts(folder: Path, rows: int) -> None:
-    """Random weights of SigLIP-SO400M at 384 pixels and Llama-3.2-1B in size, and rows with one image."""
-    rng = random.Random(0)
-    random_checkpoint(folder, "1b")
-    write_rows(folder, 384, [(1, rng.randint(120, 360)) for _ in range(rows)])
 
 
 def random_checkpoint(folder: Path, shape: str, device: str = "cpu") -> None:
@@ -118,9 +109,6 @@ def prepared_rows(folder: Path):
     processor = AutoProcessor.from_pretrained(folder / "checkpoint", trust_remote_code=False)
     arguments = DataArguments(dataset_name=str(folder / "data"))
     return load_data(arguments, processor, max_length=None, seed=0, with_eval=False).train
-
-
-PARTS = {"real": real_parts, "1b": random_parts}
 
 
 def trainer_of(folder: Path, settings: dict[str, Any], own: dict[str, Any], *, stock: bool, adapters=True, cls=None):
@@ -203,13 +191,11 @@ def make_trainer(variant: str, folder: Path, options: argparse.Namespace, steps:
         train_sampling_strategy="sequential",
     )
     own: dict[str, Any] = {"arm": "none" if variant == NO_NORM else None}
-    if variant == FROZEN_HALF:
-        own["model_init_kwargs"] = {"dtype": "bfloat16"}
     if options.train != "all":
         own["vision_learning_rate"] = 0.0
     if options.train == "projector":
         own["language_learning_rate"] = 0.0
-    cls = NormAlignTrainer if variant in (OURS, FROZEN_HALF) else AllScoredTrainer
+    cls = NormAlignTrainer if variant == OURS else AllScoredTrainer
     return trainer_of(folder, settings, own, stock=variant == STOCK, adapters=options.train == "lora", cls=cls)
 
 
@@ -284,9 +270,7 @@ def compare(runs: list[dict[str, list[float]]], variant: str, reference: str) ->
 def main() -> None:
     """Runs the comparison and prints it."""
     arguments = parser(__doc__, bf16=True)
-    arguments.add_argument("--parts", default="real", choices=list(PARTS), help="real: the quickstart's; 1b: random")
     arguments.add_argument("--train", default="lora", choices=["projector", "lora", "all"])
-    arguments.add_argument("--frozen", action="store_true", help="only compare frozen weights in bfloat16 and float32")
     arguments.add_argument("--batch", type=int, default=8)
     arguments.add_argument("--steps", type=int, default=30, help="steps that count, of each variant; at least 18")
     arguments.add_argument("--repeats", type=int, default=2, help="runs, each with processes of its own")
@@ -295,11 +279,10 @@ def main() -> None:
         arguments.error(f"--steps is {options.steps}; at least 18 are needed, for two logged steps")
 
     variants = [STOCK, OURS, NO_NORM] if options.device == "cuda" else [STOCK, ALL_SCORED, NO_NORM, OURS]
-    variants = [OURS, FROZEN_HALF] if options.frozen else variants
     runs, ends, peaks = [], {}, {variant: [] for variant in variants}
     with tempfile.TemporaryDirectory() as name:
         os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
-        PARTS[options.parts](Path(name), options.batch * (WARM_UP + options.steps + 2))
+        real_parts(Path(name), options.batch * (WARM_UP + options.steps + 2))
         for _ in range(options.repeats):
             seconds, ends = run(Path(name), variants, options, WARM_UP + options.steps)
             runs.append(seconds)
@@ -312,7 +295,6 @@ def main() -> None:
 
     with_norm = OURS if options.device == "cuda" else ALL_SCORED
     pairs = [(variant, STOCK) for variant in variants if variant != STOCK] + [(with_norm, NO_NORM)]
-    pairs = [(FROZEN_HALF, OURS)] if options.frozen else pairs
     peak = {variant: statistics.median(values) for variant, values in peaks.items()}
     precision = "bfloat16" if options.bf16 else "float32"
     found, rows = {}, []
@@ -321,7 +303,7 @@ def main() -> None:
         found[f"{variant} / {reference}"] = ratios | {"peak memory": memory}
         name = f"training step: {variant}"
         rows.append((name, f"time, peak memory / {reference}", f"{ratios['all steps']:.3f}, {memory:.3f}"))
-    title = f"A training step, {options.train}, {precision}, {options.parts} parts, batch {options.batch}"
+    title = f"A training step, {options.train}, {precision}, batch {options.batch}"
     report(f"{title}, {options.device}", rows, options, ratios=found, seconds=runs, peak_bytes=peaks, ends=ends)
 
 

@@ -20,10 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..assembly.gain import embedding_statistics
 from ..assembly.processing import text_tokenizer
-from .load import find, load
+from .load import resolve_model
 from .measure.depth import DepthProbe
 from .measure.families import decoder_layers, find_parts
-from .measure.theory import rotation_angle
 from .report import KINDS
 
 
@@ -35,6 +34,17 @@ LARGEST = 1e6
 
 PASSAGES = files(__package__).joinpath("passages.txt").read_text(encoding="utf-8").splitlines()
 """What the layers read: plain text of several kinds."""
+
+
+def rotation_angle(norm: float, update: float, angle: float) -> float:
+    """Angle between a state h and h + dh, in [0, pi]: tan(omega) = c sin(phi) / (||h|| + c cos(phi)) (eqs. 8, 13).
+
+    Args:
+        norm: ||h||, the norm of the state.
+        update: c, the norm of the update dh. If it more than undoes the state, the angle is over pi/2.
+        angle: phi, the angle between the state and its update, in radians.
+    """
+    return math.atan2(update * math.sin(angle), norm + update * math.cos(angle))
 
 
 @dataclass(frozen=True)
@@ -53,11 +63,11 @@ class Updates:
 
         The state's norm after a layer follows from its norm before, the update and their angle.
         """
-        found = []
+        angles = []
         for size, angle in zip(self.sizes, self.angles, strict=True):
-            found.append(rotation_angle(norm, size, angle))
+            angles.append(rotation_angle(norm, size, angle))
             norm = math.sqrt(max(norm**2 + size**2 + 2 * norm * size * math.cos(angle), 0.0))
-        return found
+        return angles
 
     def relative_rotation(self, norm: float) -> float:
         """Mean rotation over the layers but the last of a token that enters with a norm, over that of N_text."""
@@ -114,14 +124,14 @@ def updates_of(model: str, revision: str | None = None) -> Updates:
 
     Without a GPU the layers of a language model are read one after another, and its head is not read.
     """
-    found = find(model, revision)
-    if found.kind == "vision encoder":
-        raise ValueError(f"{found.name} is a vision encoder. --critical measures a language model's layers.")
-    n_text = embedding_statistics(found.source, top=0, revision=found.revision).n_text
-    if found.processor is not None:
-        return measure_updates(find_parts(load(found)).decoder, text_tokenizer(found.processor.tokenizer), n_text)
+    handle = resolve_model(model, revision)
+    if handle.kind == "vision encoder":
+        raise ValueError(f"{handle.name} is a vision encoder. --critical measures a language model's layers.")
+    n_text = embedding_statistics(handle.source, top=0, revision=handle.revision).n_text
+    if handle.processor is not None:
+        return measure_updates(find_parts(handle.load()).decoder, text_tokenizer(handle.processor.tokenizer), n_text)
     device_map: Any = "auto" if torch.cuda.is_available() else {"": "disk"}
     with tempfile.TemporaryDirectory() as folder:
-        opened = found.checkpoint
+        opened = handle.checkpoint
         language = opened.load(AutoModelForCausalLM, device_map=device_map, offload_folder=folder).eval()
         return measure_updates(language.base_model, opened.preprocessor(AutoTokenizer), n_text)

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Finding out from its configuration what kind of model a folder or Hub id is, and loading it."""
+"""What kind of model a folder or Hub id is, told from its configuration; and loading it."""
 
 import inspect
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ Kind = Literal["vision-language model", "vision encoder", "language model"]
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelHandle:
     """What is known of a folder or Hub id before its weights are loaded.
 
     Attributes:
@@ -51,10 +51,10 @@ class Found:
         source: Folder, file or Hub id to load it from.
         revision: The commit of a Hub id; all its files are read at this one.
         processor, image_processor: Of a vision-language model; of a vision encoder.
-        cls: Class that loads it; None for a language model.
+        model_class: Class that loads it; None for a language model.
         config: Configuration; None for a single file or a GGUF folder.
         opened: The checkpoint; None for a single file or a GGUF folder.
-        adapter: Of an adapter's folder; it is put on its base as in training, whatever the arguments of [`load`] say.
+        adapter: An adapter's folder, which is put on its base as in training, whatever the arguments of `load` say.
     """
 
     kind: Kind
@@ -63,7 +63,7 @@ class Found:
     revision: str | None = None
     processor: ProcessorMixin | None = None
     image_processor: BaseImageProcessor | None = None
-    cls: Any = None
+    model_class: Any = None
     config: PreTrainedConfig | None = None
     opened: Checkpoint | None = None
     adapter: Adapter | None = None
@@ -75,9 +75,52 @@ class Found:
             raise ValueError(f"{self.source} is a file of weights, which is not run. Name a folder with safetensors.")
         return self.opened
 
+    def load(self, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False) -> PreTrainedModel:
+        """Loads the weights, in eval mode, on a GPU if there is one.
 
-def find(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Found:
-    """Finds out what `model` is, and loads its processor.
+        Args:
+            dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, unless this CPU only
+                emulates it: [`dtype_to_load`].
+            load_in_4bit: Quantize the language model's layers to 4 bits while loading: [`four_bits`].
+        """
+        if self.adapter:
+            return self.adapter.load().get_base_model()
+        dtype, quantization = self.precision(dtype, load_in_4bit)
+        with tower_alone():
+            return self.checkpoint.load(
+                self.model_class or AutoModelForCausalLM,
+                dtype,
+                config=self.config,
+                device_map="auto" if torch.cuda.is_available() else None,
+                quantization_config=quantization,
+            ).eval()
+
+    def precision(
+        self, dtype: str | torch.dtype, load_in_4bit: bool
+    ) -> tuple[str | torch.dtype, BitsAndBytesConfig | None]:
+        """The dtype and the quantization in which `load` loads a model that is no adapter, given its arguments.
+
+        Raises:
+            ValueError: It cannot be loaded so.
+            ImportError: bitsandbytes is not installed.
+        """
+        dtype, checkpoint = torch_dtype(dtype), self.checkpoint
+        if not load_in_4bit:
+            size = bytes_of_weights(checkpoint.name, checkpoint.revision)
+            return dtype_to_load(dtype, self.config, size), None
+        check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
+        if self.kind == "vision encoder":
+            raise ValueError(
+                f"{self.name} is a vision encoder, which 4 bits leave as it is. Leave --load-in-4bit out."
+            )
+        with tower_alone():
+            model = checkpoint.without_weights(self.model_class or AutoModelForCausalLM, self.config)
+        quantization = four_bits(model, dtype)
+        return quantization.bnb_4bit_compute_dtype, quantization
+
+
+def resolve_model(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> ModelHandle:
+    """Tells from its configuration what `model` is, and loads its processor.
 
     Models with a vision and a text tower, such as CLIP and SigLIP, are taken for their vision tower.
 
@@ -89,10 +132,11 @@ def find(model: str, revision: str | None = None, *, trust_remote_code: bool = F
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
     if path.is_file() or path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf")):
-        return Found("language model", name, str(path))
+        return ModelHandle("language model", name, str(path))
     if (path / ADAPTER_CONFIG).is_file():
         put = open_adapter(path)
-        return Found("vision-language model", name, str(path), None, put.processor, config=put.config, adapter=put)
+        kind: Kind = "vision-language model"
+        return ModelHandle(kind, name, str(path), None, put.processor, config=put.config, adapter=put)
     opened = open_checkpoint(model, revision)
     remote = {} if opened.model_type in CONFIG_MAPPING else opened.stored.get("auto_map", {})
     if remote and not trust_remote_code:
@@ -102,58 +146,17 @@ def find(model: str, revision: str | None = None, *, trust_remote_code: bool = F
         )
     opened = replace(opened, trust_remote_code=bool(remote))
     with tower_alone():
-        kind, cls, config = _kind(name, opened.config, remote)
-    found = Found(kind, name, opened.name, opened.revision, cls=cls, config=config, opened=opened)
+        kind, model_class, config = _kind(name, opened.config, remote)
+    handle = ModelHandle(
+        kind, name, opened.name, opened.revision, model_class=model_class, config=config, opened=opened
+    )
     if kind == "language model":
-        return found
+        return handle
     if kind == "vision encoder":
-        return replace(found, image_processor=opened.preprocessor(AutoImageProcessor))
+        return replace(handle, image_processor=opened.preprocessor(AutoImageProcessor))
     if config.model_type == NormAlignLlavaConfig.model_type:
-        return replace(found, processor=opened.processor)
-    return replace(found, processor=opened.preprocessor(_processor_class(config)))
-
-
-def load(found: Found, *, dtype: str | torch.dtype = "auto", load_in_4bit: bool = False) -> PreTrainedModel:
-    """Loads the weights of a model, in eval mode, on a GPU if there is one.
-
-    Args:
-        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`: the checkpoint's own, unless this CPU only
-            emulates it: [`dtype_to_load`].
-        load_in_4bit: Quantize the language model's layers to 4 bits while loading: [`four_bits`].
-    """
-    if found.adapter:
-        return found.adapter.load().get_base_model()
-    dtype, quantization = precision_of(found, dtype, load_in_4bit)
-    with tower_alone():
-        return found.checkpoint.load(
-            found.cls or AutoModelForCausalLM,
-            dtype,
-            config=found.config,
-            device_map="auto" if torch.cuda.is_available() else None,
-            quantization_config=quantization,
-        ).eval()
-
-
-def precision_of(
-    found: Found, dtype: str | torch.dtype, load_in_4bit: bool
-) -> tuple[str | torch.dtype, BitsAndBytesConfig | None]:
-    """The dtype and the quantization in which [`load`] loads a model that is no adapter, whose arguments these are.
-
-    Raises:
-        ValueError: It cannot be loaded so.
-        ImportError: bitsandbytes is not installed.
-    """
-    dtype, checkpoint = torch_dtype(dtype), found.checkpoint
-    if not load_in_4bit:
-        size = bytes_of_weights(checkpoint.name, checkpoint.revision)
-        return dtype_to_load(dtype, found.config, size), None
-    check_installed("bitsandbytes", "qlora", "Quantizing to 4 bits")
-    if found.kind == "vision encoder":
-        raise ValueError(f"{found.name} is a vision encoder, which 4 bits leave as it is. Leave --load-in-4bit out.")
-    with tower_alone():
-        model = checkpoint.without_weights(found.cls or AutoModelForCausalLM, found.config)
-    quantization = four_bits(model, dtype)
-    return quantization.bnb_4bit_compute_dtype, quantization
+        return replace(handle, processor=opened.processor)
+    return replace(handle, processor=opened.preprocessor(_processor_class(config)))
 
 
 def _processor_class(config: PreTrainedConfig) -> Any:

@@ -189,7 +189,7 @@ class Drawing:
     file: str
     title: str
     caption: str
-    section: str  # "interface", "depth", "dynamics", "attention" or "theory"
+    section: str  # "interface", "depth", "dynamics" or "attention"
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -27,7 +27,7 @@ from ..errors import Console, Printed, escaped
 from .data import Samples, batches, image_batches, load_samples
 from .figures import draw
 from .findings import findings, verdict
-from .load import Found, find, load, precision_of
+from .load import ModelHandle, resolve_model
 from .measure.attention import attention_maps
 from .measure.dynamics import read_dynamics, read_training_log
 from .measure.embeddings import embedding_table_of, gain_of, probe_language
@@ -102,23 +102,26 @@ def diagnose(
         OSError: The folder cannot be written.
     """
     torch_dtype(dtype)  # for its error
-    found = [find(each, trust_remote_code=trust_remote_code) for each in (model, against) if each is not None]
-    for each in found if load_in_4bit else ():
-        if each.kind != "language model" and each.adapter is None:
-            precision_of(each, dtype, load_in_4bit)  # for its errors
-    if data is not None and all(each.kind == "language model" for each in found):
-        raise ValueError(f"{found[0].name} is a language model alone, which takes no images. Leave {data!r} out.")
+    sources = (model,) if against is None else (model, against)
+    handles = [resolve_model(source, trust_remote_code=trust_remote_code) for source in sources]
+    for handle in handles if load_in_4bit else ():
+        if handle.kind != "language model" and handle.adapter is None:
+            handle.precision(dtype, load_in_4bit)  # for its errors
+    of_text = all(handle.kind == "language model" for handle in handles)
+    if data is not None and of_text:
+        raise ValueError(f"{handles[0].name} is a language model alone, which takes no images. Leave {data!r} out.")
     path = Path(model).expanduser()
     beneath = (path if path.is_dir() else path.parent) / FOLDER if path.exists() else Path(FOLDER, model)
     folder = (beneath if output is None else Path(output).expanduser()).resolve()
     with replaced_folder(folder, _written) as staging:
         drawn = None
-        if any(each.kind != "language model" for each in found):
+        if not of_text:
             drawn = load_samples(data, samples, seed=seed, image_folder=image_folder, columns=columns)
         measure = partial(_measure, drawn=drawn, folder=staging, batch_size=batch_size)
+        names, prefixes = _names(handles, name, against_name), ("", "baseline_")
         measured = [
-            measure(each, title, prefix=prefix, dtype=dtype, load_in_4bit=load_in_4bit)
-            for each, title, prefix in zip(found, _names(found, name, against_name), ("", "baseline_"), strict=False)
+            measure(handle, title, prefix=prefix, dtype=dtype, load_in_4bit=load_in_4bit)
+            for handle, title, prefix in zip(handles, names, prefixes, strict=False)
         ]
         report, baseline = measured[0], measured[1] if against is not None else None
         drawings = draw(report, baseline, staging)
@@ -131,9 +134,9 @@ def diagnose(
             "Python": platform.python_version(),
             **{name: version(name) for name in ("normalign-llava", "torch", "transformers", "datasets", "pillow")},
         }
-        for each in found:
-            if commit := getattr(each.config, "_commit_hash", None):
-                provenance[f"revision of {each.name}"] = commit
+        for handle in handles:
+            if commit := getattr(handle.config, "_commit_hash", None):
+                provenance[f"revision of {handle.name}"] = commit
         if drawn is not None:
             provenance["first question"] = drawn.samples[0].question
         conclusion = verdict(report, baseline)
@@ -152,20 +155,27 @@ def diagnose(
 
 
 def _measure(
-    found: Found, name: str, *, drawn: Samples | None, folder: Path, prefix: str, batch_size: int, **loading: Any
+    handle: ModelHandle,
+    name: str,
+    *,
+    drawn: Samples | None,
+    folder: Path,
+    prefix: str,
+    batch_size: int,
+    **loading: Any,
 ) -> Report:
     """The report of one model; the images that attention is drawn on are written into `folder`."""
-    if found.kind == "language model" or drawn is None:
-        return probe_language(found.source, name=name, config=found.config, revision=found.revision)
-    checkpoint = Path(found.source)
+    if handle.kind == "language model" or drawn is None:
+        return probe_language(handle.source, name=name, config=handle.config, revision=handle.revision)
+    checkpoint = Path(handle.source)
     dynamics, training = read_dynamics(checkpoint), read_training_log(checkpoint)  # both for their errors, too
-    model = load(found, **loading)
+    model = handle.load(**loading)
     total = math.ceil(len(drawn.samples) / batch_size)
     progress = partial(track, description=escape(escaped(name)), total=total, console=Console())
-    if found.image_processor is not None:
-        inputs = image_batches(found.image_processor, drawn.samples, batch_size)
+    if handle.image_processor is not None:
+        inputs = image_batches(handle.image_processor, drawn.samples, batch_size)
         return probe_encoder(model, progress(inputs), name=name, data=drawn.name)
-    processor = found.processor
+    processor = handle.processor
     assert processor is not None
     inputs = batches(processor, drawn.samples, batch_size)
     report = probe(model, progress(inputs), tokenizer=processor.tokenizer, name=name, data=drawn.name)
@@ -220,16 +230,18 @@ def _written(folder: Path) -> set[str]:
         return set()
 
 
-def _names(found: list[Found], *given: str | None) -> list[str]:
+def _names(handles: list[ModelHandle], *names: str | None) -> list[str]:
     """The given names, or those of the models; told apart by the folder above, or "(baseline)", if they are equal."""
-    names = [name or each.name for each, name in zip(found, given, strict=False)]
-    if len(set(names)) < len(names):
-        names = [name or _longer_name(each) for each, name in zip(found, given, strict=False)]
-    return names if len(set(names)) == len(names) else [names[0], f"{names[1]} (baseline)"]
+    for name_of in (lambda handle: handle.name, _longer_name):
+        titles = [name or name_of(handle) for handle, name in zip(handles, names, strict=False)]
+        if len(set(titles)) == len(titles):
+            return titles
+    return [titles[0], f"{titles[1]} (baseline)"]
 
 
-def _longer_name(found: Found) -> str:
+def _longer_name(handle: ModelHandle) -> str:
     """With the folder above, such as baseline/model, unless that is the home folder: it has a person's name."""
-    path = Path(found.source).resolve()
+    path = Path(handle.source).resolve()
     above = path.parent.name
-    return f"{above}/{found.name}" if path.exists() and above and path.parent != Path.home().resolve() else found.name
+    is_named = path.exists() and above and path.parent != Path.home().resolve()
+    return f"{above}/{handle.name}" if is_named else handle.name

@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..data.rows.questions import Sample
 from ..diagnose.data import batches
-from ..diagnose.load import find, load
+from ..diagnose.load import resolve_model
 from ..errors import Console, escaped
 
 
@@ -51,7 +51,8 @@ class AnswerPrinter(BaseStreamer):
 def ask(
     model: str, image: Path, question: str, *, max_new_tokens: int, trust_remote_code: bool = False, **loading: Any
 ) -> None:
-    """Prints the greedy answer of a model to a question about an image, token by token; `loading` is of [`load`].
+    """Prints the greedy answer of a model to a question about an image, token by token; `loading` are options of
+    [`ModelHandle.load`].
 
     While image and question are read, which takes a large model minutes on a CPU, a terminal says so on stderr.
 
@@ -59,16 +60,16 @@ def ask(
     """
     sample = Sample(image.name, question, {"path": str(image), "bytes": None})
     sample.image  # noqa: B018  (decoded for its errors)
-    found = find(model, trust_remote_code=trust_remote_code)
-    if (processor := found.processor) is None or found.config is None:
-        raise ValueError(f"{found.name} is a {found.kind}, which answers no questions about images.")
+    handle = resolve_model(model, trust_remote_code=trust_remote_code)
+    if (processor := handle.processor) is None or handle.config is None:
+        raise ValueError(f"{handle.name} is a {handle.kind}, which answers no questions about images.")
     if (token := getattr(processor, "image_token", None)) and token in question:
         raise ValueError(f"The question has {token}. Leave it out: the image is shown before the question.")
     (inputs,) = batches(processor, [sample], 1)
-    most = getattr(found.config.get_text_config(), "max_position_embeddings", None)
+    most = getattr(handle.config.get_text_config(), "max_position_embeddings", None)
     if most and (tokens := inputs["input_ids"].shape[1]) > most:
-        raise ValueError(f"Image and question have {tokens:,} tokens, and {found.name} takes {most:,}. Ask shorter.")
-    answering = load(found, **loading)
+        raise ValueError(f"Image and question have {tokens:,} tokens, and {handle.name} takes {most:,}. Ask shorter.")
+    answering = handle.load(**loading)
     asked = BatchFeature(inputs).to(answering.device, answering.dtype)
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     with Console(stderr=True).status(Text(f"Reading {image.name}")) as status:

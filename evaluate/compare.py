@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE
+from rich.console import Group
 from rich.table import Table
 from scipy import stats
 
 from ..checkpoint.files import atomic_write
 from ..checkpoint.precision import quantization_name
 from ..errors import Printed
-from .paper_columns import columns
+from .paper_columns import paper_scores, paper_table
 from .results import FOLDER, Evaluation, read_evaluations
 
 
@@ -72,12 +73,42 @@ class Difference:
         return self.score - self.reference
 
 
-class Comparison(list[Difference], Printed):
-    """What [`compare`] found, printed and shown in a notebook as by [`render`]."""
+@dataclass(frozen=True)
+class Comparison(Printed):
+    """Arms, and the differences of all but the first from it."""
 
-    def renderable(self) -> Table:
-        """The table of [`render`]."""
-        return render(self)
+    arms: Sequence[Arm]
+    differences: list[Difference]
+
+    def renderable(self) -> Group:
+        """The differences, and the arms in the columns of the paper's table 4 if they have some in common."""
+        against = self.arms[0].name
+        caption = f"Differences from {against}, 95 % intervals, over the n questions that all models were asked."
+        table = Table(box=SIMPLE, padding=0, show_edge=False, caption=caption)
+        for column in ("task", "model", "n", "score", against, "difference", "over questions", "over seeds", "p"):
+            name = column in ("task", "model")
+            table.add_column(column, justify="left" if name else "right", overflow="fold" if name else "ellipsis")
+        for row in self.differences:
+            scores = (f"{row.questions:,}", f"{row.score:.3f}", f"{row.reference:.3f}", f"{row.value:+.3f}")
+            p = "-" if row.mcnemar is None else f"{row.mcnemar:.3f}"
+            table.add_row(row.task, row.arm, *scores, _shown(row.over_questions), _shown(row.over_seeds), p)
+        paper = paper_table({arm.name: arm.columns for arm in self.arms})
+        return Group(table, *([paper] if paper else []))
+
+    def left_out(self) -> list[str]:
+        """A sentence for each task that is not compared, with the arms that lack a score for each question."""
+        sentences = []
+        for task in sorted({task for arm in self.arms for run in arm.runs for task in run}):
+            lacking = ", ".join(arm.name for arm in self.arms if not all(run.get(task) for run in arm.runs))
+            if lacking:
+                sentences.append(f"Left out: {task}, without a score for each question in {lacking}.")
+        return sentences
+
+    def write(self, output: Path) -> None:
+        """Writes `comparison.json` into a folder."""
+        with atomic_write(output / "comparison.json") as partial:
+            text = json.dumps([asdict(difference) for difference in self.differences], indent=2)
+            partial.write_text(text + "\n", encoding="utf-8")
 
 
 def read_arm(argument: str) -> Arm:
@@ -87,15 +118,15 @@ def read_arm(argument: str) -> Arm:
         ValueError: A folder has no evaluation, or one that cannot be read.
     """
     name, equals, folders = ("", "", "") if os.path.exists(argument) else argument.partition("=")
-    paths = [Path(each) for each in (folders.split(",") if equals else [argument]) if each]
+    paths = [Path(folder) for folder in (folders.split(",") if equals else [argument]) if folder]
     if not paths:
         raise ValueError(f"{argument} names no folder. Write NAME=FOLDER,FOLDER,...")
     evaluations = [read_evaluations(path) for path in paths]
     runs, quantizations = zip(*map(_run, paths, evaluations), strict=True)
-    return Arm(name or paths[0].resolve().name, list(runs), list(quantizations), list(map(columns, evaluations)))
+    return Arm(name or paths[0].resolve().name, list(runs), list(quantizations), list(map(paper_scores, evaluations)))
 
 
-def compare(arms: Sequence[Arm]) -> Comparison:
+def compare_arms(arms: Sequence[Arm]) -> Comparison:
     """Each arm against the first, on each task that all of their runs have, over the questions that all were asked.
 
     Raises:
@@ -110,7 +141,7 @@ def compare(arms: Sequence[Arm]) -> Comparison:
     tasks = [task for task in runs[0] if all(run.get(task) for run in runs)]
     if not tasks:
         raise ValueError("The models have no task in common. Run `normalign evaluate` on each with the same tasks.")
-    found = Comparison()
+    differences = []
     first, *others = arms
     for task in tasks:
         _check_quantizations(task, arms)
@@ -125,7 +156,7 @@ def compare(arms: Sequence[Arm]) -> Comparison:
         for arm in others:
             scores = table[arm.name]
             binary = len(scores) == len(reference) == 1 and set(np.unique([scores, reference])) <= {0.0, 1.0}
-            found.append(
+            differences.append(
                 Difference(
                     task,
                     arm.name,
@@ -138,36 +169,7 @@ def compare(arms: Sequence[Arm]) -> Comparison:
                     mcnemar=mcnemar(scores[0], reference[0]) if binary else None,
                 )
             )
-    return found
-
-
-def left_out(arms: Sequence[Arm]) -> list[str]:
-    """A sentence for each task that is not compared, with the arms that lack it, or lack a score for each question."""
-    tasks = sorted({task for arm in arms for run in arm.runs for task in run})
-    lacking = {task: [arm.name for arm in arms if not all(run.get(task) for run in arm.runs)] for task in tasks}
-    missing = {task: ", ".join(names) for task, names in lacking.items() if names}
-    return [f"Left out: {task}, without a score for each question in {names}." for task, names in missing.items()]
-
-
-def render(differences: Sequence[Difference]) -> Table:
-    """The comparison, for `rich.console.Console.print`."""
-    (against,) = {each.against for each in differences}
-    caption = f"Differences from {against}, 95 % intervals, over the n questions that all models were asked."
-    table = Table(box=SIMPLE, padding=0, show_edge=False, caption=caption)
-    for column in ("task", "model", "n", "score", against, "difference", "over questions", "over seeds", "p"):
-        name = column in ("task", "model")
-        table.add_column(column, justify="left" if name else "right", overflow="fold" if name else "ellipsis")
-    for each in differences:
-        scores = (f"{each.questions:,}", f"{each.score:.3f}", f"{each.reference:.3f}", f"{each.value:+.3f}")
-        p = "-" if each.mcnemar is None else f"{each.mcnemar:.3f}"
-        table.add_row(each.task, each.arm, *scores, _shown(each.over_questions), _shown(each.over_seeds), p)
-    return table
-
-
-def write(differences: Sequence[Difference], output: Path) -> None:
-    """Writes `comparison.json` into a folder."""
-    with atomic_write(output / "comparison.json") as partial:
-        partial.write_text(json.dumps([asdict(each) for each in differences], indent=2) + "\n", encoding="utf-8")
+    return Comparison(arms, differences)
 
 
 def over_questions(scores: np.ndarray, reference: np.ndarray) -> Interval:
@@ -198,10 +200,10 @@ def over_seeds(scores: np.ndarray, reference: np.ndarray) -> Interval | None:
 
 
 def _check_quantizations(task: str, arms: Sequence[Arm]) -> None:
-    found = {each[task]: arm.name for arm in arms for each in arm.quantizations}
-    if len(found) > 1:
+    arm_of = {names[task]: arm.name for arm in arms for names in arm.quantizations}
+    if len(arm_of) > 1:
         raise ValueError(
-            f"{task} was evaluated in different quantizations: {'; '.join(f'{v}, {k}' for k, v in found.items())}. "
+            f"{task} was evaluated in different quantizations: {'; '.join(f'{v}, {k}' for k, v in arm_of.items())}. "
             "Evaluate all in the same: with or without --load-in-4bit, and an adapter on a quantized base merged."
         )
 
@@ -211,17 +213,17 @@ def _run(folder: Path, evaluations: Sequence[Evaluation]) -> tuple[dict[str, Sco
     quantized, both by task and metric."""
     if not evaluations:
         raise ValueError(f"{folder} has no evaluation/. Run `normalign evaluate {folder}` first.")
-    found, quantizations = {}, {}
-    for each in evaluations:
-        names = [metric.name for metric in each.metrics]
-        metric, scores = _scores(folder / FOLDER / each.task, names, each.versions.get(each.task))
-        found[f"{each.task} {metric}"] = scores
+    scores, quantizations = {}, {}
+    for result in evaluations:
+        task, settings = result.task, result.settings
+        names = [metric.name for metric in result.metrics]
+        metric, values = _scores(folder / FOLDER / task, names, result.versions.get(task))
+        scores[f"{task} {metric}"] = values
         # Before these settings were recorded, 4 bits were bitsandbytes' default.
-        settings = each.settings.get(
-            "quantization", {"load_in_4bit": True} if each.settings.get("load_in_4bit") else None
-        )
-        quantizations[f"{each.task} {metric}"] = quantization_name(settings, products=False)
-    return found, quantizations
+        default = {"load_in_4bit": True} if settings.get("load_in_4bit") else None
+        name = quantization_name(settings.get("quantization", default), products=False)
+        quantizations[f"{task} {metric}"] = name
+    return scores, quantizations
 
 
 def _scores(folder: Path, metrics: Sequence[str], version: str | None) -> tuple[str, Scores]:

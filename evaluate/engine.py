@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, BatchEncoding, PreTrainedModel, Processo
 
 from ..assembly.processing import text_tokenizer
 from ..checkpoint.precision import quantization_name
-from ..diagnose.load import Found, load
+from ..diagnose.load import ModelHandle
 from .results import Evaluation, Metric
 
 
@@ -128,14 +128,14 @@ def _task_manager(include_path: Path | None, *, defaults: bool) -> TaskManager:
     return TaskManager(include_path=[str(files(__package__) / "tasks"), *own], include_defaults=defaults)
 
 
-def as_lm(found: Found, *, batch_size: int, dtype: str = "auto", load_in_4bit: bool = False) -> LM:
+def as_lm(handle: ModelHandle, *, batch_size: int, dtype: str = "auto", load_in_4bit: bool = False) -> LM:
     """A checkpoint as a model of the harness: `hf-multimodal`, or `hf` for a language model alone."""
-    if found.kind == "vision encoder":
-        raise ValueError(f"{found.name} is a vision encoder, which answers nothing. Name a vision-language model.")
-    model = load(found, dtype=dtype, load_in_4bit=load_in_4bit)
-    if found.kind == "language model":
-        return HFLM(model, tokenizer=found.checkpoint.preprocessor(AutoTokenizer), batch_size=batch_size)
-    return MultimodalLM(model, found.processor, batch_size)
+    if handle.kind == "vision encoder":
+        raise ValueError(f"{handle.name} is a vision encoder, which answers nothing. Name a vision-language model.")
+    model = handle.load(dtype=dtype, load_in_4bit=load_in_4bit)
+    if handle.kind == "language model":
+        return HFLM(model, tokenizer=handle.checkpoint.preprocessor(AutoTokenizer), batch_size=batch_size)
+    return MultimodalLM(model, handle.processor, batch_size)
 
 
 def run_task(lm: LM, task: str | Task, manager: TaskManager, *, limit: int | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from lmms_eval.protocol import ChatMessages
 from tqdm import tqdm
 
 from ..assembly.processing import pad_left
-from ..diagnose.load import find, load
+from ..diagnose.load import resolve_model
 
 
 class NormAlignLlava(lmms):
@@ -21,12 +21,12 @@ class NormAlignLlava(lmms):
 
     def __init__(self, pretrained: str, batch_size: int | str = 1, dtype: str = "auto", device: str | None = None):
         super().__init__()
-        found = find(pretrained)
-        if found.processor is None:
-            raise ValueError(f"{found.name} is a {found.kind}. Give a vision-language model.")
-        self.processor = found.processor
+        handle = resolve_model(pretrained)
+        if handle.processor is None:
+            raise ValueError(f"{handle.name} is a {handle.kind}. Give a vision-language model.")
+        self.processor = handle.processor
         pad_left(self.processor.tokenizer)
-        self.model = load(found, dtype=dtype)
+        self.model = handle.load(dtype=dtype)
         if device:
             self.model.to(device)
         self.batch_size = int(batch_size)

@@ -10,7 +10,7 @@ from ..diagnose.paper import paper_tables
 from .results import Evaluation
 
 
-COLUMNS = {
+PAPER_COLUMNS = {
     "MMBench-EN": ("mmbench_en_dev", "acc_circular", 100),
     "MMStar": ("mmstar", "acc_by_category", 100),
     "POPE": ("pope", "acc", 100),
@@ -24,25 +24,25 @@ COLUMNS = {
 """Task, metric and factor of each column. The paper does not say which metric its HellaSwag is."""
 
 
-def columns(evaluations: Sequence[Evaluation]) -> dict[str, float]:
+def paper_scores(evaluations: Sequence[Evaluation]) -> dict[str, float]:
     """A model's scores as the paper gives them, by column, of the tasks that were evaluated whole."""
     values = {
-        (each.task, metric.name): metric.value
-        for each in evaluations
-        if not each.partial
-        for metric in each.metrics
+        (result.task, metric.name): metric.value
+        for result in evaluations
+        if not result.partial
+        for metric in result.metrics
         if metric.subset is None
     }
     scores = {
         name: factor * values[task, metric]
-        for name, (task, metric, factor) in COLUMNS.items()
+        for name, (task, metric, factor) in PAPER_COLUMNS.items()
         if (task, metric) in values
     }
-    return scores | ({"average": sum(scores.values()) / len(scores)} if len(scores) == len(COLUMNS) else {})
+    return scores | ({"average": sum(scores.values()) / len(scores)} if len(scores) == len(PAPER_COLUMNS) else {})
 
 
-def render(models: Mapping[str, Sequence[Mapping[str, float]]]) -> Table | None:
-    """The table of what [`columns`] gave for the runs of each model; None if there is no column that all have."""
+def paper_table(models: Mapping[str, Sequence[Mapping[str, float]]]) -> Table | None:
+    """The table of the [`paper_scores`] of each model's runs; None if there is no column that all have."""
     paper = paper_tables()["table_4"]
     runs = [run for of_model in models.values() for run in of_model]
     shown = [name for name in paper["columns"] if all(name in run for run in runs)]

@@ -23,7 +23,7 @@ FORGETTING = "offline_perplexity"  # the task that shows what training made a mo
 BEFORE = "before training"
 RISE = 0.1  # of bits per byte, above which text is called forgotten
 
-WEIGHTS = "*.safetensors"
+WEIGHT_FILES = "*.safetensors"
 """Files of a model's weights, of which [`files_hash`] tells whether a result is theirs."""
 
 SCHEMA_VERSION = 2

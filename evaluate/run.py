@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..checkpoint.files import replaced_folder
 from ..checkpoint.lock import only_writer
-from ..diagnose.load import find, precision_of
+from ..diagnose.load import resolve_model
 from ..errors import Console, device_error
 from .engine import SEED, SUITES, as_lm, chosen_tasks, run_task, save, saved_files, summarized
 from .own_data import own_task
@@ -23,7 +23,7 @@ from .results import (
     FOLDER,
     FORGETTING,
     SUMMARY,
-    WEIGHTS,
+    WEIGHT_FILES,
     Evaluation,
     add_before,
     files_hash,
@@ -46,6 +46,28 @@ class Evaluated:
     results: list[Evaluation] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     note: str | None = None
+
+    def table(self) -> Table:
+        """The results of whole tasks, for the terminal."""
+        whole = [(result, metric) for result in self.results for metric in result.metrics if metric.subset is None]
+        references = list(dict.fromkeys(name for _, metric in whole for name in metric.references))
+        partial = any(result.partial for result in self.results)
+        table = Table(box=SIMPLE, padding=0, show_edge=False, caption="partial" if partial else None)
+        for column in ("task", "metric", "value", "±", *references, "n"):
+            name = column in ("task", "metric")
+            table.add_column(column, justify="left" if name else "right", no_wrap=name)
+        for result, metric in whole:
+            compared = [f"{metric.references[name]:.3f}" if name in metric.references else "" for name in references]
+            error = "" if metric.stderr is None else f"{metric.stderr:.3f}"
+            samples = result.samples if metric.samples is None else metric.samples
+            table.add_row(result.task, metric.name, f"{metric.value:.3f}", error, *compared, f"{samples:,}")
+        return table
+
+    def sentences(self) -> list[str]:
+        """Where the results are, the note, and why tasks were not run."""
+        written = [f"Written to {self.file}."] if self.results else []
+        missing = [f"Not evaluated: {task}. {reason}" for task, reason in self.failed.items()]
+        return [*written, *filter(None, [self.note]), *missing]
 
 
 def evaluate(
@@ -76,7 +98,7 @@ def evaluate(
         data, image_folder, columns: Questions and answers of one's own; see [`own_task`].
         limit: Use the first so many samples of each task. The result is marked as partial.
         batch_size: Samples together.
-        dtype, load_in_4bit, trust_remote_code: As in [`load`] and [`find`].
+        dtype, load_in_4bit, trust_remote_code: See [`ModelHandle.load`] and [`resolve_model`].
         output: Folder in which to write `evaluation/`, by default the model's; of a Hub id, `evaluations/NAME`.
 
     Raises ValueError if model, task or data cannot be read, or a limit would replace whole results of the model.
@@ -91,41 +113,41 @@ def evaluate(
         chosen[own.config.task] = own
     if not chosen:
         raise ValueError(f"Name a suite ({', '.join(SUITES)}), tasks or data to evaluate on.")
-    found = find(model, trust_remote_code=trust_remote_code)
-    folder = Path(found.source) if Path(found.source).is_dir() else None
-    output = output or folder or Path("evaluations", found.name.replace("/", "--"))
-    weights = files_hash(folder, WEIGHTS) if folder else f"{found.source}@{found.revision}"
+    handle = resolve_model(model, trust_remote_code=trust_remote_code)
+    folder = Path(handle.source) if Path(handle.source).is_dir() else None
+    output = output or folder or Path("evaluations", handle.name.replace("/", "--"))
+    weights = files_hash(folder, WEIGHT_FILES) if folder else f"{handle.source}@{handle.revision}"
     settings: dict[str, Any] = {"batch_size": batch_size, "limit": limit, "seed": SEED}
     settings["files"] = files_hash(folder, *SETTINGS) if folder else None
     settings["tasks"] = files_hash(include_path, *TASKS) if include_path else None
-    if found.adapter:  # which is put on its base as in training
-        base = found.adapter.base.revision or files_hash(Path(found.adapter.base.name), WEIGHTS)
-        settings |= {"dtype": None, "load_in_4bit": None, "quantization": found.adapter.quantization, "base": base}
+    if handle.adapter:  # which is put on its base as in training
+        base = handle.adapter.base.revision or files_hash(Path(handle.adapter.base.name), WEIGHT_FILES)
+        settings |= {"dtype": None, "load_in_4bit": None, "quantization": handle.adapter.quantization, "base": base}
     else:
-        decided, quantization = precision_of(found, dtype, load_in_4bit)
+        decided, quantization = handle.precision(dtype, load_in_4bit)
         dtype = str(decided).removeprefix("torch.")
         settings |= {"dtype": dtype, "load_in_4bit": load_in_4bit}
         if quantization:
             settings["quantization"] = json.loads(quantization.to_json_string())
     with only_writer(output):
         (output / FOLDER).mkdir(exist_ok=True)
-    done = Evaluated(output / FOLDER / SUMMARY)
-    earlier = [each for each in read_evaluations(output) if each.task in chosen and each.weights == weights]
+    evaluated = Evaluated(output / FOLDER / SUMMARY)
+    earlier = [r for r in read_evaluations(output) if r.task in chosen and r.weights == weights]
     versions = {name: version(name) for name in ("lm_eval", "normalign_llava")}
     kept = {
-        each.task: each
-        for each in earlier
-        if each.settings == settings and versions.items() <= each.versions.items()
-        if getattr(chosen[each.task], "VERSION", None) in (None, each.versions[each.task])  # data of one's own
+        result.task: result
+        for result in earlier
+        if result.settings == settings and versions.items() <= result.versions.items()
+        if getattr(chosen[result.task], "VERSION", None) in (None, result.versions[result.task])  # data of one's own
     }
-    whole = [each.task for each in earlier if not each.partial and each.task not in kept]
+    whole = [result.task for result in earlier if not result.partial and result.task not in kept]
     if limit and whole:
         raise ValueError(f"--limit would replace whole results of {', '.join(whole)}. Name another --output.")
     console = Console(stderr=True)
     for task in kept:
         console.print(f"{task}: done before.")
     missing = [task for task in chosen if task not in kept]
-    lm = as_lm(found, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit) if missing else None
+    lm = as_lm(handle, batch_size=batch_size, dtype=dtype, load_in_4bit=load_in_4bit) if missing else None
     for number, task in enumerate(missing, 1):
         console.print(f"{task} ({number} of {len(missing)})")
         try:
@@ -136,30 +158,13 @@ def evaluate(
             result.write(output)
         except Exception as error:  # whatever it is, the other tasks are run
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-            done.failed[task] = device_error(error, "Use a smaller batch_size, or load_in_4bit.") or reason
-            console.print(f"{task} could not be run: {done.failed[task]}", style="red")
+            evaluated.failed[task] = device_error(error, "Use a smaller batch_size, or load_in_4bit.") or reason
+            console.print(f"{task} could not be run: {evaluated.failed[task]}", style="red")
         else:
             kept[task] = result
     if folder and FORGETTING in kept:
         add_before(kept[FORGETTING], folder)
         kept[FORGETTING].write(output)
-    done.results = [kept[task] for task in chosen if task in kept]
-    done.note = forgotten(done.results, folder)
-    return done
-
-
-def render(done: Evaluated) -> Table:
-    """The results, for `rich.console.Console.print`."""
-    whole = [(result, metric) for result in done.results for metric in result.metrics if metric.subset is None]
-    references = list(dict.fromkeys(name for _, metric in whole for name in metric.references))
-    partial = any(result.partial for result in done.results)
-    table = Table(box=SIMPLE, padding=0, show_edge=False, caption="partial" if partial else None)
-    for column in ("task", "metric", "value", "±", *references, "n"):
-        name = column in ("task", "metric")
-        table.add_column(column, justify="left" if name else "right", no_wrap=name)
-    for result, metric in whole:
-        compared = [f"{metric.references[name]:.3f}" if name in metric.references else "" for name in references]
-        error = "" if metric.stderr is None else f"{metric.stderr:.3f}"
-        samples = result.samples if metric.samples is None else metric.samples
-        table.add_row(result.task, metric.name, f"{metric.value:.3f}", error, *compared, f"{samples:,}")
-    return table
+    evaluated.results = [kept[task] for task in chosen if task in kept]
+    evaluated.note = forgotten(evaluated.results, folder)
+    return evaluated

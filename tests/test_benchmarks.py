@@ -1,37 +1,41 @@
-"""The scripts of benchmarks/ run, and their figures become the table of docs/method.md. Nothing is timed here."""
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The scripts of benchmarks/ run on tiny models; an error is a row or a name. Nothing is timed here."""
 
+import importlib
 import json
 import re
+import runpy
+import sys
 
 import pytest
 from paths import DOCS, ROOT
 
 
+pytestmark = pytest.mark.slow
+
 FOLDER = ROOT / "benchmarks"
-SMALLEST = {
-    "norm": ["--tokens", "8", "--widths", "32", "64", "--rounds", "2", "--no-compile"],
-    "generate": ["--shape", "tiny", "--text", "2", "--tokens", "2", "--rounds", "2", "--bf16"],
-    "probe": ["--batches", "1", "--rounds", "2"],
-    "memory": ["--shapes", "tiny", "--methods", "full"],
-}
-"""Without startup.py, step.py and packing.py, whose shortest runs take longest."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "script", ["norm", "generate", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("probe", "memory"))]
+    "script, tiny",
+    [
+        ("norm", "--tokens 8 --widths 32 64 --rounds 2 --no-compile"),
+        pytest.param("memory", "--shapes tiny --methods full", marks=pytest.mark.nightly),
+    ],
 )
-def test_a_script_writes_its_machine_options_rows_and_figures(tmp_path, prepared, archives, script):
-    output = tmp_path / "figures.json"
-    done = prepared.run([FOLDER / f"{script}.py", *SMALLEST[script], "--output", output])
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(output.read_text())
-    assert {"processor", "cores", "accelerator", "torch", "transformers", "trl"} == set(result["machine"])
-    assert result["options"]["device"] == "cpu" and result["options"]["bf16"] is (script == "generate")
-    for row in result["rows"]:
-        assert len(row) == 3 and all(isinstance(cell, str) for cell in row)
-        assert "|" not in "".join(row)
-        assert re.match(r"\d+(\.\d+)?(%| |,|$)", row[2])
+def test_figures_are_written_and_a_script_that_fails_is_named(monkeypatch, tmp_path, script, tiny):
+    command = runpy.run_path(str(FOLDER / "__main__.py"), run_name="benchmarks")
+    options = {"packing": ["--steps", "few"], script: tiny.split()}
+    monkeypatch.setitem(command["main"].__globals__, "OPTIONS", options)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--output", str(tmp_path / "all.json")])
+    with pytest.raises(SystemExit, match="Failed: packing"):
+        command["main"]()
+    written = json.loads((tmp_path / "all.json").read_text())
+    assert list(written) == ["failed", script] and written["failed"] == ["packing"]
+    assert {"processor", "cores", "accelerator", "torch", "transformers", "trl"} == set(written[script]["machine"])
+    for row in written[script]["rows"]:
+        assert len(row) == 3 and "|" not in "".join(row) and re.match(r"\d+(\.\d+)?(%| |,|$)", row[2])
 
 
 @pytest.mark.nightly
@@ -47,3 +51,22 @@ def test_the_recipes_take_at_true_size_what_the_page_says(prepared):
     assert f"{stage_1} GiB; with `--load_in_4bit` {in_4_bits} GiB |" in page
     assert all(re.search(rf"\[`{recipe}`\].* {size} GiB", page) for recipe, size in said.items())
     assert float(stage_1) <= 19 and float(in_4_bits) <= 12 and float(said["qlora"]) < 10
+
+
+@pytest.mark.nightly
+def test_a_check_of_a_gpu_that_fails_is_a_row_and_the_exit_status(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(FOLDER)
+    check_gpu = importlib.import_module("check_gpu")
+    align = ["--stage", "align"]
+    runs = {"right": (align, []), "wrong": ([*align, "--max_length", "9"], []), "absent": (align, ["cuda"])}
+    monkeypatch.setattr(check_gpu, "OPTIONS", runs)
+    monkeypatch.setattr(check_gpu, "TESTS", ["checkpoint/test_find.py"])
+    monkeypatch.setattr(sys, "argv", ["check_gpu", "--device", "cpu", "--output", str(tmp_path / "found.json")])
+    with pytest.raises(SystemExit) as end:
+        check_gpu.main()
+    rows = {row["check"]: row for row in json.loads((tmp_path / "found.json").read_text())["checks"]}
+    assert end.value.code == 1 and rows["wrong"]["status"] == "failed"
+    assert re.match(r"ValueError: .*longer than", rows["wrong"]["found"]), rows["wrong"]
+    assert rows["absent"]["found"] == rows["memory: full, 1b"]["found"] == "needs cuda"
+    assert all(rows[name]["status"] == "ok" for name in ("norm", "right", "ask in 4 bits", "tests"))
+    assert re.match(r"losses \d.*; [\d,]+ tokens/s$", rows["right"]["found"])

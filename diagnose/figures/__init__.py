@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..report import Drawing, Report
 from .attention import attention_figures
-from .depth import cosine, dynamics, norms, predicted, rotation, updates
+from .depth import cosine, dynamics, norms, rotation
 from .interface import interface
 from .style import DPI, Sketch, shown
 
@@ -20,10 +20,9 @@ def draw(report: Report, against: Report | None, output: Path) -> list[Drawing]:
     deep = [model for model in models if model.report.depth is not None]
     sketches: list[Sketch | None] = [
         interface(models),
-        *([norms(deep), cosine(deep), rotation(deep), updates(deep)] if deep else ()),
+        *([norms(deep), cosine(deep), rotation(deep)] if deep else ()),
         dynamics(models),
         *attention_figures(models, output),
-        predicted(deep) if deep else None,
     ]
     drawn = [sketch for sketch in sketches if sketch is not None]
     for figure, drawing in drawn:

@@ -13,28 +13,21 @@ from matplotlib.colors import Normalize
 from PIL import Image
 
 from ..report import Attention, Drawing
-from .style import WIDTH, Shown, Sketch, elide, layer_axis, legend, new_figure, printable, tidy
+from .style import WIDTH, Shown, Sketch, elide, new_figure, printable
 
 
 COLUMNS, MAPS = 4, 12
 """How many layers' maps are drawn, and how many side by side."""
 COLORMAP = "magma"
-MEASURES = {
-    "image_share": ("share of all attention (%)", 100.0, None),
-    "entropy": ("entropy of the map (1 is even)", 1.0, 1.0),
-    "bottom_bias": ("bottom third (1 is no bias)", 1.0, 1.0),
-}
-"""Field of `Attention`: its title, the factor to multiply it with, and the value to compare it with."""
 
 
 def attention_figures(models: Sequence[Shown], images: Path) -> list[Sketch]:
-    """A figure for each question drawn of the last of `models`, and one of the measures over depth."""
+    """A figure for each question that has maps of the last of `models`."""
     sketches = []
-    for index in range(sum(bool(each.maps) for each in models[-1].report.attention)):
+    for index in range(sum(bool(answer.maps) for answer in models[-1].report.attention)):
         asked = [(model, model.report.attention[index]) for model in models if len(model.report.attention) > index]
         sketches.append(draw_question(asked, index + 1, images))
-    deep = [model for model in models if model.report.attention]
-    return [*sketches, attention_depth(deep)] if sketches else []
+    return sketches
 
 
 def draw_question(answers: Sequence[tuple[Shown, Attention]], number: int, images: Path) -> Sketch:
@@ -90,38 +83,3 @@ def draw_map(axes: Axes, shares: np.ndarray, scale: Normalize, image: Image.Imag
     alpha = None if image is None else 0.65
     axes.imshow(100 * shares, cmap=COLORMAP, norm=scale, alpha=alpha, extent=extent, interpolation="nearest")
     axes.set_aspect("equal")
-
-
-def attention_depth(models: Sequence[Shown]) -> Sketch:
-    """Share, entropy and bottom bias by layer, averaged over questions."""
-    means = {name: [mean_over_questions(model, name) for model in models] for name in MEASURES}
-    means = {name: values for name, values in means.items() if any(each is not None for each in values)}
-    figure = new_figure(3.5, "Attention from text to the image, by layer")
-    panels = figure.subplots(1, len(means), squeeze=False)[0]
-    for axes, (name, values) in zip(panels, means.items(), strict=True):
-        label, factor, neutral = MEASURES[name]
-        drawn = [(model, *value) for model, value in zip(models, values, strict=True) if value is not None]
-        for model, layers, mean in drawn:
-            axes.plot(layers, factor * mean, label=model.label, **model.line("visual"))
-        if neutral is not None:
-            axes.axhline(neutral, color="black", linewidth=0.8, linestyle=":")
-        layer_axis(axes, max(layers[-1] for _, layers, _ in drawn))
-        tidy(axes, "layer", "", label)
-    legend(figure, panels[0], 2)
-    caption = (
-        "By layer, averaged over the questions: share of the attention of the text after the image that falls on it, "
-        "entropy of its map, and bias to its bottom third (section 5.3 and appendix G)."
-    )
-    return figure, Drawing("attention_depth.png", "Attention in depth", caption, "attention")
-
-
-def mean_over_questions(model: Shown, name: str) -> tuple[list[int], np.ndarray] | None:
-    """Layers, and the field `name` of `Attention` averaged over questions; None if no question has it.
-
-    Layers with a sliding window see the whole image in short prompts only: the questions with most layers count.
-    """
-    found = [(each.layers, value) for each in model.report.attention if (value := getattr(each, name)) is not None]
-    if not found:
-        return None
-    layers = max((layers for layers, _ in found), key=len)
-    return layers, np.mean([value for _, value in found if len(value) == len(layers)], axis=0)

@@ -1,6 +1,6 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Figures of what the layers do to visual and to text tokens (figures 1b to 5; section 3.1)."""
+"""Figures of what the layers do to visual and to text tokens (figures 1b to 5)."""
 
 from collections.abc import Sequence
 from math import degrees
@@ -13,16 +13,11 @@ from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..measure.theory import predicted_rotation
 from ..report import Curve, Drawing, number
-from .style import COLORS, MARKERS, Shown, Sketch, compare, layer_axis, legend, log_scale, new_figure, tidy
+from .style import COLORS, Shown, Sketch, compare, layer_axis, legend, log_scale, new_figure, tidy
 
 
 MODALITIES = ("visual", "text")
-TYPICAL = (
-    "The bands are one standard deviation of the logarithm around the geometric mean; a mean above its band comes "
-    "of a few tokens of huge norm."
-)
 
 
 def curves(model: Shown, quantity: str) -> dict[str, Curve]:
@@ -43,7 +38,9 @@ def norms(models: Sequence[Shown]) -> Sketch:
     for model in models:
         assert model.report.depth is not None
         for kind, curve in curves(model, "norm").items():
-            band = typical(curves(model, "log_norm")[kind])
+            logarithm = curves(model, "log_norm")[kind]
+            center, spread = np.asarray(logarithm.mean), np.asarray(logarithm.std)
+            band = np.exp(center - spread), np.exp(center + spread)
             draw_curve(axes, model, kind, range(len(curve.mean)), np.asarray(curve.mean), band)
             if final := model.report.depth.final_norm.get(kind):
                 axes.plot(at, final.mean, **model.line(kind) | {"linestyle": "none", "markersize": 7})
@@ -56,7 +53,8 @@ def norms(models: Sequence[Shown]) -> Sketch:
     legend(figure, axes, len(models))
     caption = (
         "Mean L2 norm of the hidden states (figures 1b and 4a); state 0 enters the first layer, the last leaves the "
-        f"last layer. The marks at the right are after the final norm. {TYPICAL}"
+        "last layer. The marks at the right are after the final norm. The bands are one standard deviation of the "
+        "logarithm around the geometric mean; a mean above its band comes of a few tokens of huge norm."
     )
     return figure, Drawing("norms.png", "Norm in depth", caption, "depth")
 
@@ -89,46 +87,6 @@ def rotation(models: Sequence[Shown]) -> Sketch:
     return figure, Drawing("rotation.png", "Rotation in depth", caption, "depth")
 
 
-def updates(models: Sequence[Shown]) -> Sketch:
-    """Size and angle of the updates, which section 3.1 assumes to be alike."""
-    figure = new_figure(4.2, "Size and angle of the updates, which the theory assumes to be alike")
-    size, angle = figure.subplots(1, 2)
-    draw_layers(size, models, "update_norm")
-    log_scale(size, "y")
-    tidy(size, "layer", "L2 norm of the update, c (logarithmic)")
-    draw_layers(angle, models, "update_angle", degrees(1))
-    angle.axhline(90, color="black", linewidth=0.8, linestyle=":")
-    tidy(angle, "layer", "angle to the state, φ (degrees)")
-    legend(figure, size, len(models))
-    caption = (
-        "What each layer adds to a state: its mean L2 norm c, and its mean angle φ to the state. Section 3.1 assumes "
-        f"that both are the same for visual and text tokens. {TYPICAL} For angles they are around the mean."
-    )
-    return figure, Drawing("updates.png", "Assumptions about updates", caption, "depth")
-
-
-def predicted(models: Sequence[Shown]) -> Sketch:
-    """Rotation that the theory predicts, and the measured one, of models with a decoder."""
-    figure = new_figure(3.9, "Rotation that the theory predicts, and what was measured")
-    panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
-    for axes, model in zip(panels, models, strict=True):
-        assert model.report.depth is not None
-        expected = predicted_rotation(model.report.depth)
-        for kind, curve in curves(model, "rotation").items():
-            color, x = COLORS[kind], range(1, len(curve.mean) + 1)
-            measured = {"marker": MARKERS[kind], "markersize": 4, "linewidth": 1.2, "label": f"{kind}, measured"}
-            axes.plot(x, np.degrees(curve.mean), color=color, **measured)
-            axes.plot(x, np.degrees(expected[kind]), ":", color=color, label=f"{kind}, predicted", linewidth=2.2)
-        layer_axis(axes, max(map(len, expected.values())))
-        tidy(axes, "layer", "rotation (degrees)" if axes is panels[0] else "", model.label)
-    legend(figure, panels[0], 4)
-    caption = (
-        "Rotation per layer by equation 13, from the geometric mean of the states' norms and a size and an angle of "
-        "updates that are the same for both modalities; and the mean of the measured rotations."
-    )
-    return figure, Drawing("predicted.png", "Predicted and measured rotation", caption, "theory")
-
-
 def dynamics(models: Sequence[Shown]) -> Sketch | None:
     """Cosine similarity between layers over training (figure 5); None if none was recorded."""
     recorded = [model for model in models if model.report.dynamics]
@@ -158,22 +116,14 @@ def by_layer(models: Sequence[Shown], quantity: str, title: str, label: str, fac
     """A figure of the field `quantity` of each model's `Depth`, times `factor`, over layers."""
     figure = new_figure(4.2, title)
     axes = figure.subplots()
-    draw_layers(axes, models, quantity, factor)
-    tidy(axes, "layer", label)
-    legend(figure, axes, len(models))
-    return figure
-
-
-def draw_layers(axes: Axes, models: Sequence[Shown], quantity: str, factor: float = 1.0) -> None:
-    """Draws the field `quantity` of each model's `Depth`, times `factor`, over layers."""
     for model in models:
         for kind, curve in curves(model, quantity).items():
             mean, std = factor * np.asarray(curve.mean), factor * np.asarray(curve.std)
-            band = mean - std, mean + std
-            if quantity == "update_norm":
-                band = typical(curves(model, "log_update")[kind])
-            draw_curve(axes, model, kind, range(1, len(mean) + 1), mean, band)
+            draw_curve(axes, model, kind, range(1, len(mean) + 1), mean, (mean - std, mean + std))
     layer_axis(axes, max(len(curve.mean) for model in models for curve in curves(model, quantity).values()))
+    tidy(axes, "layer", label)
+    legend(figure, axes, len(models))
+    return figure
 
 
 def draw_curve(
@@ -183,9 +133,3 @@ def draw_curve(
     axes.plot(x, mean, label=f"{kind}, {model.label}", **model.line(kind))
     if not model.baseline:
         axes.fill_between(x, *band, color=COLORS[kind], alpha=0.15, linewidth=0)
-
-
-def typical(logarithm: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """One standard deviation of the logarithm to each side of the geometric mean."""
-    mean, std = np.asarray(logarithm.mean), np.asarray(logarithm.std)
-    return np.exp(mean - std), np.exp(mean + std)

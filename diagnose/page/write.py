@@ -142,7 +142,6 @@ SECTIONS = {
     "gain": ("Gain", "The norm after the projector, and what training changed (section 5.3).", gain_tables),
     "dynamics": ("Training dynamics", "Inter-layer cosines recorded during training (appendix F).", None),
     "attention": ("Attention", "Where the text after an image looks in it (appendix G).", None),
-    "theory": ("Theory", "What the norms predict of the rotation (section 3.1).", None),
 }
 """`Drawing.section`: the section's title, subject and tables, in reading order."""
 

@@ -4,9 +4,8 @@
 
 import re
 from collections import defaultdict
+from statistics import fmean
 from string import ascii_uppercase
-
-from datasets import Dataset
 
 from normalign_llava.evaluate.answers import chosen_option
 from normalign_llava.evaluate.tasks.documents import ASK_FOR_LETTER, checked, listed
@@ -18,30 +17,14 @@ ROTATION = 1_000_000  # A rotated question of MMBench has the index of the first
 OPTION = re.compile(r"(?:^|[\s,])\(?([A-D])[:.)]\s*(.*?)(?=\s+\(?[A-D][:.)]|$)", re.DOTALL)
 
 
-def mmbench(split: Dataset) -> Dataset:
-    """The rows of MMBench. Raises ValueError if a column is missing or has other values."""
-    return checked(split, "index", "question", "hint", "answer", *"ABCD")
-
-
-def mmstar(split: Dataset) -> Dataset:
-    """The rows of MMStar. Raises ValueError if a column is missing or has other values."""
-    return checked(split, "question", "answer", "l2_category")
-
-
-def seedbench(split: Dataset) -> Dataset:
-    """The rows of SEED-Bench-2-Plus. Raises ValueError if a column is missing or has other values."""
-    options = [f"choice_{letter}" for letter in "ABCD"]
-    return checked(split, "question", "answer", *options, question_image_type=("chart", "map", "web"))
-
-
-def scienceqa(split: Dataset) -> Dataset:
-    """The rows of ScienceQA. Raises ValueError if a column is missing or has other values."""
-    return checked(split, "question", "choices", "answer", "hint")
-
-
-def ai2d(split: Dataset) -> Dataset:
-    """The rows of AI2D. Raises ValueError if a column is missing or has other values."""
-    return checked(split, "question", "options", "answer")
+# The rows of each benchmark, checked.
+mmbench = checked("index", "question", "hint", "answer", *"ABCD")
+mmstar = checked("question", "answer", "l2_category")
+seedbench = checked(
+    "question", "answer", *(f"choice_{letter}" for letter in "ABCD"), question_image_type=("chart", "map", "web")
+)
+scienceqa = checked("question", "choices", "answer", "hint")
+ai2d = checked("question", "options", "answer")
 
 
 def text(document: dict) -> str:
@@ -106,19 +89,19 @@ def circular(rows: list[tuple[int, float]]) -> float:
 
 def mean_of_categories(rows: list[tuple[str, float]]) -> float:
     """Mean over the 18 fine categories of MMStar of the share of right answers."""
-    of_category = defaultdict(list)
+    scores = defaultdict(list)
     for category, right in rows:
-        of_category[category].append(right)
-    return sum(sum(each) / len(each) for each in of_category.values()) / len(of_category)
+        scores[category].append(right)
+    return sum(map(fmean, scores.values())) / len(scores)
 
 
 def _options(document: dict) -> dict[str, str]:
     """The options by letter: of a list, of the columns A to D or choice_A to choice_D, or of the question's text."""
-    if found := document.get("options") or document.get("choices"):
-        return dict(zip(ascii_uppercase, found, strict=False))
+    if texts := document.get("options") or document.get("choices"):
+        return dict(zip(ascii_uppercase, texts, strict=False))
     lettered = {letter: document.get(f"choice_{letter}", document.get(letter)) for letter in "ABCD"}
     # Questions of MMBench with fewer options have "nan" or nothing there.
-    if found := {letter: text for letter, text in lettered.items() if text not in (None, "", "nan")}:
-        return found
+    if options := {letter: text for letter, text in lettered.items() if text not in (None, "", "nan")}:
+        return options
     listed = re.split(r"\b(?:Options|Choices):", document["question"])[-1]
     return dict.fromkeys("ABCD", "") | {letter: text.strip() for letter, text in OPTION.findall(listed.strip())}

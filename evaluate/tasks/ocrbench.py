@@ -2,13 +2,11 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """OCRBench: text in images. An answer is right if one of the accepted texts is in it."""
 
-from datasets import Dataset
-
 from normalign_llava.evaluate.tasks.documents import checked
 
 
 # The five parts, of 300, 200, 200, 200 and 100 questions.
-PARTS = {
+PART_OF_TYPE = {
     "regular text recognition": "text_recognition",
     "irregular text recognition": "text_recognition",
     "artistic text recognition": "text_recognition",
@@ -21,10 +19,7 @@ PARTS = {
     "handwritten mathematical expression recognition": "handwritten_math",
 }
 
-
-def documents(split: Dataset) -> Dataset:
-    """The rows of OCRBench. Raises ValueError if a column is missing or has other values."""
-    return checked(split, "question", "answer", "dataset", question_type=PARTS)
+documents = checked("question", "answer", "dataset", question_type=PART_OF_TYPE)
 
 
 def text(document: dict) -> str:
@@ -36,8 +31,8 @@ def results(document: dict, answers: list[str]) -> dict:
     """1 if an accepted answer is in the answer, else 0: for all, for the row's part, and for the mean."""
     accepted = [document["answer"]] if isinstance(document["answer"], str) else document["answer"]
     plain = _formula if document["dataset"] == "HME100k" else _lower
-    right = float(any(plain(each) in plain(answers[0]) for each in accepted))
-    return {"total": right, PARTS[document["question_type"].strip().lower()]: right, "acc": right}
+    right = float(any(plain(text) in plain(answers[0]) for text in accepted))
+    return {"total": right, PART_OF_TYPE[document["question_type"].strip().lower()]: right, "acc": right}
 
 
 def points(right: list[float]) -> float:

@@ -2,18 +2,11 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """POPE: is an object in the image? For each object that is there, one that is not: random, popular or adversarial."""
 
-from datasets import Dataset
-
 from normalign_llava.evaluate.answers import yes_or_no
 from normalign_llava.evaluate.tasks.documents import checked
 
 
-SETTINGS = ("random", "popular", "adversarial")
-
-
-def documents(split: Dataset) -> Dataset:
-    """The rows of POPE. Raises ValueError if a column is missing or has other values."""
-    return checked(split, "question", category=SETTINGS, answer=("yes", "no"))
+documents = checked("question", category=("random", "popular", "adversarial"), answer=("yes", "no"))
 
 
 def text(document: dict) -> str:

@@ -15,7 +15,7 @@ from ...checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
 from ...checkpoint.untrusted import check_files
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...diagnose.report import REPORT
-from ...evaluate.results import WEIGHTS, Evaluation, files_hash, read_evaluations
+from ...evaluate.results import WEIGHT_FILES, Evaluation, files_hash, read_evaluations
 from ...modeling_normalign_llava import initial_gain
 from ..push.source import DIAGNOSTICS, public_report, read_json, read_norm, weight_files
 
@@ -111,7 +111,7 @@ def read_facts(checkpoint: Path) -> Facts:
     has_report = (folder / REPORT).is_file()
     diagnosis = json.loads(public_report((folder / REPORT).read_text("utf-8"))[0]) if has_report else None
     evaluated = {each.task: each.weights for each in evaluations if each.weights and "@" not in each.weights}
-    now = files_hash(checkpoint, WEIGHTS) if evaluated else None
+    now = files_hash(checkpoint, WEIGHT_FILES) if evaluated else None
     return Facts(
         name=checkpoint.resolve().name,
         config=config,

@@ -1,5 +1,7 @@
 """The model classes: where the norm stands, what aligns it, and what the decoder then receives."""
 
+import math
+
 import pytest
 import tiny
 import torch
@@ -24,21 +26,6 @@ from normalign_llava.modeling_normalign_llava import (
 )
 
 
-# ---------------------------------------------------------------------------------------------------- configuration
-@pytest.mark.parametrize(
-    "kwargs, words",
-    [
-        ({"projector_norm": "batch_norm"}, ["projector_norm", "layer_norm", "rms_norm", "none", "batch_norm"]),
-        ({"gain_floor": 0.0}, ["gain_floor", "0.0"]),
-        ({"text_embedding_norm": float("nan")}, ["text_embedding_norm", "nan"]),
-    ],
-)
-def test_wrong_values_are_refused_with_the_allowed_ones_named(kwargs, words):
-    with pytest.raises(ValueError) as error:
-        NormAlignLlavaConfig(**kwargs)
-    assert all(word in str(error.value) for word in words)
-
-
 # ------------------------------------------------------------------------------------------------------ the measure
 def test_mean_embedding_norm_is_the_float64_mean_over_rows_that_count():
     torch.manual_seed(0)
@@ -51,18 +38,20 @@ def test_mean_embedding_norm_is_the_float64_mean_over_rows_that_count():
 
 
 @pytest.mark.parametrize(
-    "weight, exclude, words",
+    "call, message",
     [
-        (torch.zeros(4, 3), (), ["4", "zero"]),
-        (torch.tensor([[1.0], [float("nan")], [float("inf")]]), (), ["2 embedding rows", "1, 2"]),
-        (torch.ones(4, 3, device="meta"), (), ["meta"]),
-        (torch.ones(4, 3, dtype=torch.uint8), (), ["quantized", "uint8"]),
+        (lambda: mean_embedding_norm(torch.zeros(4, 3)), "None of 4 embedding rows counts"),
+        (lambda: mean_embedding_norm(torch.tensor([[1.0], [math.nan], [math.inf]])), r"2 embedding rows .*\[1, 2\]"),
+        (lambda: mean_embedding_norm(torch.ones(4, 3, device="meta")), "on meta"),
+        (lambda: mean_embedding_norm(torch.ones(4, 3, dtype=torch.uint8)), "quantized .*uint8"),
+        (lambda: NormAlignLlavaConfig(projector_norm="batch_norm"), "layer_norm.*rms_norm.*none.*batch_norm"),
+        (lambda: NormAlignLlavaConfig(gain_floor=0.0), "gain_floor .*0.0"),
+        (lambda: NormAlignLlavaConfig(text_embedding_norm=math.nan), "text_embedding_norm .*nan"),
     ],
 )
-def test_mean_embedding_norm_says_what_is_wrong(weight, exclude, words):
-    with pytest.raises(ValueError) as error:
-        mean_embedding_norm(weight, exclude)
-    assert all(word in str(error.value) for word in words)
+def test_wrong_values_are_refused_by_name(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 # --------------------------------------------------------------------------------------------------------- alignment

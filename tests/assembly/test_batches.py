@@ -6,7 +6,6 @@ import tiny
 import tiny_parts as parts
 import torch
 import train_data
-import training
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig, pipeline
@@ -93,13 +92,6 @@ def test_a_batch_is_answered_as_its_questions_are_alone(tmp_path):
     ]
     said = answer(text=asked, batch_size=2, max_new_tokens=8, do_sample=False, return_full_text=False)
     assert [conversation[0]["generated_text"] for conversation in said] == alone
-
-
-def test_labels_are_padded_right_all_the_same(tmp_path, checkpoint):
-    trainer = training.trainer(tmp_path, checkpoint)
-    assert trainer.processing_class.tokenizer.padding_side == "left"
-    batch = trainer.data_collator([training.row(0), training.row(1, turns=2)])
-    assert batch["attention_mask"][:, 0].all() and not batch["attention_mask"][:, -1].all()
 
 
 def test_training_from_an_unsettled_checkpoint_writes_a_settled_one(tmp_path, caplog):

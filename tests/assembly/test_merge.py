@@ -3,8 +3,6 @@
 """Merging: adapter plus base, whole, dequantized, in every form that PEFT saves; and what is refused."""
 
 import json
-import os
-import shutil
 
 import pytest
 import tiny
@@ -22,7 +20,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndByte
 from normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
-from normalign_llava.checkpoint.weights import check_space
 
 
 pytestmark = pytest.mark.slow
@@ -141,25 +138,13 @@ def test_the_folder_holds_what_a_checkpoint_holds_and_no_more(bases, tmp_path):
     merged = AutoProcessor.from_pretrained(tmp_path / "merged")
     assert merged.chat_template == AutoProcessor.from_pretrained(bases["tied"]).chat_template
 
-    # Curves of training are the adapter's own; those in the base's folder are another run's.
-    base = tmp_path / "base"
-    shutil.copytree(bases["tied"], base)
-    (base / "dynamics.jsonl").write_text('{"step": 9, "visual": [], "text": []}\n')
-    (base / "trainer_state.json").write_text('{"log_history": [{"step": 9}]}')
-    merge_adapter(adapter, tmp_path / "without", base=str(base))
-    assert not {"dynamics.jsonl", "trainer_state.json"} & {path.name for path in (tmp_path / "without").iterdir()}
     (adapter / "dynamics.jsonl").write_text('{"step": 0, "visual": [0.5], "text": [0.25]}\n')
     state = {"best_model_checkpoint": str(tmp_path), "log_history": [{"step": 1, "loss": 2.5}]}
     (adapter / "trainer_state.json").write_text(json.dumps(state))
-    merge_adapter(adapter, tmp_path / "with", base=str(base))
+    merge_adapter(adapter, tmp_path / "with")
     assert (tmp_path / "with" / "dynamics.jsonl").read_bytes() == (adapter / "dynamics.jsonl").read_bytes()
     carried = json.loads((tmp_path / "with" / "trainer_state.json").read_text())
     assert carried == {**state, "best_model_checkpoint": None}  # no local path travels
-
-    # The processor that training wrote goes before the base's.
-    AutoProcessor.from_pretrained(bases["tied"], chat_template="{{ 'trained' }}").save_pretrained(adapter)
-    merge_adapter(adapter, tmp_path / "again")
-    assert AutoProcessor.from_pretrained(tmp_path / "again").chat_template == "{{ 'trained' }}"
 
     # The card that PEFT writes has the base's path, and is of no model.
     (adapter / "README.md").unlink()
@@ -299,14 +284,6 @@ def test_a_base_that_is_stored_quantized(bases, tmp_path, kind):
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
 
 
-def test_more_than_the_disk_has_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(
-        ValueError, match=rf"1,000,000.0 GB are to be written to {tmp_path}/new/folder, where .* GB are free. Do"
-    ):
-        check_space(tmp_path / "new" / "folder", 10**15, "Do this.")
-    assert not (tmp_path / "new").exists()
-
-
 def damage(adapter, change):
     tensors = load_file(adapter / "adapter_model.safetensors")
     change(tensors)
@@ -338,8 +315,6 @@ def test_a_base_that_does_not_fit_is_refused(bases, tmp_path):
     make_adapter(bases["tied"], adapter)
     with pytest.raises(ValueError, match="does not fit the base .* has shape .*; and .* more. Give the right --base"):
         merge_adapter(adapter, tmp_path / "merged", base=str(bases["wide"]))
-    with pytest.raises(ValueError, match="is a 'siglip_vision_model' model, no NormAlign-LLaVA"):
-        merge_adapter(adapter, tmp_path / "merged", base=str(bases["tied"].parent / "vision"))
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**settings, "target_modules": r".*\.c_attn"}))
     with pytest.raises(ValueError, match="No modules were targeted.*is not one of the base .*tied"):
@@ -361,12 +336,6 @@ def test_what_is_no_adapter_is_refused(bases, tmp_path):
     other.save_pretrained(tmp_path / "ia3")
     with pytest.raises(ValueError, match="IA3 adapter. Only LoRA"):
         merge_adapter(tmp_path / "ia3", tmp_path / "merged")
-    make_adapter(bases["tied"], tmp_path / "adapter")
-    weights = tmp_path / "adapter" / "adapter_model.safetensors"
-    os.truncate(weights, weights.stat().st_size // 2)
-    with pytest.raises(ValueError, match="adapter_model.safetensors cannot be loaded"):
-        merge_adapter(tmp_path / "adapter", tmp_path / "merged")
-    make_adapter(bases["tied"], tmp_path / "adapter")
     with pytest.raises(ValueError, match="exists and is not an empty folder"):
-        merge_adapter(tmp_path / "adapter", tmp_path / "run")
+        merge_adapter(tmp_path / "ia3", tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-5"]

@@ -22,14 +22,13 @@ COLOURS = ("red", "green", "blue", "white", "black", "gray")
 IMAGES = Features({"image": Image(), "question": Value("string")})
 
 
-def image_folder(folder: Path, questions=True) -> Path:
+def image_folder(folder: Path) -> Path:
     """Images in two folders whose names `datasets` would take for splits, with questions about some of them."""
     folder.mkdir(parents=True)
     train_data.images(folder, "red.png", "train/green.png", "train/blue.png", "white.png")
     (folder / "red.png").rename(folder / "test_red.png")
     rows = [{"file_name": f, "question": f"Is it {f}?"} for f in ("test_red.png", "train/green.png", "train/blue.png")]
-    if questions:
-        (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 
 
@@ -49,13 +48,10 @@ def test_a_folder_of_images_with_questions(tmp_path, caplog):
     red = next(sample for sample in found.samples if "red" in sample.name)
     assert red.image.getpixel((0, 0)) == (255, 0, 0)
     assert not caplog.records
-
-
-def test_a_folder_of_images_without_questions(tmp_path):
-    folder = image_folder(tmp_path / "mine", questions=False)
-    found = drawn(load_samples(str(folder), 4))
-    assert len(found) == 4 and set(found.values()) == {PROMPT}
-    assert any("(train/blue.png)" in name for name in found) and not any(str(tmp_path) in name for name in found)
+    (folder / "metadata.jsonl").unlink()
+    without = drawn(load_samples(str(folder), 4))
+    assert len(without) == 4 and set(without.values()) == {PROMPT}
+    assert any("(train/blue.png)" in name for name in without) and not any(str(tmp_path) in name for name in without)
 
 
 def test_the_seed_decides_which_are_drawn(tmp_path):

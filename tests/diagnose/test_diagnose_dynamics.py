@@ -2,7 +2,6 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Figure 5 and the log of a real run, read back from the folder that training left, and from what was merged of it."""
 
-import json
 import math
 
 import pytest
@@ -40,11 +39,3 @@ def test_a_damaged_file_is_named(read, name, tmp_path):
     (tmp_path / name).write_text('{"log_history": [[1]], "visual": 0.1}')
     with pytest.raises(ValueError, match=f"{name} is not as training writes it.*Remove it"):
         read(tmp_path)
-
-
-def test_numbers_that_are_none_are_kept_as_they_were(tmp_path):
-    history = [{"step": 1, "loss": math.nan, "note": "words", "epoch": 0.1}, {"step": 2, "loss": 3, "grad_norm": 1.5}]
-    (tmp_path / STATE).write_text(json.dumps({"log_history": history}))
-    curves = read_training_log(tmp_path)
-    assert curves.keys() == {"loss", "grad_norm"}
-    assert math.isnan(curves["loss"][0][1]) and curves["loss"][1] == (2, 3.0) and curves["grad_norm"] == [(2, 1.5)]

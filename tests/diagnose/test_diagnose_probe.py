@@ -139,17 +139,6 @@ def test_memory_does_not_grow_with_batches():
     assert alive[1] == alive[-1]
 
 
-def test_bfloat16_is_measured_in_float64():
-    model, batch = vlm_families.make("llava")
-    model.to(torch.bfloat16)
-    report = probe(model, [batch])
-    assert report.dtype == "bfloat16"
-    tokens = reference(model, [batch])["visual"]
-    assert report.depth.rotation["visual"].mean[1] == pytest.approx(
-        moments([token["rotation"][1] for token in tokens])[0], rel=1e-6
-    )
-
-
 def test_offloaded_model_gives_the_same_numbers():
     model, batch = vlm_families.make("normalign_llava")
     expected = probe(model, [batch])
@@ -158,7 +147,7 @@ def test_offloaded_model_gives_the_same_numbers():
     assert asdict(probe(model, [batch])) == asdict(expected)
 
 
-def test_four_bit_model(tmp_path):
+def test_models_in_bfloat16_in_four_bits_and_with_adapters(tmp_path):
     model, batch = vlm_families.make("normalign_llava")
     model.save_pretrained(tmp_path)
     quantized = NormAlignLlavaForConditionalGeneration.from_pretrained(
@@ -169,17 +158,17 @@ def test_four_bit_model(tmp_path):
     assert report.interface.visual == plain.interface.visual  # before the first quantized layer
     tokens = reference(quantized, [batch])["text"]
     assert report.depth.norm["text"].mean[-1] == pytest.approx(moments([t["norm"][-1] for t in tokens])[0], rel=1e-6)
-    assert report.depth.rotation["text"].mean != plain.depth.rotation["text"].mean
-
-
-def test_adapters_count():
-    model, batch = vlm_families.make("llava")
-    plain = probe(model, [batch])
     adapted = get_peft_model(model, LoraConfig(target_modules=r".*language_model.*\.q_proj", init_lora_weights=False))
-    report = probe(adapted, [batch])
-    assert report.projector == "model.multi_modal_projector"
-    assert report.interface.visual == plain.interface.visual
-    assert report.depth.rotation["text"].mean != plain.depth.rotation["text"].mean
+    with_adapters = probe(adapted, [batch])
+    assert with_adapters.projector == "model.multi_modal_projector"
+    assert with_adapters.interface.visual == plain.interface.visual
+    for other in (report, with_adapters):
+        assert other.depth.rotation["text"].mean != plain.depth.rotation["text"].mean
+    half, _ = vlm_families.make("llava")
+    report, tokens = probe(half.to(torch.bfloat16), [batch]), reference(half, [batch])["visual"]
+    assert report.dtype == "bfloat16"  # and measured in float64
+    expected = moments([token["rotation"][1] for token in tokens])[0]
+    assert report.depth.rotation["visual"].mean[1] == pytest.approx(expected, rel=1e-6)
 
 
 def test_sequences_without_text_or_without_a_image():

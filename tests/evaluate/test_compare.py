@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from normalign_llava.cli import app
 from normalign_llava.evaluate import paper_columns
-from normalign_llava.evaluate.compare import compare, mcnemar, over_seeds, read_arm, render, write
+from normalign_llava.evaluate.compare import compare_arms, mcnemar, over_seeds, read_arm
 from normalign_llava.evaluate.results import Evaluation, Metric
 
 
@@ -34,16 +34,15 @@ def answers(share, seed, count=200):
 def test_two_models_over_the_same_questions(tmp_path):
     theirs, ours = answers(0.5, 1), answers(0.7, 2)
     arms = [read_arm(evaluated(tmp_path / name, which)) for name, which in (("base", theirs), ("model", ours))]
-    (found,) = compare(arms)
+    (found,) = compare_arms(arms).differences
     assert (found.arm, found.against, found.questions) == ("model", "base", 200)
     assert found.value == pytest.approx(np.mean(ours) - np.mean(theirs)) and found.over_seeds is None
     assert found.mcnemar == mcnemar(np.array(ours), np.array(theirs))
     # Of a mean of 200 differences: 1.96 standard errors.
     error = 1.96 * np.std(np.subtract(ours, theirs)) / 200**0.5
     assert found.over_questions == pytest.approx((found.value - error, found.value + error), abs=0.01)
-    write(compare(arms), tmp_path)
+    compare_arms(arms).write(tmp_path)
     assert json.loads((tmp_path / "comparison.json").read_text())[0]["questions"] == 200
-    assert render([found]).row_count == 1
 
 
 def test_scores_of_two_quantizations_are_not_compared(tmp_path):
@@ -66,14 +65,14 @@ def test_scores_of_two_quantizations_are_not_compared(tmp_path):
     alike.append(["4 bits", "4 bits on a T4", "an adapter on 4 bits"])
     for ours in alike:
         if len(ours) > 1:
-            assert len(compare([read_arm(folders[name]) for name in ours])) == len(ours) - 1
+            assert len(compare_arms([read_arm(folders[name]) for name in ours]).differences) == len(ours) - 1
         for theirs in alike:
             if ours is not theirs:
                 with pytest.raises(ValueError, match="pope acc was evaluated in different quantizations"):
-                    compare([read_arm(folders[ours[-1]]), read_arm(folders[theirs[0]])])
+                    compare_arms([read_arm(folders[ours[-1]]), read_arm(folders[theirs[0]])])
     arms = [read_arm(folders["16 bits"]), read_arm(f"seeds={folders['no record']},{folders['4 bits once']}")]
     with pytest.raises(ValueError, match="seeds, not quantized; seeds, 4-bit FP4"):
-        compare(arms)
+        compare_arms(arms)
 
 
 def test_mcnemar_by_hand():
@@ -96,7 +95,7 @@ def test_several_seeds_of_two_arms(tmp_path):
     for name, share in (("none", 0.5), ("gwc", 0.6)):
         folders = [evaluated(tmp_path / f"{name}-{seed}", answers(share, seed)) for seed in range(3)]
         arms.append(read_arm(f"{name}={','.join(folders)}"))
-    (found,) = compare(arms)
+    (found,) = compare_arms(arms).differences
     assert (found.arm, found.against) == ("gwc", "none") and found.mcnemar is None
     assert found.over_seeds is not None and found.over_seeds[0] < found.value < found.over_seeds[1]
 
@@ -107,7 +106,7 @@ def test_models_are_compared_on_the_questions_that_all_were_asked(tmp_path):
         read_arm(evaluated(tmp_path / name, given, total=200))
         for name, given in (("untrained", part), ("model", few), ("whole", many))
     ]
-    for found, given in zip(compare(arms), (few, many), strict=True):
+    for found, given in zip(compare_arms(arms).differences, (few, many), strict=True):
         assert (found.questions, found.score) == (40, np.mean(given[:40]))
 
 
@@ -138,21 +137,21 @@ def test_the_first_filter_of_the_summary_is_compared(tmp_path):
         ]
         (place / "samples_math_2026-01-01T00-00-00.jsonl").write_text("\n".join(lines))
         arms.append(read_arm(str(tmp_path / name)))
-    (found,) = compare(arms)
+    (found,) = compare_arms(arms).differences
     assert (found.task, found.value) == ("math acc, strict", 1.0)
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
     whole = evaluated(tmp_path / "a", answers(0.5, 1))
     with pytest.raises(ValueError, match="two or more"):
-        compare([read_arm(whole)])
+        compare_arms([read_arm(whole)])
     with pytest.raises(ValueError, match="the same name: a, a. Write NAME=FOLDER"):
-        compare([read_arm(whole), read_arm(whole)])
+        compare_arms([read_arm(whole), read_arm(whole)])
     with pytest.raises(ValueError, match="no task in common"):
-        compare([read_arm(whole), read_arm(evaluated(tmp_path / "b", answers(0.5, 1), task="mmstar"))])
+        compare_arms([read_arm(whole), read_arm(evaluated(tmp_path / "b", answers(0.5, 1), task="mmstar"))])
     for name, other in (("c", dict(first=200)), ("d", dict(truth="no")), ("e", dict(truth=["yes", "no"] * 100))):
         with pytest.raises(ValueError, match="pope acc asked the models other questions"):
-            compare([read_arm(whole), read_arm(evaluated(tmp_path / name, answers(0.5, 1), **other))])
+            compare_arms([read_arm(whole), read_arm(evaluated(tmp_path / name, answers(0.5, 1), **other))])
     (tmp_path / "c" / "evaluation" / "pope" / "samples_pope_2026-01-01T00-00-00.jsonl").write_text('{"doc_id"')
     with pytest.raises(ValueError, match="samples_pope_.*jsonl is damaged"):
         read_arm(str(tmp_path / "c"))
@@ -162,7 +161,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
 
 def nine(share):
     """Whole evaluations on the paper's nine benchmarks; OCRBench counts answers, of 1000."""
-    metrics = {task: (metric, share) for task, metric, _ in paper_columns.COLUMNS.values()}
+    metrics = {task: (metric, share) for task, metric, _ in paper_columns.PAPER_COLUMNS.values()}
     metrics["ocrbench"] = ("total", 1000 * share)
     return [
         Evaluation(
@@ -174,9 +173,9 @@ def nine(share):
 
 def test_models_are_shown_in_the_papers_columns_above_its_rows():
     evaluations = nine(0.5)
-    found = paper_columns.columns(evaluations)
-    assert found == pytest.approx(dict.fromkeys([*paper_columns.COLUMNS, "average"], 50.0))
-    table = paper_columns.render({"ours": [found, paper_columns.columns(nine(0.6))]})
+    found = paper_columns.paper_scores(evaluations)
+    assert found == pytest.approx(dict.fromkeys([*paper_columns.PAPER_COLUMNS, "average"], 50.0))
+    table = paper_columns.paper_table({"ours": [found, paper_columns.paper_scores(nine(0.6))]})
     cells = [list(column.cells) for column in table.columns]
     assert [column.header for column in table.columns[1:]] == list(found)
     assert [column[0] for column in cells] == ["ours", *["55.00"] * 10]
@@ -184,5 +183,6 @@ def test_models_are_shown_in_the_papers_columns_above_its_rows():
     assert [column[6] for column in cells[1:4]] == ["77.66", "50.58", "87.87"]
     # A part of a task, or of the tasks, is not the whole.
     partial = [Evaluation(each.task, "", each.metrics, 4, 9, []) for each in evaluations]
-    assert paper_columns.columns(partial[:1] + evaluations[1:]).keys() == set(paper_columns.COLUMNS) - {"MMBench-EN"}
-    assert paper_columns.render({"ours": [{}], "theirs": [found]}) is None
+    rest = paper_columns.paper_scores(partial[:1] + evaluations[1:])
+    assert rest.keys() == set(paper_columns.PAPER_COLUMNS) - {"MMBench-EN"}
+    assert paper_columns.paper_table({"ours": [{}], "theirs": [found]}) is None

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
 from normalign_llava import NormAlignLlavaForConditionalGeneration
-from normalign_llava.diagnose.load import find
+from normalign_llava.diagnose.load import resolve_model
 from normalign_llava.evaluate.engine import as_lm
 
 
@@ -114,9 +114,9 @@ def test_answers_in_batches_are_those_to_one_question_at_a_time(checkpoint, tmp_
     limited = GenerationConfig.from_pretrained(checkpoint)
     limited.max_new_tokens = 1  # the task's own limit counts
     limited.save_pretrained(checkpoint)
-    found, tasks = find(str(checkpoint)), TaskManager(include_path=str(tmp_path), include_defaults=False)
+    handle, tasks = resolve_model(str(checkpoint)), TaskManager(include_path=str(tmp_path), include_defaults=False)
     for batch_size in (1, 4):
-        lm = as_lm(found, batch_size=batch_size, dtype="float32")
+        lm = as_lm(handle, batch_size=batch_size, dtype="float32")
         result = evaluate(lm, tasks.load(["tiny_mixed"]), apply_chat_template=True)
         samples = sorted(result["samples"]["tiny_mixed"], key=lambda sample: sample["doc_id"])
         assert [sample["resps"][0][0] for sample in samples] == expected

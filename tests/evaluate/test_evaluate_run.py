@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,16 +11,14 @@ import tiny_parts as parts
 import torch
 import training
 import yaml
-from paths import DOCS
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
-from normalign_llava.evaluate import tasks
-from normalign_llava.evaluate.compare import compare, read_arm
+from normalign_llava.evaluate.compare import compare_arms, read_arm
 from normalign_llava.evaluate.results import read_evaluations
-from normalign_llava.evaluate.run import evaluate, render
+from normalign_llava.evaluate.run import evaluate
 
 
 pytestmark = pytest.mark.slow
@@ -77,7 +73,7 @@ def test_results_are_kept_in_the_harness_s_form_and_in_a_summary(room, tmp_path)
     (raw,) = (tmp_path / "evaluation" / "tiny_choosing").glob("results_*.json")
     stored = json.loads(raw.read_text())
     assert stored["results"]["tiny_choosing"]["acc,none"] == right / 5 and stored["git_hash"] is None
-    assert render(done).row_count == 3
+    assert done.table().row_count == 3
 
 
 def test_a_finished_task_is_skipped_until_weights_or_settings_change(room, tmp_path, capsys):
@@ -115,7 +111,6 @@ def test_a_new_commit_on_the_hub_is_evaluated_anew(hub, prepared, room, tmp_path
 
 
 WRITES = """
-import sys
 from pathlib import Path
 from normalign_llava.evaluate.results import Evaluation, Metric
 
@@ -177,7 +172,7 @@ def test_a_language_model_alone_is_opened_with_the_same_care(room, tmp_path):
     assert f"quantized: 4-bit NF4, double quantization, products in {settings['dtype']}." in result.protocol[-1]
     arms = [read_arm(str(tmp_path / name)) for name in ("whole", "quantized")]
     with pytest.raises(ValueError, match=r": whole, not quantized; quantized, 4-bit NF4, double"):
-        compare(arms)
+        compare_arms(arms)
     torch.save(load_file(language / "model.safetensors"), language / "pytorch_model.bin")
     (language / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="no weights in safetensors"):
@@ -185,26 +180,6 @@ def test_a_language_model_alone_is_opened_with_the_same_care(room, tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="model.gguf is a file of weights"):
         run(room, tmp_path / "file", "tiny_choosing", model=tmp_path / "model.gguf")
-
-
-@pytest.mark.nightly
-def test_the_harness_s_own_command_of_the_page_gives_the_same_answers(room, tmp_path):
-    (line,) = (line for line in (DOCS / "evaluate.md").read_text().splitlines() if line.startswith("lm_eval run"))
-    given = {"my-model": str(room / "model"), "$TASKS": str(room / "tasks"), "--tasks pope": "--tasks tiny_looking"}
-    for name, ours in given.items():
-        line = line.split("#")[0].replace(name, ours)
-    name, *command = line.split()
-    command = [str(Path(sys.executable).with_name(name)), *command, "--device", "cpu", "--log_samples"]
-    done = subprocess.run([*command, "--output_path", str(tmp_path / "theirs")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    run(room, tmp_path / "ours", "tiny_looking")
-    theirs, ours = (
-        [json.loads(text)["resps"] for text in file.read_text().splitlines()]
-        for whose in ("theirs", "ours")
-        for file in (tmp_path / whose).rglob("samples_tiny_looking_*.jsonl")
-    )
-    assert theirs == ours and len(ours) == 5
-    assert (Path(*tasks.__path__) / "pope.yaml").is_file()
 
 
 @pytest.mark.nightly

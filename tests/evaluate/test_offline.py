@@ -22,7 +22,7 @@ from normalign_llava import build_checkpoint
 from normalign_llava.evaluate.answers import named
 from normalign_llava.evaluate.engine import OFFLINE
 from normalign_llava.evaluate.results import Evaluation, Metric, add_before, forgotten, read_evaluations
-from normalign_llava.evaluate.run import evaluate, render
+from normalign_llava.evaluate.run import evaluate
 from normalign_llava.fetched.easy_vqa import prompt
 
 
@@ -102,7 +102,7 @@ def test_a_tiny_model_is_evaluated(checkpoint, tmp_path):
             assert set(metric.references) == ({"blank image", "commonest answer"} if vision else set())
             part = {"acc_shape": 1, "acc_colour": 1, "acc_yes_no": 1}
             assert metric.samples == part.get(metric.name, 3)
-    assert {column.header for column in render(done).columns} >= {"blank image", "commonest answer"}
+    assert {column.header for column in done.table().columns} >= {"blank image", "commonest answer"}
     processor = AutoProcessor.from_pretrained(checkpoint)
     (file,) = (tmp_path / "evaluation" / "offline_emoji").glob("samples_*.jsonl")
     for sample in map(json.loads, file.read_text().splitlines()):
@@ -169,6 +169,6 @@ def test_a_trained_checkpoint_is_held_against_its_base(checkpoint, tmp_path):
     assert read_evaluations(model) == done.results and bits.references == {"before training": was.value}
     rise = f"rose from {was.value:.2f} to {bits.value:.2f}, by {bits.value / was.value - 1:.0%}."
     assert done.note.endswith(rise) and before.note is None and bits.value > 1.1 * was.value
-    assert "before training" in [column.header for column in render(done).columns]
+    assert "before training" in [column.header for column in done.table().columns]
     bits.references["before training"] = bits.value / 1.09
     assert forgotten(done.results) is None

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from normalign_llava.assembly.gain import EmbeddingStatistics, TopToken
-from normalign_llava.diagnose.measure.theory import rotation_angle
+from normalign_llava.diagnose.critical import rotation_angle
 from normalign_llava.diagnose.report import (
     Attention,
     Curve,

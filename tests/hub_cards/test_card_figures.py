@@ -5,7 +5,7 @@ import pytest
 from card_folder import listed, rows, section
 from diagnosed import diagnosed
 
-from normalign_llava.evaluate.results import WEIGHTS, Evaluation, Metric, files_hash
+from normalign_llava.evaluate.results import WEIGHT_FILES, Evaluation, Metric, files_hash
 from normalign_llava.hub_cards.card.write import render_card
 
 
@@ -108,7 +108,7 @@ def test_a_diagnosis_of_other_weights_is_no_figure_of_this_model(full):
 
 
 def test_results_of_other_weights_are_called_so(full):
-    made.evaluated(full, weights=files_hash(full, WEIGHTS))
+    made.evaluated(full, weights=files_hash(full, WEIGHT_FILES))
     assert not any("other weights" in sentence for sentence in limits(full))
     made.normed(full, 3.0)
     assert any("Evaluated with other weights" in sentence and "pope" in sentence for sentence in limits(full))

@@ -1,0 +1,144 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The paper's theory against random vectors, with a case where each claim fails: docs/theory.md.
+
+Angles are in radians, numbers in float64.
+"""
+
+import math
+
+import pytest
+import torch
+
+from normalign_llava.diagnose.critical import rotation_angle
+
+
+DELTAS = [math.radians(degrees) for degrees in range(0, 90, 10)]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def unit(rows):
+    return rows / rows.norm(dim=-1, keepdim=True)
+
+
+def orthogonal(*units):
+    """Random unit rows, uniform over the space orthogonal to the unit rows `units`, which are so to each other."""
+    rows = randn(*units[0].shape)
+    for each in units:
+        rows = rows - (rows * each).sum(-1, keepdim=True) * each
+    return unit(rows)
+
+
+def quarter_turn(rows):
+    """One rotation of the whole space, of even dimension, that takes each vector to one orthogonal to it."""
+    first, second = rows.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def turned(rows, directions, angle):
+    return math.cos(angle) * rows + math.sin(angle) * directions
+
+
+def kept(omega_visual, omega_text):
+    """lambda, the share of a pair's expected cosine that one layer keeps (eq. 16)."""
+    return math.cos(omega_visual) * math.cos(omega_text)
+
+
+def cosines_of_pairs(dimension, theta, omegas, directions):
+    """Cosines of 2,000 pairs at an angle theta after both tokens have turned, and their exact expectation."""
+    visual = unit(randn(2000, dimension))
+    away = orthogonal(visual)  # the straight way from the visual to the text token
+    text = turned(visual, away, theta)
+    to_visual, to_text, term = orthogonal(visual), orthogonal(text), 0.0
+    if directions == "shared":
+        to_visual, to_text = quarter_turn(visual), quarter_turn(text)
+        term = math.sin(omegas[0]) * math.sin(omegas[1]) * math.cos(theta)
+    elif directions == "toward":
+        to_visual = turned(away, orthogonal(visual, away), math.pi / 3)
+        term = math.sin(omegas[0]) * math.cos(omegas[1]) * math.cos(math.pi / 3) * math.sin(theta)
+    cosines = (turned(visual, to_visual, omegas[0]) * turned(text, to_text, omegas[1])).sum(-1)
+    return cosines, kept(*omegas) * math.cos(theta) + term
+
+
+@pytest.mark.parametrize("omegas", [(0.2, 0.9), (0.5, 0.5)])
+@pytest.mark.parametrize("theta", [0.35, 1.05, 1.92])
+def test_theorem_1_holds_in_every_dimension_for_independent_directions_alone(theta, omegas):
+    cases = [(dimension, "independent") for dimension in (2, 8, 64, 512)] + [(64, "shared"), (64, "toward")]
+    for dimension, directions in cases:
+        cosines, exact = cosines_of_pairs(dimension, theta, omegas, directions)
+        error = cosines.std().item() / math.sqrt(len(cosines))
+        assert abs(cosines.mean().item() - exact) < 4 * error + 1e-12
+        theorem = kept(*omegas) * math.cos(theta)
+        assert (abs(cosines.mean().item() - theorem) > 10 * error) == (directions != "independent")
+
+
+def test_lemma_1_needs_a_fixed_product_of_tangents():
+    ratios = [10 ** (step / 10) for step in range(21)]
+    product_fixed = [kept(math.atan(0.3 / math.sqrt(r)), math.atan(0.3 * math.sqrt(r))) for r in ratios]
+    text_fixed = [kept(math.atan(0.3 / r), math.atan(0.3)) for r in ratios]  # as when norms are aligned to text's
+    assert product_fixed == sorted(product_fixed, reverse=True) and text_fixed == sorted(text_fixed)
+    before, after = rotation_angle(37.0, 0.3, 1.5), rotation_angle(1.0, 0.3, 1.5)
+    assert kept(after, after) < kept(before, after)
+
+
+def test_lag_grows_layer_by_layer_and_is_largest_for_the_aligned_pair():
+    lag = {}
+    for case, norms in (("imbalanced", (30.0, 1.0)), ("balanced", (30**0.5, 30**0.5)), ("aligned", (1.0, 1.0))):
+        expected, start = [math.cos(math.pi / 6)], unit(randn(1000, 64))
+        states, sizes = [norms[0] * start, norms[1] * turned(start, orthogonal(start), math.pi / 6)], norms
+        for _ in range(24):
+            expected.append(expected[-1] * kept(*(rotation_angle(size, 0.3, math.pi / 2) for size in sizes)))
+            sizes = [math.hypot(size, 0.3) for size in sizes]
+            states = [state + 0.3 * orthogonal(unit(state)) for state in states]
+            assert (unit(states[0]) * unit(states[1])).sum(-1).mean().item() == pytest.approx(expected[-1], abs=0.03)
+        # Updates at right angles: each cosine is a norm over the next, so their product over the layers telescopes.
+        telescoped = math.prod(norm / math.hypot(norm, 0.3 * math.sqrt(24)) for norm in norms)
+        assert expected[-1] == pytest.approx(telescoped * math.cos(math.pi / 6))
+        lag[case] = [math.acos(cosine) for cosine in expected]
+    rows = list(zip(lag["balanced"], lag["imbalanced"], lag["aligned"], strict=True))[1:]
+    assert all(balanced < imbalanced < aligned for balanced, imbalanced, aligned in rows)
+
+
+def test_trace_bound_falls_with_the_cosine_of_the_lag_unless_all_lag_alike():
+    text = unit(randn(20_000, 16))
+    visual = unit(text @ randn(16, 16) + randn(20_000, 16))
+    directions, projections = orthogonal(visual), torch.linalg.qr(randn(200, 16, 16)).Q
+    whole = torch.linalg.svdvals(visual.T @ text).sum().item()
+    for delta in DELTAS:
+        covariance = turned(visual, directions, delta).T @ text
+        left, values, right = torch.linalg.svd(covariance)
+        bound = values.sum().item()  # of tr(M C) over M of spectral norm 1 (eq. 20, von Neumann)
+        assert bound / whole == pytest.approx(math.cos(delta), abs=0.01)
+        assert (right.T @ left.T @ covariance).trace().item() == pytest.approx(bound, rel=1e-9)
+        assert torch.einsum("nij,ji->n", projections, covariance).max().item() < bound
+        alike = turned(visual, quarter_turn(visual), delta).T @ text
+        assert torch.linalg.svdvals(alike).sum().item() / whole == pytest.approx(1.0)
+
+
+def entropy(scores):
+    """Entropy of the softmax over the last dimension, relative to an even one."""
+    logs = scores.log_softmax(-1)
+    return (-(logs.exp() * logs).sum(-1) / math.log(scores.shape[-1])).mean().item()
+
+
+def test_attention_spreads_with_the_lag_unless_a_sink_scores_higher():
+    query, keys = unit(randn(200, 64)), unit(randn(200, 256, 64))
+    away, noise = orthogonal(query), 8 * (keys @ query[..., None]).squeeze(-1)
+    spread, share = [], []
+    for delta in DELTAS:
+        signal = 8 * (turned(query, away, delta) * query).sum(-1, keepdim=True)
+        assert (signal.mean() / noise.std()).item() == pytest.approx(8 * math.cos(delta), abs=0.03)  # eqs. 10, 21
+        scores = torch.cat([signal, noise], dim=-1)
+        spread.append(entropy(scores))
+        share.append(scores.softmax(-1)[:, 0].mean().item())
+    assert spread == sorted(spread) and spread[-1] > 0.85 and share == sorted(share, reverse=True)
+    with_sink = [entropy(torch.tensor([signal, 6.0, 0, 0, 0])) for signal in (9.0, 8.0, 7.0, 6.0, 4.0, 2.0)]
+    assert with_sink[:3] == sorted(with_sink[:3]) and with_sink[3:] == sorted(with_sink[3:], reverse=True)
