@@ -18,6 +18,7 @@ from ..assembly.processing import settle
 from ..checkpoint.find import find_checkpoint
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.precision import warn_if_slow
+from ..data.rows.checks import MANY_ROWS
 from ..data.rows.reports import DataReport, SourceReport
 from ..data.sources.mixtures import prepare_rows
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -100,17 +101,20 @@ def prepare(
     if report is None:
         need_images = args.stage == "align" or not rates["language"]
         train_dataset, eval_dataset, report = checked_datasets(*data[:2], collator, args, need_images)
+    streams = isinstance(train_dataset, IterableDataset)
+    if streams:
+        prepare_stream(args)
     if isinstance(collator, ConversationCollator):
         readers = args.world_size * max(1, args.dataloader_num_workers or 0)  # each counts what it skips
-        collator = replace(collator, skippable=sum(source.skippable for source in report.sources) // readers)
+        skippable = sum(source.skippable for source in report.sources)
+        share = skippable / (MANY_ROWS * len(report.sources)) if streams else 0.0
+        collator = replace(collator, skippable=skippable // readers, share=share)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and (longest := max([source.longest or 0 for source in report.sources], default=0)) > positions:
         logger.warning(
             f"Rows have up to {longest:,} tokens, and the language model has {positions:,} positions. Longer rows are "
             f"dropped with --max_length {positions}."
         )
-    if isinstance(train_dataset, IterableDataset):
-        prepare_stream(args)
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
     args.accelerator_config.dispatch_batches = False
     return Prepared(model, collator, train_dataset, eval_dataset, processor, peft_config, explained, report, commit)
