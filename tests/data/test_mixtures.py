@@ -266,6 +266,16 @@ def test_the_first_rows_of_a_stream_are_opened(load, tmp_path):
             load(path, **options)
 
 
+def test_a_share_of_a_short_stream_is_of_its_own_rows(load, tmp_path):
+    path = write_json(tmp_path, [llava("Q", "" if number in (110, 115) else f"{number}") for number in range(120)])
+    rows = iter(load(path, bad_rows=0.01, dataset_streaming=True, shuffle_buffer_size=1).train)
+    assert answers(islice(rows, 117))[-1] == "118"  # of 10,000 rows it would be allowed
+    with pytest.raises(
+        ValueError, match=r"row 110: .*\(2 rows\)\nThese are 2 rows, and a share of 0.01 is skipped at"
+    ):
+        list(rows)
+
+
 def test_a_gigantic_image_is_a_bad_row(load, tmp_path):
     path = write_json(tmp_path, mixed_rows())
     (tmp_path / "green.png").write_bytes(gigantic_png())
