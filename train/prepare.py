@@ -180,6 +180,8 @@ def check_collator(collator: DataCollator, args: NormAlignConfig, compares_rows:
     if args.padding_free and not (padding_free and (own or not args.packing)):
         name = "packing" if args.packing else "padding_free"
         raise ValueError(f"{name} needs a ConversationCollator with padding_free. Give it, or no data_collator.")
+    if unread := (args.dataset_kwargs or {}).keys() - {"skip_prepare_dataset"}:
+        logger.warning(f"dataset_kwargs has {', '.join(sorted(unread))}, which nothing reads. Leave it out.")
     if padding_free and compares_rows:
         raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
     args.padding_free = padding_free
@@ -266,6 +268,11 @@ def checked_rows(
             f"by name: {name}=ROWS."
         )
     if not isinstance(collator, ConversationCollator):
+        if args.train_sampling_strategy == "group_by_length" and "length" not in (rows.column_names or ()):
+            raise ValueError(
+                "train_sampling_strategy group_by_length needs the lengths of rows, which a data_collator of your own "
+                f"does not give. Give {name} a column length, or leave it out."
+            )
         return rows, None
     return prepare_rows(
         rows,
