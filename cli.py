@@ -184,7 +184,9 @@ def data(
     image_folder: ImageFolderOption = None,
     columns: ColumnsOption = None,
     model: Annotated[str | None, Option(help="Checkpoint that counts tokens and shows what is learned.")] = None,
-    check_images: Annotated[bool, Option("--check-images", help="Decode every image.")] = False,
+    check_images: Annotated[
+        bool, Option("--check-images", help="Decode every image, not those of 10,000 rows.")
+    ] = False,
 ) -> None:
     """Check data before training: count rows by form, images and tokens, and name every fault at once."""
     with errors_for_people():

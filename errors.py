@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Output of commands: foreign text cannot control the terminal; an error is one sentence and exit status 1."""
 
+import errno
 import hashlib
 import os
 import re
@@ -73,6 +74,8 @@ _FULL = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory"
 _DEVICE = re.compile(
     r"\b(CUDA|cuDNN|CUBLAS\w*|HIP|NVIDIA|XPU)\b|no kernel image|Could not run '\S+' with arguments from"
 )
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 _KERNELS = re.compile(r"-packages[\\/](bitsandbytes|triton|flash_attn|kernels)[\\/]")
 
 
@@ -209,6 +212,46 @@ def _stop(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGINT:
         signal.default_int_handler(number, frame)
     raise Terminated(128 + number)
+
+
+class NotWritable(OSError):
+    """A folder cannot be written to."""
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Raises [`NotWritable`] in place of an error of the block that comes of a read-only folder or a full disk."""
+    try:
+        yield
+    except NotWritable:
+        raise
+    except Exception as error:
+        cause = write_failure(error)
+        if isinstance(error, OSError) and error.errno in _DENIED and error.filename is not None:
+            file = Path(os.fsdecode(error.filename))
+            cause = error.strerror if file in folder.parents or folder in (file, *file.parents) else cause
+        if cause is None:
+            raise
+        raise NotWritable(
+            f"{folder} cannot be written to: {cause}. Make room there, or write to another folder with --output (of "
+            "training, --output_dir)."
+        ) from error
+
+
+def write_failure(error: BaseException | None) -> str | None:
+    """Why a file could not be written, if `error` or its cause is that a disk or a quota is full; otherwise None.
+
+    safetensors, tokenizers and torch raise errors of their own, which are not OSErrors.
+    """
+    while error is not None:
+        text = str(error)
+        numbers = {int(number) for number in re.findall(r"(?:\[Errno |\(os error )(\d+)", text)}
+        if known := numbers & _DISK_FULL:
+            return os.strerror(known.pop())
+        if "PytorchStreamWriter failed writing" in text or ("inline_container" in text and "unexpected pos" in text):
+            return "a file could not be written to its end"  # torch.save gives no reason
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def check_installed(module: str, extra: str, what: str) -> None:

@@ -38,6 +38,9 @@ VISION_ENCODERS = {
 """Vision encoders by `model_type`, with the number of class tokens before the patches."""
 
 
+_RARE = "\ua66e"  # a letter of one manuscript
+
+
 def pad_left(tokenizer: PreTrainedTokenizerBase) -> None:
     """Sets the padding side to left, also in what is saved: generating from a batch needs it."""
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"  # the attribute alone is not saved
@@ -50,10 +53,16 @@ def settle(processor: LlavaProcessor) -> None:
     is kept as `text_start` in `tokenizer_config.json`, for [`text_tokenizer`].
 
     Raises:
-        ValueError: The tokens of a conversation would differ from those that the tokenizer gave before.
+        ValueError: The tokens of a conversation would differ from those that the tokenizer gave before, or it drops
+            letters without a token.
     """
     tokenizer = processor.tokenizer
     pad_left(tokenizer)
+    if tokenizer([f"a{_RARE}b"]).char_to_token(0, 1) is None:
+        raise ValueError(
+            "The tokenizer drops letters that it does not know, so answers could not be told from other turns. Give "
+            "it an unk_token, or use another."
+        )
     start, end = _added(processor)
     template, added = processor.chat_template, "".join(start)
     if not template or not start + end:

@@ -1,13 +1,11 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The cache folder; atomic writing of files and folders, and the reason if writing fails."""
+"""The cache folder, and atomic writing of files and folders."""
 
 import ctypes
-import errno
 import glob
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -16,10 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..errors import writing_to
 from .lock import LOCK, busy, check_free, only_writer, writer_of
 
-
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 OLD = ".replaced"
 """The folder that is replaced, in the temporary folder of the new one."""
@@ -39,11 +36,10 @@ def atomic_write(target: str | os.PathLike) -> Iterator[Path]:
     It lies in a folder of its own, whose name nobody can foresee, and so has the mode of any new file.
     """
     target = Path(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
-        partial = Path(temporary) / target.name
-        yield partial
-        os.replace(partial, target)
+    remove_unfinished(target)
+    with _temporary(target) as temporary:
+        yield temporary / target.name
+        os.replace(temporary / target.name, target)
 
 
 @contextmanager
@@ -103,21 +99,29 @@ def replaced_folder(target: str | os.PathLike, written: Callable[[Path], Collect
 
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
-    """Yields a temporary folder beside `target`, with a lock and an empty folder of its name, and clears it up."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """Yields a temporary folder beside `target` with an empty folder of its name. Nobody else may make `target`."""
     if writers := remove_unfinished(target):
         raise ValueError(busy(target, writers[0]))
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        with only_writer(temporary):
-            (temporary / target.name).mkdir()
-            yield temporary
-    finally:
-        _clear(temporary, target)
+    with _temporary(target) as temporary:
+        (temporary / target.name).mkdir()
+        yield temporary
+
+
+@contextmanager
+def _temporary(target: Path) -> Iterator[Path]:
+    """Yields a new folder beside `target`, with a lock, and clears it up."""
+    with writing_to(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            with only_writer(temporary):
+                yield temporary
+        finally:
+            _clear(temporary, target)
 
 
 def remove_unfinished(target: Path) -> list[str]:
-    """Removes the temporary folders that killed runs of [`finished_folder`] or [`replaced_folder`] left for `target`.
+    """Removes the temporary folders that killed processes left for `target`.
 
     They are known by their names, with eight letters of `tempfile`'s, and by what alone is in them. Returns the
     processes that still write to others, which stay.
@@ -127,7 +131,7 @@ def remove_unfinished(target: Path) -> list[str]:
         if unfinished.is_symlink() or not unfinished.is_dir():
             continue
         found = {each.name for each in unfinished.iterdir()}
-        if found & {target.name, OLD} and found <= {target.name, OLD, LOCK}:
+        if found and found <= {target.name, OLD, LOCK}:
             if writer := writer_of(unfinished):
                 writers.append(writer)
             else:
@@ -172,19 +176,3 @@ def write_json(path: Path, content: Any) -> None:
     """Writes `content` to `path` atomically."""
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def write_failure(error: BaseException | None) -> str | None:
-    """Why a file could not be written, if `error` or its cause is that a disk or a quota is full; otherwise None.
-
-    safetensors, tokenizers and torch raise errors of their own, which are not OSErrors.
-    """
-    while error is not None:
-        text = str(error)
-        numbers = {int(number) for number in re.findall(r"(?:\[Errno |\(os error )(\d+)", text)}
-        if known := numbers & DISK_FULL:
-            return os.strerror(known.pop())
-        if "PytorchStreamWriter failed writing" in text or ("inline_container" in text and "unexpected pos" in text):
-            return "a file could not be written to its end"  # torch.save gives no reason
-        error = error.__cause__ or error.__context__
-    return None

@@ -14,6 +14,8 @@ from textwrap import shorten
 
 from filelock import BaseFileLock, FileLock, Timeout
 
+from ..errors import writing_to
+
 
 LOCK, UNKNOWN = ".normalign.lock", "another process"
 
@@ -32,15 +34,16 @@ def only_writer(folder: str | os.PathLike, wait: float = 10.0) -> Iterator[None]
 
     Raises:
         ValueError: Another process has the lock; the message names it.
-        OSError: The folder cannot be written to.
+        NotWritable: The folder cannot be written to.
     """
     folder = Path(folder).resolve()
     if folder in _held:
         yield
         return
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    file, lock = folder / LOCK, _taken(folder, wait)
+    is_new, file = not folder.exists(), folder / LOCK
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _taken(folder, wait)
     if isinstance(lock, str):
         raise ValueError(busy(folder, lock))
     _held.add(folder)

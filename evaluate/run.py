@@ -16,7 +16,7 @@ from rich.table import Table
 from ..checkpoint.files import replaced_folder
 from ..checkpoint.lock import only_writer
 from ..diagnose.load import resolve_model
-from ..errors import Console, device_error
+from ..errors import Console, NotWritable, device_error
 from .engine import SEED, SUITES, as_lm, chosen_tasks, run_task, save, saved_files, summarized
 from .own_data import own_task
 from .results import (
@@ -156,6 +156,8 @@ def evaluate(
                 result = summarized(raw, task, weights=weights, settings=settings)
                 save(raw, answers, model=output.name)
             result.write(output)
+        except NotWritable:
+            raise
         except Exception as error:  # whatever it is, the other tasks are run
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
             evaluated.failed[task] = device_error(error, "Use a smaller batch_size, or load_in_4bit.") or reason

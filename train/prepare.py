@@ -19,6 +19,7 @@ from ..assembly.processing import settle
 from ..checkpoint.find import find_checkpoint
 from ..checkpoint.opening import open_checkpoint
 from ..checkpoint.precision import warn_if_slow
+from ..data.rows.checks import MANY_ROWS
 from ..data.rows.reports import DataReport, SourceReport
 from ..data.sources.mixtures import prepare_rows
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
@@ -101,17 +102,20 @@ def prepare(
     if report is None:
         need_images = args.stage == "align" or not rates["language"]
         train_dataset, eval_dataset, report = checked_datasets(*data[:2], collator, args, need_images)
+    streams = isinstance(train_dataset, IterableDataset)
+    if streams:
+        prepare_stream(args)
     if isinstance(collator, ConversationCollator):
         readers = args.world_size * max(1, args.dataloader_num_workers or 0)  # each counts what it skips
-        collator = replace(collator, skippable=sum(source.skippable for source in report.sources) // readers)
+        skippable = sum(source.skippable for source in report.sources)
+        share = skippable / (MANY_ROWS * len(report.sources)) if streams else 0.0
+        collator = replace(collator, skippable=skippable // readers, share=share)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and (longest := max([source.longest or 0 for source in report.sources], default=0)) > positions:
         logger.warning(
             f"Rows have up to {longest:,} tokens, and the language model has {positions:,} positions. Longer rows are "
             f"dropped with --max_length {positions}."
         )
-    if isinstance(train_dataset, IterableDataset):
-        prepare_stream(args)
     # TRL does so for a stream of training rows alone; held-out rows may be one too.
     args.accelerator_config.dispatch_batches = False
     return Prepared(model, collator, train_dataset, eval_dataset, processor, peft_config, explained, report, commit)
@@ -177,6 +181,8 @@ def check_collator(collator: DataCollator, args: NormAlignConfig, compares_rows:
     if args.padding_free and not (padding_free and (own or not args.packing)):
         name = "packing" if args.packing else "padding_free"
         raise ValueError(f"{name} needs a ConversationCollator with padding_free. Give it, or no data_collator.")
+    if unread := (args.dataset_kwargs or {}).keys() - {"skip_prepare_dataset"}:
+        logger.warning(f"dataset_kwargs has {', '.join(sorted(unread))}, which nothing reads. Leave it out.")
     if padding_free and compares_rows:
         raise ValueError("compute_metrics compares rows, and padding_free leaves none. Leave one of them out.")
     args.padding_free = padding_free
@@ -265,6 +271,11 @@ def checked_rows(
             f"by name: {name}=ROWS."
         )
     if not isinstance(collator, ConversationCollator):
+        if args.train_sampling_strategy == "group_by_length" and "length" not in (rows.column_names or ()):
+            raise ValueError(
+                "train_sampling_strategy group_by_length needs the lengths of rows, which a data_collator of your own "
+                f"does not give. Give {name} a column length, or leave it out."
+            )
         return rows, None
     return prepare_rows(
         rows,

@@ -25,19 +25,19 @@ from ..sources.source import Source
 from .forms import PROMPT, image_name
 from .images import ImageRules, image_problem, printable
 from .parse import FEATURES, BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
-from .reports import counted, warn_once
+from .reports import by_kind, counted, warn_once
 from .unread import is_about, unread_image
 
 
 _CHUNK = 64  # rows of a stream that are checked together
 _SHOWN = 5  # reasons in an error
-_VALUES = re.compile(r"\d+|, got .*")  # in which reasons of a kind differ
-_PEEKED = 100  # rows of a stream that are searched for an image before training
+_FIRST = 100  # rows of a stream whose images are opened before training
 
 DEFAULT_SHARE, MANY_ROWS = 0.01, 10_000
 """Share of bad rows that is skipped by default where data are from the Hub, or have more than so many rows.
 
-In a stream, a share is of the rows read so far, or of so many while fewer are read.
+In a stream, a share is of the rows read so far, or of so many while fewer are read. In memory, the images of so many
+rows are opened before training.
 """
 
 
@@ -45,7 +45,7 @@ In a stream, a share is of the rows read so far, or of so many while fewer are r
 class Checks:
     """Options of the checks."""
 
-    processor: LlavaProcessor
+    processor: LlavaProcessor | None
     max_length: int | None = None
     bad_rows: str | float | None = None
     check_images: bool = False
@@ -126,31 +126,30 @@ def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
 
 
 def has_images(source: Source, checks: Checks) -> bool:
-    """Whether one of the first rows of a stream has an image.
+    """Whether one of the first rows of a stream has an image; all of their images are opened.
 
     Raises:
-        ValueError: More rows are bad than `bad_rows` allows, or [`check_images_are_read`] finds unread images.
+        ValueError: More rows are bad than `bad_rows` allows, or all of them, or [`check_images_are_read`] finds
+            unread images.
     """
-    rows, unread = 0, Counter[str]()
-    for row in islice(_valid(source, checks), _PEEKED):
-        if row["images"]:
-            return True
-        rows += 1
-        unread.update([row["unread"]] if row["unread"] else [])
-    check_images_are_read(source.name, rows, 0, unread)
-    return False
+    rows = list(_valid(source, checks, _FIRST))
+    images = sum(row["image_count"] for row in rows)
+    check_images_are_read(source.name, len(rows), images, Counter(row["unread"] for row in rows if row["unread"]))
+    return images > 0
 
 
-def _valid(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
-    found = iter(source)
+def _valid(source: Source, checks: Checks, first: int | None = None) -> Iterator[dict[str, Any]]:
+    """The valid rows of a stream; of the `first` alone, the images are opened too."""
+    found = islice(source, first)
     rows = iter(lambda: parse_rows(islice(found, _CHUNK), source.rules, checks.processor), [])
     share, bad, number = share_of_bad_rows(checks.bad_rows, source), list[DroppedRow](), 0
     for number, row in enumerate(chain.from_iterable(rows), 1):
         dropped = checks.too_long(row)
         problem = (row["file"], row["reason"]) if row["reason"] else None
-        if problem := problem or image_problem(image_files(row["paths"]), source.rules):
+        images, pixels = (row["images"], checks.max_image_pixels) if first else (image_files(row["paths"]), None)
+        if problem := problem or image_problem(images, source.rules, pixels):
             dropped = DroppedRow(row["source"], row["row"], *problem)
-            bad += [dropped] if share < 1 else []
+            bad += [dropped] if share < 1 or first else []
             if len(bad) > share * max(number, MANY_ROWS):
                 raise BadRow(bad_rows_message(source, bad, share=share))
         if not dropped:
@@ -158,8 +157,15 @@ def _valid(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
             yield row
         elif checks.dropped_rows:
             checks.dropped_rows.add(dropped)
-    if len(bad) > share * number:  # there are fewer
-        raise BadRow(bad_rows_message(source, bad, number, share=share))
+    is_sample = number == first
+    if len(bad) == number > 0 or (at_least(len(bad)) if is_sample else len(bad)) > share * number:
+        shown = f"\nThese are the first {number:,} rows of the stream." if is_sample else ""
+        raise BadRow(bad_rows_message(source, bad, number, share=share) + shown)
+
+
+def at_least(found: int) -> float:
+    """The fewest that such samples have on average if one has `found`: three standard deviations below."""
+    return found - 3 * found**0.5
 
 
 def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]) -> list[int | str]:
@@ -254,6 +260,7 @@ def image_problems(
             f"Checking the images of {escape(escaped(name))}",
             total=len(starts),
             console=Console(),
+            transient=True,
             disable=max_pixels is None or not state.is_local_main_process,
         )
         return dict(gather_object([problem for some in results for problem in some]))
@@ -266,6 +273,7 @@ def bad_rows_message(
     shown: int | None = _SHOWN,
     use: str = "trained on",
     share: float = 0.0,
+    expected: int = 0,
 ) -> str:
     """The message of a run that stops at bad rows: `shown` kinds of reason, with the first row and their number.
 
@@ -276,20 +284,13 @@ def bad_rows_message(
         shown: Most kinds of reason; None for all.
         use: What the rows are for.
         share: The share of rows that could have been skipped.
+        expected: Bad rows in all, if some were not opened.
     """
-    alike: dict[tuple[str, str], list[DroppedRow]] = {}
-    for row in bad:
-        kind = _VALUES.sub("", row.reason.replace(row.file or "", ""))
-        alike.setdefault((row.source, kind), []).append(row)
-    lines = []
-    for rows in list(alike.values())[:shown]:
-        shared = f" ({'all ' if len(rows) == found else ''}{len(rows):,} rows)" if len(rows) > 1 else ""
-        lines.append(f"  {rows[0]}{shared}")
-    more = len(bad) - sum(len(rows) for rows in list(alike.values())[:shown])
-    lines += [f"  and {more:,} more"] if more else []
+    lines = by_kind(bad, shown, found)
     skip = "skip such rows with `normalign train --bad_rows skip`" if use == "trained on" else "remove them"
-    if share:
-        lines.append(f"These are {len(bad):,} rows, and a share of {share:g} is skipped at most.")
+    if 0 < share < 1:
+        likely = f", and {expected:,} or more are likely in all," if expected > len(bad) else ","
+        lines.append(f"These are {len(bad):,} rows{likely} and a share of {share:g} is skipped at most.")
     options = {"data": "--dataset_name", "images": "--image_folder"}
     if use != "trained on":
         options = {"data": "--data", "images": "--image-folder"}

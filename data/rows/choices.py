@@ -49,6 +49,10 @@ def read_question(raw: Mapping) -> Question:
         listed = [f"{letter}. {text}" for letter, text in options.items()]
         shown = all(re.search(rf"\b{letter}\W{{1,3}}{re.escape(text)}", asked) for letter, text in options.items())
         asked = "\n".join([*filter(None, lines.values()), *([] if shown else listed)])
+        if not asked.strip():
+            raise ValueError(
+                "its question is empty; if the answer is a caption, it is read with --columns caption=answer"
+            )
     elif options:
         raise ValueError("it has options, and its question is a list of turns. Write the question as text")
     if not is_empty(index := raw.get("answer_index")):

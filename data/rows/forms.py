@@ -212,6 +212,11 @@ def _check_meaning(raw: Mapping, asks: str | None, answers: str | None) -> None:
     """Raises ValueError if what would be learned is no answer, or one that is marked as unwanted."""
     if not asks and answers and isinstance(found := parsed(raw[answers]), Mapping):
         raise ValueError(f"its {answers} is no caption but JSON with {', '.join(map(str, found))}")
+    if not asks and answers == "text" and "question_id" in raw and not isinstance(raw.get("label"), str):
+        raise ValueError(
+            "with question_id beside it, its text would be a question, and there is no answer; it is read with "
+            "--columns question=text, or, if it is a caption, with --columns caption=text"
+        )
     for column in ("label", "kto_tag"):
         if raw.get(column) is False and answers != column:
             raise ValueError(f"its answer is marked as unwanted ({column} false), as KTO learns it: see docs/trl.md")

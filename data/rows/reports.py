@@ -4,7 +4,8 @@
 
 import functools
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 ABOUT = "also not read"
 
+_VALUES = re.compile(r"\d+|, got .*")  # in which reasons of a kind differ
+
 
 @dataclass
 class SourceReport:
@@ -30,6 +33,7 @@ class SourceReport:
         split: `"train"` or `"eval"`.
         found: All rows.
         bad: Rows that cannot be trained on.
+        expected_bad: The fewest that are likely, if the images of some rows were not opened.
         skippable: How many more may turn out so while training, by `bad_rows`.
         too_long: Rows with more than `max_length` tokens.
         valid: The other rows.
@@ -66,6 +70,7 @@ class SourceReport:
     changed: dict[str, int] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     skippable: int = 0
+    expected_bad: int = 0
 
 
 @dataclass
@@ -87,6 +92,27 @@ def counted(rows: Mapping[str, int]) -> str:
     """Numbers of rows, most first: "tools (12 rows), history (1 row)"."""
     ordered = sorted(rows.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} ({count:,} row{'s' * (count != 1)})" for name, count in ordered)
+
+
+def by_kind(rows: Sequence[DroppedRow], shown: int | None = None, found: int | None = None) -> list[str]:
+    """A line for each kind of reason, with its first row and their number.
+
+    Args:
+        rows: The dropped rows.
+        shown: Most kinds; None for all. The last line has the number of rows of others.
+        found: Number of all rows, if it is known.
+    """
+    kinds: dict[tuple[str, str], list[DroppedRow]] = {}
+    for row in rows:
+        kind = _VALUES.sub("", row.reason.replace(row.file or "", ""))
+        kinds.setdefault((row.source, kind), []).append(row)
+    listed = list(kinds.values())[:shown]
+    lines = []
+    for alike in listed:
+        count = f" ({'all ' if len(alike) == found else ''}{len(alike):,} rows)" if len(alike) > 1 else ""
+        lines.append(f"  {alike[0]}{count}")
+    more = len(rows) - sum(map(len, listed))
+    return lines + ([f"  and {more:,} more"] if more else [])
 
 
 @functools.cache

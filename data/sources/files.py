@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +26,7 @@ METADATA = "metadata"
 _HELD_OUT_WORDS = {"test", "validation", "valid", "val", "dev", "eval"}
 _SEPARATOR = re.compile(r"\s*([,\]])\s*")  # of the elements of a JSON list, or its end
 _TABLES = {".parquet", ".arrow"}
+_ONE_A_LINE = "Write each row in one line, as `jq -c .` does."
 _PIECE = 2**20  # characters of a JSON list that are read together
 
 
@@ -104,7 +106,8 @@ def _json(file: str) -> Iterator[str]:
             try:
                 rows = json.load(content)  # an empty list, or another error with its place in the file
             except ValueError as error:
-                raise ValueError(f"{file} is not valid JSON: {error}") from error
+                remedy = f". {_ONE_A_LINE}" if "Extra data" in str(error) else ""
+                raise ValueError(f"{file} is not valid JSON: {error}{remedy}") from error
             if isinstance(rows, dict) and any(rows.get(str(asks or answers)) for asks, answers in FORMS):
                 yield json.dumps(rows)  # the only one
             elif rows != []:
@@ -161,7 +164,14 @@ def _elements(content: TextIO) -> Iterator[str]:
 def _json_lines(file: str) -> Iterator[str]:
     with open(file, "rb") as lines:
         # No JSON has the escape that an invalid byte becomes.
-        yield from (line.decode("utf-8-sig", "backslashreplace") for line in map(bytes.strip, lines) if line)
+        texts = (line.decode("utf-8-sig", "backslashreplace") for line in map(bytes.strip, lines) if line)
+        first = next(texts, "")
+        if first == "{":
+            raise ValueError(f"{file} has rows of several lines. {_ONE_A_LINE}")
+        if first == "[" or first.startswith("[{"):
+            yield from _json(file)
+            return
+        yield from chain([first] if first else [], texts)
 
 
 def _csv(file: str) -> Iterator[str]:

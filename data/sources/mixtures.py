@@ -2,7 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Loads data sets in any known form as parsed rows, checked, measured and mixed; in memory or streamed.
 
-No image is decoded or written on the way: a row is parsed when it is read.
+No image is written on the way: a row is parsed when it is read.
 """
 
 import logging
@@ -51,15 +51,16 @@ def load_data(
 ) -> TrainingData:
     """Loads the data sets of `arguments`, checks every row, drops rows that are too long, and mixes.
 
-    In memory, the structure, length and image files of all rows are checked here; with `check_images`, and always for
-    held-out data, every image is decoded too, since a held-out row that loses its labels later makes the loss too low.
+    In memory, the structure, length and image files of all rows are checked here, and images are decoded as
+    [`check_rows`] says: all of held-out data, since a held-out row that loses its labels later makes the loss too low.
     The processes share this work, so all must call this at the same time. With fractions, the mixture is the largest
     one with these shares in which no row comes twice; its rows are drawn by `seed`.
 
-    A stream is checked while it is read. For training it is shuffled in a buffer and endless: with fractions, the
-    source of each row is drawn at random, and a source that ends starts again; without, the sources come one after the
-    other, again and again. It has a single shard, so that rows and their numbers do not depend on the number of
-    processes: each reads all of it, in one worker at most, and takes its part. A held-out stream ends.
+    A stream is checked while it is read, and its first rows here. For training it is shuffled in a buffer and
+    endless: with fractions, the source of each row is drawn at random, and a source that ends starts again;
+    without, the sources come one after the other, again and again. It has a single shard, so that rows and
+    their numbers do not depend on the number of processes: each reads all of it, in one worker at most, and
+    takes its part. A held-out stream ends.
 
     Args:
         arguments: Data sets, and what to do with bad rows.
@@ -150,7 +151,7 @@ def prepare_rows(
         image_folder: Folder that image paths start from and must stay in; by default any local file is allowed.
         bad_rows: `"stop"` raises at a row that cannot be trained on, `"skip"` drops it, and a share drops so many. By
             default 0.01 if there are more than 10,000 rows, else `"stop"`.
-        check_images: Whether to decode every image now.
+        check_images: Whether to decode every image now, not those of `MANY_ROWS` rows.
         max_image_pixels: Images with more pixels are bad.
         need_images: Whether rows without any image are an error; for a stream, only the first rows are read.
         dropped_rows: Records dropped rows.

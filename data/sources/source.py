@@ -89,10 +89,10 @@ class Source:
             yield {"source": self.name, "start": start, "rows": None}
 
     @cached_property
-    def _classes(self) -> dict[str, list[str]]:
-        """Names of the classes in columns that hold their numbers."""
+    def _classes(self) -> dict[str, Any]:
+        """The types of columns that hold numbers of classes, perhaps in lists."""
         features = (self.data.features or {}) if self.data is not None else {}
-        return {column: kind.names for column, kind in features.items() if isinstance(kind, ClassLabel)}
+        return {column: kind for column, kind in features.items() if "ClassLabel(" in repr(kind)}
 
     def parsed(self, text: str) -> Any:
         """The row of a JSON text."""
@@ -150,14 +150,24 @@ class Source:
 
     def _selected(self, raw: Any) -> Any:
         raw = row_of_sample(raw)
-        for column, names in self._classes.items():
-            if isinstance(raw[column], int) and 0 <= raw[column] < len(names):
-                raw = {**raw, column: names[raw[column]]}
+        if self._classes and isinstance(raw, dict):
+            raw = raw | {column: _with_names(raw.get(column), kind) for column, kind in self._classes.items()}
         if not self.columns or not isinstance(raw, dict):
             return raw
         if isinstance(self.columns, list):
             return {column: raw[column] for column in self.columns if column in raw}
         return renamed(raw, self.columns)
+
+
+def _with_names(value: Any, kind: Any) -> Any:
+    """A value of a type of `datasets`, with the names of classes in place of their numbers."""
+    if isinstance(kind, ClassLabel):
+        return kind.names[value] if isinstance(value, int) and 0 <= value < len(kind.names) else value
+    if isinstance(value, list):
+        return [_with_names(each, kind.feature) for each in value]
+    if isinstance(value, dict):
+        return {key: _with_names(each, kind[key]) for key, each in value.items()}
+    return value
 
 
 def open_source(source: DataSource, streaming: bool, num_proc: int | None = None) -> Source:

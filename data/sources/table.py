@@ -20,7 +20,9 @@ from ...assembly import chat_template
 from ...checkpoint.limits import cores
 from ..rows import checks, choices, forms, images, parse, turns, unread, values
 from ..rows.checks import (
+    MANY_ROWS,
     Checks,
+    at_least,
     bad_rows_message,
     check_images_are_read,
     image_problems,
@@ -85,15 +87,9 @@ def valid_table(reader: RowReader, part: int, checks: Checks, report: SourceRepo
             [`check_images_are_read`].
     """
     source = reader.sources[part]
-    table = _table(source, checks.processor, checks.processes)
-    table = table.add_column("part", np.full(len(table), part))
-    files = _counts(_column(table, "source"))
-    report.files = files if len(files) > 1 else {}
+    table = all_rows(source, part, checks)
     valid = only_valid(table, reader, source, checks, report)
-    report.forms, report.unread = (_counts(_column(valid, name)) for name in ("form", "unread"))
-    report.left_out, report.changed = (
-        _counts(pc.list_flatten(_column(valid, name))) for name in ("left_out", "changed")
-    )
+    count_contents(table, valid, report)
     warn_of_captions(source.name, report.forms)
     check_images_are_read(source.name, len(valid), report.images or 0, report.unread)
     return valid
@@ -110,17 +106,50 @@ def rows_on_access(table: Dataset, reader: RowReader) -> Dataset:
 
 
 def only_valid(table: Dataset, reader: RowReader, source: Source, checks: Checks, report: SourceReport) -> Dataset:
-    """The valid rows of a table of a source; fills in the report.
+    """The valid rows of a table of a source; fills in the report as [`check_rows`] does.
 
     Raises:
         ValueError: More rows are bad than `bad_rows` allows, or no row is left.
     """
-    decoded = checks.check_images or report.split == "eval"
+    valid = check_rows(table, reader, source, checks, report)
+    share = share_of_bad_rows(checks.bad_rows, source, len(table))
+    bad = [row for row in report.dropped if row.tokens is None]
+    if report.expected_bad > share * len(table):
+        raise ValueError(bad_rows_message(source, bad, len(table), share=share, expected=report.expected_bad))
+    report.skippable = max(0, int(share * len(table)) - len(bad))
+    if not len(valid):
+        first = f" The first: {(bad or report.dropped)[0]}." if report.dropped else ""
+        raise ValueError(
+            f"{report.source}: no row is left. {len(table)} found, {len(bad)} bad, {report.too_long} longer than "
+            f"max_length {checks.max_length}.{first}"
+        )
+    return valid
+
+
+def check_rows(table: Dataset, reader: RowReader, source: Source, checks: Checks, report: SourceReport) -> Dataset:
+    """The valid rows of a table of a source, which may be none; fills in the report.
+
+    Images are opened if there are few; of more than `MANY_ROWS` rows with images, those of as many rows drawn at
+    random, unless `check_images` is set or the rows are held out.
+    """
     refused = np.flatnonzero(pc.is_valid(_column(table, "reason")))
-    parsed = np.delete(np.arange(len(table)), refused)
-    rows = rows_on_access(table.select(parsed), reader) if decoded and len(parsed) else table.select(parsed)
-    found = image_problems(rows, report.source, source.rules, checks.max_image_pixels if decoded else None)
-    problems = {int(parsed[number]): problem for number, problem in found.items()}
+    shows = np.flatnonzero(pc.greater(_column(table, "image_count"), 0))
+    shows = np.setdiff1d(shows, refused)
+    opened = shows
+    if len(shows) > MANY_ROWS and not (checks.check_images or report.split == "eval"):
+        opened = np.sort(np.random.default_rng(0).choice(shows, MANY_ROWS, replace=False))
+
+    def image_faults(numbers: np.ndarray, pixels: int | None) -> dict[int, tuple[str | None, str]]:
+        rows = table.select(numbers) if pixels is None else rows_on_access(table.select(numbers), reader)
+        found = image_problems(rows, report.source, source.rules, pixels)
+        return {int(numbers[number]): problem for number, problem in found.items()}
+
+    problems = image_faults(opened, checks.max_image_pixels)
+    if len(problems) == len(opened) < len(shows):  # perhaps all are bad, and nothing can be trained on
+        opened = shows
+        problems = image_faults(opened, checks.max_image_pixels)
+    broken = len(problems)
+    problems |= image_faults(np.setdiff1d(shows, opened), None)
     bad, long = [], []
     dropped = {*problems, *refused.tolist()}
     if checks.max_length is not None:
@@ -132,21 +161,24 @@ def only_valid(table: Dataset, reader: RowReader, source: Source, checks: Checks
             bad.append(DroppedRow(row["source"], row["row"], file, reason))
         elif too_long := checks.too_long(row):
             long.append(too_long)
-    share = share_of_bad_rows(checks.bad_rows, source, len(table))
-    if len(bad) > share * len(table):
-        raise ValueError(bad_rows_message(source, bad, len(table), share=share))
-    report.skippable = int(share * len(table)) - len(bad)
-    if len(dropped) == len(table):
-        first = f" The first: {(bad + long)[0]}." if dropped else ""
-        raise ValueError(
-            f"{report.source}: no row is left. {len(table)} found, {len(bad)} bad, {len(long)} longer than max_length "
-            f"{checks.max_length}.{first}"
-        )
     report.found, report.bad, report.too_long, report.dropped = len(table), len(bad), len(long), bad + long
+    likely = at_least(broken) * len(shows) / max(1, len(opened)) if len(opened) < len(shows) else broken
+    report.expected_bad = len(bad) + max(0, int(likely) - broken)
     if dropped:
         table = table.select(np.delete(np.arange(len(table)), list(dropped)))
-    measure(table, report)
+    if len(table):
+        measure(table, report)
     return table
+
+
+def count_contents(table: Dataset, valid: Dataset, report: SourceReport) -> None:
+    """Fills in the files of a table, and the forms of its valid rows and what of them is not read."""
+    files = _counts(_column(table, "source"))
+    report.files = files if len(files) > 1 else {}
+    report.forms, report.unread = (_counts(_column(valid, name)) for name in ("form", "unread"))
+    report.left_out, report.changed = (
+        _counts(pc.list_flatten(_column(valid, name))) for name in ("left_out", "changed")
+    )
 
 
 def measure(rows: Dataset, report: SourceReport) -> None:
@@ -168,14 +200,19 @@ def _column(table: Dataset, name: str) -> pa.ChunkedArray:
     return table.with_format("arrow").select_columns(name)[:][name]
 
 
-def _table(source: Source, processor: LlavaProcessor, processes: int | None) -> Dataset:
-    """The table of all rows of a source, from the cache.
+def all_rows(source: Source, part: int, checks: Checks) -> Dataset:
+    """The table of all rows of a source, which is `part` of its reader's, from the cache.
 
-    Of processes that start together, the first checks the rows, divided among `processes`, and the others wait.
+    Of processes that start together, the first checks the rows, divided among `checks.processes`, and the others wait.
+
+    Raises:
+        ValueError: The source cannot be read or has no rows.
     """
-    tokenizer = processor.tokenizer
-    known = [processor.chat_template, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
-    known += [tokens_per_image(processor), processor.image_token, control_tokens(tokenizer).pattern]
+    processor, known = checks.processor, list[Any]()
+    if processor:
+        tokenizer = processor.tokenizer
+        known = [processor.chat_template, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
+        known += [tokens_per_image(processor), processor.image_token, control_tokens(tokenizer).pattern]
     reading = [Path(str(module.__file__)).read_bytes() for module in (files, shards, origin)]
     parsing = [Path(str(module.__file__)).read_bytes() for module in _PARSING]
     rows = Hasher.hash([source.identity(), reading])
@@ -186,9 +223,9 @@ def _table(source: Source, processor: LlavaProcessor, processes: int | None) -> 
         raise error.__cause__ if isinstance(error.__cause__, (ValueError, OSError)) else error from None
     except ValueError as error:  # raised by `datasets` without rows; this package's are wrapped
         raise ValueError(f"{source.name} has no rows.") from error
-    processes = min(processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
+    processes = min(checks.processes or cores(), len(chunks) // _CHUNKS_PER_PROCESS)
     with FileLock(Path(chunks.cache_files[0]["filename"]).with_name(f"{facts}.lock")):
-        return chunks.map(
+        table = chunks.map(
             _facts,
             fn_kwargs={"data": source, "processor": processor},
             batched=True,
@@ -199,9 +236,10 @@ def _table(source: Source, processor: LlavaProcessor, processes: int | None) -> 
             new_fingerprint=facts,
             desc=f"Checking {Path(source.name).name}, {CHUNK} rows each",
         )
+    return table.add_column("part", np.full(len(table), part))
 
 
-def _facts(chunk: dict[str, list], data: Source, processor: LlavaProcessor) -> dict[str, list]:
+def _facts(chunk: dict[str, list], data: Source, processor: LlavaProcessor | None) -> dict[str, list]:
     (name,), (start,), (texts,) = chunk["source"], chunk["start"], chunk["rows"]
     raws = map(data.parsed, texts) if texts is not None else data.rows(start)
     collects = gc.isenabled()

@@ -12,13 +12,15 @@ import openai
 import pytest
 import tiny
 import tiny_parts as parts
-from asking import generate, request
+from asking import data_url, generate, request
 from paths import DOCS
 from PIL import Image
 from remote_code import BLOCK
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from normalign_llava.assembly.build import build_checkpoint
+from normalign_llava.data.rows.parse import parse_row
+from normalign_llava.train.batches.collator import ConversationCollator
 
 
 pytestmark = pytest.mark.slow
@@ -30,9 +32,13 @@ IMAGES = [Image.linear_gradient("L").convert("RGB"), Image.new("RGB", (20, 30), 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with what the page takes as given: `my-model` and `kite.png`."""
+    """A folder with what the page takes as given: `my-model` and `kite.png`. Texts begin with a first token."""
     root = tmp_path_factory.mktemp("serving")
-    build_checkpoint(parts.vision(root / "vision"), parts.language(root / "language", tied=False), root / "built")
+    language = parts.language(root / "language", tied=False, chat_template="{{ bos_token }}" + parts.CHATML)
+    tokenizer = AutoTokenizer.from_pretrained(language)
+    tokenizer.bos_token, tokenizer.add_bos_token = "Z", True
+    tokenizer.save_pretrained(language)
+    build_checkpoint(parts.vision(root / "vision"), language, root / "built")
     model = AutoModelForImageTextToText.from_pretrained(root / "built")
     tiny.heeding(model).save_pretrained(root / "my-model")
     AutoProcessor.from_pretrained(root / "built").save_pretrained(root / "my-model")
@@ -75,13 +81,23 @@ def ask(url, messages, **options):
     )  # fmt: skip
 
 
+def prompt_in_training(processor, text, *images) -> int:
+    """Tokens before the answer, in a batch of training."""
+    urls = [{"path": data_url(image)} for image in images]
+    row = parse_row({"question": text, "answer": "A", "images": urls}) | {"source": "", "row": 0}
+    batch = ConversationCollator(processor)([row])
+    assert (batch["input_ids"] == processor.tokenizer.bos_token_id).sum() == 1
+    return int((batch["labels"][0] >= 0).nonzero()[0])
+
+
 def test_answers_are_those_of_generate(folder, url):
-    answers = []
+    answers, processor = [], AutoProcessor.from_pretrained(folder / "my-model")
     for images in ([], IMAGES[:1], IMAGES[1:], IMAGES):
         expected, prompt, ids, _ = generate(folder / "my-model", "what is it", *images)
         answer = ask(url, request("what is it", *images))
         assert answer.choices[0].message.content == expected
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, len(ids))
+        assert prompt == prompt_in_training(processor, "what is it", *images)
         streamed = ask(url, request("what is it", *images), stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices) == expected
         answers.append(expected)

@@ -2,16 +2,22 @@
 
 import json
 
+import pytest
 import tiny
 import tiny_parts as parts
 import torch
 import train_data
 from peft import LoraConfig, get_peft_model
 from PIL import Image
+from train_data import image_bytes
 from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig, pipeline
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
+from normalign_llava.data.rows.questions import Sample
+from normalign_llava.diagnose.data import batches
+from normalign_llava.diagnose.load import find
+from normalign_llava.evaluate.engine import as_lm
 from normalign_llava.train.run import main
 
 
@@ -107,3 +113,19 @@ def test_merging_into_an_unsettled_base_writes_a_settled_checkpoint(tmp_path):
     base = unsettled(built(tmp_path))
     merge_adapter(adapter_of(base, tmp_path / "adapter"), tmp_path / "merged", base_quantization="none")
     check_settled(tmp_path / "merged")
+
+
+@pytest.mark.parametrize("prints", [False, True])
+def test_an_unsettled_checkpoint_is_asked_with_one_first_token(tmp_path, prints):
+    folder = unsettled(built(tmp_path))
+    stored = AutoProcessor.from_pretrained(folder)
+    if prints:  # and the tokenizer puts another before it
+        stored.chat_template = stored.tokenizer.chat_template = "{{ bos_token }}" + stored.chat_template
+        stored.save_pretrained(folder)
+        assert stored.tokenizer.encode(prompt(stored, "a"))[:3] == [BOS, BOS, 1]
+    found = find(str(folder))
+    (asked,) = batches(found.processor, [Sample("a", "what", {"bytes": image_bytes(), "path": None})], 1)
+    lm, texts = as_lm(found, batch_size=1), [prompt(found.processor, "a")]
+    shown = lm.tok_batch_multimodal_encode(texts, [IMAGES[:1]])
+    alone = lm.tok_batch_multimodal_encode([text.replace("<image>", "") for text in texts], [[]])
+    assert [inputs["input_ids"][0].tolist()[:2] for inputs in (asked, shown, alone)] == [[BOS, 1]] * 3

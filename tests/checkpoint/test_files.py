@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiny_parts as parts
 
 from normalign_llava.checkpoint.files import atomic_write, finished_folder, replaced_folder
+from normalign_llava.checkpoint.lock import LOCK, only_writer
+from normalign_llava.errors import NotWritable
 
 
 def test_a_file_is_written_past_planted_links(tmp_path):
@@ -52,14 +55,47 @@ def test_a_command_that_is_stopped_leaves_no_unfinished_folder(prepared, tmp_pat
 
 
 def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path):
-    left, own, other = (tmp_path / name for name in (".out-ab12_xyz", ".out-backup99", ".out-notes"))
+    left, locked, own, other = (tmp_path / f".out-{name}" for name in ("ab12_xyz", "12345678", "backup99", "notes"))
     (left / "out").mkdir(parents=True)
+    locked.mkdir()
+    (locked / LOCK).touch()
     for folder in (own, other):
         folder.mkdir()
         (folder / "mine.txt").write_text("mine")
     with replaced_folder(tmp_path / "out", lambda folder: []) as staging:
         (staging / "file").write_text("new")
     assert {path.name for path in tmp_path.iterdir()} == {"out", own.name, other.name}
+    left = tmp_path / ".README.md-abcdefgh"
+    left.mkdir()
+    (left / "README.md").write_text("half of it")
+    with atomic_write(tmp_path / "README.md") as first, atomic_write(tmp_path / "README.md") as second:
+        assert not left.exists() and first.parent.is_dir()  # which another writes at the moment
+        first.write_text("first")
+        second.write_text("second")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", own.name, other.name, "README.md"}
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a folder that nobody can write to")
+def test_a_folder_that_cannot_be_written_to_is_named_with_a_remedy(tmp_path):
+    (tmp_path / "file").touch()
+    for folder, reason in (
+        (Path("/sys/kernel/x"), "Operation not permitted|Permission"),
+        (tmp_path / "file", "File exists|Not a"),
+    ):
+        for write in (atomic_write(folder / "a"), replaced_folder(folder / "a", list), only_writer(folder / "a")):
+            with (
+                pytest.raises(NotWritable, match=f"^{folder}.* cannot be written to: .*({reason}).* --output "),
+                write,
+            ):
+                pass
+    for error, said in (
+        (OSError(28, "No space left"), "No space left"),
+        (OSError(13, "Permission", "/else"), "/else"),
+    ):
+        with pytest.raises(OSError, match=said) as raised, atomic_write(tmp_path / "a"):
+            raise error
+        assert isinstance(raised.value, NotWritable) == (error.errno == 28)
+    assert {path.name for path in tmp_path.iterdir()} == {"file"}
 
 
 @pytest.mark.parametrize("make", [finished_folder, lambda target: replaced_folder(target, lambda folder: [])])

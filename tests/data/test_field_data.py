@@ -285,12 +285,14 @@ def test_parquet_has_the_same_forms(processor, tmp_path):
     ]
     with pytest.raises(ValueError, match="row 0: it has no assistant turn"):
         read(tmp_path / "nan.parquet", processor)
-    classes = datasets.Features({"question": Value("string"), "label": datasets.ClassLabel(names=["cat", "dog"])})
-    Dataset.from_dict({"question": ["Q"], "label": [1]}, features=classes).to_parquet(tmp_path / "classes.parquet")
-    for streaming in (False, True):
-        options = {"dataset_streaming": streaming, "shuffle_buffer_size": 1, "columns": "answer=label"}
-        data = read(tmp_path / "classes.parquet", processor, **options).train
-        assert batches(data, processor, 1) == [by_hand(processor, chat("Q", "[[dog]]"))]
+    kind = datasets.ClassLabel(names=["cat", "dog"])
+    for label, feature in ((1, kind), ([1, 0, 1], List(kind)), ([{"answer": 1}], List({"answer": kind}))):
+        classes = datasets.Features({"question": Value("string"), "label": feature})
+        Dataset.from_dict({"question": ["Q"], "label": [label]}, features=classes).to_parquet(tmp_path / "c.parquet")
+        for streaming in (False, True):
+            options = {"dataset_streaming": streaming, "shuffle_buffer_size": 1, "columns": "answer=label"}
+            data = read(tmp_path / "c.parquet", processor, **options).train
+            assert batches(data, processor, 1) == [by_hand(processor, chat("Q", "[[dog]]"))]
 
 
 BAD = {
@@ -324,6 +326,11 @@ BAD = {
     "options that are images": ({"question": "Q", "choices": ["a.png", "b.png"], "answer": 0}, "its options are imag"),
     "several right options": ({"question": "Q", "choices": ["a", "b"], "answer": ["A", "B"]}, "options and several"),
     "POPE": ({**KITE, "text": "Is it?", "label": "yes"}, "--columns question=text,answer=label, or, .* caption=text"),
+    "LLaVA-Bench": (
+        {**KITE, "question_id": 0, "category": "conv", "text": "What is it?"},
+        "question_id beside it, its text would be a question, .* --columns question=text, or, .* caption=text",
+    ),
+    "no question": ({**KITE, "question": " ", "answer": "A"}, "its question is empty.*--columns caption=answer"),
     "RLHF-V": ({**KITE, "text": json.dumps({"question": "Q", "chosen": "A"})}, "no caption but JSON with question"),
     "KTO": ({"prompt": "Q", "completion": "A", "label": False}, "marked as unwanted .label false., as KTO learns it"),
     "another image's number": (

@@ -53,6 +53,21 @@ def test_a_broken_list_has_the_error_of_the_whole_file(tmp_path, monkeypatch, pi
         list(files.rows_of_file(str(file)))
 
 
+def test_other_json_in_a_file_of_lines_is_read_or_refused_in_a_sentence(tmp_path):
+    file, rows = tmp_path / "data.jsonl", [{"a": 1}, {"b": "x"}]
+    for indent in (None, 2):
+        file.write_text(json.dumps(rows, indent=indent), encoding="utf-8-sig")
+        assert [files.loaded(text) for text in files.rows_of_file(str(file))] == rows
+    for suffix, reason in (
+        (".jsonl", "has rows of several lines"),
+        (".json", "is not valid JSON: Extra data: line 4 .*"),
+    ):
+        other = file.with_suffix(suffix)
+        other.write_text("\n".join(json.dumps(row, indent=2) for row in rows))
+        with pytest.raises(ValueError, match=f"^{other} {reason}. Write each row in one line, as `jq -c .` does.$"):
+            list(files.rows_of_file(str(other)))
+
+
 def test_a_line_that_is_no_utf_8_is_no_row(tmp_path):
     (tmp_path / "data.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": "\xff"}\n\n{"a": "\\u00ff"}\n')
     marked, invalid, last = map(files.loaded, files.rows_of_file(str(tmp_path / "data.jsonl")))

@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import train_data
+from test_shards import shard
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import Unigram
 from tokenizers.normalizers import Prepend
@@ -16,8 +17,10 @@ from tokenizers.pre_tokenizers import Metaspace
 from train_data import arguments, gigantic_png, images, inside, llava, mixed_rows, write_json
 from transformers import PreTrainedTokenizerFast
 
+from normalign_llava.data.rows import checks
 from normalign_llava.data.rows.checks import encoded
 from normalign_llava.data.rows.parse import FEATURES, DroppedRows
+from normalign_llava.data.sources import table
 from normalign_llava.data.sources.arguments import DataArguments
 from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.train.batches.collator import ConversationCollator
@@ -137,13 +140,6 @@ def test_pieces_of_texts_have_the_tokens_of_whole_texts(option):
     assert encoded(tokenizer, texts) == [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
-def test_no_image_is_decoded_on_the_way(load, tmp_path):
-    path = write_json(tmp_path, mixed_rows())
-    for name in ("red.png", "green.png", "blue.png", "sub/blue.png"):
-        (tmp_path / name).write_bytes(b"no image")
-    assert len(both(load, path)) == 5
-
-
 def test_a_row_that_the_template_refuses_is_bad(tmp_path):
     strict = (
         "{% if messages|length > 2 %}{{ raise_exception('too much talk') }}{% endif %}" + train_data.tiny_parts.CHATML
@@ -202,17 +198,89 @@ def test_a_fixed_file_is_read_although_rows_are_cached(load, tmp_path):
     assert len(load(path).train) == 2
 
 
-def test_check_images_decodes_every_image_first(load, tmp_path):
+TRUNCATED = train_data.image_bytes("blue", (64, 64))[:70]
+
+
+def with_broken(folder, form, rows, broken, content=TRUNCATED):
+    """Data of a form, in which the images of some rows cannot be decoded."""
+    contents = [content if number in broken else train_data.image_bytes() for number in range(rows)]
+    folder.mkdir()
+    lines = [llava("<image>Q", f"{number}", f"{number}.jpg") for number in range(rows)]
+    if form == "shard":
+        rows = ({f"{n}.json": line, f"{n}.jpg": contents[n]} for n, line in enumerate(lines))
+        return shard(folder / "a.tar", {name: content for row in rows for name, content in row.items()})
+    if form == "parquet":
+        inside = ({"bytes": image, "path": None} for image in contents)
+        lines = [{**line, "image": image} for line, image in zip(lines, inside, strict=True)]
+        return train_data.write_parquet(folder / "data.parquet", lines)
+    for number, image in enumerate(contents):
+        (folder / f"{number}.jpg").write_bytes(image)
+    return write_json(folder, lines)
+
+
+@pytest.mark.parametrize("form", ["json", "shard", "parquet"])
+def test_images_that_cannot_be_decoded_stop_a_run_before_it_begins(load, tmp_path, form):
+    reason = r"row 7.*: .* truncated.* \(3 rows\)\nThese are 3 rows, and a share of 0.1 is skipped at most"
+    one = with_broken(tmp_path / "one", form, 20, {7})
+    three = with_broken(tmp_path / "three", form, 20, {7, 8, 9})
+    every = with_broken(tmp_path / "every", form, 8, set(range(8)), b"<html>404</html>")
+    assert [row.row for row in load(one, bad_rows=0.1).report.sources[0].dropped] == [7]
+    for streaming in (False, True):
+        with pytest.raises(ValueError, match="row 7.*: .* truncated"):
+            load(one, dataset_streaming=streaming)
+        with pytest.raises(ValueError, match=reason):
+            load(three, bad_rows=0.1, dataset_streaming=streaming)
+        with pytest.raises(ValueError, match=r"no row is left. 8 found, 8 bad|cannot identify .* \(all 8 rows\)"):
+            load(every, bad_rows="skip", dataset_streaming=streaming)
+
+
+def test_of_many_images_a_sample_is_opened(load, tmp_path, monkeypatch):
+    """400 of 1,000. What it does not find is found when it is used, and counts in the same share."""
+    for module in (checks, table):
+        monkeypatch.setattr(module, "MANY_ROWS", 400)
+    few = with_broken(tmp_path / "few", "json", 1000, {*range(0, 1000, 100)})
+    (report,) = load(few, bad_rows=0.02).report.sources
+    assert 0 < report.bad < 10 and report.skippable == 20 - report.bad
+    (every,) = load(few, bad_rows=0.02, check_images=True).report.sources
+    assert (every.bad, every.skippable) == (10, 10)
+    many = with_broken(tmp_path / "many", "json", 1000, {*range(0, 1000, 10)})
+    with pytest.raises(
+        ValueError, match=r"truncated.* \(\d\d rows\)\nThese are \d\d rows, and \d\d or more are likely in"
+    ):
+        load(many, bad_rows=0.02)
+    (report,) = load(many, bad_rows=0.1).report.sources
+    assert 15 < report.bad < 75
+    nothing = with_broken(tmp_path / "nothing", "json", 1000, set(range(1000)))
+    with pytest.raises(ValueError, match="no row is left. 1000 found, 1000 bad"):
+        load(nothing, bad_rows="skip")
+
+
+def test_the_first_rows_of_a_stream_are_opened(load, tmp_path):
+    for broken, stops in (({*range(0, 120, 10)}, False), ({*range(60)}, True)):
+        path = with_broken(tmp_path / str(stops), "json", 120, broken)
+        options = {"bad_rows": 0.05, "dataset_streaming": True}
+        if not stops:
+            load(path, **options)
+            continue
+        with pytest.raises(ValueError, match=r"row 0: .*\(60 rows\)(.|\n)*the first 100 rows of the stream"):
+            load(path, **options)
+
+
+def test_a_share_of_a_short_stream_is_of_its_own_rows(load, tmp_path):
+    path = write_json(tmp_path, [llava("Q", "" if number in (110, 115) else f"{number}") for number in range(120)])
+    rows = iter(load(path, bad_rows=0.01, dataset_streaming=True, shuffle_buffer_size=1).train)
+    assert answers(islice(rows, 117))[-1] == "118"  # of 10,000 rows it would be allowed
+    with pytest.raises(
+        ValueError, match=r"row 110: .*\(2 rows\)\nThese are 2 rows, and a share of 0.01 is skipped at"
+    ):
+        list(rows)
+
+
+def test_a_gigantic_image_is_a_bad_row(load, tmp_path):
     path = write_json(tmp_path, mixed_rows())
-    (tmp_path / "blue.png").write_bytes(train_data.image_bytes("blue", (64, 64))[:70])
     (tmp_path / "green.png").write_bytes(gigantic_png())
-    with pytest.raises(ValueError, match=r"row 0: .*green.png: .*pixels(.|\n)*row 2: .*blue.png: .*truncated"):
-        load(path, check_images=True)
-    assert [row.row for row in load(path, check_images=True, bad_rows="skip").report.sources[0].dropped] == [0, 2]
-    inside_bad = [NEXT[0], {**NEXT[2], "image": {"bytes": b"no image", "path": "x.png"}}]
-    file = train_data.write_parquet(tmp_path / "p" / "data.parquet", inside_bad)
-    with pytest.raises(ValueError, match="row 1: an image inside the data: cannot identify"):
-        load(file, check_images=True)
+    with pytest.raises(ValueError, match="row 0: .*green.png: .*pixels"):
+        load(path)
 
 
 def test_a_line_that_is_no_json_is_a_bad_row(load, tmp_path):
@@ -248,10 +316,14 @@ def test_a_streamed_mixture_never_ends_and_keeps_its_shares(load, tmp_path):
 def test_a_streamed_source_that_gives_no_row_is_named_alone(load, tmp_path):
     listed = sources(tmp_path, 0.5, a=2, empty=0, dropped=1)
     write_json(tmp_path / "dropped", [llava("Q", "")])
-    for source in listed[1:]:
-        stream = load(None, datasets=[listed[0], source], bad_rows="skip", dataset_streaming=True).train
-        with pytest.raises(ValueError, match=f"^{source['path']}: no row is left. It is empty, or all .* dropped.$"):
-            list(islice(stream, 100))
+    good, empty, dropped = listed
+    stream = load(None, datasets=[good, empty], bad_rows="skip", dataset_streaming=True).train
+    with pytest.raises(ValueError, match=f"^{empty['path']}: no row is left. It is empty, or all .* dropped.$"):
+        list(islice(stream, 100))
+    with pytest.raises(
+        ValueError, match=f"^Rows that cannot be trained on:\n  {dropped['path']}, row 0: .*\nFix them.$"
+    ):
+        load(None, datasets=[good, dropped], bad_rows="skip", dataset_streaming=True)
 
 
 def test_every_bad_source_of_a_mixture_is_named_at_once(load, tmp_path):
@@ -277,7 +349,8 @@ def test_what_is_held_out_is_not_reported_as_used(load, tmp_path):
     assert (held.longest, held.images) == (max(data.eval["length"]), 0) and data.eval[0].keys() == FEATURES.keys()
 
 
-def test_images_of_held_out_rows_are_decoded_first(load, tmp_path):
+def test_images_of_held_out_rows_are_decoded_first(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "MANY_ROWS", 8)  # fewer are opened of training rows
     rows = [llava("<image>Q", str(n), f"{n % 2}.png") for n in range(20)]
     path, other = write_json(tmp_path / "data", rows), write_json(tmp_path / "other", mixed_rows())
     (path.parent / "0.png").write_bytes(inside("red")["bytes"])
@@ -286,7 +359,7 @@ def test_images_of_held_out_rows_are_decoded_first(load, tmp_path):
     for options in (dict(eval_dataset_name=str(path)), dict(test_split_size=0.5)):
         trained = other if "eval_dataset_name" in options else path
         with pytest.raises(ValueError, match="row [0-9]+: .*1.png: cannot identify"):
-            load(trained, with_eval=True, **options)
+            load(trained, with_eval=True, bad_rows="stop", **options)
         data = load(trained, with_eval=True, bad_rows="skip", dropped_rows=dropped, **options)
         held = data.report.sources[-1]
         assert held.valid == len(data.eval) and held.bad == held.found - held.valid > 0

@@ -35,9 +35,8 @@ def test_counts_and_lengths_are_those_of_training(tmp_path, model):
     check = check_data(DataSource(str(path)), model)
     trained = load_data(arguments(path), open_checkpoint(model).processor, max_length=None, seed=0, with_eval=False)
     (report,) = trained.report.sources
-    assert (check.rows, check.images, dict(check.forms)) == (5, report.images, report.forms)
-    assert check.lengths == trained.train["length"][:] and check.faults == check.bad == []
-    assert check_data(DataSource(str(path))).lengths is None
+    report.skippable = 0  # of training alone
+    assert check.report == report and report.found == 5 and check.faults == []
 
 
 def test_the_marked_text_is_what_the_collator_labels(tmp_path, model):
@@ -69,11 +68,8 @@ def test_every_fault_comes_at_once(tmp_path, model):
     assert found.output.endswith("Fix them.\n")  # no row would be left if bad ones were skipped
     assert "no visible character (2 rows)" in found.output and "more\n" not in found.output
     write_json(tmp_path, [llava("<image>Q", "A", "red.png"), llava("<image>Q", "A", "broken.png")])
-    assert command(path).exit_code == 0 and command(path, "--model", model).exit_code == 0
-    broken = command(path, "--check-images")
-    assert broken.exit_code == 1 and "row 1: " in broken.output and "broken.png: " in broken.output
     write_json(tmp_path, [{"a": 1}, llava("<image>Q", "A", "red.png"), llava("<image>Q", "A", "broken.png")])
-    broken = command(path, "--check-images").output
+    broken = command(path).output
     assert "row 0: its form" in broken and "row 2: " in broken and "broken.png: " in broken
 
 

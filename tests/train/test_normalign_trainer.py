@@ -422,7 +422,7 @@ def test_a_collator_of_ones_own_gets_rows_of_any_columns_as_stock_sfttrainer_tra
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         return {**batch, "labels": labels.masked_fill(labels == processor.image_token_id, -100)}
 
-    streamed, kept = IterableDataset.from_generator(charts), {"skip_prepare_dataset": True}
+    streamed, kept = IterableDataset.from_generator(charts), {"skip_prepare_dataset": True, "num_proc": 2}
     shared = dict(eval_strategy="steps", eval_steps=1, dataset_kwargs=kept, train_sampling_strategy="sequential")
     lora = LoraConfig(r=2, lora_alpha=4, lora_dropout=0.0, target_modules=r".*language_model.*q_proj")
     theirs = SFTConfig(str(tmp_path), **SHORT, **shared, remove_unused_columns=False, max_length=None)
@@ -449,3 +449,9 @@ def test_a_collator_of_ones_own_gets_rows_of_any_columns_as_stock_sfttrainer_tra
     assert losses["adapters"][0] == pytest.approx(losses["stock"][0], rel=1e-4)
     assert losses["adapters"][1:] != pytest.approx(losses["stock"][1:], rel=1e-4)
     assert "assistant_only_loss" not in caplog.text
+    assert "dataset_kwargs has num_proc, which nothing reads. Leave it out." in caplog.text
+    with pytest.raises(
+        ValueError, match="group_by_length needs the lengths of rows, .* Give train_dataset a column l"
+    ):
+        grouped = options(tmp_path, train_sampling_strategy="group_by_length")
+        NormAlignTrainer(str(checkpoint), grouped, collate, rows(chart))

@@ -82,6 +82,7 @@ MODEL_CONFIG = {
 """TRL's options -> values, and the tensors that change in the language model."""
 
 PEFT = {
+    "names in one text": (dict(target_modules="q_proj, v_proj"), {*QUERIES, f"{LAYERS}v_proj.weight"}),
     "a pattern": (
         dict(target_modules=r".*\.language_model\..*\.(q|down)_proj"),
         {*QUERIES, f"{LAYERS}.down_proj.weight"},
@@ -371,6 +372,13 @@ def test_a_command_refuses_it_before_rows_are_read_and_a_trainer_for_a_model_too
     command += ["--model_name_or_path", str(unloadable[True]), "--use_peft", "--report_to", "none"]
     with pytest.raises(ValueError, match="target_modules names w_proj"):
         main([*command, "--lora_target_modules", "q_proj", "w_proj"])
+    alone = [*command, "--lora_target_parameters", "q_proj.weight,k_proj.weight"]
+    with pytest.raises(
+        ValueError, match="target_parameters names q_proj.weight, of layers that target_modules adapts"
+    ):
+        main(alone)
+    with pytest.raises(ValueError, match="modules_to_save names w_norm, and the model has no module of that name"):
+        main([*command, "--lora_modules_to_save", "input_layernorm,w_norm"])
     with pytest.raises(ValueError, match="modules_to_save names gate_proj, of which model.*gate_proj would be"):
         main([*command, "--load_in_4bit", "--lora_modules_to_save", "gate_proj"])
     for words in (["--use_dora"], ["--use_rslora"], ["--bnb_4bit_quant_type", "fp4"]):

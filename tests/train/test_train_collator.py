@@ -137,6 +137,15 @@ def test_a_template_without_marks_is_refused(processor):
         ConversationCollator(bare)
 
 
+def test_a_tokenizer_that_drops_letters_is_refused():
+    """Marks of answers are places in the text, and "\n" after an answer may be one of the letters."""
+    tokenizer = tiny_parts.tokenizer()
+    tokenizer.backend_tokenizer.model.unk_token = None
+    assert tokenizer.encode("a\u03a9b") == tokenizer.encode("ab")
+    with pytest.raises(ValueError, match="The tokenizer drops letters that it does not know.* Give it an unk_token"):
+        ConversationCollator(train_data.processor(tokenizer))
+
+
 # ----------------------------------------------------------------------------------------------------------- images
 TRUNCATED = image_bytes("red", (64, 64))[:60]
 

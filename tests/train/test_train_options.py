@@ -58,7 +58,7 @@ def test_an_option_that_does_nothing_or_harm_is_refused(tmp_path, name):
 def test_a_tracker_that_cannot_be_used_is_an_error_at_once(tmp_path, name):
     usable = {*get_available_reporting_integrations()}
     assert config(tmp_path, report_to="all").report_to == [*get_available_reporting_integrations()]
-    for given in (name, [*usable, name]):
+    for given in (name, [*usable, name], ",".join([*usable, name])):
         if name in usable:
             assert name in config(tmp_path, report_to=given).report_to
         else:

@@ -17,6 +17,7 @@ from ...checkpoint.loading import loading
 from ...data.rows.checks import tokens_per_image
 from ...data.rows.images import decode_image
 from ...data.rows.parse import BadRow, DroppedRow, DroppedRows
+from ...data.rows.reports import by_kind
 from .packing import PACKED
 from .padding_free import without_padding
 
@@ -49,6 +50,7 @@ class ConversationCollator:
         dropped_rows: Where rows with bad images are recorded.
         padding_free: Rows one after another in one sequence, as [`without_padding`] makes them.
         skippable: Rows that a process may skip.
+        share: The share of its rows that it may skip, if that is more.
         seen: Batches that a resumed stream skips. They come empty, and their images are not opened.
 
     Raises:
@@ -62,10 +64,12 @@ class ConversationCollator:
     dropped_rows: DroppedRows | None = None
     padding_free: bool = False
     skippable: int = 0
+    share: float = 0.0
     seen: int = 0
 
     def __post_init__(self):
-        self._skipped: set[tuple[str, int]] = set()
+        self._skipped: dict[tuple[str, int], DroppedRow] = {}
+        self._rows = 0
         settle(self.processor)
         self._tokens_per_image = tokens_per_image(self.processor)
         with loading("The chat template"):
@@ -87,6 +91,7 @@ class ConversationCollator:
             self.seen -= 1
             return {}
         examples = [row for example in examples for row in example.get(PACKED, [example])]
+        self._rows += len(examples)
         opened = [self._images(example) for example in examples]
         rows = []
         for (ids, labels), example, (_, bad) in zip(self._encoded(examples), examples, opened, strict=True):
@@ -130,13 +135,14 @@ class ConversationCollator:
                 images.append(decode_image(image, self.max_image_pixels))
             except ValueError as error:
                 dropped = DroppedRow(example["source"], example["row"], image["path"], str(error))
-                self._skipped.add((dropped.source, dropped.row))
-                if self.bad_rows != "skip" and len(self._skipped) > self.skippable:
-                    before = len(self._skipped) - 1
-                    more = f" This process skipped {before:,} rows before, as many as it may." if before else ""
+                skipped = list(self._skipped.values())
+                self._skipped[dropped.source, dropped.row] = dropped
+                if self.bad_rows != "skip" and len(self._skipped) > max(self.skippable, self.share * self._rows):
+                    before = [" This process skipped as many rows before as it may:", *by_kind(skipped, 5), ""]
+                    more = "\n".join(before) if skipped else " "
                     raise BadRow(
-                        f"{dropped}.{more} Fix it, or skip such rows with --bad_rows skip; --check_images finds all "
-                        "before the first step."
+                        f"{dropped}.{more}Fix it, or skip such rows with --bad_rows skip; --check_images finds all of "
+                        "data in memory before the first step."
                     ) from error
                 if self.dropped_rows and not bad:
                     self.dropped_rows.add(dropped)

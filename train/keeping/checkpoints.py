@@ -15,8 +15,9 @@ from pathlib import Path
 
 from transformers.trainer_utils import sort_checkpoints
 
-from ...checkpoint.files import json_or_none, write_failure
+from ...checkpoint.files import json_or_none
 from ...checkpoint.names import ADAPTER_CONFIG, STATE, TRAINING_RECORD
+from ...errors import write_failure
 
 
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")

@@ -18,7 +18,7 @@ from transformers import SchedulerType
 
 from ...checkpoint.weights import free_space
 from ...data.rows.parse import DroppedRows
-from ...data.rows.reports import DataReport, counted, not_read
+from ...data.rows.reports import DataReport, by_kind, counted, not_read
 from ..memory import gib, parameter_count, static_bytes
 from ..modules.model import base_model, module_of
 from ..options.arguments import NormAlignConfig, autocast_dtype
@@ -104,11 +104,10 @@ def render(facts: dict[str, Any], output_dir: str | os.PathLike) -> Group:
 
 
 def render_dropped(dropped: DroppedRows) -> list[str]:
-    """Lines with the number of dropped rows and the first of them; none if none was dropped."""
+    """Lines with the number of dropped rows, and of each kind of reason; none if none was dropped."""
     rows = dropped.read()
     count = "1 row was" if len(rows) == 1 else f"{len(rows):,} rows were"
-    shown = "" if len(rows) <= 5 else " The first:"
-    return [f"{count} dropped, listed in {dropped.path}.{shown}", *map(str, rows[:5])] if rows else []
+    return [f"{count} dropped, listed in {dropped.path}:", *by_kind(rows, 10)] if rows else []
 
 
 def _modules_table(rows: list[dict[str, Any]]) -> Table:

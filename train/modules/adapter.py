@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ...assembly.adapter import put_on_meta
 from ...configuration_normalign_llava import NormAlignLlavaConfig
 from ...modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
+from ..options.fields import names_in
 
 
 ELSEWHERE = r"(?!model\.language_model\.|lm_head$).*"
@@ -60,8 +61,8 @@ def language_adapter(
     config.exclude_modules = "|".join([ELSEWHERE, *names.values()])
     if own in (None, "all-linear"):
         config.target_modules = set(_linear_layers(model))
-    elif isinstance(own, str) and re.fullmatch(r"[\w.]+", own):  # no pattern: TRL makes text of a list of one name
-        config.target_modules = {own}
+    elif isinstance(own, str) and (given := names_in(own)):  # TRL makes text of a list of one name
+        config.target_modules = set(given)
     config.modules_to_save = _modules_to_save(config, model, learning_rates)
     config.target_parameters = _target_parameters(config, model)
     if own not in (None, "all-linear"):
@@ -127,6 +128,11 @@ def _target_parameters(config: LoraConfig, model: nn.Module) -> list[str] | None
         inside = [name for name in found if not re.fullmatch(ELSEWHERE, name)]
         if not inside:
             raise ValueError(f"target_parameters names {target}, and the language model has no such parameter.")
+        if {name.rpartition(".")[0] for name in inside} & {*_adapted(config, _modules(model))}:
+            raise ValueError(
+                f"target_parameters names {target}, of layers that target_modules adapts, by default all linear ones. "
+                "Name these layers in target_modules alone, or other layers there."
+            )
         targets += [target] if inside == found else inside
     return targets or None
 

@@ -17,7 +17,7 @@ from ...checkpoint.limits import cores
 from ...checkpoint.precision import half_precision_pays
 from ...data.sources.arguments import check_choices
 from ..keeping.resume import began_in
-from .fields import ModelOptions, TrainingOptions, check_refused
+from .fields import ModelOptions, TrainingOptions, check_refused, names_in
 
 
 STAGES: dict[str, dict[str, Any]] = {
@@ -117,8 +117,7 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         if self.bf16 is None and not self.fp16:
             self._choose_precision()
         self.fp16 = bool(self.fp16)
-        if self.report_to in (None, "None"):
-            self.report_to = "none"
+        self.report_to = "none" if self.report_to in (None, "None") else _names(self.report_to)
         super().__post_init__()
         if self.router_aux_loss_coef is None:
             self.router_aux_loss_coef = 0.0  # TRL would take it from the language model's configuration
@@ -216,8 +215,8 @@ class ModelArguments(ModelOptions, ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.lora_modules_to_save, str):
-            self.lora_modules_to_save = [self.lora_modules_to_save]
+        for name in ("lora_modules_to_save", "lora_target_parameters"):
+            setattr(self, name, _names(getattr(self, name)) or None)
         changed = [f.name for f in fields(self) if f.default is not MISSING and getattr(self, f.name) != f.default]
         adapters = [name for name in changed if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
         if adapters and not self.use_peft:
@@ -239,6 +238,12 @@ class ModelArguments(ModelOptions, ModelConfig):
 def autocast_dtype(training: NormAlignConfig) -> Literal["bfloat16", "float16"] | None:
     """What steps are autocast to, if they are."""
     return "bfloat16" if training.bf16 else "float16" if training.fp16 else None
+
+
+def _names(given: str | list[str] | None) -> list[str]:
+    """A list of names, of which several may be in one text."""
+    texts = [given] if isinstance(given, str) else given or []
+    return [name for text in texts for name in names_in(text) or [text]]
 
 
 def check_trackers(names: list[str]) -> None:

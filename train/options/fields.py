@@ -6,6 +6,7 @@ The field of an option has its help, its choices and why it is refused; --help, 
 from that. Nothing here imports TRL, which takes seconds.
 """
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -123,6 +124,11 @@ class ModelOptions:
     load_in_4bit: bool = option(False, "Quantize the language model's layers to 4 bits: frozen, or under adapters.")
     load_in_8bit: bool = option(False, "Quantize them to 8 bits.")
     use_bnb_nested_quant: bool = option(True, "Whether to quantize the constants of 4-bit quantization too.")
+
+
+def names_in(text: str) -> list[str]:
+    """The names in one text, such as "q_proj,v_proj"; none if it is something else, such as a pattern."""
+    return re.split(r"[,\s]+", text.strip()) if re.fullmatch(r"[\w.]+([,\s]+[\w.]+)*", text.strip()) else []
 
 
 def check_refused(options: Any) -> None:
