@@ -79,11 +79,12 @@ def build(
         Path | None, typer.Option(help="Jinja file to use as the chat template.", exists=True, dir_okay=False)
     ] = None,
     dtype: BuiltDtypeOption = "auto",
+    seed: Annotated[int | None, typer.Option(help="Of the projector's random weights.")] = None,
 ) -> None:
     """Join a vision encoder and a language model, or retrofit a LLaVA checkpoint, into a checkpoint folder."""
-    joined = (vision, language, feature_layer, select_strategy, chat_template)
+    joined = (vision, language, feature_layer, select_strategy, chat_template, seed)
     if from_llava and any(each is not None for each in joined):
-        others = "--vision, --language, --feature-layer, --select-strategy and --chat-template"
+        others = "--vision, --language, --feature-layer, --select-strategy, --chat-template and --seed"
         raise typer.BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {others}.")
     if not from_llava and not (vision and language):
         raise typer.BadParameter("Give --vision and --language, or --from-llava.")
@@ -96,6 +97,7 @@ def build(
             report = build_checkpoint(
                 str(vision), str(language), output, arm=arm, norm=norm, select_strategy=select_strategy,
                 feature_layer=-2 if feature_layer is None else feature_layer, chat_template=chat_template, dtype=dtype,
+                seed=seed,
             )  # fmt: skip
     Console().print(report)
     if report.generation_marks:

@@ -17,7 +17,7 @@ from information import InformationCallback, held_out_questions
 from plan import Plan, Run
 from rescale import rescale
 from torch import nn
-from transformers import AutoProcessor, TrainerCallback, set_seed
+from transformers import AutoProcessor, TrainerCallback
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
@@ -58,8 +58,8 @@ def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> 
         vision, language = rescale(vision, language, work / "parts", text=variant.text, features=variant.features)
     untrained, aligned, tuned, model = (folder / name for name in ("untrained", "stage1", "stage2", "model"))
     if not untrained.exists():
-        set_seed(run.seed)  # of the projector's initial weights
-        build_checkpoint(str(vision), str(language), untrained, arm=variant.arm, feature_layer=plan.feature_layer)
+        options = {"arm": variant.arm, "feature_layer": plan.feature_layer, "seed": run.seed}
+        build_checkpoint(str(vision), str(language), untrained, **options)
     start = measure_tokens(untrained, plan.diagnosed)
     multiplier = 1.0
     if variant.enters_at is not None:
