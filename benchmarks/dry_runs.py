@@ -31,7 +31,7 @@ SHAPES = {
 
 
 def sparse_checkpoint(folder: Path, shape: str, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes a checkpoint as `build` does, but whose file of weights is a true header and a hole of the true size."""
+    """Writes `folder/checkpoint` as `build` does, but its file of weights is a true header and a hole of true size."""
     from transformers import AutoProcessor
 
     random_checkpoint(folder, "tiny")  # for its tokenizer

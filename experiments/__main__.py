@@ -21,10 +21,9 @@ from filelock import FileLock, Timeout
 from plan import Plan, read_plan
 from report import read_result, write_report
 from rich.console import Console
-from runs import make_run
+from runs import make_run, parts
 
 from normalign_llava.checkpoint.files import atomic_write
-from normalign_llava.fetched.convert import convert_language, convert_vision
 
 
 def run_plan(plan: Plan, work: Path, only: Sequence[str] = (), gpus: int = 1) -> dict[str, str]:
@@ -59,12 +58,6 @@ def run_plan(plan: Plan, work: Path, only: Sequence[str] = (), gpus: int = 1) ->
             failed[run.cell] = f"{type(error).__name__}: {error}"
             console.print(f"{run.cell} failed. {failed[run.cell]}", style="red")
     return failed
-
-
-def parts(plan: Plan, group: str) -> tuple[str, str]:
-    """Vision encoder and language model of a group: folders or Hub ids."""
-    language = plan.groups[group].get("language", plan.language)
-    return plan.vision or str(convert_vision(56)), language or str(convert_language())
 
 
 def print_commands(plan: Plan, given: argparse.Namespace) -> None:

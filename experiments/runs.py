@@ -27,6 +27,7 @@ from normalign_llava.diagnose.data import batches, load_samples
 from normalign_llava.diagnose.measure.probe import probe
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.evaluate.run import evaluate
+from normalign_llava.fetched.convert import convert_language, convert_vision
 from normalign_llava.fetched.easy_vqa import training_data
 from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.quickstart.train import rows_of, train_stage
@@ -97,6 +98,12 @@ def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> 
     result["minutes"] = round((sum(seconds) + time.monotonic() - began) / 60, 1)
     shutil.rmtree(folder)
     return result
+
+
+def parts(plan: Plan, group: str) -> tuple[str, str]:
+    """Vision encoder and language model of a group: folders or Hub ids."""
+    language = plan.groups[group].get("language", plan.language)
+    return plan.vision or str(convert_vision(56)), language or str(convert_language())
 
 
 def write_data(output: Path, first: int, second: int, seed: int) -> None:
