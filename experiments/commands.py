@@ -6,6 +6,7 @@ import hashlib
 import json
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -90,6 +91,8 @@ def run_commands(plan: Plan, run: Run, vision: str, language: str, work: Path, g
                 raise ValueError(f"it ended with status {status}: normalign {shlex.join(step.words)}")
             times[name] = {"seconds": round(time.monotonic() - started, 1), "cpu": round(_cpu_seconds() - before, 1)}
             write_json(folder / TIMES, times)
+    for checkpoint in folder.glob("stage[12]/checkpoint-*"):  # what resuming needed
+        shutil.rmtree(checkpoint)
     stage1, model = folder / "stage1", folder / ("model" if "merge" in found else "stage2")
     records = {name: json_or_none(folder / name / TRAINING_RECORD) for name in ("stage1", "stage2")}
     arm, stage = read_arm(str(model)), read_report(stage1)["report"]

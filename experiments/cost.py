@@ -14,10 +14,8 @@ from typing import NamedTuple
 
 from accelerate.utils import convert_file_size_to_int
 from plan import Plan, Run
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 from runs import parts
+from scores import markdown
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -177,17 +175,14 @@ def memory_on(gpus: int, *, estimate: MemoryEstimate, static: dict[str, int], sh
 
 def print_cost(plan: Plan, given: argparse.Namespace) -> None:
     """Prints what a plan takes, stage by stage and in all, and what is assumed."""
-    runs, every, kept, peak = plan.runs(given.only), [], 0, 0
+    runs, every, kept, peak, body = plan.runs(given.only), [], 0, 0, []
     room = convert_file_size_to_int(given.device_memory) - CONTEXT
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for heading in ("", "runs", "steps", "tokens", "FLOPs", "GPU-hours", "hours", "memory of a step", "disk, GB"):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
 
     def row(name: str, count: int, costs: list[StageCost], disk: float, memory: str = "") -> None:
         steps, tokens, flops = (sum(values) for values in list(zip(*costs, strict=True))[:3])
         hours = flops / (given.tflops * 1e12 * given.mfu) / 3600
         numbers = (f"{steps:,}", f"{tokens:.3g}", f"{flops:.3g}", f"{hours:,.3g}", f"{hours / given.gpus:,.3g}")
-        table.add_row(name, str(count), *numbers, memory, f"{disk / 1e9:,.1f}")
+        body.append([name, str(count), *numbers, memory, f"{disk / 1e9:,.1f}"])
 
     for group in dict.fromkeys(run.group for run in runs):
         count = sum(run.group == group for run in runs)
@@ -204,14 +199,15 @@ def print_cost(plan: Plan, given: argparse.Namespace) -> None:
         every += count * [first, second]
         row(f"{group}, all", count, count * [first, second], count * of_run)
     row("the plan", len(runs), every, peak)
-    console = Console(soft_wrap=True)
-    console.print(table)
-    console.print(
-        f"{given.gpus} GPU(s) of {given.device_memory}, of which 1 GiB is kept free. Hours are for {given.mfu:.0%} of "
-        f"{given.tflops:g} TFLOP/s (--mfu, --tflops), without evaluation and diagnosis. Disk is at its peak, of "
-        "several runs what they keep, of the plan both, without downloads:"
+    headings = ("", "runs", "steps", "tokens", "FLOPs", "GPU-hours", "hours", "memory of a step", "disk, GB")
+    print(*markdown(headings, body), sep="\n")
+    print(
+        f"\n{given.gpus} GPU(s) of {given.device_memory}, 1 GiB of which is kept free. Hours are for {given.mfu:.0%} of "
+        f"{given.tflops:g} TFLOP/s (--mfu, --tflops), without evaluation and diagnosis. Disk: of a stage at its peak, of "
+        "all runs of a group what they keep, of the plan at its peak; without downloads."
     )
-    console.print(*(f"{name} {size:g} GB" for name, size in plan.downloads.items()), sep=", ")
+    sizes = [f"{name} {size:g} GB" for name, size in plan.downloads.items()]
+    print(f"Downloads: {sum(plan.downloads.values()):g} GB: {', '.join(sizes)}." if sizes else "Downloads: none.")
 
 
 def _linears(module: nn.Module) -> list[nn.Linear]:

@@ -57,7 +57,7 @@ class Line(NamedTuple):
 
     @property
     def interval(self) -> Interval | None:
-        """Over seeds and questions, as of a sum of independent errors (Zou and Donner 2008, "MOVER"); None if that over
+        """Over seeds and questions: of a sum of independent errors (Zou and Donner 2008, "MOVER"). None if that over
         seeds is not known."""
         if self.over_seeds is None:
             return None
