@@ -202,9 +202,9 @@ def print_cost(plan: Plan, given: argparse.Namespace) -> None:
     headings = ("", "runs", "steps", "tokens", "FLOPs", "GPU-hours", "hours", "memory of a step", "disk, GB")
     print(*markdown(headings, body), sep="\n")
     print(
-        f"\n{given.gpus} GPU(s) of {given.device_memory}, 1 GiB of which is kept free. Hours are for {given.mfu:.0%} of "
-        f"{given.tflops:g} TFLOP/s (--mfu, --tflops), without evaluation and diagnosis. Disk: of a stage at its peak, of "
-        "all runs of a group what they keep, of the plan at its peak; without downloads."
+        f"\n{given.gpus} GPU(s) of {given.device_memory}, 1 GiB of which is kept free. Hours are for {given.mfu:.0%} "
+        f"of {given.tflops:g} TFLOP/s (--mfu, --tflops), without evaluation and diagnosis. Disk: of a stage and of "
+        "the plan at the peak, of all runs of a group what they keep; without downloads."
     )
     sizes = [f"{name} {size:g} GB" for name, size in plan.downloads.items()]
     print(f"Downloads: {sum(plan.downloads.values()):g} GB: {', '.join(sizes)}." if sizes else "Downloads: none.")
