@@ -79,14 +79,15 @@ def build(
         Path | None, Option(help="Jinja file to use as the chat template.", exists=True, dir_okay=False)
     ] = None,
     dtype: DtypeOption = "auto",
+    seed: Annotated[int | None, Option(help="Seed of the projector's random weights.")] = None,
 ) -> None:
     """Join a vision encoder and a language model into a checkpoint folder, or add the norm to a LLaVA checkpoint.
 
     The norm is float32 in every dtype; auto keeps the language model's.
     """
-    joined = (vision, language, feature_layer, select_strategy, chat_template)
+    joined = (vision, language, feature_layer, select_strategy, chat_template, seed)
     if from_llava and any(option is not None for option in joined):
-        others = "--vision, --language, --feature-layer, --select-strategy and --chat-template"
+        others = "--vision, --language, --feature-layer, --select-strategy, --chat-template and --seed"
         raise BadParameter(f"--from-llava takes all parts from that checkpoint; leave out {others}.")
     if not from_llava and not (vision and language):
         raise BadParameter("Give --vision and --language, or --from-llava.")
@@ -99,6 +100,7 @@ def build(
             report = build_checkpoint(
                 str(vision), str(language), output, arm=arm, norm=norm, select_strategy=select_strategy,
                 feature_layer=-2 if feature_layer is None else feature_layer, chat_template=chat_template, dtype=dtype,
+                seed=seed,
             )  # fmt: skip
     Console().print(report)
     if report.generation_marks:

@@ -117,6 +117,7 @@ def build_checkpoint(
     select_strategy: str | None = None,
     chat_template: str | os.PathLike | None = None,
     dtype: str | torch.dtype = "auto",
+    seed: int | None = None,
 ) -> BuildReport:
     """Joins a vision encoder and a language model into an untrained NormAlign-LLaVA checkpoint.
 
@@ -131,6 +132,7 @@ def build_checkpoint(
             encoder has a class token, the second for SigLIP, which has none.
         chat_template: File with a Jinja template to use in place of the language model's own.
         dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"auto"`, the language model's. The norm is always float32.
+        seed: Of the projector's random weights; by default they are drawn from torch's generator as it is.
 
     Returns:
         The report, which is also written to `output/build.json`.
@@ -141,6 +143,8 @@ def build_checkpoint(
     check_new(output)
     arguments = _norm_arguments(arm, norm)
     dtype = torch_dtype(dtype)
+    if seed is not None:
+        torch.manual_seed(seed)
     feature_layer = feature_layer if isinstance(feature_layer, int) else list(feature_layer)
     vision_part, language_part = open_checkpoint(vision), open_checkpoint(language)
     with finished_folder(output) as folder:

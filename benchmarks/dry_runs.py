@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import _TYPES
 from shapes import llava_config
 from step import random_checkpoint, write_rows
 
 from normalign_llava import NormAlignLlavaConfig, NormAlignLlavaForConditionalGeneration
+from normalign_llava.checkpoint.weights import stored_tensors, write_weights
 
 
 SHAPES = {
@@ -31,7 +31,7 @@ SHAPES = {
 
 
 def sparse_checkpoint(folder: Path, shape: str, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes a checkpoint as `build` does, but whose file of weights is a true header and a hole of the true size."""
+    """Writes `folder/checkpoint` as `build` does, but each file of weights is a true header and a hole of its size."""
     from transformers import AutoProcessor
 
     random_checkpoint(folder, "tiny")  # for its tokenizer
@@ -47,18 +47,13 @@ def sparse_checkpoint(folder: Path, shape: str, dtype: torch.dtype = torch.bfloa
     config.dtype = config.text_config.dtype = vision.dtype = dtype
     config.save_pretrained(made)
     with torch.device("meta"):
-        state = NormAlignLlavaForConditionalGeneration(config).to(dtype).state_dict()
-    names, header, end = {dtype: name for name, dtype in _TYPES.items()}, {}, 0
-    for name, tensor in state.items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        kept = torch.float32 if "projector.norm." in name else dtype
-        start, end = end, end + tensor.numel() * kept.itemsize
-        header[name] = {"dtype": names[kept], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    with open(made / "model.safetensors", "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        layout = stored_tensors(NormAlignLlavaForConditionalGeneration(config).to(dtype))
+    write_weights(made, layout, ((name, torch.empty(0)) for name in layout))
+    for path in made.glob("model-*.safetensors"):
+        with open(path, "r+b") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+            file.truncate(8 + length + max(each.get("data_offsets", [0, 0])[1] for each in header.values()))
 
 
 def main() -> None:

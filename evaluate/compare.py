@@ -26,6 +26,7 @@ from ..checkpoint.precision import quantization_name
 from ..errors import Printed
 from .paper_columns import paper_scores, paper_table
 from .results import FOLDER, Evaluation, read_evaluations
+from .tasks.choices import by_category, whole_questions
 
 
 CONFIDENCE = 0.95
@@ -126,8 +127,12 @@ def read_arm(argument: str) -> Arm:
     return Arm(name or paths[0].resolve().name, list(runs), list(quantizations), list(map(paper_scores, evaluations)))
 
 
-def compare_arms(arms: Sequence[Arm]) -> Comparison:
+def compare_arms(arms: Sequence[Arm], confidence: float = CONFIDENCE) -> Comparison:
     """Each arm against the first, on each task that all of their runs have, over the questions that all were asked.
+
+    Args:
+        arms: Two or more.
+        confidence: Of both intervals.
 
     Raises:
         ValueError: There are fewer than two arms, two of the same name, no common task, or other questions
@@ -164,19 +169,19 @@ def compare_arms(arms: Sequence[Arm]) -> Comparison:
                     questions=len(order),
                     score=float(scores.mean()),
                     reference=float(reference.mean()),
-                    over_questions=over_questions(scores.mean(0), reference.mean(0)),
-                    over_seeds=over_seeds(scores.mean(1), reference.mean(1)),
+                    over_questions=over_questions(scores.mean(0), reference.mean(0), confidence),
+                    over_seeds=over_seeds(scores.mean(1), reference.mean(1), confidence),
                     mcnemar=mcnemar(scores[0], reference[0]) if binary else None,
                 )
             )
     return Comparison(arms, differences)
 
 
-def over_questions(scores: np.ndarray, reference: np.ndarray) -> Interval:
-    """95 % percentile interval of the mean difference of scores `(questions,)`, by a paired bootstrap."""
+def over_questions(scores: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE) -> Interval:
+    """Percentile interval, by default 95 %, of the mean difference of scores `(questions,)`, by a paired bootstrap."""
     if len(scores) == 1:
         return (float(scores[0] - reference[0]),) * 2
-    settings = {"n_resamples": 10_000, "batch": 500, "confidence_level": CONFIDENCE, "method": "percentile", "rng": 0}
+    settings = {"n_resamples": 10_000, "batch": 500, "confidence_level": confidence, "method": "percentile", "rng": 0}
     low, high = stats.bootstrap((scores - reference,), np.mean, **settings).confidence_interval
     return float(low), float(high)
 
@@ -187,14 +192,14 @@ def mcnemar(scores: np.ndarray, reference: np.ndarray) -> float:
     return float(stats.binomtest(alone, alone + other, 0.5).pvalue) if alone + other else 1.0
 
 
-def over_seeds(scores: np.ndarray, reference: np.ndarray) -> Interval | None:
-    """95 % t interval of the difference of mean scores of runs, `(runs,)` each: paired if there are as many runs,
-    otherwise Welch's. None with fewer than two runs on either side."""
+def over_seeds(scores: np.ndarray, reference: np.ndarray, confidence: float = CONFIDENCE) -> Interval | None:
+    """t interval, by default 95 %, of the difference of mean scores of runs, `(runs,)`: paired if there are as many
+    runs, otherwise Welch's. None with fewer than two runs on either side."""
     if min(len(scores), len(reference)) < 2:
         return None
     paired = len(scores) == len(reference)
     test = stats.ttest_rel(scores, reference) if paired else stats.ttest_ind(scores, reference, equal_var=False)
-    low, high = test.confidence_interval(CONFIDENCE)
+    low, high = test.confidence_interval(confidence)
     value = float(scores.mean() - reference.mean())
     return (value, value) if math.isnan(low) else (float(low), float(high))  # all runs differ alike
 
@@ -227,8 +232,13 @@ def _run(folder: Path, evaluations: Sequence[Evaluation]) -> tuple[dict[str, Sco
 
 
 def _scores(folder: Path, metrics: Sequence[str], version: str | None) -> tuple[str, Scores]:
-    """The first of some metrics that each question has, and the scores; none if there is no such metric."""
+    """The first of some metrics that each question has, and the scores; none if there is no such metric.
+
+    Of MMBench and MMStar, the score is one whose mean is the benchmark's own: of a question in all its rotations, and
+    weighted by category.
+    """
     scores: dict[str, Scores] = defaultdict(dict)
+    grouped: dict[str, dict[tuple[str, int, str], Any]] = defaultdict(dict)  # values with the group of their row
     for file in sorted(folder.glob("samples_*.jsonl")):
         task = file.name.removeprefix("samples_").rpartition("_")[0]
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -237,11 +247,20 @@ def _scores(folder: Path, metrics: Sequence[str], version: str | None) -> tuple[
             except ValueError as error:
                 raise ValueError(f"{file} is damaged ({error}). Remove its folder and evaluate again.") from error
             for metric in sample["metrics"]:
+                key = task, sample["doc_id"], f"{sample['target_hash']} {version}"
                 if isinstance(sample.get(metric), int | float):
                     name = metric if sample["filter"] == "none" else f"{metric}, {sample['filter']}"
-                    scores[name][task, sample["doc_id"], f"{sample['target_hash']} {version}"] = float(sample[metric])
+                    scores[name][key] = float(sample[metric])
+                elif isinstance(sample.get(metric), list):
+                    grouped[metric][key] = sample[metric]
     asked = max(map(len, scores.values()), default=0)
     for name in metrics:
+        rows = grouped.get(name, {})
+        if name == "acc_circular" and len(rows) == asked:
+            keys = {index: key for key, (index, _) in rows.items()}
+            return name, {keys[index]: right for index, right in whole_questions([*rows.values()]).items()}
+        if name == "acc_by_category" and len(rows) == asked:
+            return name, dict(zip(rows, by_category([*rows.values()]), strict=True))
         if len(scores.get(name, ())) == asked:
             return name, scores[name]
     return next(iter(metrics), ""), {}

@@ -1,32 +1,38 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Makes the runs of an experiment, and the report of their results.
+"""Makes the runs of an experiment, and the report of their results; says before what they cost.
 
-    python experiments run PLAN [--results FOLDER] [--work FOLDER]
+    python experiments run PLAN [--results FOLDER] [--work FOLDER] [--only CELL ...] [--gpus N] [--print]
     python experiments report PLAN [--results FOLDER]
+    python experiments cost PLAN [--gpus N] [--device_memory 80GB] [--tflops 989] [--mfu 0.4]
 
 Finished runs are skipped and a stopped one is resumed. Several processes may share one plan.
 """
 
 import argparse
 import json
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from commands import run_commands, steps
 from filelock import FileLock, Timeout
 from plan import Plan, read_plan
 from report import read_result, write_report
 from rich.console import Console
-from runs import make_run
+from runs import make_run, parts
 
 from normalign_llava.checkpoint.files import atomic_write
-from normalign_llava.fetched.convert import convert_language, convert_vision
 
 
-def run_plan(plan: Plan, work: Path) -> None:
-    """Makes all runs that are not finished and that no other process is making."""
-    language = Path(plan.language or convert_language())
-    vision = Path(plan.vision or convert_vision(56))
-    runs, console = plan.runs(), Console()
+def run_plan(plan: Plan, work: Path, only: Sequence[str] = (), gpus: int = 1) -> dict[str, str]:
+    """Makes all runs that are not finished and that no other process is making.
+
+    Returns:
+        Why runs failed, by cell. They do not stop the others.
+    """
+    runs, console, failed = plan.runs(only), Console(soft_wrap=True), {}
     locks = plan.results / ".locks"
     for folder in (locks, work):
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,30 +43,67 @@ def run_plan(plan: Plan, work: Path) -> None:
             with FileLock(locks / f"{run.key}.lock", timeout=0):
                 if read_result(plan, run) is not None:
                     continue
-                console.rule(f"{run.key}, {number} of {len(runs)}", align="left")
-                result = make_run(plan, run, vision, language, work)
+                console.rule(f"{run.cell}, {number} of {len(runs)}", align="left")
+                vision, language = parts(plan, run.group)
+                if plan.commands:
+                    result = run_commands(plan, run, vision, language, work, gpus)
+                else:
+                    result = make_run(plan, run, Path(vision), Path(language), work)
                 with atomic_write(plan.results / f"{run.key}.json") as partial:
                     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in result.items())
                     partial.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
         except Timeout:
             continue
+        except Exception as error:  # whatever it is, the other runs are made
+            failed[run.cell] = f"{type(error).__name__}: {error}"
+            console.print(f"{run.cell} failed. {failed[run.cell]}", style="red")
+    return failed
+
+
+def print_commands(plan: Plan, given: argparse.Namespace) -> None:
+    """Prints the commands that are not done of runs that are not finished, and last the one that stores the result."""
+    given.work.mkdir(parents=True, exist_ok=True)
+    for run in plan.runs(given.only):
+        if read_result(plan, run) is None:
+            print(f"# {run.cell}")
+            for step in steps(plan, run, *parts(plan, run.group), given.work, given.gpus).values():
+                if not step.done:
+                    print(f"normalign {shlex.join(step.words)}")
+            kept = ["--results", str(plan.results), "--work", str(given.work), "--only", run.cell]
+            print(shlex.join(["python", str(Path(__file__).parent), "run", str(given.plan), *kept]))
 
 
 def main(words: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python experiments", description=__doc__.partition("\n")[0])
-    parser.add_argument("action", choices=["run", "report"])
+    parser.add_argument("action", choices=["run", "report", "cost"])
     parser.add_argument("plan", type=Path, help="the plan, a YAML file")
     parser.add_argument("--results", type=Path, help="folder of the results; by default results/PLAN")
     parser.add_argument("--work", type=Path, default=Path("outputs/experiment"), help="checkpoints while needed")
-    given = parser.parse_args(words)
+    parser.add_argument("--only", nargs="+", default=[], help="cells GROUP/VARIANT/SEED, GROUP/VARIANTs or groups")
+    parser.add_argument(
+        "--gpus", type=int, default=torch.cuda.device_count() or 1, help="by default all that are here"
+    )
+    parser.add_argument("--print", action="store_true", help="print the commands of the runs, and run nothing")
+    parser.add_argument("--device_memory", default="80GB", help="of a GPU")
+    parser.add_argument("--tflops", type=float, default=989, help="a GPU's peak in bfloat16; by default an H100's")
+    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is assumed to be reached")
+    given, failed = parser.parse_args(words), {}
     try:
         plan = read_plan(given.plan, given.results)
+        if given.action == "cost":
+            from cost import print_cost
+
+            return print_cost(plan, given)
+        if given.print:
+            return print_commands(plan, given)
         if given.action == "run":
-            run_plan(plan, given.work)
+            failed = run_plan(plan, given.work, given.only, given.gpus)
         print(f"Report: {write_report(plan)}")
     except ValueError as error:
         parser.exit(1, f"Error: {error}\n")
+    if failed:
+        parser.exit(1, f"Failed: {', '.join(failed)}. Start again to go on with them.\n")
 
 
 if __name__ == "__main__":

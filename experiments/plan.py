@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """The plan of an experiment, a YAML file: which models are trained, how, and on which seeds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,13 @@ class Run:
 
     @property
     def key(self) -> str:
-        """Its name among all, also that of its file."""
+        """The name of its files."""
         return f"{self.group}-{self.name}-seed{self.seed}"
+
+    @property
+    def cell(self) -> str:
+        """Its place in the plan, as `--only` names it."""
+        return f"{self.group}/{self.name}/{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,22 @@ class Plan:
         results: Folder of the results.
         stage1, stage2: Options of `normalign train`, with the `recipe` that they override.
         variant: What all variants have in common.
-        groups: By name, in the order of the runs: a `question`, `seeds`, and `variants` by name.
+        groups: By name, in the order of the runs: a `question`, `seeds`, and `variants` by name. A group may have a
+            `language` and options for `stage1` and `stage2` of its own; `paper`, the name of its model in the paper's
+            table 4; and `shape`, that of its parts in benchmarks/shapes.py, so that `cost` need not ask the Hub.
         tasks: What the models are evaluated on.
+        commands: Whether a run is made by the package's commands, each a process of its own, on all GPUs; its report
+            is of the scores. Otherwise visual information is measured while training, and reported.
+        optional: Variants that are made if they are named alone.
+        accelerate: Of a run by commands on several GPUs: `--accelerate_config` of `stage1` and `stage2`.
+        evaluate, diagnose: Options of these two commands.
+        rows: What `cost` must know of the data of `stage1` and `stage2`: how many `rows` in an epoch, tokens of `text`
+            in each beside its image, in the `longest` one, and, if fewer than all, those `scored` against the answer.
+        downloads: Gigabytes of what is downloaded, by name.
         decisions: Differences of I that are tested together, by name: `GROUP/VARIANT`s, by turns plus and minus.
         differences: Others that are shown.
-        bf16: Whether they multiply in bfloat16.
-        vision, language: Folder of each part; None for the quickstart's.
+        bf16: Whether they multiply in bfloat16; None if the machine decides.
+        vision, language: Folder of each part, or Hub id if runs are made by commands; None for the quickstart's.
         diagnosed: Held-out images of the diagnosis.
         feature_layer: The encoder's hidden state that the projector reads.
     """
@@ -76,25 +92,44 @@ class Plan:
     decisions: dict[str, list[str]] = field(default_factory=dict)
     differences: dict[str, list[str]] = field(default_factory=dict)
     variant: dict[str, Any] = field(default_factory=dict)
-    bf16: bool = False
+    bf16: bool | None = False
     vision: str | None = None
     language: str | None = None
     diagnosed: int = 32
     feature_layer: int = -4
+    commands: bool = False
+    optional: list[str] = field(default_factory=list)
+    accelerate: dict[str, str] = field(default_factory=dict)
+    evaluate: dict[str, Any] = field(default_factory=dict)
+    diagnose: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, dict[str, float]] = field(default_factory=dict)
+    downloads: dict[str, float] = field(default_factory=dict)
 
-    def runs(self) -> list[Run]:
-        """All runs, group by group, seed by seed."""
-        return [
+    def runs(self, only: Sequence[str] | None = None) -> list[Run]:
+        """The runs, group by group, seed by seed: all, or those of some cells, groups or `GROUP/VARIANT`s.
+
+        With `only` empty, optional ones are left out. Raises ValueError if a name is that of no run.
+        """
+        runs = [
             Run(name, each, seed, Variant(**{**self.variant, **(given or {})}))
             for name, group in self.groups.items()
             for seed in group["seeds"]
             for each, given in group["variants"].items()
         ]
+        for name in only or ():
+            if not any(f"{run.cell}/".startswith(f"{name}/") for run in runs):
+                raise ValueError(f"{self.name} has no {name!r}. It has, for example, {runs[0].cell}.")
+        if only is None:
+            return runs
+        if not only:
+            return [run for run in runs if run.name not in self.optional]
+        return [run for run in runs if any(f"{run.cell}/".startswith(f"{name}/") for name in only)]
 
     def options(self, run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The options of both stages: of the recipe, the plan and the variant, the last first."""
+        """The options of both stages: of the recipe, the plan, the group and the variant, the last first."""
         both = []
-        for base, own in ((self.stage1, run.variant.stage1), (self.stage2, run.variant.stage2)):
+        for name in ("stage1", "stage2"):
+            base, own = getattr(self, name) | self.groups[run.group].get(name, {}), getattr(run.variant, name)
             changes = {name: value for name, value in base.items() if name != "recipe"}
             merged = stage(base["recipe"], **{**changes, "seed": run.seed, **own})
             both.append({name: value for name, value in merged.items() if value is not None})
@@ -114,6 +149,10 @@ def read_plan(file: Path, results: Path | None = None) -> Plan:
         for name, terms in (plan.decisions | plan.differences).items():
             if not terms or len(terms) % 2 or not set(terms) <= known:
                 raise ValueError(f"{name} must name runs, by turns plus and minus, and has {terms}")
+        for run in plan.runs():
+            by_command = Variant(run.variant.arm, stage1=run.variant.stage1, stage2=run.variant.stage2)
+            if plan.commands and run.variant != by_command:
+                raise ValueError(f"{run.cell} changes more than arm, stage1 and stage2, which no command can")
     except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is no plan of an experiment: {error}.") from error
     return plan

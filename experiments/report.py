@@ -3,7 +3,6 @@
 """Tables and the figure of an experiment, from its stored results alone."""
 
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from plan import Plan, Run, Variant
 from scipy import stats
+from scores import markdown, mean, sections
 
 from normalign_llava.checkpoint.files import atomic_write, json_or_none
 
@@ -45,7 +45,8 @@ def read_result(plan: Plan, run: Run) -> dict[str, Any] | None:
     if result is None:
         raise ValueError(f"{file} cannot be read. Remove it to make the run again.")
     options = dict(zip(("stage1", "stage2"), plan.options(run), strict=True))
-    if Variant(**result["settings"]) != run.variant or result["options"] != options or result["bf16"] != plan.bf16:
+    settings = vars(Variant()) | result["settings"]
+    if settings != vars(run.variant) or result["options"] != options or result["bf16"] != plan.bf16:
         raise ValueError(
             f"{file} is of a run with other settings than {plan.name} has now. Remove it to make the run again, or "
             "keep the results of the changed plan in another folder with --results."
@@ -77,10 +78,10 @@ def write_report(plan: Plan) -> Path:
         f"{', '.join(devices)}.",
         *(f"\n{key} failed: {reason}" for key, reason in failed.items()),
         "",
-        EXPLANATION,
-        "",
-        f"![I over steps]({FIGURE})",
     ]
+    if plan.commands:
+        return _written(plan, [*lines, *sections(plan, results)])
+    lines += [EXPLANATION, "", f"![I over steps]({FIGURE})"]
     for name, group in plan.groups.items():
         of_group = {key: seeds for key, seeds in results.items() if key.split("/")[0] == name}
         if of_group:
@@ -89,6 +90,10 @@ def write_report(plan: Plan) -> Path:
     if plan.differences:
         lines += ["", "## Other differences", "", *_differences(results, plan.differences, together=False)]
     draw(plan, results, plan.results / FIGURE)
+    return _written(plan, lines)
+
+
+def _written(plan: Plan, lines: list[str]) -> Path:
     with atomic_write(plan.results / PAGE) as partial:
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return plan.results / PAGE
@@ -167,7 +172,7 @@ def _by_seed(group: Results) -> list[str]:
         [name.partition("/")[2], *(f"{information(found[seed]):.3f}" if seed in found else "" for seed in seeds)]
         for name, found in group.items()
     ]
-    return _markdown(["I by seed", *map(str, seeds)], body)
+    return markdown(["I by seed", *map(str, seeds)], body)
 
 
 def _table(group: Results) -> list[str]:
@@ -175,10 +180,10 @@ def _table(group: Results) -> list[str]:
     columns = {name.partition("/")[2]: list(map(_figures, found.values())) for name, found in group.items()}
     headings = list(dict.fromkeys(heading for found in columns.values() for each in found for heading in each))
     body = [
-        [heading, *(_mean([each[heading] for each in found if heading in each]) for found in columns.values())]
+        [heading, *(mean([each[heading] for each in found if heading in each]) for found in columns.values())]
         for heading in headings
     ]
-    return _markdown(["", *columns], body)
+    return markdown(["", *columns], body)
 
 
 def _figures(result: dict[str, Any]) -> dict[str, float]:
@@ -219,17 +224,4 @@ def _differences(results: Results, named: dict[str, list[str]], *, together: boo
         between = "" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"
         p_shown = "" if p is None else f"{p:.3g}" + (f", Holm {corrected[name]:.3g}" if together else "")
         body.append([name, shown.removeprefix(" + "), str(len(apart)), mean, between, p_shown])
-    return _markdown(["", "I", "seeds", "difference", "95 % interval", "p"], body)
-
-
-def _mean(values: list[float]) -> str:
-    if len(values) < 2:
-        return "".join(f"{value:.3f}" for value in values)
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
-    return f"{np.mean(values):.3f} ± {half:.3f}"
-
-
-def _markdown(headings: Iterable[str], body: Iterable[Iterable[str]]) -> list[str]:
-    rows = [list(headings), *map(list, body)]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+    return markdown(["", "I", "seeds", "difference", "95 % interval", "p"], body)

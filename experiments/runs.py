@@ -17,7 +17,7 @@ from information import InformationCallback, held_out_questions
 from plan import Plan, Run
 from rescale import rescale
 from torch import nn
-from transformers import AutoProcessor, TrainerCallback, set_seed
+from transformers import AutoProcessor, TrainerCallback
 
 from normalign_llava.assembly.build import build_checkpoint
 from normalign_llava.assembly.merge import merge_adapter
@@ -27,6 +27,7 @@ from normalign_llava.diagnose.data import batches, load_samples
 from normalign_llava.diagnose.measure.probe import probe
 from normalign_llava.evaluate.results import read_evaluations
 from normalign_llava.evaluate.run import evaluate
+from normalign_llava.fetched.convert import convert_language, convert_vision
 from normalign_llava.fetched.easy_vqa import training_data
 from normalign_llava.modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from normalign_llava.quickstart.train import rows_of, train_stage
@@ -58,8 +59,8 @@ def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> 
         vision, language = rescale(vision, language, work / "parts", text=variant.text, features=variant.features)
     untrained, aligned, tuned, model = (folder / name for name in ("untrained", "stage1", "stage2", "model"))
     if not untrained.exists():
-        set_seed(run.seed)  # of the projector's initial weights
-        build_checkpoint(str(vision), str(language), untrained, arm=variant.arm, feature_layer=plan.feature_layer)
+        options = {"arm": variant.arm, "feature_layer": plan.feature_layer, "seed": run.seed}
+        build_checkpoint(str(vision), str(language), untrained, **options)
     start = measure_tokens(untrained, plan.diagnosed)
     multiplier = 1.0
     if variant.enters_at is not None:
@@ -97,6 +98,12 @@ def make_run(plan: Plan, run: Run, vision: Path, language: Path, work: Path) -> 
     result["minutes"] = round((sum(seconds) + time.monotonic() - began) / 60, 1)
     shutil.rmtree(folder)
     return result
+
+
+def parts(plan: Plan, group: str) -> tuple[str, str]:
+    """Vision encoder and language model of a group: folders or Hub ids."""
+    language = plan.groups[group].get("language", plan.language)
+    return plan.vision or str(convert_vision(56)), language or str(convert_language())
 
 
 def write_data(output: Path, first: int, second: int, seed: int) -> None:

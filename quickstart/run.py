@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from datasets import disable_progress_bars
 from rich.console import Console
-from transformers import AutoProcessor, set_seed
+from transformers import AutoProcessor
 from transformers.utils import logging
 
 from ..assembly.build import build_checkpoint
@@ -189,8 +189,8 @@ def build(vision: Path, language: Path, output: Path, settings: Settings, *, arm
     """Builds an untrained checkpoint: arm "gwc" has the norm and its gradient compensation, "none" no norm."""
     if output.exists():
         return
-    set_seed(settings.seed)  # of the projector's initial weights
-    build_checkpoint(str(vision), str(language), output, arm=arm, feature_layer=settings.feature_layer)
+    layer, seed = settings.feature_layer, settings.seed
+    build_checkpoint(str(vision), str(language), output, arm=arm, feature_layer=layer, seed=seed)
 
 
 def write_data(output: Path, settings: Settings) -> None:

@@ -3,7 +3,8 @@
 """Multiple choice: MMBench, MMStar, SEED-Bench-2-Plus, ScienceQA and AI2D."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from statistics import fmean
 from string import ascii_uppercase
 
@@ -75,24 +76,31 @@ def seedbench_results(document: dict, answers: list[str]) -> dict:
     return {**right, f"acc_{document['question_image_type'].strip().lower()}": right["acc"]}
 
 
-def circular(rows: list[tuple[int, float]]) -> float:
-    """Share of the questions that are answered rightly in every rotation, from indices of rows and their scores.
+def whole_questions(rows: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """From indices of rows and their scores, by index, 1 if a question is answered rightly in every rotation, else 0.
 
     Rotations without their first question do not count.
     """
     rotations = defaultdict(list)
     for index, right in rows:
         rotations[index % ROTATION].append(right)
-    asked = [rotations[index] for index, _ in rows if index < ROTATION]
-    return sum(map(all, asked)) / len(asked)
+    return {index: float(all(rotations[index])) for index, _ in rows if index < ROTATION}
+
+
+def circular(rows: list[tuple[int, float]]) -> float:
+    """Share of the questions of MMBench that are answered rightly in every rotation."""
+    return fmean(whole_questions(rows).values())
+
+
+def by_category(rows: Sequence[tuple[str, float]]) -> list[float]:
+    """The scores, from categories of rows and their scores, with weights that give each category the same in all."""
+    sizes = Counter(category for category, _ in rows)
+    return [right * len(rows) / (len(sizes) * sizes[category]) for category, right in rows]
 
 
 def mean_of_categories(rows: list[tuple[str, float]]) -> float:
     """Mean over the 18 fine categories of MMStar of the share of right answers."""
-    scores = defaultdict(list)
-    for category, right in rows:
-        scores[category].append(right)
-    return sum(map(fmean, scores.values())) / len(scores)
+    return fmean(by_category(rows))
 
 
 def _options(document: dict) -> dict[str, str]:

@@ -1,0 +1,134 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""A run that is made by the commands of the package, each a process of its own, and its result."""
+
+import hashlib
+import json
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from filelock import FileLock
+from plan import Plan, Run
+
+from normalign_llava.checkpoint.files import json_or_none, write_json
+from normalign_llava.checkpoint.names import TRAINING_RECORD
+from normalign_llava.diagnose.report import REPORT
+from normalign_llava.diagnose.run import FOLDER
+from normalign_llava.evaluate.compare import read_arm
+from normalign_llava.evaluate.results import read_evaluations
+from normalign_llava.quickstart.evaluate import read_report
+from normalign_llava.quickstart.run import Settings, write_data
+from normalign_llava.quickstart.train import rows_of, words
+
+
+TIMES = "times.json"
+
+
+class Step(NamedTuple):
+    """A command of a run: the words after `normalign`, and whether what it writes is there."""
+
+    words: list[str]
+    done: bool
+
+
+def steps(plan: Plan, run: Run, vision: str, language: str, work: Path, gpus: int) -> dict[str, Step]:
+    """The commands of a run by name, in their order.
+
+    Stages without a data set of their own train on the quickstart's data, drawn with the run's seed.
+    """
+    folder = work / run.key
+    untrained, stage1, stage2, model = (folder / name for name in ("untrained", "stage1", "stage2", "model"))
+    first, second = plan.options(run)
+    if "dataset_name" not in first:
+        data = work / f"data-{run.seed}-{rows_of(first)}-{rows_of(second)}"
+        with FileLock(f"{data}.lock"):
+            write_data(data, Settings(stage1=first, stage2=second, seed=run.seed))
+        first, second = {**first, "dataset_name": data / "stage1"}, {**second, "dataset_name": data / "stage2"}
+    parts = {"vision": vision, "language": language, "arm": run.variant.arm, "seed": run.seed}
+    parts |= {"feature-layer": plan.feature_layer, "output": untrained}
+    found = {"build": Step(["build", *words(parts)], untrained.exists())}
+    for name, options, start, output in (("stage1", first, untrained, stage1), ("stage2", second, stage1, stage2)):
+        options = {**options, "model_name_or_path": start, "output_dir": output, "resume_from_checkpoint": "last"}
+        if plan.bf16 is not None:
+            options["bf16"] = plan.bf16
+        if gpus > 1:
+            options |= {"accelerate_config": plan.accelerate.get(name, "ddp"), "num_processes": gpus}
+        found[name] = Step(["train", *words(options)], (output / TRAINING_RECORD).exists())
+    if second.get("use_peft"):
+        merged = ["merge", str(stage2), *words({"output": model, "base": stage1})]
+        found["merge"] = Step(merged, model.exists())
+    else:
+        model = stage2
+    tasks = {each.task for each in read_evaluations(model)}
+    asked = ["evaluate", str(model), *words({"tasks": ",".join(plan.tasks), **plan.evaluate})]
+    found["evaluate"] = Step(asked, set(plan.tasks) <= tasks)
+    for name, checkpoint in (("diagnose stage 1", stage1), ("diagnose", model)):
+        measured = ["diagnose", str(checkpoint), *words({"samples": plan.diagnosed, **plan.diagnose})]
+        found[name] = Step(measured, (checkpoint / FOLDER / REPORT).exists())
+    return found
+
+
+def run_commands(plan: Plan, run: Run, vision: str, language: str, work: Path, gpus: int) -> dict[str, Any]:
+    """Runs the commands that are not done, and returns the result of the run.
+
+    Raises:
+        ValueError: A command failed; those before it stay done.
+    """
+    folder, found = work / run.key, steps(plan, run, vision, language, work, gpus)
+    times = json_or_none(folder / TIMES) or {}
+    for name, step in found.items():
+        if not step.done:
+            started, before = time.monotonic(), _cpu_seconds()
+            status = subprocess.run([sys.executable, "-m", "normalign_llava", *step.words]).returncode
+            if status:
+                raise ValueError(f"it ended with status {status}: normalign {shlex.join(step.words)}")
+            times[name] = {"seconds": round(time.monotonic() - started, 1), "cpu": round(_cpu_seconds() - before, 1)}
+            write_json(folder / TIMES, times)
+    for checkpoint in folder.glob("stage[12]/checkpoint-*"):  # what resuming needed
+        shutil.rmtree(checkpoint)
+    stage1, model = folder / "stage1", folder / ("model" if "merge" in found else "stage2")
+    records = {name: json_or_none(folder / name / TRAINING_RECORD) for name in ("stage1", "stage2")}
+    arm, stage = read_arm(str(model)), read_report(stage1)["report"]
+    options = dict(zip(("stage1", "stage2"), plan.options(run), strict=True))
+    return {
+        **{"group": run.group, "variant": run.name, "seed": run.seed, "settings": vars(run.variant)},
+        **{"options": options, "bf16": plan.bf16, "date": datetime.now(UTC).date().isoformat()},
+        "scores": {f"{each.task} {m.name}": m.value for each in read_evaluations(model) for m in each.metrics},
+        "columns": arm.columns[0],
+        "answers": {name: _stored(scores) for name, scores in arm.runs[0].items()},
+        "diagnosis": {"stage1": _diagnosis(stage), "stage2": _diagnosis(read_report(model)["report"])},
+        "dynamics": stage["dynamics"],
+        **{name: records["stage2"][name] for name in ("hardware", "versions", "commit")},
+        "training": {name: {key: each[key] for key in ("seconds", "processes")} for name, each in records.items()},
+        "times": times,
+        "minutes": round(sum(each["seconds"] for each in times.values()) / 60, 1),
+    }
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _stored(scores: dict[tuple[str, int, str], float]) -> dict[str, Any]:
+    """The score of each question in their order, and a hash of what was asked."""
+    asked = hashlib.sha256(json.dumps(sorted(scores)).encode()).hexdigest()
+    return {"asked": asked, "scores": [round(scores[key], 6) for key in sorted(scores)]}
+
+
+def _diagnosis(report: dict[str, Any]) -> dict[str, Any]:
+    """Of a `report.json`: norm of visual tokens over that of text, rotation likewise, by layer, and the gain."""
+    depth, gain = report["depth"], report["gain"]
+    return {
+        "entry": report["interface"]["ratio"],
+        "rotation": depth["asymmetry"],
+        "rotations": {kind: depth["rotation"][kind]["mean"] for kind in ("visual", "text")},
+        "gain": gain and {"mean_abs": gain["mean_abs"], "start": gain["start"]},
+    }

@@ -1,0 +1,214 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""`python experiments cost`: what a plan of commands takes, before it runs, without weights."""
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from accelerate.utils import convert_file_size_to_int
+from plan import Plan, Run
+from runs import parts
+from scores import markdown
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from normalign_llava.assembly.build import build_checkpoint
+from normalign_llava.checkpoint.weights import size_of, stored_tensors
+from normalign_llava.data.rows.parse import DroppedRows
+from normalign_llava.quickstart.train import words
+from normalign_llava.train.memory import CONTEXT, MemoryEstimate, gib, static_bytes
+from normalign_llava.train.modules.model import base_model
+from normalign_llava.train.options.parsing import parse
+from normalign_llava.train.run import make_trainer
+from normalign_llava.train.shapes import BATCHES, GRADIENTS
+from normalign_llava.train.trainer import NormAlignTrainer
+
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from dry_runs import sparse_checkpoint
+from step import write_rows
+
+
+GPUS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class StageCost(NamedTuple):
+    """What a stage of one run takes.
+
+    Attributes:
+        steps: Optimizer steps.
+        tokens: That enter the language model, visual ones included.
+        flops: Of training, in all steps.
+        memory: Bytes of a step on each of so many GPUs.
+        kept: Bytes of its result, without files that are links.
+        disk: Bytes of its result and its checkpoints.
+    """
+
+    steps: int
+    tokens: float
+    flops: float
+    memory: Callable[[int], int]
+    kept: int
+    disk: int
+
+
+def row_flops(trainer: NormAlignTrainer, text: float, scored: float | None = None) -> Counter[str]:
+    """Floating-point operations of a training step for each row, which has one image, by part.
+
+    A linear layer of N weights takes 2 N for each position in the forward pass, 2 N more in the backward pass if a
+    gradient flows to its input, and 2 N if its weights are trained (Kaplan et al. 2020, arXiv 2001.08361, table 1: 6 N
+    where all is trained). Attention over T positions takes 4 T^2 d in the forward pass, for the products with keys and
+    values, and twice that in the backward pass (Chowdhery et al. 2022, arXiv 2204.02311, appendix B); masked positions
+    count, though kernels may skip them. Layers under gradient checkpointing are computed again but for their last
+    linear layer, whose output no gradient needs (Korthikanti et al. 2022, arXiv 2205.05198, call these hardware
+    FLOPs). No gradient flows to the encoder's layers behind the features, nor to a frozen encoder at all. What is not
+    a matrix product, the optimizer's step and the collectives are left out.
+
+    Args:
+        trainer: Of a dry run; its model, options and processor are read.
+        text: Tokens of a row beside its image.
+        scored: Positions whose logits are computed; by default all, as on a GPU.
+    """
+    model, again = base_model(trainer.model), trainer.args.gradient_checkpointing
+    config, inner, projector = model.config, model.model, model.model.multi_modal_projector
+    trained = {each for each in trainer.model.parameters() if each.requires_grad}
+    sees = not trained.isdisjoint(inner.vision_tower.parameters())  # whether the encoder is trained
+    patches = config.image_seq_length
+
+    def linear(layer: nn.Linear, positions: float, *, flows: bool, again: bool = False) -> float:
+        passes = 1 + flows + (flows and again) + (layer.weight in trained)
+        return 2 * layer.in_features * layer.out_features * positions * passes
+
+    def layers(part: nn.Module, of_part: PreTrainedConfig, positions: float, deepest: int) -> float:
+        operations, heads = 0.0, of_part.num_attention_heads
+        width = heads * (getattr(of_part, "head_dim", None) or of_part.hidden_size // heads)
+        found = [each for each in part.modules() if isinstance(each, GradientCheckpointingLayer)]
+        for number, layer in enumerate(found):
+            flows = number < deepest
+            *others, last = _linears(layer)
+            operations += sum(linear(each, positions, flows=flows, again=again) for each in others)
+            operations += linear(last, positions, flows=flows)
+            operations += 4 * positions**2 * width * (1 + flows * (2 + again))
+        return operations
+
+    read, depth = config.vision_feature_layer, config.vision_config.num_hidden_layers
+    deepest = max(each % (depth + 1) for each in ([read] if isinstance(read, int) else read)) if sees else 0
+    with_class = patches + (config.vision_feature_select_strategy == "default")
+    convolutions = [each.weight for each in inner.vision_tower.modules() if isinstance(each, nn.Conv2d)]
+    first, second = _linears(getattr(projector, "modules_to_save", projector))
+    text_config = config.get_text_config()
+    head = model.get_output_embeddings()
+    return Counter(
+        {
+            "vision tower": layers(inner.vision_tower, config.vision_config, with_class, deepest)
+            + sum(2 * each.numel() * patches * (1 + sees) for each in convolutions),
+            "projector": linear(first, patches, flows=sees) + linear(second, patches, flows=True),
+            "language model": layers(inner.language_model, text_config, patches + text, text_config.num_hidden_layers),
+            "head": linear(head, patches + text if scored is None else scored, flows=True),
+        }
+    )
+
+
+def run_cost(plan: Plan, run: Run, device_memory: str) -> tuple[dict[str, StageCost], int]:
+    """What both stages of a run take, from the trainers of dry runs, and bytes of the untrained checkpoint.
+
+    Without `shape` in its group, parts must be folders: the checkpoint is then built.
+    """
+    shape, found = plan.groups[run.group].get("shape"), {}
+    with TemporaryDirectory() as name:
+        folder, checkpoint = Path(name), Path(name, "checkpoint")
+        if shape:
+            sparse_checkpoint(folder, shape)
+        else:
+            build_checkpoint(*parts(plan, run.group), checkpoint, feature_layer=plan.feature_layer)
+        untrained = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+        for stage, options in zip(("stage1", "stage2"), plan.options(run), strict=True):
+            rows = plan.rows[stage]
+            # In a sparse checkpoint a letter is a token, and a space too; template and question have 28.
+            write_rows(folder, 384 if shape else 56, [(1, (int(rows["longest"]) - 28) // 2)])
+            left_out = {"image_folder", "probe_steps"}
+            given = {name: value for name, value in options.items() if name not in left_out}
+            given |= {"model_name_or_path": checkpoint, "dataset_name": folder / "data", "output_dir": folder / "run"}
+            given |= {"dry_run": True, "device_memory": device_memory}
+            _, args, _ = parse(words(given))
+            if (steps := args.max_steps) <= 0:
+                steps = math.ceil(args.num_train_epochs * rows["rows"] / args.global_batch_size)
+            arguments = parse(words({**given, "max_steps": steps}))
+            trainer = make_trainer(*arguments, DroppedRows(folder / "dropped_rows.jsonl"))
+            model, disk = base_model(trainer.model), trainer.facts["disk"]
+            sharded = plan.accelerate.get(stage, "ddp") != "ddp"
+            checkpoints, whole = disk["checkpoints"] * disk["checkpoint"], size_of(stored_tensors(model))
+            kept = disk["total"] - checkpoints + (whole if options.get("use_peft") else 0)  # merged
+            more = disk["checkpoints"] * whole if sharded else 0  # weights once more, with the optimizer's states
+            static = static_bytes(trainer.model, trainer.args)
+            count = steps * args.global_batch_size
+            found[stage] = StageCost(
+                steps,
+                count * (model.config.image_seq_length + rows["text"]),
+                count * row_flops(trainer, rows["text"], rows.get("scored")).total(),
+                partial(memory_on, estimate=trainer.estimate_memory(), static=static, sharded=sharded),
+                kept,
+                kept + checkpoints + more,
+            )
+    return found, untrained
+
+
+def memory_on(gpus: int, *, estimate: MemoryEstimate, static: dict[str, int], sharded: bool) -> int:
+    """Bytes of a step on each of some GPUs, from its estimate on one, by the rules of [`estimate_memory`]."""
+    if gpus == 1:
+        return estimate.total
+    rest = 1 - 1 / gpus
+    total = estimate.total - rest * estimate.parts[BATCHES]  # a step has fewer of them on each
+    gradients = estimate.parts.get(GRADIENTS, 0)
+    divided = sum(size for name, size in static.items() if name != GRADIENTS) + gradients
+    return int(total - rest * divided if sharded else total + gradients)
+
+
+def print_cost(plan: Plan, given: argparse.Namespace) -> None:
+    """Prints what a plan takes, stage by stage and in all, and what is assumed."""
+    runs, every, kept, peak, body = plan.runs(given.only), [], 0, 0, []
+    room = convert_file_size_to_int(given.device_memory) - CONTEXT
+
+    def row(name: str, count: int, costs: list[StageCost], disk: float, memory: str = "") -> None:
+        steps, tokens, flops = (sum(values) for values in list(zip(*costs, strict=True))[:3])
+        hours = flops / (given.tflops * 1e12 * given.mfu) / 3600
+        numbers = (f"{steps:,}", f"{tokens:.3g}", f"{flops:.3g}", f"{hours:,.3g}", f"{hours / given.gpus:,.3g}")
+        body.append([name, str(count), *numbers, memory, f"{disk / 1e9:,.1f}"])
+
+    for group in dict.fromkeys(run.group for run in runs):
+        count = sum(run.group == group for run in runs)
+        stages, untrained = run_cost(plan, next(run for run in runs if run.group == group), given.device_memory)
+        for name, cost in stages.items():
+            size = cost.memory(given.gpus)
+            fewest = next((number for number in GPUS if cost.memory(number) <= room), None)
+            fits = "fits" if size <= room else f"does not fit; on {fewest or f'more than {GPUS[-1]}'} GPUs"
+            row(f"{group}, {name}", 1, [cost], cost.disk, f"{gib(size)}, {fits}")
+        first, second = stages.values()
+        of_run = untrained + first.kept + second.kept
+        peak = max(peak, kept + (count - 1) * of_run + untrained + first.disk + second.disk)
+        kept += count * of_run
+        every += count * [first, second]
+        row(f"{group}, all", count, count * [first, second], count * of_run)
+    row("the plan", len(runs), every, peak)
+    headings = ("", "runs", "steps", "tokens", "FLOPs", "GPU-hours", "hours", "memory of a step", "disk, GB")
+    print(*markdown(headings, body), sep="\n")
+    print(
+        f"\n{given.gpus} GPU(s) of {given.device_memory}, 1 GiB of which is kept free. Hours are for {given.mfu:.0%} "
+        f"of {given.tflops:g} TFLOP/s (--mfu, --tflops), without evaluation and diagnosis. Disk: of a stage and of "
+        "the plan at the peak, of all runs of a group what they keep; without downloads."
+    )
+    sizes = [f"{name} {size:g} GB" for name, size in plan.downloads.items()]
+    print(f"Downloads: {sum(plan.downloads.values()):g} GB: {', '.join(sizes)}." if sizes else "Downloads: none.")
+
+
+def _linears(module: nn.Module) -> list[nn.Linear]:
+    return [each for each in module.modules() if isinstance(each, nn.Linear)]

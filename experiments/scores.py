@@ -1,0 +1,263 @@
+# Copyright 2026 The NormAlign-LLaVA authors
+# Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
+"""The report of runs that are made by commands: scores as in the paper's table 4, differences, and the diagnosis.
+
+table4.md has the rule by which differences are put into words.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+from plan import Plan
+from scipy import stats
+
+from normalign_llava.checkpoint.files import atomic_write
+from normalign_llava.diagnose.paper import paper_tables
+from normalign_llava.evaluate.compare import CONFIDENCE, Arm, Interval, compare, over_seeds
+from normalign_llava.evaluate.paper_columns import COLUMNS
+
+
+AVERAGE, FIGURE = "average", "scores.png"
+NAMES = {"none": "w/o norm", "unit": "norm, gain 1", "aligned": "norm", "gwc": "norm and GWC"}
+IN_PAPER = {"none": "no norm", "aligned": "norm", "gwc": "norm and GWC"}
+COLUMN_OF = {f"{task} {metric}": (name, factor) for name, (task, metric, factor) in COLUMNS.items()}
+COLUMN_OF["ocrbench total"] = ("OCRBench", 100)  # each question has 0 or 1, and the paper's is of 1000
+
+COLOURS = {"none": "black", "unit": "C2", "aligned": "C0", "gwc": "C1"}
+
+Seeds = dict[int, dict[str, Any]]
+"""Results of an arm, by seed."""
+
+
+class Line(NamedTuple):
+    """The difference of an arm to none on a benchmark.
+
+    Attributes:
+        score, reference: Of the arm and of none, means over seeds.
+        paper: The paper's difference, if it has one.
+        over_questions, over_seeds: Intervals of the difference, None where not known.
+    """
+
+    benchmark: str
+    score: float
+    reference: float
+    paper: float | None
+    over_questions: Interval | None
+    over_seeds: Interval | None
+
+    @property
+    def difference(self) -> float:
+        """Of the scores."""
+        return self.score - self.reference
+
+    @property
+    def interval(self) -> Interval | None:
+        """Over seeds and questions: of a sum of independent errors (Zou and Donner 2008, "MOVER"). None if that over
+        seeds is not known."""
+        if self.over_seeds is None:
+            return None
+        both, value = [self.over_seeds, self.over_questions or (self.difference,) * 2], self.difference
+        return tuple(
+            value + sign * math.hypot(*(each[end] - value for each in both)) for end, sign in ((0, -1), (1, 1))
+        )
+
+    @property
+    def sentence(self) -> str:
+        """What can be said, by the rule of table4.md."""
+        if self.interval is None:
+            return "too few seeds to tell"
+        low, high = self.interval
+        none, same = low <= 0 <= high, self.paper is not None and low <= self.paper <= high
+        if self.paper is None:
+            return "not shown" if none else "higher" if low > 0 else "lower"
+        paper = f"the paper's {self.paper:+.2f} is"
+        if same and none:
+            lengths = [each[1] - each[0] if each else 0 for each in (self.over_seeds, self.over_questions)]
+            return f"too few {'seeds' if lengths[0] >= lengths[1] else 'questions'} to tell"
+        if same:
+            return f"{paper} inside"
+        sign = "no difference" if none else "same sign" if (low > 0) == (self.paper > 0) else "opposite sign"
+        return f"{sign}, {paper} outside"
+
+
+def sections(plan: Plan, results: dict[str, Seeds]) -> list[str]:
+    """The report's lines, group by group; `results` are by "GROUP/VARIANT". The figure is drawn beside the page."""
+    groups: dict[str, dict[str, Seeds]] = defaultdict(dict)
+    for key, seeds in results.items():
+        group, _, arm = key.partition("/")
+        groups[group][arm] = seeds
+    papers = {name: plan.groups[name].get("paper") for name in groups}
+    found = {name: lines_of(arms, papers[name], len(plan.tasks)) for name, arms in groups.items()}
+    draw(groups, found, plan.results / FIGURE)
+    lines = [
+        f"**The paper's main result {main_result(found, len(plan.groups))}.**",
+        "",
+        "The rule of the last column was written before any result (experiments/table4.md). Intervals are at 1 - "
+        f"0.05/{len(plan.tasks)}, for {len(plan.tasks)} benchmarks, the average's at 95 %. ± is half the 95 % "
+        "interval over seeds.",
+        "",
+        f"![Differences to no norm, and the paper's figure 5]({FIGURE})",
+    ]
+    for name, arms in groups.items():
+        lines += ["", f"## {name}", "", plan.groups[name]["question"], "", *_scores(arms, papers[name])]
+        for arm, differences in found[name].items():
+            lines += ["", f"### {NAMES[arm]}, against {NAMES['none']}", "", *_differences(differences)]
+        lines += ["", "### Diagnosis", "", *_diagnosis(arms)]
+    return lines
+
+
+def main_result(found: dict[str, dict[str, list[Line]]], models: int) -> str:
+    """Whether the average is higher with norm and GWC for each of so many language models, as the paper says."""
+    averages = [line for of in found.values() for line in of.get("gwc", []) if line.benchmark == AVERAGE]
+    intervals = [line.interval for line in averages if line.interval is not None]
+    if any(high < 0 for _, high in intervals):
+        return "does not hold"
+    holds = len(intervals) == models and all(low > 0 for low, _ in intervals)
+    return "holds" if holds else "is not shown"
+
+
+def lines_of(arms: dict[str, Seeds], paper: str | None, benchmarks: int) -> dict[str, list[Line]]:
+    """Each arm's differences to none over the seeds that both have, by arm; the average last, if it is known.
+
+    Intervals are corrected for so many benchmarks (Bonferroni), and not that of the average.
+    """
+    found = {}
+    for arm, seeds in arms.items():
+        common = sorted(seeds.keys() & arms.get("none", {}).keys())
+        if arm == "none" or not common:
+            continue
+        pair = [_arm(name, [arms[name][seed] for seed in common]) for name in ("none", arm)]
+        theirs = _paper_row(paper, arm), _paper_row(paper, "none")
+        reported = {name: theirs[0][name] - theirs[1][name] for name in theirs[0].keys() & theirs[1].keys()}
+        found[arm] = []
+        for each in compare(pair, 1 - (1 - CONFIDENCE) / benchmarks):
+            name, factor = _named(each.task)
+            questions, over = (
+                ends and (factor * ends[0], factor * ends[1]) for ends in (each.over_questions, each.over_seeds)
+            )
+            scores = factor * each.score, factor * each.reference
+            found[arm].append(Line(name, *scores, reported.get(name), questions, over))
+        averages = [np.array([run[AVERAGE] for run in of.columns if AVERAGE in run]) for of in pair]
+        if len(averages[0]) == len(averages[1]) == len(common):
+            means = averages[1].mean(), averages[0].mean()
+            found[arm].append(Line(AVERAGE, *means, reported.get(AVERAGE), None, over_seeds(averages[1], averages[0])))
+    return found
+
+
+def draw(groups: dict[str, dict[str, Seeds]], found: dict[str, dict[str, list[Line]]], output: Path) -> None:
+    """For each group the differences to none with their intervals and the paper's, and below the paper's figure 5."""
+    figure = Figure(figsize=(6.4 * len(groups), 7.5), layout="constrained")
+    panels = figure.subplots(2, len(groups), squeeze=False)
+    for (above, below), (name, arms) in zip(panels.T, groups.items(), strict=True):
+        for arm, lines in found[name].items():
+            colour, shift, labels = COLOURS[arm], 0.1 * list(NAMES).index(arm), [NAMES[arm], "the paper's"]
+            for place, line in enumerate(lines):
+                ends = line.interval or line.over_questions or [line.difference] * 2
+                above.vlines(place + shift, *ends, color=colour)
+                above.plot(place + shift, line.difference, "o", color=colour, label=labels[0])
+                if line.paper is not None:
+                    above.plot(place + shift, line.paper, "x", color=colour, label=labels[1])
+                labels = [None, None]
+            above.set_xticks(range(len(lines)), [line.benchmark for line in lines], rotation=30, ha="right")
+        above.axhline(0, color="black", linewidth=0.8)
+        above.set(title=name, ylabel="difference to no norm, with its interval")
+        for arm, seeds in arms.items():
+            for kind, style in (("visual", ".-"), ("text", ".:")):
+                curves = [[np.mean(step[kind]) for step in each["dynamics"]] for each in seeds.values()]
+                steps = [step["step"] for step in next(iter(seeds.values()))["dynamics"]]
+                label = f"{NAMES[arm]}, {kind} tokens"
+                below.plot(steps, np.mean(curves, 0), style, color=COLOURS[arm], label=label)
+        below.set(xlabel="step of stage 1", ylabel="cosine of a layer's input and output")
+        for axes in (above, below):
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="small")
+    with atomic_write(output) as partial:
+        figure.savefig(partial, format="png", dpi=110)
+
+
+def mean(values: Sequence[float], digits: int = 3) -> str:
+    """The mean of runs, and half its 95 % interval."""
+    if len(values) < 2:
+        return "".join(f"{value:.{digits}f}" for value in values)
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
+    return f"{np.mean(values):.{digits}f} ± {half:.{digits}f}"
+
+
+def markdown(headings: Iterable[str], body: Iterable[Iterable[str]]) -> list[str]:
+    """The lines of a table."""
+    rows = [list(headings), *map(list, body)]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+
+
+def _arm(name: str, results: Sequence[dict[str, Any]]) -> Arm:
+    runs = [
+        {
+            benchmark: {(benchmark, number, stored["asked"]): score for number, score in enumerate(stored["scores"])}
+            for benchmark, stored in result["answers"].items()
+        }
+        for result in results
+    ]
+    return Arm(name, runs, [dict.fromkeys(run, "") for run in runs], [result["columns"] for result in results])
+
+
+def _paper_row(model: str | None, arm: str) -> dict[str, float]:
+    table = paper_tables()["table_4"]
+    rows = [row["scores"] for row in table["rows"] if (row["model"], row["arm"]) == (model, IN_PAPER.get(arm))]
+    return dict(zip(table["columns"], rows[0], strict=True)) if rows else {}
+
+
+def _scores(arms: dict[str, Seeds], paper: str | None) -> list[str]:
+    """The paper's layout: a column for each benchmark, a row for each arm, and the paper's rows below."""
+    columns, body = {}, []
+    for arm, seeds in arms.items():
+        columns = {}
+        for result in seeds.values():
+            for benchmark, each in result["answers"].items():
+                name, factor = _named(benchmark)
+                columns.setdefault(name, []).append(factor * float(np.mean(each["scores"])))
+            if AVERAGE in result["columns"]:
+                columns.setdefault(AVERAGE, []).append(result["columns"][AVERAGE])
+        body.append([NAMES[arm], str(len(seeds)), *(mean(values, 2 if paper else 3) for values in columns.values())])
+    for arm in arms:
+        if row := _paper_row(paper, arm):
+            theirs = (f"{row[name]:.2f}" if name in row else "" for name in columns)
+            body.append([f"the paper's {NAMES[arm]}", "1", *theirs])
+    return markdown(["", "seeds", *columns], body)
+
+
+def _named(benchmark: str) -> tuple[str, float]:
+    """The column of the paper that a task and metric are, and the factor of its scores; or the benchmark's own."""
+    return COLUMN_OF.get(benchmark, (benchmark.removeprefix("offline_").replace("_", " "), 1))
+
+
+def _differences(lines: Sequence[Line]) -> list[str]:
+    def shown(interval: Interval | None, digits: int) -> str:
+        return "" if interval is None else "{:+.{d}f} to {:+.{d}f}".format(*interval, d=digits)
+
+    body = []
+    for line in lines:
+        digits = 3 if line.paper is None else 2
+        paper = "" if line.paper is None else f"{line.paper:+.2f}"
+        intervals = shown(line.over_questions, digits), shown(line.over_seeds, digits)
+        body.append([line.benchmark, f"{line.difference:+.{digits}f}", paper, *intervals, line.sentence])
+    return markdown(["", "difference", "the paper's", "over questions", "over seeds", ""], body)
+
+
+def _diagnosis(arms: dict[str, Seeds]) -> list[str]:
+    body = []
+    for arm, seeds in arms.items():
+        row = [NAMES[arm]]
+        for stage in ("stage1", "stage2"):
+            of_stage = [result["diagnosis"][stage] for result in seeds.values()]
+            row += [mean([each[quantity] for each in of_stage]) for quantity in ("entry", "rotation")]
+            gains = [each["gain"] for each in of_stage if each["gain"]]
+            row.append(mean([each["mean_abs"] / each["start"] for each in gains]))
+        body.append(row)
+    quantities = ("norm on entry, N_text", "rotation over text's", "gain, of its start")
+    return markdown(["", *(f"{name}, stage {stage}" for stage in (1, 2) for name in quantities)], body)
