@@ -7,17 +7,18 @@ import logging
 import os
 import platform
 import timeit
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from filelock import FileLock
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .files import cache_dir, json_or_none, write_json
-from .limits import free_memory
 
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,23 @@ def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None, siz
             return "bfloat16"
         _say(f"Loading in {name}, which this processor only emulates: {room}. --load-in-4bit takes less.")
     return dtype
+
+
+def free_memory() -> int:
+    """Bytes that this process can take: of what is free in the machine, and of what its container (cgroup) may have.
+
+    Pages of files that the kernel can drop count as free.
+    """
+    free = [psutil.virtual_memory().available]
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # there is none, or no limit: "max"
+            most, taken = (int(Path(folder, name).read_text()) for name in (limit, used))
+            counted = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            free.append(most - taken + int(counted["active_file"]) + int(counted["inactive_file"]))
+    return max(0, min(free))
 
 
 @cache  # one line in a process

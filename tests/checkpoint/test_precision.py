@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlavaConfig
 
-from normalign_llava.checkpoint.limits import free_memory
-from normalign_llava.checkpoint.precision import compute_dtype, dtype_to_load, seconds_file
+from normalign_llava.checkpoint.precision import compute_dtype, dtype_to_load, free_memory, seconds_file
 
 
 ASK = "from normalign_llava import half_precision_pays; print(half_precision_pays(device='cpu'))"

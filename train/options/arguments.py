@@ -13,9 +13,8 @@ from transformers import BitsAndBytesConfig, SchedulerType
 from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig, SFTConfig, get_quantization_config
 
-from ...checkpoint.limits import cores
 from ...checkpoint.precision import half_precision_pays
-from ...data.sources.arguments import check_choices
+from ...data.sources.arguments import check_choices, cores
 from ..keeping.resume import began_in
 from .fields import ModelOptions, TrainingOptions, check_refused
 
