@@ -23,7 +23,6 @@ from huggingface_hub.repocard import metadata_load
 from transformers.utils import cached_file
 
 from .names import CARD
-from .precision import processor
 
 
 FAILURES = (OSError, ValueError, RecursionError, HTTPError, yaml.YAMLError)
@@ -94,9 +93,12 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
     A machine's CPU counts once. All processes must call this at the same time, each with its own device.
     """
-    accelerator = device.type in ("cuda", "xpu")
-    cpu = [line.partition(":")[2].strip() for line in processor() if line.startswith("model name")]
-    name = torch.get_device_module(device).get_device_name(device) if accelerator else (*cpu, platform.machine())[0]
+    accelerator, name = device.type in ("cuda", "xpu"), platform.machine()
+    with suppress(OSError, StopIteration):  # as on Linux
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    if accelerator:
+        name = torch.get_device_module(device).get_device_name(device)
     seen = gather_object([(platform.node(), device.index if accelerator else None, name)])
     machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores"
     return {"devices": sorted({name for *_, name in seen}), "count": len(set(seen)), "machine": machine}
