@@ -213,7 +213,6 @@ def test_gain_of_weights_whose_header_or_index_is_broken(commands, kind):
 @pytest.mark.parametrize(
     "file, content, words",
     [
-        ("adapter_config.json", {"base_model_name_or_path": [1]}, "base_model_name_or_path"),
         ("adapter_config.json", {"alora_invocation_tokens": [1]}, "aLoRA"),
         ("adapter_config.json", {"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', which changes the base"),
         ("training.json", {"quantization": "nf4"}, "training.json may have settings as quantization"),
