@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from transformers import LlavaProcessor
 
 from ..checkpoint.find import check_adapter
-from ..checkpoint.limits import SETTINGS_BYTES
 from ..checkpoint.loading import loading
 from ..checkpoint.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINING_RECORD
 from ..checkpoint.opening import Checkpoint, open_checkpoint
@@ -126,7 +125,7 @@ def _check_tensors(adapter: Path, peft_config: LoraConfig, config: NormAlignLlav
 
     PEFT only warns of a missing tensor, and ignores one that it does not know.
     """
-    with loading(f"The model {base}", memory=SETTINGS_BYTES), torch.device("meta"):
+    with loading(f"The model {base}"), torch.device("meta"):
         model = NormAlignLlavaForConditionalGeneration(config)
     with loading(f"The adapter {adapter}", remedy=f"It is not one of the base {base}."):
         adapted = put_on_meta(model, peft_config)

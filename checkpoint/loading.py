@@ -1,13 +1,12 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""The guard around libraries that read other people's files: clear errors, a limit of memory."""
+"""The guard around libraries that read other people's files: clear errors."""
 
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..errors import device_error, first_cause, is_panic
-from .limits import limited_memory
 
 
 AGAIN = "Save or fetch the checkpoint again, or use another."
@@ -15,32 +14,26 @@ AGAIN = "Save or fetch the checkpoint again, or use another."
 
 
 @contextmanager
-def loading(what: str, *, memory: int | None = None, remedy: str = AGAIN) -> Iterator[None]:
+def loading(what: str, *, remedy: str = AGAIN) -> Iterator[None]:
     """Guards a call that reads other people's files: whatever it raises becomes one clear sentence.
 
     Args:
         what: What is read, as the subject of the sentence: "The processor of FOLDER".
-        memory: Bytes it may take; None if that depends on the size of the model.
         remedy: What to do, as a sentence.
 
     Raises:
         ValueError: It cannot be read.
         OSError: It does not exist.
-        ImportError: Unchanged, as are errors of a device, of a library of kernels, and of memory without a limit.
+        ImportError: Unchanged, as are errors of a device, of a library of kernels, and of memory.
     """
     try:
-        with limited_memory(memory):
-            yield
+        yield
     except (OSError, ImportError):
         raise
     except BaseException as error:
-        if memory is None and device_error(error):  # which is no fault of the file
+        if device_error(error):  # which is no fault of the file
             error.add_note(f"loading {what[0].lower()}{what[1:]}")
             raise
-        if isinstance(error, MemoryError):
-            raise ValueError(f"{what} takes too much memory. {remedy}") from None
-        if isinstance(error, RecursionError):
-            raise ValueError(f"{what} is nested too deeply. {remedy}") from None
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         if isinstance(error, ValueError) and _is_raised_here(error):

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from PIL import Image
 from transformers import (
     AutoConfig,
@@ -24,12 +23,10 @@ from transformers import (
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import is_torchvision_available
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..errors import install
 from ..modeling_normalign_llava import NormAlignLlavaForConditionalGeneration
 from .find import find_checkpoint
-from .limits import SETTINGS_BYTES, TEMPLATE_BYTES
 from .loading import AGAIN, loading
 from .untrusted import bytes_of_weights, check_files
 
@@ -39,7 +36,6 @@ _PER_BYTE, _NEW = 4, 2**24
 
 _KINDS = {AutoTokenizer: "tokenizer", AutoImageProcessor: "image processor"}
 _SAVE = "Save in its folder the one of the model that it was made from"
-_LARGEST_SIDE = 16_384  # pixels of an image that an image processor makes; also the most tokens of an image
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class Checkpoint:
 
     def read_config(self, cls: Any) -> Any:
         """Its configuration, as one of the class `cls`. Raises ValueError if it cannot be read."""
-        with loading(f"The configuration of {self.name}", memory=None if self.trust_remote_code else SETTINGS_BYTES):
+        with loading(f"The configuration of {self.name}"):
             return cls.from_pretrained(self.name, revision=self.revision, trust_remote_code=self.trust_remote_code)
 
     @cached_property
@@ -78,9 +74,6 @@ class Checkpoint:
         """The processor of a LLaVA or a NormAlign-LLaVA."""
         processor = self.preprocessor(AutoProcessor)
         with loading(f"The processor of {self.name}"):
-            tokens = processor._get_num_multimodal_tokens([(1, 1)])["num_image_tokens"][0]
-            if not 0 < tokens <= _LARGEST_SIDE:
-                raise ValueError(f"The processor of {self.name} makes {tokens:,} tokens of an image. {_SAVE}.")
             if self.stored and processor.image_token_id != self.config.image_token_id:
                 raise ValueError(
                     f"The image token of {self.name} is {self.config.image_token_id} in config.json and "
@@ -100,23 +93,12 @@ class Checkpoint:
                 )
                 if kind == "processor" and not isinstance(found, ProcessorMixin):
                     raise ValueError(f"{self.name} has a tokenizer but no processor for images. {remedy}")
-                image_processor = getattr(found, "image_processor", found)
-                sizes = (getattr(image_processor, each, None) for each in ("size", "crop_size"))
-                sides = [side for size in sizes for side in dict(size or {}).values() if side is not None]
-                # Qwen's processors, which merge patches, count the pixels of the image there.
-                if max(sides, default=0) > _LARGEST_SIDE ** (2 if hasattr(image_processor, "merge_size") else 1):
-                    raise ValueError(
-                        f"The {kind} of {self.name} makes images of up to {max(sides):,} pixels a side. {remedy}"
-                    )
         except (OSError, ImportError, ValueError) as error:
             if "torchvision" not in str(error).lower() or is_torchvision_available():  # in several wordings
                 raise
             raise ImportError(
                 f"The {kind} of {self.name} needs torchvision, which is not installed. {install('vision')}"
             ) from error
-        stored = getattr(found, "chat_template", None)
-        for template in filter(None, stored.values() if isinstance(stored, dict) else [stored]):
-            _check_template(template, f"The chat template of {self.name}")
         return found
 
     def load(
@@ -147,9 +129,8 @@ class Checkpoint:
 
     def without_weights(self, cls: Any, config: PreTrainedConfig | None = None) -> PreTrainedModel:
         """The model that [`load`] makes, on meta."""
-        memory = None if self.trust_remote_code else SETTINGS_BYTES
         remote = {"trust_remote_code": True} if self.trust_remote_code else {}
-        with loading(f"The configuration of {self.name}", memory=memory), torch.device("meta"):
+        with loading(f"The configuration of {self.name}"), torch.device("meta"):
             expected = copy.deepcopy(config or self.config)
             make = getattr(cls, "from_config", AutoModelForImageTextToText.from_config)  # of a LLaVA
             make = cls._from_config if type(expected) is getattr(cls, "config_class", None) else make
@@ -187,21 +168,3 @@ def check_processor(processor: LlavaProcessor, model: PreTrainedModel | None = N
             "multiple of the patch."
         )
     return counts["the prompt"]
-
-
-def _check_template(template: str, where: str) -> None:
-    """Raises ValueError if a template takes too much memory for a short conversation, or is not Jinja.
-
-    Whether it accepts that conversation does not matter here. One that misbehaves with others alone is found when it
-    renders them.
-    """
-    messages = [{"role": role, "content": "What is this?"} for role in ("user", "assistant", "user")]
-    with loading(where, memory=TEMPLATE_BYTES):
-        try:
-            render_jinja_template([messages], chat_template=template, add_generation_prompt=True)
-        except (MemoryError, RecursionError):
-            raise
-        except (SecurityError, TemplateSyntaxError) as error:
-            raise ValueError(f"{where} cannot be run: {error} {AGAIN}") from error
-        except Exception:  # a template may refuse a conversation with any error
-            pass

@@ -2,22 +2,17 @@
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
 """Whether this machine is fast in half precision: measured once, not guessed from a processor's name."""
 
-import hashlib
 import logging
-import os
-import platform
 import timeit
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from filelock import FileLock
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_torch_bf16_gpu_available
-
-from .files import cache_dir, json_or_none, write_json
-from .limits import free_memory
 
 
 logger = logging.getLogger(__name__)
@@ -32,10 +27,10 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_
 
 
 def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None = None) -> bool:
-    """Whether a device multiplies matrices of half precision at least twice as fast as float32 ones.
+    """Whether a device multiplies matrices of half precision at least 1.5 times as fast as float32 ones.
 
-    A CPU is measured, since many only emulate bfloat16, and the seconds are kept in `precision/` of the cache folder,
-    so that all processes agree. GPUs are asked; one that only emulates bfloat16, such as a T4, counts as slow.
+    A CPU is measured once in a process, since many only emulate bfloat16. GPUs are asked; one that only emulates
+    bfloat16, such as a T4, counts as slow.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
@@ -46,8 +41,8 @@ def half_precision_pays(dtype: torch.dtype = torch.bfloat16, device: str | None 
         return dtype == torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
     if device != "cpu":
         return dtype == torch.float16 or is_torch_bf16_gpu_available()
-    seconds = _remembered_seconds()
-    return seconds["float32"] > 2 * seconds[str(dtype).removeprefix("torch.")]
+    seconds = _seconds()
+    return seconds["float32"] > 1.5 * seconds[str(dtype).removeprefix("torch.")]
 
 
 def compute_dtype(device: str | None = None) -> torch.dtype:
@@ -129,6 +124,23 @@ def dtype_to_load(dtype: str | torch.dtype, config: PreTrainedConfig | None, siz
     return dtype
 
 
+def free_memory() -> int:
+    """Bytes that this process can take: of what is free in the machine, and of what its container (cgroup) may have.
+
+    Pages of files that the kernel can drop count as free.
+    """
+    free = [psutil.virtual_memory().available]
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # there is none, or no limit: "max"
+            most, taken = (int(Path(folder, name).read_text()) for name in (limit, used))
+            counted = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            free.append(most - taken + int(counted["active_file"]) + int(counted["inactive_file"]))
+    return max(0, min(free))
+
+
 @cache  # one line in a process
 def _say(line: str) -> None:
     logger.warning(line)
@@ -139,38 +151,13 @@ def _default_device() -> str:
     return accelerator.type if accelerator and torch.accelerator.is_available() else "cpu"
 
 
-def seconds_file() -> Path:
-    """Where the seconds are kept of this processor, these settings of torch and oneDNN, and this version of torch."""
-    switches = {name: value for name, value in os.environ.items() if name.startswith(("ATEN_", "DNNL_", "ONEDNN_"))}
-    machine = [processor(), sorted(switches.items()), torch.__version__, torch.get_num_threads()]
-    return cache_dir() / "precision" / f"{hashlib.sha256(repr(machine).encode()).hexdigest()[:16]}.json"
-
-
-@cache  # a process has one answer, however it asks
-def _remembered_seconds() -> dict[str, float]:
-    file = seconds_file()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{file}.lock"):  # processes of one run wait for the first, which measures undisturbed
-            if (found := json_or_none(file)) is None:
-                write_json(file, found := _seconds())
-            return found
-    except OSError:  # the folder cannot be written
-        return _seconds()
-
-
+@cache
 def _seconds() -> dict[str, float]:
     """The shortest time of a product of matrices whose sizes are common in training, by precision."""
-    found = {}
-    for name, dtype in {"float32": torch.float32, **HALVES}.items():
-        x, weight = torch.randn(1024, 576, dtype=dtype), torch.randn(1536, 576, dtype=dtype)
-        found[name] = min(timeit.repeat(partial(torch.nn.functional.linear, x, weight), number=1, repeat=5))
-    return found
-
-
-def processor() -> list[str]:
-    """What tells this processor from another: on Linux the name and features of the first core."""
-    about = Path("/proc/cpuinfo").read_text(encoding="utf-8") if platform.system() == "Linux" else ""
-    names = ("model name", "flags", "CPU implementer", "CPU part", "Features")
-    lines = [line for line in about.partition("\n\n")[0].splitlines() if line.startswith(names)]
-    return lines or [platform.machine(), platform.processor()]
+    seconds: dict[str, float] = {}
+    for _ in range(5):  # in turn, since what else the machine does may change
+        for name, dtype in {"float32": torch.float32, **HALVES}.items():
+            x, weight = torch.randn(1024, 576, dtype=dtype), torch.randn(1536, 576, dtype=dtype)
+            taken = timeit.timeit(partial(torch.nn.functional.linear, x, weight), number=1)
+            seconds[name] = min(taken, seconds.get(name, taken))
+    return seconds

@@ -1,32 +1,26 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Provenance of a checkpoint: licences and commits of its parts and data, the code and hardware that produced it.
+"""Provenance of a checkpoint: licences and commits of its parts and data, and its records.
 
-Facts that cannot be found are None; no function raises because a connection, a card or a program is missing.
+Facts that cannot be found are None; no function raises because a connection or a card is missing.
 """
 
 import json
 import os
-import platform
-import subprocess
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from accelerate.utils import gather_object
 from huggingface_hub import HfApi, constants, hf_hub_download
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.repocard import metadata_load
 from transformers.utils import cached_file
 
 from .names import CARD
-from .precision import processor
 
 
-FAILURES = (OSError, ValueError, RecursionError, HTTPError, yaml.YAMLError)
+FAILURES = (OSError, ValueError, HTTPError, yaml.YAMLError)
 """Errors of the Hub client and of reading a card: it does not exist, there is no connection, it is not valid."""
 
 
@@ -63,7 +57,7 @@ def hub_dataset(name: str) -> dict[str, Any]:
     }
 
 
-def read_beside(checkpoint: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
+def read_record(checkpoint: str, name: str, revision: str | None = None) -> dict[str, Any] | None:
     """The JSON object in the file `name` of a checkpoint folder or Hub repository, or None."""
     try:
         file = cached_file(checkpoint, name, revision=revision, _raise_exceptions_for_missing_entries=False)
@@ -71,35 +65,6 @@ def read_beside(checkpoint: str, name: str, revision: str | None = None) -> dict
     except FAILURES:
         return None
     return content if isinstance(content, dict) else None
-
-
-def code_commit() -> str | None:
-    """The git commit of this package's code, with "-dirty" if tracked files are changed.
-
-    It is known if the code is in its own git checkout, or pip installed it from one.
-    """
-    root = Path(__file__).resolve().parents[1]
-    git = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
-    words = [*git, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(words, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
-    with suppress(PackageNotFoundError, ValueError):  # as pip recorded where it installed this package from (PEP 610)
-        origin = json.loads(distribution("normalign-llava").read_text("direct_url.json") or "{}")
-        return origin.get("vcs_info", {}).get("commit_id")
-    return None
-
-
-def hardware(device: torch.device) -> dict[str, Any]:
-    """The hardware of all processes: names of the `devices`, their `count`, and the `machine` in words.
-
-    A machine's CPU counts once. All processes must call this at the same time, each with its own device.
-    """
-    accelerator = device.type in ("cuda", "xpu")
-    cpu = [line.partition(":")[2].strip() for line in processor() if line.startswith("model name")]
-    name = torch.get_device_module(device).get_device_name(device) if accelerator else (*cpu, platform.machine())[0]
-    seen = gather_object([(platform.node(), device.index if accelerator else None, name)])
-    machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores"
-    return {"devices": sorted({name for *_, name in seen}), "count": len(set(seen)), "machine": machine}
 
 
 def _card(name: str, revision: str | None, kind: str) -> tuple[dict[str, Any], str | None]:

@@ -12,7 +12,7 @@ from typing import Any
 from ..checkpoint.files import write_json
 from ..checkpoint.lock import only_writer
 from ..checkpoint.names import TRAINING_RECORD
-from ..checkpoint.provenance import read_beside
+from ..checkpoint.provenance import read_record
 from ..checkpoint.untrusted import json_object
 
 
@@ -125,11 +125,11 @@ def add_before(result: Evaluation, checkpoint: Path) -> None:
     `training.json` names the checkpoint that each stage started from, without the folders above it. It is looked for
     beside `checkpoint`, and is the right one if its own `training.json` is the one recorded, or neither exists.
     """
-    record = read_beside(str(checkpoint), TRAINING_RECORD)
+    record = read_record(str(checkpoint), TRAINING_RECORD)
     while record:
         folder = checkpoint.resolve().parent / Path(str(record.get("options", {}).get("model_name_or_path"))).name
         record = record.get("before")
-        earlier = read_evaluations(folder) if read_beside(str(folder), TRAINING_RECORD) == record else []
+        earlier = read_evaluations(folder) if read_record(str(folder), TRAINING_RECORD) == record else []
         for each in earlier:
             if (each.task, each.samples) == (result.task, result.samples):
                 values = {metric.name: metric.value for metric in each.metrics}

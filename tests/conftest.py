@@ -92,20 +92,14 @@ def hub(server, prepared):
 
 
 @pytest.fixture
-def processor(tmp_path, monkeypatch):
-    """A function that has it remembered of this processor how many times as long half precision takes as float32;
+def processor(monkeypatch):
+    """A function that has it measured of this processor how many times as long half precision takes as float32;
     float16 as bfloat16, unless it is given."""
-    import json
+    from normalign_llava.checkpoint import precision
 
-    from normalign_llava.checkpoint.precision import _remembered_seconds, _say, seconds_file
-
-    def remember(bfloat16: float, float16: float | None = None) -> None:
-        monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path / "cache"))
-        _remembered_seconds.cache_clear()
-        _say.cache_clear()
-        seconds_file().parent.mkdir(parents=True, exist_ok=True)
+    def measured(bfloat16: float, float16: float | None = None) -> None:
+        precision._say.cache_clear()
         seconds = {"float32": 1.0, "bfloat16": bfloat16, "float16": float16 or bfloat16}
-        seconds_file().write_text(json.dumps(seconds))
+        monkeypatch.setattr(precision, "_seconds", lambda: seconds)
 
-    yield remember
-    _remembered_seconds.cache_clear()
+    return measured

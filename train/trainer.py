@@ -36,7 +36,7 @@ from trl import SFTConfig, SFTTrainer
 
 from ..checkpoint.files import write_json
 from ..checkpoint.names import ADAPTER_CONFIG, BUILD_RECORD, TRAINING_RECORD
-from ..checkpoint.provenance import read_beside
+from ..checkpoint.provenance import read_record
 from ..checkpoint.weights import index_folder, no_progress_bar, stored_tensors, unchanged_files, write_weights
 from ..data.rows.images import ImageRules, image_problem
 from ..data.rows.reports import DataReport
@@ -168,7 +168,7 @@ class NormAlignTrainer(SFTTrainer):
             settle_float16(ready.model, args, largest_batch(self))
         self.learning_rates = {module: value for module, (value, _) in ready.learning_rates.items()}
         self.record = training_record(ready.model, ready.commit, args, self.learning_rates, ready.report, options)
-        self.build = read_beside(ready.model.name_or_path, BUILD_RECORD, ready.commit)
+        self.build = read_record(ready.model.name_or_path, BUILD_RECORD, ready.commit)
         # Where files of frozen modules are found, the newest first. Of a given model they may have been changed.
         self.weights_in = [] if isinstance(model, nn.Module) else index_folder(ready.model.name_or_path, ready.commit)
         self.measurements, self.data_wait = Measurements(args), DataWait()

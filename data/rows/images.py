@@ -17,8 +17,7 @@ import numpy as np
 from huggingface_hub import constants
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from ...checkpoint.limits import MAX_IMAGE_BYTES
-from .zips import TOO_LARGE, check_entry, read_entry
+from .zips import MAX_IMAGE_BYTES, TOO_LARGE, check_entry, read_entry
 
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "AVIF")

@@ -16,8 +16,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from ...checkpoint.limits import MAX_IMAGE_BYTES, MAX_TABLE_BYTES
 
+MAX_IMAGE_BYTES = 256 * 2**20
+"""Bytes of one encoded image."""
+
+MAX_TABLE_BYTES = 2**30
+"""Bytes that the rows of parquet files may take, unless the size of the files explains them."""
 
 TOO_LARGE = f"the file has more than {MAX_IMAGE_BYTES >> 20} MiB. Save it smaller"
 

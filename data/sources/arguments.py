@@ -208,3 +208,8 @@ def check_choices(options: Any) -> None:
         value = getattr(options, name)
         if values and value not in values and (value is not None or type(None) not in get_args(kind)):
             raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}.")
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, ClassVar
 from datasets import Dataset, DatasetInfo, Features, Image, IterableDataset, List, Value
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
-from ...checkpoint.limits import MAX_IMAGE_BYTES
 from ..rows.forms import COLUMNS
 from ..rows.images import SUFFIXES
+from ..rows.zips import MAX_IMAGE_BYTES
 from .files import loaded
 
 

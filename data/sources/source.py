@@ -18,7 +18,6 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
 from ...checkpoint.find import is_hub_id
-from ...checkpoint.limits import MAX_TABLE_BYTES, cores
 from ...checkpoint.provenance import hub_dataset
 from ...checkpoint.untrusted import is_inside
 from ..rows.forms import UNKNOWN
@@ -26,8 +25,8 @@ from ..rows.images import ABSENT, ImageRules
 from ..rows.parse import DroppedRow
 from ..rows.reports import warn_once
 from ..rows.unread import renamed
-from ..rows.zips import opened as opened_zip
-from .arguments import FILES, DataArguments, DataSource
+from ..rows.zips import MAX_TABLE_BYTES, opened as opened_zip
+from .arguments import FILES, DataArguments, DataSource, cores
 from .files import METADATA, READERS, files_of_folder, images_of_folder, loaded, rows_of_file
 from .shards import Shards, are_shards, row_of_sample
 

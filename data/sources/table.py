@@ -17,7 +17,6 @@ from filelock import FileLock
 from transformers import LlavaProcessor
 
 from ...assembly import chat_template
-from ...checkpoint.limits import cores
 from ..rows import checks, choices, forms, images, parse, turns, unread, values
 from ..rows.checks import (
     MANY_ROWS,
@@ -34,6 +33,7 @@ from ..rows.checks import (
 from ..rows.parse import DroppedRow, control_tokens, parse_row
 from ..rows.reports import SourceReport
 from . import files, shards, source as origin
+from .arguments import cores
 from .source import CHUNK, Source
 
 

@@ -1,33 +1,42 @@
 # Copyright 2026 The NormAlign-LLaVA authors
 # Licensed under the Apache License, Version 2.0: http://www.apache.org/licenses/LICENSE-2.0
-"""Whether half precision pays is measured on the processor, once, and remembered for all processes."""
+"""Whether half precision pays is measured on the processor, once in a process."""
 
-import json
 import os
+import socket
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlavaConfig
 
-from normalign_llava.checkpoint.limits import free_memory
-from normalign_llava.checkpoint.precision import compute_dtype, dtype_to_load, seconds_file
+from normalign_llava.checkpoint.precision import _seconds, compute_dtype, dtype_to_load, free_memory
 
 
-ASK = "from normalign_llava import half_precision_pays; print(half_precision_pays(device='cpu'))"
+def test_a_process_measures_once():
+    assert _seconds().keys() == {"float32", "bfloat16", "float16"} and min(_seconds().values()) > 0
+    assert _seconds() is _seconds()
 
 
-def test_processes_that_start_together_measure_once_and_agree(prepared, tmp_path, monkeypatch):
-    monkeypatch.setenv("NORMALIGN_CACHE", str(tmp_path))
-    together = [prepared.start(["-c", ASK], NORMALIGN_CACHE=str(tmp_path)) for _ in range(2)]
-    answers = [each.wait().stdout.strip() for each in together]
-    (file,) = tmp_path.glob("precision/*.json")
-    seconds = json.loads(file.read_text())
-    assert seconds.keys() == {"float32", "bfloat16", "float16"} and min(seconds.values()) > 0
-    assert answers == [str(seconds["float32"] > 2 * seconds["bfloat16"])] * 2
-    assert file == seconds_file()
-    for name, value in (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("ATEN_CPU_CAPABILITY", "avx2")):
-        monkeypatch.setenv(name, value)
-        assert seconds_file() != file
+ASK = """
+import sys
+from normalign_llava.checkpoint import precision
+precision._seconds = lambda: {"float32": 1.0, "bfloat16": float(sys.argv[1])}
+from normalign_llava.train.options.arguments import NormAlignConfig
+print("bf16", NormAlignConfig(output_dir=sys.argv[2], use_cpu=True, learning_rate=1e-3).bf16)
+"""
+
+
+@pytest.mark.parametrize("seconds", [(0.3, 5.0), (5.0, 0.3)])
+def test_of_several_processes_the_first_one_s_measurement_holds(prepared, tmp_path, seconds):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [
+        prepared.start(["-c", ASK, each, tmp_path], RANK=str(rank), LOCAL_RANK=str(rank), **together)
+        for rank, each in enumerate(seconds)
+    ]
+    for process in started:
+        assert f"bf16 {seconds[0] < 1}" in process.wait().stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs every checkpoint in its own precision")

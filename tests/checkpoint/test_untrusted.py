@@ -1,11 +1,8 @@
 """Malicious and broken checkpoints: no code runs, nothing outside is read, and each command ends with one sentence."""
 
 import ast
-import json
 import re
 import shutil
-import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import hostile_checkpoints as hostile
@@ -15,11 +12,8 @@ import tiny_parts as parts
 import train_data
 import training
 from paths import ROOT
-from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from normalign_llava.checkpoint.loading import loading
-from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.checkpoint.untrusted import check_files, check_weights
 from normalign_llava.cli import app
 from normalign_llava.train.run import main as train
@@ -77,7 +71,6 @@ class Commands:
         assert isinstance(done.exception, SystemExit) and done.exit_code == 1, done.exception or done.output
         assert not self.marker.exists(), f"{command} ran foreign code"
         assert "Do you wish" not in done.output and "trust_remote_code=True" not in done.output
-        assert "\x1b]" not in done.output
         return done.stderr[done.stderr.index("Error: ") :]
 
 
@@ -145,7 +138,7 @@ def test_a_model_with_an_adapter_in_its_folder_is_refused(commands, command):
     assert "has both config.json and adapter_config.json" in commands.error(command)
 
 
-def test_parts_that_need_code_or_make_no_images_are_not_built_in(good, tmp_path):
+def test_a_part_that_needs_code_is_not_built_in(tmp_path):
     def build(vision, language):
         return run("build", "--vision", vision, "--language", language, "--output", tmp_path / "out")
 
@@ -154,14 +147,6 @@ def test_parts_that_need_code_or_make_no_images_are_not_built_in(good, tmp_path)
     hostile.foreign("config.json", "AutoConfig", model_type="evil")(foreign, tmp_path / "marker")
     assert "needs code that comes with it, which this command does not run" in build(vision, foreign)
     assert not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
-    config = (vision / "config.json").read_text()
-    hostile.edit(vision / "config.json", patch_size=0)
-    assert f"The image processor of {vision}" in build(vision, language)
-    (vision / "config.json").write_text(config)
-    hostile.edit(vision / "preprocessor_config.json", size={"shortest_edge": 30_000}, crop_size={"height": 30_000})
-    too_large = "makes images of up to 30,000 pixels a side"
-    assert too_large in build(vision, language)
-    assert too_large in run("diagnose", vision, "--data", good / "images", "--output", tmp_path / "out")
 
 
 @pytest.mark.parametrize("command", ["train", "gain", "merge", "diagnose"])
@@ -205,58 +190,8 @@ def test_the_hub_caches_own_links_are_followed(good, tmp_path):
         check_files(snapshot)
 
 
-# --------------------------------------------------------------------------------------------------- time and memory
-@pytest.mark.parametrize("command", ["merge", "diagnose", "publish"])
-def test_a_configuration_of_absurd_size_is_refused(commands, command):
-    commands.spoil("10^7 layers")
-    assert "num_hidden_layers 10,000,000" in commands.error(command)
-
-
-@pytest.mark.parametrize(
-    "key, value", [("num_labels", 10**8), ("depths", [2, 10**9]), ("num_decoder_layers", 1_001), ("n_layer", -1)]
-)
-def test_absurd_numbers_in_a_configuration_are_refused_and_usual_ones_are_not(tmp_path, key, value):
-    usual = {"num_hidden_layers": 126, "rope_theta": 10**9, "max_position_embeddings": 10_485_760, "vision_layer": -2}
-    for content in (usual, {**usual, "part": [{key: value}]}):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": content}))
-        with nullcontext() if content is usual else pytest.raises(ValueError, match=f"config.json has {key}"):
-            check_files(tmp_path)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")
-def test_a_configuration_that_takes_much_memory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("normalign_llava.checkpoint.opening.SETTINGS_BYTES", 2**26)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_labels": 2**22}))
-    with pytest.raises(ValueError, match=f"The configuration of {tmp_path} takes too much memory"):
-        _ = open_checkpoint(tmp_path).config
-
-
-def test_a_tokenizer_that_stops_ends_a_command_in_a_sentence(commands):
-    pattern = {"Regex": 12 * "(" + "[a-z ]" + 12 * "+)" + "Z"}
-    split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-    hostile.edit(commands.folder / "tokenizer.json", pre_tokenizer=split)
-    assert "retry-limit-in-match" in commands.error("train")
-    tokenizer = Tokenizer.from_file(str(commands.folder / "tokenizer.json"))
-    with (
-        pytest.raises(ValueError, match="The file x cannot be loaded: PanicException: .*retry-limit"),
-        loading("The file x"),
-    ):
-        tokenizer.encode("what is it, what is it?")
-
-
-DOUBLED = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")
-def test_a_template_that_takes_much_memory_is_refused(good, tmp_path):
-    folder = shutil.copytree(good / "model", tmp_path / "model")
-    (folder / "chat_template.jinja").write_text(DOUBLED)
-    with pytest.raises(ValueError, match=f"chat template of {folder} .*memory"):
-        _ = open_checkpoint(folder).processor
-
-
 # ------------------------------------------------------------------------------------------------------------ errors
-@pytest.mark.parametrize("kind", [*hostile.LARGE, *hostile.BROKEN])
+@pytest.mark.parametrize("kind", [*hostile.BROKEN])
 def test_training_from_a_broken_checkpoint_ends_in_a_sentence(commands, kind):
     commands.spoil(kind)
     error = commands.error("train")
@@ -269,7 +204,7 @@ def test_other_commands_say_it_in_a_sentence_too(commands, command):
     assert str(commands.folder) in commands.error(command)
 
 
-@pytest.mark.parametrize("kind", ["header, nested deeply", "header with a shape too large", "index that is a list"])
+@pytest.mark.parametrize("kind", ["header with a shape too large", "index that is a list"])
 def test_gain_of_weights_whose_header_or_index_is_broken(commands, kind):
     commands.spoil(kind)
     assert "model.safetensors" in commands.error("gain")
@@ -278,42 +213,13 @@ def test_gain_of_weights_whose_header_or_index_is_broken(commands, kind):
 @pytest.mark.parametrize(
     "file, content, words",
     [
-        ("adapter_config.json", {"base_model_name_or_path": [1]}, "base_model_name_or_path"),
         ("adapter_config.json", {"alora_invocation_tokens": [1]}, "aLoRA"),
         ("adapter_config.json", {"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', which changes the base"),
-        ("training.json", hostile.DEEP, "training.json is nested too deeply"),
         ("training.json", {"quantization": "nf4"}, "training.json may have settings as quantization"),
         ("training.json", {"quantization": None, "config_changes": {"dtype": "x"}}, "in config_changes"),
     ],
 )
 def test_an_adapter_with_broken_settings_is_not_merged(good, tmp_path, file, content, words):
     adapter = shutil.copytree(good / "adapter", tmp_path / "adapter")
-    if isinstance(content, str):
-        (adapter / file).write_text(content)
-    else:
-        hostile.edit(adapter / file, **content)
+    hostile.edit(adapter / file, **content)
     assert re.search(words, run("merge", adapter, "--output", tmp_path / "out"))
-
-
-# ------------------------------------------------------------------------------------------- escapes at the terminal
-SHOWN = "evil\\x1b]0;owned\\x07\\x1b[31m["
-
-
-@pytest.mark.parametrize("command, kind", [("train", "escapes in model_type"), ("card", "escapes in a key")])
-def test_escapes_in_a_configuration_are_shown(commands, command, kind):
-    commands.spoil(kind)
-    assert SHOWN in commands.error(command)
-
-
-@pytest.mark.parametrize("command", ["train", "gain", "card"])
-def test_escapes_and_markup_in_the_name_of_a_folder_are_shown(good, tmp_path, command):
-    done = Commands(good, tmp_path / f"evil{hostile.ESCAPE}[bold red]x[]").run(command)
-    assert done.exit_code == 0 and "\x1b" not in done.output, done.output
-    assert SHOWN + "boldred]x[]" in re.sub(r"\s", "", done.output)
-
-
-def test_escapes_and_markup_in_data_are_shown(commands):
-    commands.good = commands.folder.parent
-    (commands.good / "data").mkdir()
-    train_data.write_json(commands.good / "data", [{"image": f"{hostile.ESCAPE}[/]", "conversations": []}])
-    assert "\\x1b]0;owned\\x07\\x1b[31m[/]" in commands.error("train")

@@ -11,8 +11,8 @@ from PIL import Image
 from train_data import deep_png, gigantic_png, image_bytes, jpeg_of_scans
 
 import normalign_llava
-from normalign_llava.checkpoint.limits import MAX_IMAGE_BYTES
 from normalign_llava.data.rows.images import ImageRules, decode_image
+from normalign_llava.data.rows.zips import MAX_IMAGE_BYTES
 
 
 pytestmark = pytest.mark.slow

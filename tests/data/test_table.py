@@ -15,10 +15,9 @@ from paths import HELPERS
 from torch.utils.data import DataLoader
 from train_data import arguments, inside, llava
 
-from normalign_llava.checkpoint.limits import cores
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.data.sources import source, table
-from normalign_llava.data.sources.arguments import DataSource
+from normalign_llava.data.sources.arguments import DataSource, cores
 from normalign_llava.data.sources.mixtures import load_data, prepare_rows
 
 

@@ -4,13 +4,18 @@
 
 import json
 import os
+import platform
+import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from enum import Enum
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils import gather_object
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
@@ -18,7 +23,7 @@ from transformers import PreTrainedModel
 from ... import __version__
 from ...assembly.build import ARM_FIELDS
 from ...checkpoint.names import TRAINING_RECORD
-from ...checkpoint.provenance import code_commit, hardware, read_beside
+from ...checkpoint.provenance import read_record
 from ...data.rows.reports import DataReport
 from ..modules.model import arm_of
 from ..options.arguments import BOTH_STAGES, STAGES, NormAlignConfig
@@ -79,9 +84,41 @@ def training_record(
         "versions": {name: version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate")}
         | {"normalign_llava": __version__},
         "commit": code_commit(),
-        "before": read_beside(model.name_or_path, TRAINING_RECORD, commit),
+        "before": read_record(model.name_or_path, TRAINING_RECORD, commit),
         "seconds": 0.0,
     }
+
+
+def code_commit() -> str | None:
+    """The git commit of this package's code, with "-dirty" if tracked files are changed.
+
+    It is known if the code is in its own git checkout, or pip installed it from one.
+    """
+    root = Path(__file__).resolve().parents[2]
+    git = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
+    words = [*git, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(words, check=True, capture_output=True, text=True, timeout=20).stdout.strip()
+    with suppress(PackageNotFoundError, ValueError):  # as pip recorded where it installed this package from (PEP 610)
+        origin = json.loads(distribution("normalign-llava").read_text("direct_url.json") or "{}")
+        return origin.get("vcs_info", {}).get("commit_id")
+    return None
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """The hardware of all processes: names of the `devices`, their `count`, and the `machine` in words.
+
+    A machine's CPU counts once. All processes must call this at the same time, each with its own device.
+    """
+    accelerator, name = device.type in ("cuda", "xpu"), platform.machine()
+    with suppress(OSError, StopIteration):  # as on Linux
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    if accelerator:
+        name = torch.get_device_module(device).get_device_name(device)
+    seen = gather_object([(platform.node(), device.index if accelerator else None, name)])
+    machine = f"{platform.system()}, {platform.machine()}, {os.cpu_count()} cores"
+    return {"devices": sorted({name for *_, name in seen}), "count": len(set(seen)), "machine": machine}
 
 
 def check_same_run(record: dict[str, Any], checkpoint: Path) -> None:

@@ -8,14 +8,14 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
-from accelerate import DeepSpeedPlugin
+from accelerate import DeepSpeedPlugin, PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import BitsAndBytesConfig, SchedulerType
 from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig, SFTConfig, get_quantization_config
 
-from ...checkpoint.limits import cores
 from ...checkpoint.precision import half_precision_pays
-from ...data.sources.arguments import check_choices
+from ...data.sources.arguments import check_choices, cores
 from ..keeping.resume import began_in
 from .fields import ModelOptions, TrainingOptions, check_refused, names_in
 
@@ -156,7 +156,12 @@ class NormAlignConfig(TrainingOptions, SFTConfig):
         elif began := began_in(self.resume_from_checkpoint, self.output_dir):
             self.bf16, self.fp16 = began
         else:
-            self.bf16 = half_precision_pays(device="cpu" if self.use_cpu else None)
+            first = os.environ.get("RANK", "0") == "0"
+            answer = [half_precision_pays(device="cpu") if self.use_cpu and first else None]
+            if self.use_cpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # measured by one, which tells the others
+                PartialState(cpu=True)
+                broadcast_object_list(answer)
+            self.bf16 = bool(answer[0]) if self.use_cpu else half_precision_pays()
             sharded = (
                 self.deepspeed or self.fsdp or {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & {*os.environ}
             )
