@@ -25,6 +25,7 @@ from ..hub_cards.card.write import write_card
 from ..hub_cards.push.adapter import recorded_base
 from ..hub_cards.push.publish import check_cards, send
 from ..hub_cards.push.repository import Pushed, find_repository, hub_errors, log_in
+from .keeping.checkpoints import writing_result
 
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,8 @@ class PushingTrainer(SFTTrainer):
         token = token or self.args.hub_token
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
-        self.save_model(_internal_call=True)
+        with writing_result(Path(self.args.output_dir)):
+            self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
         self._finish_current_push()

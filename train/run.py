@@ -98,13 +98,13 @@ def train(
         console.print(render_options(trainer.record), render(trainer.facts, output))
         console.print(*render_dropped(dropped), sep="\n")
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-        trainer.save_state()
+        with writing_result(output):
+            trainer.save_state()
+            if not args.push_to_hub:
+                trainer.save_model()
         if args.push_to_hub:
             pushed = trainer.push_to_hub()  # which saves first
             console.print(f"Pushed to {pushed.repository.url}, commit {pushed.commit}." if pushed else "")
-        else:
-            with writing_result(output):
-                trainer.save_model()
         console.print(*render_dropped(dropped), sep="\n")
         trainer.end()  # trackers, and the process group
     return output
