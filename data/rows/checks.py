@@ -3,7 +3,6 @@
 """Checks of rows before training: their structure, their length, and whether their images exist."""
 
 import functools
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from rich.markup import escape
 from rich.progress import track
-from transformers import LlavaProcessor, PreTrainedTokenizerFast
+from transformers import LlavaProcessor
 
 from ...assembly.chat_template import without_preamble
 from ...errors import Console, escaped
@@ -172,13 +171,16 @@ def token_lengths(processor: LlavaProcessor, conversations: list[dict[str, Any]]
     """Tokens of each parsed row, as the collator makes them, or why there are none; no image is decoded."""
     per_image = tokens_per_image(processor)
     texts = _rendered(processor, conversations)
-    ids = iter(encoded(processor.tokenizer, [text for text in texts if isinstance(text, str)]))
+    backend = processor.tokenizer.backend_tokenizer
+    backend.no_padding()  # as the tokenizer does before each call
+    backend.no_truncation()
+    ids = iter(backend.encode_batch_fast([text for text in texts if isinstance(text, str)], add_special_tokens=False))
     results: list[int | str] = []
     for conversation, text in zip(conversations, texts, strict=True):
         if isinstance(text, Exception):
             results.append(f"the chat template refuses it: {text}")
             continue
-        tokens, images = next(ids), len(conversation["images"])
+        tokens, images = next(ids).ids, len(conversation["images"])
         results.append(len(tokens) + images * (per_image - 1))
         if (printed := tokens.count(processor.image_token_id)) != images:
             results[-1] = f"the chat template prints {printed} image tokens for {images} images"
@@ -195,30 +197,6 @@ def _rendered(processor: LlavaProcessor, conversations: list[dict[str, Any]]) ->
         if len(conversations) == 1:
             return [error]
         return [text for conversation in conversations for text in _rendered(processor, [conversation])]
-
-
-def encoded(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text, from pieces that begin with special tokens: most are a template's, and in every text.
-
-    The tokens of a piece depend on nothing before it, unless an option of its special token says so.
-    """
-    apart = [
-        each.content
-        for each in tokenizer.added_tokens_decoder.values()
-        if each.special and not (each.normalized or each.lstrip or each.single_word)
-    ]
-    special = re.compile(f"({'|'.join(map(re.escape, sorted(apart, key=len, reverse=True))) or '(?!)'})")
-    pieces = []
-    for text in texts:
-        first, *others = special.split(text)
-        pieces.append([first, *map(str.__add__, others[::2], others[1::2])])
-    distinct = list(set(chain.from_iterable(pieces)))
-    backend = tokenizer.backend_tokenizer
-    backend.no_padding()  # as the tokenizer does before each call
-    backend.no_truncation()
-    found = backend.encode_batch_fast(distinct, add_special_tokens=False)
-    ids = {piece: encoding.ids for piece, encoding in zip(distinct, found, strict=True)}
-    return [list(chain.from_iterable(map(ids.__getitem__, each))) for each in pieces]
 
 
 def tokens_per_image(processor: LlavaProcessor) -> int:

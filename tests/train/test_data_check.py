@@ -3,22 +3,18 @@
 import json
 import zipfile
 
-import datasets
 import pytest
-from train_data import arguments, image_bytes, llava, mixed_rows, write_json
+from train_data import image_bytes, llava, mixed_rows, read, write_json
 from typer.testing import CliRunner
 
 from normalign_llava.checkpoint.opening import open_checkpoint
 from normalign_llava.cli import app
 from normalign_llava.data.sources.arguments import DataSource
-from normalign_llava.data.sources.mixtures import load_data
 from normalign_llava.train.batches.collator import ConversationCollator
 from normalign_llava.train.data_check import check_data
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
@@ -33,7 +29,7 @@ def command(*words):
 def test_counts_and_lengths_are_those_of_training(tmp_path, model):
     path = write_json(tmp_path, mixed_rows())
     check = check_data(DataSource(str(path)), model)
-    trained = load_data(arguments(path), open_checkpoint(model).processor, max_length=None, seed=0, with_eval=False)
+    trained = read(path, open_checkpoint(model).processor)
     (report,) = trained.report.sources
     report.skippable = 0  # of training alone
     assert check.report == report and report.found == 5 and check.faults == []
@@ -43,7 +39,7 @@ def test_the_marked_text_is_what_the_collator_labels(tmp_path, model):
     rows = [llava("No image.", "None."), {"image": "red.png", "prompt": "Which?", "completion": "A red one. "}]
     path = write_json(tmp_path, rows)
     processor = open_checkpoint(model).processor
-    data = load_data(arguments(path), processor, max_length=None, seed=0, with_eval=False).train
+    data = read(path, processor).train
     batch = ConversationCollator(processor)([data[1]])
     learned = processor.tokenizer.decode(batch["labels"][batch["labels"] >= 0])
     pieces = check_data(DataSource(str(path)), model).example
