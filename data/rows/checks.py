@@ -24,7 +24,7 @@ from ..sources.source import Source
 from .forms import PROMPT, image_name
 from .images import ImageRules, image_problem, printable
 from .parse import FEATURES, BadRow, DroppedRow, DroppedRows, control_tokens, parse_row
-from .reports import by_kind, counted, warn_once
+from .reports import SourceReport, by_kind, counted, warn_once
 from .unread import is_about, unread_image
 
 
@@ -42,7 +42,18 @@ rows are opened before training.
 
 @dataclass
 class Checks:
-    """Options of the checks."""
+    """Options of the checks.
+
+    Attributes:
+        processor: Determines the length of a row and the tokens that no text may contain; None to count no tokens.
+        max_length: Tokens, image tokens included, above which a row is dropped; None for no limit.
+        bad_rows: `"stop"` raises at a row that cannot be trained on, `"skip"` drops it, and a share drops so many; for
+            None see [`share_of_bad_rows`].
+        check_images: Whether to decode every image before training, not those of `MANY_ROWS` rows.
+        max_image_pixels: Images with more pixels are bad.
+        dropped_rows: Records dropped rows.
+        processes: That check rows in memory; by default one for each core.
+    """
 
     processor: LlavaProcessor | None
     max_length: int | None = None
@@ -124,13 +135,16 @@ def valid_rows(source: Source, checks: Checks) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{source.name}: no row is left. It is empty, or all of its rows were dropped.")
 
 
-def has_images(source: Source, checks: Checks) -> bool:
+def has_images(source: Source, checks: Checks, report: SourceReport) -> bool:
     """Whether one of the first rows of a stream has an image; all of their images are opened.
+
+    The report gets how many rows may be skipped.
 
     Raises:
         ValueError: More rows are bad than `bad_rows` allows, or all of them, or [`check_images_are_read`] finds
             unread images.
     """
+    report.skippable = int(share_of_bad_rows(checks.bad_rows, source) * MANY_ROWS)
     rows = list(_valid(source, checks, _FIRST))
     images = sum(row["image_count"] for row in rows)
     check_images_are_read(source.name, len(rows), images, Counter(row["unread"] for row in rows if row["unread"]))

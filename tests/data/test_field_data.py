@@ -17,6 +17,7 @@ from train_data import assistant, image_bytes, images, llava, read, user, write_
 from typer.testing import CliRunner
 
 from normalign_llava.cli import app
+from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.images import decode_image
 from normalign_llava.data.sources.arguments import DataSource
 from normalign_llava.data.sources.mixtures import prepare_rows
@@ -486,7 +487,7 @@ def test_json_of_one_row_or_of_something_else(processor, tmp_path):
         with pytest.raises(ValueError, match=remedy):
             read(tmp_path / "other.json", processor)
     with pytest.raises(TypeError, match="train_dataset is a list. Give a Dataset, as Dataset.from_list makes"):
-        prepare_rows([llava("Q", "A")], processor)
+        prepare_rows([llava("Q", "A")], Checks(processor))
 
 
 # ------------------------------------------------------------------------------------------------ what is told, shares
@@ -496,7 +497,7 @@ def test_what_is_not_read_is_told_by_the_command_and_in_python(processor, tmp_pa
     told = re.sub(r"\s+", " ", shown.output)
     assert shown.exit_code == 0 and "left out │ tools (2 rows), history (1 row)" in told
     assert "also not read │ id, similarity" in told
-    prepare_rows(Dataset.from_list(rows[:1]), processor, name="mine")
+    prepare_rows(Dataset.from_list(rows[:1]), Checks(processor), name="mine")
     assert "mine: left out: tools (1 row)" in caplog.text and "id (1 row)" not in caplog.text
     list(islice(read(tmp_path / "data.json", processor, dataset_streaming=True).train, 2))
     assert "data.json: left out: history." in caplog.text

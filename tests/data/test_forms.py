@@ -14,6 +14,7 @@ from datasets import Dataset, DatasetDict
 from PIL import Image as PILImage
 from train_data import arguments, assistant, image_bytes, images, llava, read, user, write_json
 
+from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.forms import FORMS, PROMPT
 from normalign_llava.data.sources.files import READERS
 from normalign_llava.data.sources.mixtures import prepare_rows
@@ -49,7 +50,7 @@ def test_the_pages_examples_are_read_for_training_and_for_diagnosing(example, pr
         monkeypatch.chdir(folder)
         made = {}
         exec(text, made)
-        prepared = list(prepare_rows(made["data"], processor)[0])
+        prepared = list(prepare_rows(made["data"], Checks(processor))[0])
         made["data"].to_parquet("data.parquet")
         path = folder / "data.parquet"
     else:

@@ -236,14 +236,6 @@ def test_a_gigantic_image_is_a_bad_row(load, tmp_path):
         load(path)
 
 
-def test_a_line_that_is_no_json_is_a_bad_row(load, tmp_path):
-    path = write_json(tmp_path, mixed_rows(), "data.jsonl")
-    path.write_bytes(b'{broken\n\n"\xff"\n' + path.read_bytes())
-    with pytest.raises(ValueError, match=r"row 0: the line is not valid JSON, .*: b'{broken(.|\n)*row 1: "):
-        load(path)
-    assert answers(both(load, path, bad_rows="skip")) == MIXED
-
-
 # ------------------------------------------------------------------------------------------------ mixed and held out
 def sources(folder, fraction=None, **counts) -> list[dict]:
     """Sources whose answers are `a0`, `a1`, ..., `b0`, ..., each with the same fraction."""

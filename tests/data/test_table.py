@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from train_data import inside, llava, read
 
 from normalign_llava.checkpoint.limits import cores
+from normalign_llava.data.rows.checks import Checks
 from normalign_llava.data.rows.parse import FEATURES
 from normalign_llava.data.sources import source, table
 from normalign_llava.data.sources.arguments import DataSource
@@ -121,7 +122,7 @@ def test_a_transform_of_the_data_set_is_kept(processor):
         def transform(batch):
             return {"question": batch["q"], "answer": [answer] * len(batch["q"]), "image": [inside("red")]}
 
-        return prepare_rows(Dataset.from_dict({"q": ["Q"]}).with_transform(transform), processor)[0][0]
+        return prepare_rows(Dataset.from_dict({"q": ["Q"]}).with_transform(transform), Checks(processor))[0][0]
 
     found = [answered(answer)["messages"][1]["content"][0]["text"] for answer in ("yes", "no")]
     assert found == ["yes", "no"] and answered("no")["images"] == [{"path": None, "bytes": inside("red")["bytes"]}]

@@ -1,7 +1,6 @@
 """`normalign data` says before training what training would: counts, every fault, and what of a row is learned."""
 
 import json
-import zipfile
 
 import pytest
 from train_data import image_bytes, llava, mixed_rows, read, write_json
@@ -67,19 +66,6 @@ def test_every_fault_comes_at_once(tmp_path, model):
     write_json(tmp_path, [{"a": 1}, llava("<image>Q", "A", "red.png"), llava("<image>Q", "A", "broken.png")])
     broken = command(path).output
     assert "row 0: its form" in broken and "row 2: " in broken and "broken.png: " in broken
-
-
-def test_a_table_with_own_columns_and_a_zip_file_of_images(tmp_path):
-    with zipfile.ZipFile(tmp_path / "images.zip", "w") as file:
-        file.writestr("a.png", image_bytes("red"))
-    (tmp_path / "data.tsv").write_text("image_path\tcaption\na.png\tone\nb.png\ttwo\n")
-    words = (tmp_path / "data.tsv", "--image-folder", tmp_path / "images.zip", "--columns", "image=image_path")
-    found = command(*words)
-    assert found.exit_code == 1 and "row 1 (zip://b.png" in found.output and "there is no such image" in found.output
-    (tmp_path / "data.tsv").write_text("image_path\tcaption\na.png\tone\n")
-    assert command(*words, "--check-images").exit_code == 0
-    unread = command(tmp_path / "data.tsv")
-    assert unread.exit_code == 1 and "image_path" in unread.output
 
 
 def test_data_without_rows_and_images_that_are_not_read_are_faults(tmp_path):
