@@ -107,7 +107,7 @@ def prepare(
     if isinstance(collator, ConversationCollator):
         readers = args.world_size * max(1, args.dataloader_num_workers or 0)  # each counts what it skips
         skippable = sum(source.skippable for source in report.sources)
-        share = skippable / (MANY_ROWS * len(report.sources)) if streams else 0.0
+        share = skippable / (MANY_ROWS * max(1, len(report.sources))) if streams else 0.0
         collator = replace(collator, skippable=skippable // readers, share=share)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and (longest := max([source.longest or 0 for source in report.sources], default=0)) > positions:
